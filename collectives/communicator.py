@@ -1,0 +1,77 @@
+"""The communicator protocol: who takes part, and how data moves between them.
+
+A communicator joins all devices of the world. One process speaks for its local devices: it calls `run`
+once for a collective with the operands of all of its devices that take part, which the hierarchy needs
+(reduce in memory first, then one message between processes). Arrays are numpy arrays (C-contiguous; for
+a GPU communicator, CuPy arrays): operands are only read, results are new arrays that nobody writes to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from .ops import Collective
+
+Array = Any
+# Combines the operands of two members (each a list of n arrays) into a list of n arrays.
+Reducer = Callable[[list[Array], list[Array]], list[Array]]
+
+
+class Request(Protocol):
+    """A point-to-point transfer in flight."""
+
+    def test(self) -> bool:
+        """Whether `wait` would return at once."""
+        ...
+
+    def wait(self) -> list[Array]:
+        """Wait; a receive gives its arrays, a send an empty list."""
+        ...
+
+
+class BoundCollective(Protocol):
+    """A collective bound to the world: communicators made, groups mapped to devices, buffers planned."""
+
+    collective: Collective
+
+    def run(self, operands: Mapping[int, Sequence[Array]]) -> dict[int, list[Array]]:
+        """Run it for the local logical ids in ``operands``; blocks; gives each one's results.
+
+        Local ids that are absent do not take part (they did not enter the branch or loop): a group none
+        of whose members is present is left out, one with only some of its local members raises
+        ``RuntimeError``. Every process calls the collectives of a stream in the same order.
+        """
+        ...
+
+    def start(self, operands: Mapping[int, Sequence[Array]]) -> Request:
+        """For send and recv only: post it, do not block. Recv takes operands that give no arrays."""
+        ...
+
+
+class Communicator(Protocol):
+    """All devices of the world, seen from one process, for the collectives of one stream."""
+
+    process: int
+    num_processes: int
+
+    def bind(
+        self,
+        collective: Collective,
+        owner: Mapping[int, int],
+        reducer: Reducer | None = None,
+    ) -> BoundCollective:
+        """Prepare a collective. ``owner`` maps every logical id of the program to its process.
+
+        Called by all processes of the program for the same collectives in the same order (it may make
+        communicators). Raises ``UnsupportedError``-like ``NotImplementedError`` naming op and dtype.
+        """
+        ...
+
+    def abort(self, reason: str) -> None:
+        """Make pending and later calls fail with ``reason`` where the transport can."""
+        ...
+
+    def close(self) -> None:
+        """Release communicators."""
+        ...

@@ -1,0 +1,99 @@
+"""The engine protocol: what a single-device runtime must offer to get collectives from stretto.
+
+An engine owns *arrays*: opaque objects that live on one of its devices, immutable, possibly not computed
+yet. It compiles segments once and runs them on any of its devices. It knows nothing of other processes,
+of collectives or of JAX.
+
+Engines are found by name: the entry-point group ``stretto.engines`` maps a name to a factory
+``create(num_devices: int, **options) -> Engine``. See ``docs/writing_an_engine.md``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.metadata import entry_points
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+
+from stretto.collectives.types import TensorType
+
+from .program import Segment
+
+Array = Any
+
+
+@runtime_checkable
+class LoadedSegment(Protocol):
+    """A compiled segment, ready to run on any device of its engine."""
+
+    def run(self, ordinal: int, inputs: list[Array]) -> list[Array]:
+        """Enqueue one run on local device ``ordinal``; returns at once with arrays that may be pending.
+
+        Inputs may be pending too. Donated inputs are consumed. A failure of the computation reaches
+        ``Engine.block`` of the outputs; a failure to enqueue raises.
+        """
+        ...
+
+
+class Engine(Protocol):
+    """A single-process runtime with ``num_devices`` devices, numbered by ordinal from 0."""
+
+    name: str
+    num_devices: int
+
+    def compile(
+        self, segment: Segment, *, name: str = "", host_callbacks: Sequence[Any] = ()
+    ) -> LoadedSegment:
+        """Compile a segment. Raises ``CompileError`` naming the segment and the engine's reason."""
+        ...
+
+    def put(self, host: np.ndarray, type: TensorType, ordinal: int) -> Array:
+        """An array with this content, dense row-major. ``host`` must not be written to afterwards.
+
+        Copies nothing where the host array's memory serves (on CPU: 64-byte aligned, C-contiguous);
+        it is then kept alive by the array.
+        """
+        ...
+
+    def host_view(self, array: Array) -> np.ndarray:
+        """Content as a C-contiguous host array; waits until it is computed, raises its error.
+
+        A view where the memory is the host's: then read-only, and valid as long as ``array`` lives.
+        """
+        ...
+
+    def copy(self, array: Array, ordinal: int) -> Array:
+        """A copy on device ``ordinal`` that shares no memory with ``array``; may be asynchronous."""
+        ...
+
+    def is_ready(self, array: Array) -> bool:
+        """Whether `block` would return (or raise) at once."""
+        ...
+
+    def block(self, array: Array) -> None:
+        """Wait until the array is computed. Raises the error of the computation, if it failed."""
+        ...
+
+    def pointer(self, array: Array) -> int:
+        """Address of the array's memory (blocks until it is known)."""
+        ...
+
+    def delete(self, array: Array) -> None:
+        """Free the array's memory as soon as its pending uses are over."""
+        ...
+
+    def memory_stats(self, ordinal: int) -> dict[str, int]:
+        """At least ``bytes_in_use`` and ``peak_bytes_in_use`` where known; may be empty."""
+        ...
+
+
+def create_engine(name: str, num_devices: int, **options: Any) -> Engine:
+    """The engine registered under ``name``. Raises ``LookupError`` listing the names there are."""
+    found = {e.name: e for e in entry_points(group="stretto.engines")}
+    if name not in found:
+        raise LookupError(
+            f"no engine {name!r}; installed engines: {', '.join(sorted(found)) or 'none'}. "
+            "Set STRETTO_ENGINE to one of them, or install the package that provides it."
+        )
+    return found[name].load()(num_devices=num_devices, **options)

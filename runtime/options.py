@@ -1,0 +1,131 @@
+"""Options of the runtime, and where each came from.
+
+Every field of `Options` has one environment variable, named in `VARIABLES`; a variable that is unset or
+empty leaves the default. A value that cannot be read raises `OptionsError`, which names the variable,
+the value and what is accepted: an option is never guessed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from types import MappingProxyType
+from typing import Any
+
+from .errors import StrettoError
+
+DEFAULT = "default"
+
+
+class OptionsError(StrettoError, ValueError):
+    """An option has a value that cannot be used. Not worth catching: correct the setting."""
+
+    code = "INVALID_ARGUMENT"
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a user can set.
+
+    ``local_devices``: devices of this process (at least 1; the same on every rank).
+    ``engine``: name of the engine that computes (entry-point group ``stretto.engines``).
+    ``timeout``: seconds after which a collective that not every rank has reached is an error.
+    ``grace``: seconds a process gets to end by itself once the job has failed, before it is ended.
+    ``launcher``: ``auto`` looks for a launcher in the environment, ``mpi`` insists on MPI, ``none``
+    makes every process a world of its own.
+    ``control_host``: address at which rank 0 listens for the other ranks; empty: found by itself.
+    ``origins``: for each field that was not left at its default, where its value came from.
+    """
+
+    local_devices: int = 1
+    engine: str = "xla:cpu"
+    timeout: float = 300.0
+    grace: float = 5.0
+    launcher: str = "auto"
+    control_host: str = ""
+    origins: Mapping[str, str] = field(
+        default_factory=lambda: MappingProxyType({}), compare=False, repr=False
+    )
+
+    def __post_init__(self) -> None:
+        for name, (variable, _) in VARIABLES.items():
+            problem = _problem(name, getattr(self, name))
+            if problem:
+                origin = self.origins.get(name, "")
+                where = variable if origin == variable else f"option {name} ({variable})"
+                raise OptionsError(f"{where} is {getattr(self, name)!r}: {problem}")
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] | None = None) -> Options:
+        """Defaults overridden by the ``STRETTO_…`` variables. Raises `OptionsError`."""
+        environment = os.environ if environment is None else environment
+        values: dict[str, Any] = {}
+        origins: dict[str, str] = {}
+        for name, (variable, read) in VARIABLES.items():
+            text = environment.get(variable, "").strip()
+            if not text:
+                continue
+            try:
+                values[name] = read(text)
+            except ValueError:
+                raise OptionsError(f"{variable} is {text!r}: {_EXPECTED[name]}") from None
+            origins[name] = variable
+        return cls(**values, origins=MappingProxyType(origins))
+
+    def origin(self, name: str) -> str:
+        """Where the value of this field came from: a variable's name, ``program`` or ``default``."""
+        known = self.origins.get(name)
+        if known:
+            return known
+        defaults = {f.name: f.default for f in fields(self)}
+        return DEFAULT if getattr(self, name) == defaults[name] else "program"
+
+
+# field -> (environment variable, reader of its text)
+VARIABLES: dict[str, tuple[str, Callable[[str], Any]]] = {
+    "local_devices": ("STRETTO_LOCAL_DEVICES", int),
+    "engine": ("STRETTO_ENGINE", str),
+    "timeout": ("STRETTO_TIMEOUT", float),
+    "grace": ("STRETTO_GRACE", float),
+    "launcher": ("STRETTO_LAUNCHER", str),
+    "control_host": ("STRETTO_CONTROL_HOST", str),
+}
+
+LAUNCHERS = ("auto", "mpi", "none")
+
+_EXPECTED = {
+    "local_devices": "expected a whole number of devices, at least 1",
+    "engine": "expected the name of an engine",
+    "timeout": "expected a number of seconds above 0",
+    "grace": "expected a number of seconds, 0 or more",
+    "launcher": f"expected one of {', '.join(LAUNCHERS)}",
+    "control_host": "expected a host name or an address",
+}
+
+
+def _problem(name: str, value: Any) -> str:
+    """What is wrong with a value, or an empty string."""
+    accepted = {
+        "local_devices": lambda v: isinstance(v, int) and not isinstance(v, bool) and v >= 1,
+        "engine": lambda v: isinstance(v, str) and bool(v),
+        "timeout": lambda v: isinstance(v, int | float) and v > 0,
+        "grace": lambda v: isinstance(v, int | float) and v >= 0,
+        "launcher": lambda v: v in LAUNCHERS,
+        "control_host": lambda v: isinstance(v, str),
+    }[name](value)
+    return "" if accepted else _EXPECTED[name]
+
+
+_chosen: Options | None = None
+
+
+def configure(options: Options) -> None:
+    """Use these options instead of the environment's. To be called before JAX makes its devices."""
+    global _chosen
+    _chosen = options
+
+
+def in_force() -> Options:
+    """The options given to `configure`, or else the environment's. Raises `OptionsError`."""
+    return _chosen if _chosen is not None else Options.from_environment()

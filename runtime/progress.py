@@ -1,0 +1,73 @@
+"""What a stream is doing, for whoever has to explain why nothing moves.
+
+A stream writes its `Progress` around every call that may block; the watchdog reads it from another
+thread. There is no lock: a state is one tuple, replaced by one attribute write, so that a reader sees
+either the old or the new one. Writing costs about 0.1 us.
+"""
+
+from __future__ import annotations
+
+from time import monotonic
+from typing import NamedTuple
+
+
+class Entry(NamedTuple):
+    """One collective as a rank sees it, in plain data that other hosts can read.
+
+    ``sequence`` counts the collectives of a stream from 1, including those this process has no part in,
+    so that it can be compared between ranks. ``ranks`` are the processes that take part. ``age`` is the
+    number of seconds since it began; for a completed one, since it ended.
+    """
+
+    name: str
+    source: str
+    sequence: int
+    ranks: tuple[int, ...]
+    age: float
+
+
+# name, source, sequence, ranks, time.monotonic() of its beginning
+_Raw = tuple[str, str, int, tuple[int, ...], float]
+
+
+class Snapshot(NamedTuple):
+    """The state of one stream at one moment: the collective it is in, and the last completed one."""
+
+    stream: int
+    current: Entry | None
+    last: Entry | None
+
+
+class Progress:
+    """The state of one stream. Written by the stream's thread alone."""
+
+    __slots__ = ("_current", "_ended", "_last", "stream")
+
+    def __init__(self, stream: int = 0) -> None:
+        self.stream = stream
+        self._current: _Raw | None = None
+        self._last: _Raw | None = None
+        self._ended = 0.0
+
+    def begin(self, name: str, source: str, sequence: int, ranks: tuple[int, ...]) -> None:
+        """The stream enters a collective."""
+        self._current = (name, source, sequence, ranks, monotonic())
+
+    def end(self) -> None:
+        """The stream has left the collective it was in, completed or failed."""
+        self._last, self._current = self._current, None
+        self._ended = monotonic()
+
+    def snapshot(self, now: float | None = None) -> Snapshot:
+        """The state now, or as of ``now`` on the clock of ``time.monotonic()``."""
+        now = monotonic() if now is None else now
+        current = self._current  # read once: the stream may end it meanwhile
+        return Snapshot(
+            self.stream,
+            _entry(current, now, current[4]) if current else None,
+            _entry(self._last, now, self._ended) if self._last else None,
+        )
+
+
+def _entry(raw: _Raw, now: float, since: float) -> Entry:
+    return Entry(*raw[:4], age=max(0.0, now - since))

@@ -1,0 +1,122 @@
+"""Token-chained collectives for JAX programs: `jax.lax`'s, each taking and returning a token.
+
+A token is order and nothing else. ``y, token = psum(x, "i", token=token)`` starts after every collective
+that `token` came through, on every rank, whatever the compiler makes of the rest of the program::
+
+    token = stretto.lax.create_token()
+    a, token = stretto.lax.all_gather(x, "i", token=token)
+    b, token = stretto.lax.psum_scatter(y, "i", token=token)
+
+Tokens are ordinary values: they pass through ``jit``, ``scan``, ``cond``, ``vmap`` and ``shard_map``. A token
+is a ``bool[]`` that is tied to operands and results by ``lax.optimization_barrier``; on the stretto platform
+such barriers become edges of the order and disappear from the program, and no byte of a token travels. On
+other platforms the same barriers keep the same order.
+
+Under ``grad`` the forward collectives keep their chain. The collectives of the backward pass are ordered by
+their data, and by the schedule that all ranks agree on.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+AxisName = Any
+Token = jax.Array
+
+
+def create_token(_: object = None) -> Token:
+    """A token that comes after nothing. Inside ``shard_map`` it varies over the mesh axes in use."""
+    token = jnp.zeros((), jnp.bool_)
+    # Before jax 0.12 what leaves a barrier varies over the axes of everything that entered it. A token
+    # that varies from the start keeps its type through a scan.
+    axes = tuple(jax.sharding.get_abstract_mesh().manual_axes)
+    return jax.lax.pcast(token, axes, to="varying") if axes else token
+
+
+def _after(token: Token, x: Any) -> Any:
+    """``x``, available once ``token`` is."""
+    x, _ = jax.lax.optimization_barrier((x, token))
+    return x
+
+
+def _then(y: Any, token: Token) -> tuple[Any, Token]:
+    """``y``, and a token that comes after it."""
+    _, token = jax.lax.optimization_barrier((y, token))
+    return y, token
+
+
+def psum(x: Any, axis_name: AxisName, *, token: Token, **kwargs: Any) -> tuple[Any, Token]:
+    """`jax.lax.psum` in the chain of ``token``."""
+    return _then(jax.lax.psum(_after(token, x), axis_name, **kwargs), token)
+
+
+def pmax(x: Any, axis_name: AxisName, *, token: Token, **kwargs: Any) -> tuple[Any, Token]:
+    """`jax.lax.pmax` in the chain of ``token``."""
+    return _then(jax.lax.pmax(_after(token, x), axis_name, **kwargs), token)
+
+
+def pmin(x: Any, axis_name: AxisName, *, token: Token, **kwargs: Any) -> tuple[Any, Token]:
+    """`jax.lax.pmin` in the chain of ``token``."""
+    return _then(jax.lax.pmin(_after(token, x), axis_name, **kwargs), token)
+
+
+def all_gather(x: Any, axis_name: AxisName, *, token: Token, **kwargs: Any) -> tuple[Any, Token]:
+    """`jax.lax.all_gather` in the chain of ``token``."""
+    return _then(jax.lax.all_gather(_after(token, x), axis_name, **kwargs), token)
+
+
+def psum_scatter(x: Any, axis_name: AxisName, *, token: Token, **kwargs: Any) -> tuple[Any, Token]:
+    """`jax.lax.psum_scatter` in the chain of ``token``."""
+    return _then(jax.lax.psum_scatter(_after(token, x), axis_name, **kwargs), token)
+
+
+def all_to_all(
+    x: Any, axis_name: AxisName, split_axis: int, concat_axis: int, *, token: Token, **kwargs: Any
+) -> tuple[Any, Token]:
+    """`jax.lax.all_to_all` in the chain of ``token``."""
+    y = jax.lax.all_to_all(_after(token, x), axis_name, split_axis, concat_axis, **kwargs)
+    return _then(y, token)
+
+
+def ppermute(
+    x: Any, axis_name: AxisName, perm: Sequence[tuple[int, int]], *, token: Token
+) -> tuple[Any, Token]:
+    """`jax.lax.ppermute` in the chain of ``token``."""
+    return _then(jax.lax.ppermute(_after(token, x), axis_name, perm), token)
+
+
+def send(
+    x: Any, axis_name: AxisName, perm: Sequence[tuple[int, int]], *, token: Token
+) -> Token:
+    """Send ``x`` along ``perm``, pairs (source, target) of positions on the axis. See `recv`.
+
+    A send does not wait for its receiver. Every send needs the `recv` of the same ``perm``. Runs where
+    JAX's platform has send and receive: stretto, and GPUs.
+    """
+    sent = _single_sided("psend")(_after(token, x), axis_name, perm)
+    return _then(jax.tree.leaves(sent), token)[1]
+
+
+def recv(
+    out_shape: jax.ShapeDtypeStruct,
+    axis_name: AxisName,
+    perm: Sequence[tuple[int, int]],
+    *,
+    token: Token,
+) -> tuple[jax.Array, Token]:
+    """Receive what `send` sent along ``perm``; zeros on devices that are no target of it."""
+    compiler_token = _after(token, jax.lax.create_token())
+    y = _single_sided("precv")(compiler_token, out_shape, axis_name, perm)
+    return _then(y, token)
+
+
+def _single_sided(name: str) -> Any:
+    # Deprecated in jax 0.12 without a successor; the warning is for those who name them.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return getattr(jax.lax, name)

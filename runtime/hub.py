@@ -1,0 +1,201 @@
+"""The hub of the control plane: on rank 0, one thread that every rank is connected to.
+
+It passes on what one rank has to tell the others. It holds the one view of the job that decides: the
+first failure that arrives is the job's failure, and all ranks are told that one.
+
+Messages from a rank: ``hello`` (token, rank), ``goodbye`` (streams), ``fail`` (kind, rank, text),
+``overdue`` (stream, entry), ``state`` (streams, line), ``told``. To the ranks: ``welcome``, ``left`` (rank,
+streams), ``all left``, ``broken`` (kind, rank, text), ``inquire``, ``all told``.
+"""
+
+from __future__ import annotations
+
+import hmac
+import selectors
+import socket
+import threading
+from collections.abc import Sequence
+from time import monotonic
+
+from . import watchdog
+from .progress import Entry, Snapshot
+from .watchdog import Peer, State
+from .wire import Link, Message
+
+ANSWER_WITHIN = 3.0
+
+
+class Hub:
+    """Joins the links of all ranks. Runs in a daemon thread until every rank has gone."""
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        token: str,
+        peers: Sequence[Peer],
+        timeout: float,
+        own_end: socket.socket,
+    ) -> None:
+        self._listener = listener
+        self._token = token
+        self._peers = peers
+        self._timeout = timeout
+        self._selector = selectors.DefaultSelector()
+        self._links: dict[int, Link] = {}
+        self._strangers: set[Link] = set()
+        self._left: set[int] = set()
+        self._broken = False
+        self._untold: set[int] = set()
+        # An inquiry under way: the collective that is overdue, the answers, when to stop waiting.
+        self._overdue: tuple[int, Entry] | None = None
+        self._answers: dict[int, State | None] = {}
+        self._deadline = 0.0
+        listener.settimeout(10.0)
+        self._selector.register(listener, selectors.EVENT_READ)
+        self._adopt(0, Link(own_end))
+        self._thread = threading.Thread(target=self._serve, name="stretto-hub", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close_inherited(self) -> None:
+        """In a forked child: drop the connections, which are the parent's."""
+        self._listener.close()
+        for link in (*self._links.values(), *self._strangers):
+            link.close()
+
+    def _serve(self) -> None:
+        while self._links:
+            wait = max(0.0, self._deadline - monotonic()) if self._overdue else None
+            for key, _ in self._selector.select(wait):
+                if key.fileobj is self._listener:
+                    self._accept()
+                elif isinstance(key.fileobj, Link):
+                    self._read(key.fileobj, key.data)
+            if self._overdue and monotonic() >= self._deadline:
+                self._conclude()
+        self._selector.close()
+        self._listener.close()
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._listener.accept()
+        except OSError:
+            return
+        link = Link(connection)
+        self._strangers.add(link)
+        self._selector.register(link, selectors.EVENT_READ, None)
+
+    def _adopt(self, rank: int, link: Link) -> None:
+        self._links[rank] = link
+        if link in self._strangers:
+            self._strangers.discard(link)
+            self._selector.modify(link, selectors.EVENT_READ, rank)
+        else:
+            self._selector.register(link, selectors.EVENT_READ, rank)
+        link.send({"type": "welcome"})
+
+    def _read(self, link: Link, rank: int | None) -> None:
+        messages = link.receive()
+        if messages is None:
+            self._drop(link, rank)
+            return
+        for message in messages:
+            if rank is None:
+                rank = self._greet(link, message)
+                if rank is None:
+                    return
+            else:
+                self._handle(rank, message)
+
+    def _greet(self, link: Link, message: Message) -> int | None:
+        """Admit a rank that knows the token; hang up on anyone else."""
+        rank = message.get("rank")
+        token = str(message.get("token", ""))
+        known = isinstance(rank, int) and 0 < rank < len(self._peers) and rank not in self._links
+        if not known or not hmac.compare_digest(token.encode(), self._token.encode()):
+            self._drop(link, None)
+            return None
+        assert isinstance(rank, int)
+        self._adopt(rank, link)
+        return rank
+
+    def _drop(self, link: Link, rank: int | None) -> None:
+        self._selector.unregister(link)
+        self._strangers.discard(link)
+        link.close()
+        if rank is None:
+            return
+        del self._links[rank]
+        self._heard(rank)
+        if rank not in self._left:
+            text = (
+                "its connection ended without a goodbye: it was killed, crashed, or lost its host"
+            )
+            self._break("died", rank, text)
+
+    def _handle(self, rank: int, message: Message) -> None:
+        match message.get("type"):
+            case "goodbye":
+                self._left.add(rank)
+                self._tell({"type": "left", "rank": rank, "streams": message["streams"]})
+                self._answer(rank, None)
+                if len(self._left) == len(self._peers):
+                    self._tell({"type": "all left"})
+            case "fail":
+                self._break(message["kind"], message["rank"], message["text"])
+            case "overdue" if not self._broken and self._overdue is None:
+                self._overdue = message["stream"], read_entry(message["entry"])
+                self._answers = {r: None for r in self._left}
+                self._deadline = monotonic() + ANSWER_WITHIN
+                self._tell({"type": "inquire"})
+            case "state":
+                self._answer(rank, State(read_streams(message["streams"]), message["line"]))
+            case "told":
+                self._heard(rank)
+
+    def _answer(self, rank: int, state: State | None) -> None:
+        if self._overdue:
+            self._answers[rank] = state
+            if len(self._answers) == len(self._peers):
+                self._conclude()
+
+    def _conclude(self) -> None:
+        """The inquiry is over: say what it found."""
+        if self._overdue is None:
+            return
+        stream, entry = self._overdue
+        self._overdue = None
+        text = watchdog.report(stream, entry, self._answers, self._peers, self._timeout)
+        self._break("timeout", -1, text)
+
+    def _break(self, kind: str, rank: int, text: str) -> None:
+        if self._broken:
+            return
+        self._broken = True
+        self._untold = set(self._links)
+        self._tell({"type": "broken", "kind": kind, "rank": rank, "text": text})
+
+    def _heard(self, rank: int) -> None:
+        """A rank has printed the failure, or is gone. When all have, nobody need wait any longer."""
+        self._untold.discard(rank)
+        if self._broken and not self._untold:
+            self._tell({"type": "all told"})
+
+    def _tell(self, message: Message) -> None:
+        for link in self._links.values():
+            link.send(message)
+
+
+def read_entry(plain: Sequence) -> Entry:
+    """An `Entry` from its JSON form."""
+    name, source, sequence, ranks, age = plain
+    return Entry(name, source, sequence, tuple(ranks), age)
+
+
+def read_streams(plain: Sequence[Sequence]) -> tuple[Snapshot, ...]:
+    """Snapshots from their JSON form."""
+    return tuple(
+        Snapshot(stream, current and read_entry(current), last and read_entry(last))
+        for stream, current, last in plain
+    )

@@ -1,0 +1,299 @@
+"""The world: the processes that make up a job, and how they find each other.
+
+Without a launcher a process is a world of its own, and nothing of MPI is imported. Under one, mpi4py
+brings up MPI, the ranks compare what must be equal, and a control plane beside MPI watches over them.
+
+Invariant: whatever is wrong with one rank is raised on every rank, as the same `WorldError`.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+from collections.abc import Callable, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+from . import exits, options
+from .control import Control, connect
+from .errors import RankFailed, StrettoError, WorldError
+from .launcher import Launcher, detect
+from .options import Options
+from .progress import Progress
+from .watchdog import Peer
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+
+class World:
+    """The job, as one of its processes sees it.
+
+    ``rank`` and ``size`` number the processes; each has ``local_devices`` devices. ``comm`` is a
+    duplicate of MPI's world communicator that nobody else uses, or None in a world of one process.
+    ``peers`` tells where each rank runs; ``launcher`` what started this one, if anything did.
+    """
+
+    def __init__(
+        self,
+        options: Options,
+        comm: MPI.Comm | None = None,
+        peers: Sequence[Peer] | None = None,
+        launcher: Launcher | None = None,
+    ) -> None:
+        self.options = options
+        self.comm = comm
+        self.rank: int = comm.Get_rank() if comm else 0
+        self.size: int = comm.Get_size() if comm else 1
+        self.local_devices = options.local_devices
+        self.host = socket.gethostname()
+        self.peers = tuple(peers or [Peer(0, os.getpid(), self.host)])
+        self.launcher = launcher
+        self._progress: list[Progress] = []
+        self._control: Control | None = None
+        if comm is not None:
+            self._control = connect(
+                comm,
+                self.peers,
+                options.timeout,
+                options.grace,
+                options.control_host,
+                self._progress,
+            )
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of all ranks."""
+        return self.size * self.local_devices
+
+    @property
+    def error(self) -> StrettoError | None:
+        """Why the job cannot go on, or None while all is well."""
+        return self._control.error if self._control else None
+
+    def check(self) -> None:
+        """Raise `RankFailed` or `CollectiveTimeout` if the job has failed."""
+        error = self.error
+        if error is not None:
+            raise type(error)(str(error))
+
+    def fail(self, error: BaseException) -> None:
+        """Tell all ranks that this one cannot go on, and why. The job ends on every rank.
+
+        Nothing happens in a world of one process, or if the job has failed already.
+        """
+        if self._control and not isinstance(error, RankFailed):
+            self._control.fail(exits.describe(error))
+
+    def on_failure(self, listener: Callable[[StrettoError], None]) -> None:
+        """Have ``listener`` called once, from another thread, when the job has failed.
+
+        It should fail what is pending, so that the program gets the error where it waits.
+        """
+        if self._control:
+            self._control.on_failure(listener)
+
+    def progress(self, stream: int = 0) -> Progress:
+        """A new `Progress` for a stream to write and the watchdog to read."""
+        progress = Progress(stream)
+        self._progress.append(progress)
+        return progress
+
+    def leave(self) -> None:
+        """Leave the job, when the process ends: waits for the other ranks, then ends MPI.
+
+        If the job has failed, does not return: the process ends with exit code 1.
+        """
+        if self._control is not None:
+            if self.error is None:
+                self._control.goodbye()
+            if self.error is not None:
+                self._control.wait_told(3.0)
+                exits.end_process()
+            self._control.close()
+        finalize_mpi()
+
+    def forget(self) -> None:
+        """In a forked child: the job is the parent's."""
+        if self._control is not None:
+            self._control.close_inherited()
+            self._control = None
+
+
+_world: World | None = None
+
+
+def bootstrap(chosen: Options | None = None) -> World:
+    """The world of this process; made by the first call, the same one ever after.
+
+    ``chosen`` defaults to the options in force. Raises `WorldError`, on every rank alike, when the
+    ranks cannot work together; `OptionsError` for options that cannot be used.
+    """
+    global _world
+    if _world is None:
+        _world = _make(chosen)
+    elif chosen is not None and chosen != _world.options:
+        if _world.size > 1:
+            raise WorldError(
+                f"the ranks have joined with {_world.options} and cannot take {chosen} any more: "
+                "set options before JAX makes its devices"
+            )
+        _world = World(chosen)
+    return _world
+
+
+def current() -> World | None:
+    """The world, if it has been made."""
+    return _world
+
+
+def _make(chosen: Options | None) -> World:
+    problem: StrettoError | None = None
+    try:
+        chosen = chosen or options.in_force()
+    except options.OptionsError as error:
+        # The other ranks are on their way into MPI: go there too, and tell them.
+        chosen, problem = Options(), error
+    launcher = detect()
+    wanted = chosen.launcher == "mpi" or (launcher is not None and launcher.size != 1)
+    if chosen.launcher == "none" or not wanted:
+        if problem:
+            raise problem
+        return World(chosen, launcher=launcher)
+    mpi = _import_mpi(launcher)
+    exits.at_exit(_leave)
+    world = mpi.COMM_WORLD
+    _check_launcher(mpi, launcher)
+    if world.Get_size() == 1:
+        if problem:
+            raise problem
+        return World(chosen, launcher=launcher)
+    comm = world.Dup()
+    facts = _facts(chosen, str(problem) if problem else "")
+    gathered: list[dict[str, Any]] = comm.allgather(facts)
+    _check_facts(gathered)
+    peers = [Peer(rank, f["pid"], f["host"]) for rank, f in enumerate(gathered)]
+    made = World(chosen, comm, peers, launcher)
+    exits.on_uncaught(made.fail)
+    os.register_at_fork(after_in_child=made.forget)
+    return made
+
+
+def _import_mpi(launcher: Launcher | None) -> Any:
+    """``mpi4py.MPI``, initialized for calls from several threads."""
+    asked = (
+        f"{launcher.name} started this process as rank {launcher.rank}"
+        + (f" of {launcher.size}" if launcher.size else "")
+        if launcher
+        else "STRETTO_LAUNCHER=mpi asks for MPI"
+    )
+    try:
+        import mpi4py
+
+        # MPI is ended by `World.leave`, once every rank is ready for it.
+        mpi4py.rc.finalize = False
+        mpi4py.rc.thread_level = "multiple"
+        from mpi4py import MPI
+    except (ImportError, RuntimeError, OSError) as error:
+        raise WorldError(
+            f"{asked}, but MPI cannot be used from Python: {error}. Install mpi4py for the MPI that "
+            "starts the ranks (pip install --no-binary mpi4py mpi4py), or a complete MPI of its own "
+            "(pip install 'stretto[mpi]', and use its mpiexec). To run every process alone, set "
+            "STRETTO_LAUNCHER=none"
+        ) from error
+    if not MPI.Is_initialized():
+        MPI.Init_thread(MPI.THREAD_MULTIPLE)
+    if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+        raise WorldError(
+            f"{library(MPI)} runs without MPI_THREAD_MULTIPLE, which stretto needs to overlap "
+            "communication with compute. Initialize MPI with it (mpi4py.rc.thread_level = "
+            "'multiple', its default) or use an MPI built with it"
+        )
+    return MPI
+
+
+def _check_launcher(mpi: Any, launcher: Launcher | None) -> None:
+    """A launcher of one MPI with the library of another gives ranks that are all alone."""
+    size = mpi.COMM_WORLD.Get_size()
+    if launcher and launcher.size > 1 and size == 1:
+        raise WorldError(
+            f"{launcher.name} started {launcher.size} ranks, but {library(mpi)}, which mpi4py uses, "
+            "sees only one: launcher and library do not belong together. Start the ranks with the "
+            "mpiexec of that library (`stretto doctor` tells which one is found), or install mpi4py "
+            "for the launcher's MPI"
+        )
+
+
+def library(mpi: Any) -> str:
+    """Name and version of the MPI library, on one line."""
+    return " ".join(mpi.Get_library_version().split("\n")[0].split("\0")[0].split()).rstrip(",")
+
+
+# What must be equal on all ranks: key of `_facts`, how it is called in the message.
+_EQUAL = {
+    "local_devices": "number of local devices (STRETTO_LOCAL_DEVICES)",
+    "engine": "engine (STRETTO_ENGINE)",
+    "stretto": "version of stretto",
+    "jax": "version of jax",
+    "jaxlib": "version of jaxlib",
+    "python": "version of Python",
+}
+
+
+def _facts(chosen: Options, problem: str) -> dict[str, Any]:
+    return {
+        "problem": problem,
+        "pid": os.getpid(),
+        "host": socket.gethostname(),
+        "local_devices": chosen.local_devices,
+        "engine": chosen.engine,
+        "python": ".".join(platform.python_version_tuple()[:2]),
+        **{name: _version(name) for name in ("stretto", "jax", "jaxlib")},
+    }
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _check_facts(gathered: Sequence[dict[str, Any]]) -> None:
+    """Raise what is wrong; every rank has the same facts and so raises the same."""
+    problems = {rank: f["problem"] for rank, f in enumerate(gathered) if f["problem"]}
+    if problems:
+        rank, text = next(iter(problems.items()))
+        raise WorldError(f"rank {rank} cannot join: {text}")
+    for key, name in _EQUAL.items():
+        ranks_of: dict[Any, list[int]] = {}
+        for rank, facts in enumerate(gathered):
+            ranks_of.setdefault(facts[key], []).append(rank)
+        if len(ranks_of) > 1:
+            listed = "; ".join(f"{value} on {_ranks(r)}" for value, r in ranks_of.items())
+            raise WorldError(
+                f"the ranks differ in the {name}: {listed}. It must be the same on all"
+            )
+
+
+def _ranks(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8])) + (", …" if len(ranks) > 8 else "")
+    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
+
+
+def _leave() -> None:
+    if _world is not None:
+        _world.leave()
+    else:
+        finalize_mpi()
+
+
+def finalize_mpi() -> None:
+    """End MPI, if it has begun and nobody has ended it."""
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError):
+        return
+    if MPI.Is_initialized() and not MPI.Is_finalized():
+        MPI.Finalize()

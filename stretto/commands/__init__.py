@@ -1,0 +1,1 @@
+"""The commands of `stretto`, one a file. Each has `run(arguments) -> exit code`."""

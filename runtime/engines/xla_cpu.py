@@ -1,0 +1,208 @@
+"""Engine over jaxlib's CPU client, with a client of its own (never JAX's own CPU backend).
+
+Every jaxlib name that is not public API is used in this file only; ``tests/runtime/test_xla_cpu.py``
+pins them. A segment is compiled once, for device 0; other devices get the same machine code by
+deserializing it when the segment first runs there, which takes a tenth of a compilation. Code that
+refuses to be serialized (host callbacks) is compiled again for each device.
+
+XLA runs cheap computations inside ``run`` and others on its own threads. Arrays are jaxlib arrays on
+one device: row-major, sub-byte types one byte an element towards the host.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+from jax._src import core
+from jax._src.interpreters import mlir
+from jax._src.lib import xla_client
+from jax.errors import JaxRuntimeError
+from jax.sharding import SingleDeviceSharding
+from jaxlib import _jax
+from jaxlib.mlir import ir
+from stretto.collectives.types import TensorType
+
+from ..errors import CompileError, StrettoError
+from ..program import Segment
+
+Array = Any
+_STATUS = re.compile(r"^([A-Z_]{2,}): ", re.ASCII)
+
+
+def create(num_devices: int) -> XlaCpuEngine:
+    """Factory of the entry-point group ``stretto.engines``."""
+    return XlaCpuEngine(num_devices)
+
+
+class XlaError(StrettoError):
+    """A computation failed inside XLA, ``code`` says how. To be caught as JAX's run-time error is."""
+
+
+def _translate(error: Exception, kind: type[StrettoError], prefix: str = "") -> StrettoError:
+    """The same error without XLA's leading status code, which becomes ``code``."""
+    text = str(error)
+    status = _STATUS.match(text)
+    code = status[1] if status else "INTERNAL"
+    translated = kind(prefix + (text[status.end() :] if status else text))
+    translated.code = code
+    return translated
+
+
+@cache
+def _aval(type: TensorType) -> core.ShapedArray:
+    return core.ShapedArray(type.shape, type.numpy)
+
+
+class XlaCpuSegment:
+    """A segment compiled for device 0 and, once it has run there, for other devices."""
+
+    __slots__ = ("_by_device", "_callbacks", "_engine", "_lock", "_module", "_name")
+
+    def __init__(
+        self, engine: XlaCpuEngine, module: bytes, name: str, host_callbacks: Sequence[Any]
+    ) -> None:
+        self._engine = engine
+        self._module = module
+        self._name = name
+        self._callbacks = list(host_callbacks)
+        self._lock = threading.Lock()
+        self._by_device: list[Any] = [None] * engine.num_devices
+        self._by_device[0] = engine.compile_for(0, module, name, self._callbacks)
+
+    def run(self, ordinal: int, inputs: list[Array]) -> list[Array]:
+        executable = self._by_device[ordinal]
+        if executable is None:
+            executable = self._load(ordinal)
+        try:
+            return executable.execute(inputs)
+        except JaxRuntimeError as error:
+            raise _translate(error, XlaError) from error
+
+    @property
+    def executable(self) -> Any:
+        """jaxlib's executable for device 0, for its analyses (cost, memory, layouts)."""
+        return self._by_device[0]
+
+    def _load(self, ordinal: int) -> Any:
+        with self._lock:
+            if self._by_device[ordinal] is None:
+                self._by_device[ordinal] = self._clone(ordinal)
+            return self._by_device[ordinal]
+
+    def _clone(self, ordinal: int) -> Any:
+        engine = self._engine
+        if not self._callbacks:
+            try:
+                return engine.clone_for(ordinal, self._by_device[0])
+            except JaxRuntimeError:
+                pass  # not serializable: compile it again
+        return engine.compile_for(ordinal, self._module, self._name, self._callbacks)
+
+
+class XlaCpuEngine:
+    """``num_devices`` CPU devices of one jaxlib client. See `stretto.runtime.engine.Engine`."""
+
+    name = "xla:cpu"
+
+    def __init__(self, num_devices: int) -> None:
+        self.num_devices = num_devices
+        self._client = xla_client.make_cpu_client(num_devices=num_devices)
+        devices = sorted(self._client.local_devices(), key=lambda d: d.id)
+        self._device_lists = [[d] for d in devices]
+        self._executable_devices = [xla_client.DeviceList((d,)) for d in devices]
+        self._shardings = [SingleDeviceSharding(d) for d in devices]
+        self._options = [self._compile_options(d.id) for d in devices]
+
+    @staticmethod
+    def _compile_options(device_id: int) -> Any:
+        options = xla_client.CompileOptions()
+        options.num_replicas = 1
+        options.num_partitions = 1
+        options.device_assignment = xla_client.DeviceAssignment.create(np.array([[device_id]]))
+        return options
+
+    def compile(
+        self, segment: Segment, *, name: str = "", host_callbacks: Sequence[Any] = ()
+    ) -> XlaCpuSegment:
+        return XlaCpuSegment(self, segment.module, name or segment.name, host_callbacks)
+
+    def compile_for(
+        self, ordinal: int, module: bytes, name: str, host_callbacks: Sequence[Any]
+    ) -> Any:
+        """jaxlib's executable for one device. Raises `CompileError`."""
+        devices, options = self._executable_devices[ordinal], self._options[ordinal]
+        try:
+            if not host_callbacks:
+                return self._client.compile_and_load(module, devices, options)
+            with mlir.make_ir_context():  # jaxlib takes callbacks only beside a parsed module
+                parsed = ir.Module.parse(module)
+                return self._client.compile_and_load(parsed, devices, options, list(host_callbacks))
+        except (JaxRuntimeError, ir.MLIRError, ValueError) as error:
+            prefix = f"segment {name or '(unnamed)'} does not compile on engine {self.name}: "
+            raise _translate(error, CompileError, prefix) from error
+
+    def clone_for(self, ordinal: int, executable: Any) -> Any:
+        """The same machine code for another device. Raises ``JaxRuntimeError`` where XLA cannot."""
+        serialized = self._client.serialize_executable(executable)
+        return self._client.deserialize_executable(
+            serialized, self._executable_devices[ordinal], self._options[ordinal]
+        )
+
+    def put(self, host: np.ndarray, type: TensorType, ordinal: int) -> Array:
+        return _jax.batched_device_put(
+            _aval(type),
+            self._shardings[ordinal],
+            [host],
+            self._device_lists[ordinal],
+            enable_x64=True,
+        )
+
+    def host_view(self, array: Array) -> np.ndarray:
+        try:
+            view = np.asarray(array)
+        except JaxRuntimeError as error:
+            raise _translate(error, XlaError) from error
+        return view if view.flags.c_contiguous else np.ascontiguousarray(view)
+
+    def copy(self, array: Array, ordinal: int) -> Array:
+        try:
+            (copied,) = _jax.batched_copy_array_to_devices_with_sharding(
+                [array],
+                [self._executable_devices[ordinal]],
+                [self._shardings[ordinal]],
+                [_jax.ArrayCopySemantics.ALWAYS_COPY],
+            )
+        except JaxRuntimeError as error:
+            raise _translate(error, XlaError) from error
+        return copied
+
+    def is_ready(self, array: Array) -> bool:
+        return array.is_ready()
+
+    def block(self, array: Array) -> None:
+        try:
+            array.block_until_ready()
+        except JaxRuntimeError as error:
+            raise _translate(error, XlaError) from error
+
+    def pointer(self, array: Array) -> int:
+        return array.unsafe_buffer_pointer()
+
+    def delete(self, array: Array) -> None:
+        array.delete()
+
+    def memory_stats(self, ordinal: int) -> dict[str, int]:
+        """``bytes_in_use`` of live arrays, counted when asked; XLA's CPU client keeps no peak."""
+        (device,) = self._device_lists[ordinal]
+        live = [
+            a for a in self._client.live_arrays() if not a.is_deleted() and device in a.devices()
+        ]
+        return {
+            "bytes_in_use": sum(a.on_device_size_in_bytes() for a in live),
+            "num_allocs": len(live),
+        }

@@ -177,7 +177,7 @@ class Control:
             self.error = error
             listeners = list(self._listeners)
         self._deadline = monotonic() + self._grace
-        _print(f"stretto: rank {self._rank} ends: {error}\n")
+        say(f"stretto: rank {self._rank} ends: {error}\n")
         self._notify(listeners, error)
         self._released.set()
 
@@ -207,8 +207,8 @@ def end_process() -> None:
     os._exit(1)
 
 
-def _print(text: str) -> None:
-    """One write, so that the lines of several ranks do not mix."""
+def say(text: str) -> None:
+    """To stderr in one write, so that the lines of several ranks do not mix."""
     try:
         sys.stderr.flush()
         os.write(2, text.encode(errors="replace"))

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
-from . import exits, options
+from . import exits, joining, options
 from .control import Control, connect
 from .errors import RankFailed, StrettoError, WorldError
 from .launcher import Launcher, detect
@@ -161,20 +161,20 @@ def _make(chosen: Options | None) -> World:
         if problem:
             raise problem
         return World(chosen, launcher=launcher)
-    mpi = _import_mpi(launcher)
-    exits.at_exit(_leave)
-    world = mpi.COMM_WORLD
-    _check_launcher(mpi, launcher)
-    if world.Get_size() == 1:
-        if problem:
-            raise problem
-        return World(chosen, launcher=launcher)
-    comm = world.Dup()
-    facts = _facts(chosen, str(problem) if problem else "")
-    gathered: list[dict[str, Any]] = comm.allgather(facts)
-    _check_facts(gathered)
-    peers = [Peer(rank, f["pid"], f["host"]) for rank, f in enumerate(gathered)]
-    made = World(chosen, comm, peers, launcher)
+    with joining.watched(launcher.rank if launcher else 0, chosen.timeout):
+        mpi = _import_mpi(launcher)
+        exits.at_exit(_leave)
+        _check_launcher(mpi, launcher)
+        if mpi.COMM_WORLD.Get_size() == 1:
+            if problem:
+                raise problem
+            return World(chosen, launcher=launcher)
+        comm = mpi.COMM_WORLD.Dup()
+        facts = _facts(chosen, str(problem) if problem else "")
+        gathered: list[dict[str, Any]] = comm.allgather(facts)
+        _check_facts(gathered)
+        peers = [Peer(rank, f["pid"], f["host"]) for rank, f in enumerate(gathered)]
+        made = World(chosen, comm, peers, launcher)
     exits.on_uncaught(made.fail)
     os.register_at_fork(after_in_child=made.forget)
     return made
@@ -191,7 +191,8 @@ def _import_mpi(launcher: Launcher | None) -> Any:
     try:
         import mpi4py
 
-        # MPI is ended by `World.leave`, once every rank is ready for it.
+        # MPI is begun by `joining` and ended by `World.leave`, so that a rank never waits unwatched.
+        mpi4py.rc.initialize = False
         mpi4py.rc.finalize = False
         mpi4py.rc.thread_level = "multiple"
         from mpi4py import MPI
@@ -203,7 +204,7 @@ def _import_mpi(launcher: Launcher | None) -> Any:
             "STRETTO_LAUNCHER=none"
         ) from error
     if not MPI.Is_initialized():
-        MPI.Init_thread(MPI.THREAD_MULTIPLE)
+        joining.initialize(MPI)
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
         raise WorldError(
             f"{library(MPI)} runs without MPI_THREAD_MULTIPLE, which stretto needs to overlap "

@@ -1,0 +1,77 @@
+"""stretto: a collective runtime for JAX that does not care what computes underneath.
+
+Programs need nothing of this module: ``JAX_PLATFORMS=stretto`` is enough. It gives the options, the
+errors and the statistics. Everything is imported at its first use, so that ``import stretto`` costs
+next to nothing; `stretto.lax` holds collectives that are chained by tokens.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from stretto.runtime.errors import (
+        CollectiveMismatch,
+        CollectiveTimeout,
+        CompileError,
+        InvalidProgramError,
+        RankFailed,
+        StrettoError,
+        UnsupportedError,
+        WorldError,
+    )
+    from stretto.runtime.options import Options, OptionsError, configure
+    from stretto.runtime.statistics import Counters
+
+    __version__: str
+
+__all__ = [
+    "CollectiveMismatch",
+    "CollectiveTimeout",
+    "CompileError",
+    "Counters",
+    "InvalidProgramError",
+    "Options",
+    "OptionsError",
+    "RankFailed",
+    "StrettoError",
+    "UnsupportedError",
+    "WorldError",
+    "__version__",
+    "configure",
+    "stats",
+]
+
+_HOMES = {
+    "Counters": "stretto.runtime.statistics",
+    "Options": "stretto.runtime.options",
+    "OptionsError": "stretto.runtime.options",
+    "configure": "stretto.runtime.options",
+}
+
+
+def stats() -> Counters:
+    """What this process has communicated since it began: seconds, collectives, messages, bytes."""
+    from stretto.runtime.statistics import total
+
+    return total()
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        value: Any = version("stretto")
+    elif name in ("lax", "testing"):
+        value = import_module(f"stretto.{name}")
+    elif name in __all__:
+        value = getattr(import_module(_HOMES.get(name, "stretto.runtime.errors")), name)
+    else:
+        raise AttributeError(f"module 'stretto' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, "lax", "testing"})

@@ -1,0 +1,254 @@
+"""HLO modules as graphs: instructions that point at their operands, computations at each other.
+
+Invariants: ids are opaque 64-bit numbers (they are composites from jaxlib 0.12 on) and are looked up,
+never computed with; instructions of a computation are in topological order; protos are only read.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from stretto.collectives.types import TensorType
+from stretto.runtime.errors import InvalidProgramError, UnsupportedError
+
+from .schema import PRIMITIVE_TYPES, TOKEN, TUPLE, HloModuleProto
+
+# Opcodes that move data between devices, or are the wrapper or the end of such an op.
+SYNC_COLLECTIVES = frozenset(
+    {
+        "all-reduce",
+        "all-gather",
+        "reduce-scatter",
+        "all-to-all",
+        "collective-permute",
+        "collective-broadcast",
+        "ragged-all-to-all",
+    }
+)
+START_COLLECTIVES = frozenset({"all-reduce-start", "all-gather-start", "collective-permute-start"})
+DONE_COLLECTIVES = frozenset({"all-reduce-done", "all-gather-done", "collective-permute-done"})
+POINT_TO_POINT = frozenset({"send", "recv"})
+COLLECTIVES = SYNC_COLLECTIVES | START_COLLECTIVES | POINT_TO_POINT
+ASYNC_WRAPPERS = frozenset({"async-start", "async-update", "async-done"})
+LOGICAL_IDS = {"partition-id": "partition", "replica-id": "replica"}
+
+
+class Instruction:
+    """An instruction: its proto, and its operands and called computations as objects."""
+
+    __slots__ = ("called", "computation", "control_predecessors", "opcode", "operands", "proto")
+
+    def __init__(self, proto: Any, computation: Computation) -> None:
+        self.proto = proto
+        self.opcode: str = proto.opcode
+        self.computation = computation
+        self.operands: tuple[Instruction, ...] = ()
+        self.control_predecessors: tuple[Instruction, ...] = ()
+        self.called: tuple[Computation, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return self.proto.name
+
+    @property
+    def shape(self) -> Any:
+        return self.proto.shape
+
+    @property
+    def source(self) -> str:
+        """``file:line`` of the program's source, or an empty string."""
+        return self.computation.module.source(self.proto.metadata)
+
+    @property
+    def attributes(self) -> Any:
+        """Frontend attributes, a map of strings to strings."""
+        return self.proto.frontend_attributes.map
+
+    def describe(self) -> str:
+        """How errors name it: name, opcode, source line."""
+        source = self.source
+        return f"{self.name} ({self.opcode}{', ' + source if source else ''})"
+
+    def __repr__(self) -> str:
+        return f"<{self.describe()}>"
+
+    def unsupported(self, why: str) -> UnsupportedError:
+        return UnsupportedError(f"{self.describe()}: {why}")
+
+    def invalid(self, why: str) -> InvalidProgramError:
+        return InvalidProgramError(f"{self.describe()}: {why}")
+
+
+@dataclass(eq=False)
+class Computation:
+    """A computation: instructions in topological order, parameters by number, root."""
+
+    module: Module = field(repr=False)
+    proto: Any = field(repr=False)
+    name: str
+    instructions: list[Instruction] = field(default_factory=list, repr=False)
+    parameters: list[Instruction] = field(default_factory=list, repr=False)
+    root: Instruction = field(default=None, repr=False)  # type: ignore[assignment]
+
+    @cached_property
+    def needs_runtime(self) -> bool:
+        """Whether a collective or a device's own id occurs here or in anything called from here.
+
+        Such computations cannot be given to an engine as they are.
+        """
+        for instruction in self.instructions:
+            opcode = instruction.opcode
+            if opcode in COLLECTIVES or opcode in LOGICAL_IDS:
+                return True
+            if any(called.needs_runtime for called in instruction.called):
+                return True
+        return False
+
+
+class Module:
+    """An HLO module. Raises `InvalidProgramError` where references inside it lead nowhere."""
+
+    def __init__(self, proto: Any) -> None:
+        self.proto = proto
+        self.name: str = proto.name
+        self._frames: dict[int, str] = {}
+        by_id: dict[int, Computation] = {}
+        for computation_proto in proto.computations:
+            computation = Computation(self, computation_proto, computation_proto.name)
+            by_id[computation_proto.id] = computation
+        for computation in by_id.values():
+            self._link(computation, by_id)
+        self.computations = list(by_id.values())
+        try:
+            self.entry = by_id[proto.entry_computation_id]
+        except KeyError:
+            raise InvalidProgramError(f"HLO module {self.name} has no entry computation") from None
+        self._refuse_recursion()
+
+    @classmethod
+    def parse(cls, serialized: bytes) -> Module:
+        """From a serialized ``HloModuleProto``."""
+        try:
+            proto = HloModuleProto.FromString(serialized)
+        except Exception as error:
+            raise InvalidProgramError(f"not a serialized HloModuleProto: {error}") from error
+        return cls(proto)
+
+    def _link(self, computation: Computation, by_id: dict[int, Computation]) -> None:
+        seen: dict[int, Instruction] = {}
+        parameters: dict[int, Instruction] = {}
+        for proto in computation.proto.instructions:
+            instruction = Instruction(proto, computation)
+            try:
+                if proto.operand_ids:
+                    instruction.operands = tuple([seen[i] for i in proto.operand_ids])
+                if proto.control_predecessor_ids:
+                    instruction.control_predecessors = tuple(
+                        [seen[i] for i in proto.control_predecessor_ids]
+                    )
+                if proto.called_computation_ids:
+                    instruction.called = tuple([by_id[i] for i in proto.called_computation_ids])
+            except KeyError as missing:
+                raise instruction.invalid(
+                    f"refers to {missing}, which is not defined before it in {computation.name}"
+                ) from None
+            seen[proto.id] = instruction
+            computation.instructions.append(instruction)
+            if instruction.opcode == "parameter":
+                parameters[proto.parameter_number] = instruction
+        if sorted(parameters) != list(range(len(parameters))):
+            raise InvalidProgramError(f"parameters of {computation.name} are not numbered 0, 1, …")
+        computation.parameters = [parameters[i] for i in range(len(parameters))]
+        try:
+            computation.root = seen[computation.proto.root_id]
+        except KeyError:
+            raise InvalidProgramError(f"computation {computation.name} has no root") from None
+
+    def _refuse_recursion(self) -> None:
+        done: set[int] = set()
+        for start in self.computations:
+            stack: list[tuple[Computation, Iterator[Computation]]] = []
+            active: set[int] = set()
+
+            def enter(
+                computation: Computation,
+                stack: list[tuple[Computation, Iterator[Computation]]] = stack,
+                active: set[int] = active,
+            ) -> None:
+                active.add(id(computation))
+                called = (c for i in computation.instructions for c in i.called)
+                stack.append((computation, called))
+
+            if id(start) not in done:
+                enter(start)
+            while stack:
+                computation, called = stack[-1]
+                following = next(called, None)
+                if following is None:
+                    stack.pop()
+                    active.discard(id(computation))
+                    done.add(id(computation))
+                elif id(following) in active:
+                    raise InvalidProgramError(f"computation {following.name} calls itself")
+                elif id(following) not in done:
+                    enter(following)
+
+    def source(self, metadata: Any) -> str:
+        """``file:line`` of either form of metadata: spelled out, or an index into the frames."""
+        if metadata.source_file:
+            return f"{metadata.source_file}:{metadata.source_line}"
+        frame_id = metadata.stack_frame_id
+        if not frame_id:
+            return ""
+        if frame_id not in self._frames:
+            self._frames[frame_id] = self._frame(frame_id)
+        return self._frames[frame_id]
+
+    def _frame(self, frame_id: int) -> str:
+        """Ids count from 1; a frame names a location, which names a file and a line."""
+        index = self.proto.stack_frame_index
+        if frame_id > len(index.stack_frames):
+            return ""
+        location_id = index.stack_frames[frame_id - 1].file_location_id
+        if not 0 < location_id <= len(index.file_locations):
+            return ""
+        location = index.file_locations[location_id - 1]
+        if not 0 < location.file_name_id <= len(index.file_names):
+            return ""
+        return f"{index.file_names[location.file_name_id - 1]}:{location.line}"
+
+
+def leaf_types(shape: Any, where: Instruction) -> tuple[TensorType | None, ...]:
+    """Types of the arrays of a shape, tuples flattened depth first; None stands for a token."""
+    kind = shape.element_type
+    if kind == TUPLE:
+        return tuple([leaf for part in shape.tuple_shapes for leaf in leaf_types(part, where)])
+    if kind == TOKEN:
+        return (None,)
+    if kind not in PRIMITIVE_TYPES:
+        raise where.unsupported(f"element type {kind} is not supported")
+    if any(shape.is_dynamic_dimension):
+        raise where.unsupported("dynamic dimensions are not supported; pad to a static shape")
+    return (TensorType(PRIMITIVE_TYPES[kind], tuple(shape.dimensions)),)
+
+
+def leaf_count(shape: Any) -> int:
+    """Number of leaves `leaf_types` gives."""
+    if shape.element_type == TUPLE:
+        return sum(leaf_count(part) for part in shape.tuple_shapes)
+    return 1
+
+
+def trip_count(loop: Instruction) -> int | None:
+    """The number of iterations XLA found for a while, or None."""
+    config = loop.proto.backend_config
+    if not config.startswith(b"{"):
+        return None
+    try:
+        return int(json.loads(config)["known_trip_count"]["n"])
+    except (KeyError, ValueError, TypeError):
+        return None

@@ -7,6 +7,7 @@ next to nothing; `stretto.lax` holds collectives that are chained by tokens.
 
 from __future__ import annotations
 
+import os.path
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +43,13 @@ __all__ = [
     "configure",
     "stats",
 ]
+
+# Imported from the root of a source tree, where Python looks first, this folder lacks the layers, which
+# lie beside it there: take them from the installed package.
+if not os.path.isdir(os.path.join(os.path.dirname(__file__), "runtime")):
+    from pkgutil import extend_path
+
+    __path__ = extend_path(__path__, __name__)
 
 _HOMES = {
     "Counters": "stretto.runtime.statistics",

@@ -1,0 +1,65 @@
+# Makes .venv with stretto and everything its tests need; sourced by ci/demo and ci/test.
+#
+# The environment is made once. The package is installed (not in editable mode, so that what is tested is
+# what users get) whenever its sources differ from those installed last, and the dependencies whenever
+# pyproject.toml does. PYTHON names the interpreter to use; else the first that fits is taken.
+
+cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
+venv=$PWD/.venv
+
+say() { printf '== %s\n' "$*"; }
+
+fits() {
+    "$1" -c 'import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' \
+        >/dev/null 2>&1
+}
+
+find_python() {
+    local candidate
+    for candidate in ${PYTHON:-} python3.11 python3.12 python3.13 python3; do
+        if fits "$candidate"; then
+            command -v "$candidate"
+            return
+        fi
+    done
+    echo "No Python from 3.11 to 3.13 with venv was found. Install one (Debian: apt install" \
+        "python3.11-venv python3-dev build-essential), or name it: PYTHON=/path/to/python $0" >&2
+    return 1
+}
+
+sources_hash() {
+    { find stretto runtime collectives hlo_frontend plugin -name '*.py' -o -name '*.pyx' -o -name '*.pxd'
+      echo setup.py; echo pyproject.toml; echo README.md; } | LC_ALL=C sort |
+        while read -r file; do sha256sum "$file"; done | sha256sum
+}
+
+if ! "$venv/bin/python" -c '' 2>/dev/null; then
+    python=$(find_python) || exit 1
+    say "making .venv with $("$python" --version)"
+    rm -rf "$venv"
+    "$python" -m venv "$venv" || exit 1
+fi
+
+dependencies=$(sha256sum pyproject.toml)
+if [ "$(cat "$venv/dependencies.sha256" 2>/dev/null)" != "$dependencies" ]; then
+    say "installing dependencies into .venv"
+    "$venv/bin/python" -m pip install --quiet --upgrade pip 'setuptools>=77' 'Cython>=3.1' wheel || exit 1
+    "$venv/bin/python" -m pip install --quiet --no-build-isolation '.[test]' || exit 1
+    rm -f "$venv/sources.sha256"
+    echo "$dependencies" >"$venv/dependencies.sha256"
+fi
+
+sources=$(sources_hash)
+if [ "$(cat "$venv/sources.sha256" 2>/dev/null)" != "$sources" ]; then
+    say "building and installing stretto"
+    rm -rf build
+    "$venv/bin/python" -m pip install --quiet --no-build-isolation --no-deps --force-reinstall . || exit 1
+    rm -rf build ./*.egg-info
+    echo "$sources" >"$venv/sources.sha256"
+else
+    say "stretto in .venv is up to date"
+fi
+
+# The ranks' own commands first: mpiexec must belong to the MPI that mpi4py uses.
+export PATH=$venv/bin:$PATH
+unset PYTHONPATH PYTHONHOME

@@ -1,0 +1,92 @@
+"""The layers: which subpackage may import which. The table is the architecture, see docs/design.md."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+# What a layer may import of stretto, besides itself. A name with dots allows that module alone.
+ALLOWED: dict[str, tuple[str, ...]] = {
+    "collectives": (),
+    "runtime": ("collectives",),
+    "hlo_frontend": ("collectives.ops", "collectives.types", "runtime.program", "runtime.errors"),
+    "plugin": ("collectives", "runtime", "hlo_frontend"),
+}
+# Checks and passes of programs: data in, data out, like the program itself.
+ALLOWED["hlo_frontend"] += ("runtime.program_check", "runtime.program_text", "collectives.order")
+
+# Layers that import nothing of JAX.
+JAX_FREE = ("collectives",)
+
+
+def imports(path: Path, package: tuple[str, ...]) -> Iterator[tuple[int, str]]:
+    """Line and full name of every module that a file imports, wherever in it; relative ones resolved."""
+    for node in ast.walk(ast.parse(path.read_text(), str(path))):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, alias.name
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else ()
+            module = ".".join((*base, *([node.module] if node.module else [])))
+            for alias in node.names:
+                yield node.lineno, f"{module}.{alias.name}"
+
+
+def violations(path: Path, layer: str, package: tuple[str, ...]) -> list[str]:
+    """What a file of a layer imports against the table."""
+    found = []
+    for line, name in imports(path, package):
+        root, _, rest = name.partition(".")
+        if root == "stretto":
+            own = rest == layer or rest.startswith(f"{layer}.")
+            allowed = any(rest == a or rest.startswith(f"{a}.") for a in ALLOWED[layer])
+            # `from stretto.x import name` may import a module or a name of an allowed module.
+            if not own and not allowed:
+                found.append(f"{path.relative_to(ROOT)}:{line} imports {name}")
+        elif root in ("jax", "jaxlib") and layer in JAX_FREE:
+            found.append(f"{path.relative_to(ROOT)}:{line} imports {name}")
+        elif root in ALLOWED:
+            found.append(f"{path.relative_to(ROOT)}:{line} imports {name}, not of stretto")
+    return found
+
+
+@pytest.mark.parametrize("layer", sorted(ALLOWED))
+def test_a_layer_imports_only_what_the_table_allows(layer: str) -> None:
+    files = sorted((ROOT / layer).rglob("*.py"))
+    assert files
+    found = []
+    for path in files:
+        package = ("stretto", *path.relative_to(ROOT).parent.parts)
+        found += violations(path, layer, package)
+    assert not found, "\n".join(found)
+
+
+def test_every_package_is_installed() -> None:
+    import tomllib
+
+    config = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    listed = set(config["tool"]["setuptools"]["packages"])
+    present = {"stretto"}
+    for layer in (*ALLOWED, "stretto/commands"):
+        for init in (ROOT / layer).rglob("__init__.py"):
+            parts = init.parent.relative_to(ROOT).parts
+            present.add(".".join(parts if parts[0] == "stretto" else ("stretto", *parts)))
+    assert listed == present
+
+
+def test_the_check_sees_what_is_forbidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "ROOT", tmp_path)
+    path = tmp_path / "collectives" / "x.py"
+    path.parent.mkdir()
+    path.write_text(
+        "def f():\n    from stretto.runtime import world\nfrom ..plugin import client\nimport jax\n"
+    )
+    found = violations(path, "collectives", ("stretto", "collectives"))
+    assert len(found) == 3
+    path.write_text("from . import ops\nfrom .ops import Kind\nimport numpy\n")
+    assert not violations(path, "collectives", ("stretto", "collectives"))

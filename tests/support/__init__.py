@@ -1,0 +1,1 @@
+"""What the tests share: launching ranks, and judging programs against JAX's CPU backend."""

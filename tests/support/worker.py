@@ -1,0 +1,84 @@
+"""Runs conformance programs in this process and streams what happens to files.
+
+``python worker.py OUT SECONDS NAME...`` writes ``OUT/progress.<rank>.jsonl`` (a line when a program starts,
+one when it ends) and ``OUT/<rank>/<name>.pkl`` with its result. A program that does not end in SECONDS
+ends the process with every thread's traceback in ``OUT/stacks.<rank>.txt``: it is known by its missing line.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import pickle
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any, TextIO
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import jax
+import numpy as np
+from programs import PROGRAMS, Program
+
+
+def span(index: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    """A shard's global index as (start, stop) pairs."""
+    return tuple(s.indices(n)[:2] for s, n in zip(index, shape, strict=True))
+
+
+def record(value: Any) -> dict[str, Any]:
+    """What the judge needs of one result; copies everything to host memory."""
+    if isinstance(value, jax.Array):
+        shards = [(span(s.index, value.shape), np.array(s.data)) for s in value.addressable_shards]
+        return {"shape": tuple(value.shape), "dtype": str(value.dtype), "shards": shards}
+    array = np.asarray(value)
+    whole = tuple((0, n) for n in array.shape)
+    return {"shape": array.shape, "dtype": str(array.dtype), "shards": [(whole, array)]}
+
+
+def run(program: Program) -> dict[str, Any]:
+    """Run under the program's configuration. Errors in flight surface here, as the copies wait."""
+    with jax.enable_x64(program.x64):
+        before = jax.config.jax_use_shardy_partitioner
+        jax.config.update("jax_use_shardy_partitioner", program.shardy)
+        try:
+            return {name: record(value) for name, value in program.run().items()}
+        finally:
+            jax.config.update("jax_use_shardy_partitioner", before)
+
+
+def main(out: Path, seconds: float, names: list[str]) -> None:
+    rank = jax.process_index()
+    folder = out / str(rank)
+    folder.mkdir(parents=True, exist_ok=True)
+    with (
+        (out / f"progress.{rank}.jsonl").open("w") as progress,
+        (out / f"stacks.{rank}.txt").open("w") as stacks,
+    ):
+        say(progress, event="ready", devices=len(jax.devices()), processes=jax.process_count())
+        for name in names:
+            faulthandler.dump_traceback_later(seconds, exit=True, file=stacks)
+            say(progress, event="start", name=name)
+            began = time.perf_counter()
+            try:
+                result = run(PROGRAMS[name])
+                error = None
+                with (folder / f"{name.replace('/', '~')}.pkl").open("wb") as f:
+                    pickle.dump(result, f, protocol=5)
+            except Exception:
+                error = traceback.format_exc()
+            faulthandler.cancel_dump_traceback_later()
+            took = time.perf_counter() - began
+            say(progress, event="end", name=name, error=error, seconds=round(took, 4))
+        say(progress, event="done")
+
+
+def say(stream: TextIO, **fields: Any) -> None:
+    stream.write(json.dumps(fields) + "\n")
+    stream.flush()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), float(sys.argv[2]), sys.argv[3:])

@@ -1,0 +1,88 @@
+"""Every program of ``programs`` on stretto, in one process and under mpiexec, against JAX's CPU backend.
+
+All programs of a form run in one launch (see ``support.judge``), started when its first test asks.
+``STRETTO_TEST_FULL=1`` adds the rest of the cross products.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from programs import PROGRAMS
+from support import judge
+
+FULL = bool(os.environ.get("STRETTO_TEST_FULL"))
+
+
+def cases() -> list[pytest.param]:
+    """(program, form) pairs, forms outermost so that a session works through one launch at a time."""
+    return [
+        pytest.param(form, name, marks=[pytest.mark.mpi] if judge.FORMS[form].processes > 1 else [])
+        for form in judge.FORMS
+        for name, program in PROGRAMS.items()
+        if form in program.forms and (FULL or not program.only_full)
+    ]
+
+
+Outcomes = Callable[[str], dict[str, judge.Outcome]]
+
+
+@pytest.fixture(scope="session")
+def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    """Outcomes by form, for the programs that this session collected, each form launched once."""
+    directory: Path = tmp_path_factory.mktemp("conformance")
+    chosen: dict[str, list[str]] = {}
+    for item in request.session.items:
+        if item.path == Path(__file__) and item.name.startswith("test_program["):
+            form, name = item.callspec.params["form"], item.callspec.params["name"]
+            chosen.setdefault(form, []).append(name)
+    judged = {n for names in chosen.values() for n in names if PROGRAMS[n].expected is None}
+    chosen[judge.REFERENCE.name] = [n for n in PROGRAMS if n in judged]
+    done: dict[str, dict[str, judge.Outcome]] = {}
+
+    def get(form: str) -> dict[str, judge.Outcome]:
+        if form not in done:
+            which = judge.REFERENCE if form == judge.REFERENCE.name else judge.FORMS[form]
+            done[form] = judge.run_programs(which, chosen[form], directory)
+        return done[form]
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def references(outcomes: Outcomes) -> Callable[[str], dict[str, np.ndarray]]:
+    """A program's right answer: computed by numpy where the program says how, else by the CPU backend."""
+
+    def get(name: str) -> dict[str, np.ndarray]:
+        expected = PROGRAMS[name].expected
+        if expected is not None:
+            return dict(expected())
+        outcome = outcomes(judge.REFERENCE.name)[name]
+        if outcome.problem:
+            pytest.fail(f"JAX's CPU backend does not run {name}: {outcome.problem}")
+        return judge.assemble(outcome.load())
+
+    return get
+
+
+@pytest.mark.parametrize(("form", "name"), cases())
+def test_program(
+    form: str,
+    name: str,
+    outcomes: Outcomes,
+    references: Callable[[str], dict[str, np.ndarray]],
+) -> None:
+    if judge.FORMS[form].processes > 1 and judge.find_mpiexec() is None:
+        pytest.skip("no mpiexec: install the extra 'mpi', or an MPI")
+    program = PROGRAMS[name]
+    want = references(name)
+    outcome = outcomes(form)[name]
+    if outcome.problem:
+        pytest.fail(outcome.problem, pytrace=False)
+    problems = judge.differences(want, outcome.load(), program.exact, program.rtol)
+    if problems:
+        pytest.fail("\n".join(problems[:8]), pytrace=False)

@@ -227,8 +227,9 @@ def _check_launcher(mpi: Any, launcher: Launcher | None) -> None:
 
 
 def library(mpi: Any) -> str:
-    """Name and version of the MPI library, on one line."""
-    return " ".join(mpi.Get_library_version().split("\n")[0].split("\0")[0].split()).rstrip(",")
+    """Name and version of the MPI library, such as ``MPICH 5.0.2``."""
+    name, numbers = mpi.get_vendor()
+    return f"{name} {'.'.join(map(str, numbers))}"
 
 
 # What must be equal on all ranks: key of `_facts`, how it is called in the message.

@@ -1,0 +1,43 @@
+"""The `stretto` command. Each subcommand is one file of `stretto.commands`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from importlib import import_module
+
+# name -> what it does. The module stretto.commands.<name> has `add_arguments(parser)` and
+# `run(arguments) -> exit code`; it is imported only when it is asked for.
+COMMANDS = {
+    "doctor": "say what is installed and in force, run one all-reduce, and tell what to do",
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a subcommand; returns its exit code. Raises ``SystemExit(2)`` on arguments it cannot read."""
+    argv = sys.argv[1:] if argv is None else argv
+    parser = argparse.ArgumentParser(
+        prog="stretto", description="A collective runtime for JAX on any engine."
+    )
+    parser.add_argument("--version", action="store_true", help="print the version and exit")
+    subparsers = parser.add_subparsers(dest="command", metavar="command")
+    chosen = next((a for a in argv if not a.startswith("-")), None)
+    for name, summary in COMMANDS.items():
+        subparser = subparsers.add_parser(name, help=summary, description=summary)
+        if name == chosen:
+            import_module(f"stretto.commands.{name}").add_arguments(subparser)
+    arguments = parser.parse_args(argv)
+    if arguments.version:
+        import stretto
+
+        print(stretto.__version__)
+        return 0
+    if arguments.command is None:
+        parser.print_help()
+        return 2
+    result: int = import_module(f"stretto.commands.{arguments.command}").run(arguments)
+    return result
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -41,6 +41,8 @@ def collectives(m: Mesh, axes: tuple[str, ...], dtype: str) -> dict[str, Any]:
     for a in axes:
         size *= m.shape[a]
     ring = [(i, (i + 1) % size) for i in range(size)]
+    # A permutation numbers the devices in the mesh's order of axes; jax 0.12 refuses any other.
+    in_order = tuple(a for a in m.axis_names if a in axes)
 
     def f(x: jax.Array) -> tuple[jax.Array, ...]:
         return (
@@ -49,7 +51,7 @@ def collectives(m: Mesh, axes: tuple[str, ...], dtype: str) -> dict[str, Any]:
             lax.all_gather(x, axes, axis=1, tiled=True),
             lax.psum_scatter(x, axes, scatter_dimension=1, tiled=True),
             lax.all_to_all(x, axes, 1, 1, tiled=True),
-            lax.ppermute(x, axes, ring),
+            lax.ppermute(x, in_order, ring),
         )
 
     names = ("psum", "pmax", "all_gather", "psum_scatter", "all_to_all", "ppermute")

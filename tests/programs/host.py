@@ -1,4 +1,4 @@
-"""What JAX does around a program: transfers, building global arrays, random keys, pmap, callbacks, multihost."""
+"""What JAX does around a program: transfers, global arrays, random keys, pmap, callbacks, multihost_utils."""
 
 from __future__ import annotations
 

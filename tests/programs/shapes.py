@@ -1,4 +1,4 @@
-"""Every form of a collective's arguments: dimensions, tiling, shapes (empty and scalar too), tuples, sizes."""
+"""Every form of a collective's arguments: dimensions, tiling, shapes (empty, scalar), tuples, sizes."""
 
 from __future__ import annotations
 
@@ -255,7 +255,7 @@ def small_programs_expected() -> dict[str, np.ndarray]:
 
 @program("many/small_programs", exact=True, expected=small_programs_expected, **CORE)
 def small_programs() -> dict[str, Any]:
-    """Twenty programs and two hundred calls in flight at once (the CPU backend runs out of threads and hangs)."""
+    """Twenty programs, two hundred calls in flight at once: the CPU backend runs out of threads and hangs."""
     m = mesh(x=8)
     spec = P("x")
     x = place(m, spec, small((8, 4), "int32"))

@@ -98,9 +98,13 @@ def environment(form: Form) -> dict[str, str]:
 
 
 def run_programs(
-    form: Form, names: Sequence[str], directory: Path, seconds: float = PROGRAM_SECONDS
+    form: Form,
+    names: Sequence[str],
+    directory: Path,
+    seconds: float = PROGRAM_SECONDS,
+    library: str = "programs",
 ) -> dict[str, Outcome]:
-    """Run every program; each gets an outcome. ``seconds`` bounds one program."""
+    """Run programs of a library; each gets an outcome. ``seconds`` bounds one program."""
     outcomes: dict[str, Outcome] = {}
     left = list(names)
     for launch in range(MAX_LAUNCHES):
@@ -108,7 +112,7 @@ def run_programs(
             break
         out = directory / f"{form.name}.{launch}"
         out.mkdir(parents=True)
-        ended = launch_once(form, left, out, seconds)
+        ended = launch_once(form, [library, str(out), str(seconds), *left], out, seconds)
         done = collect(form, left, out)
         if not done:
             outcomes.update({n: Outcome(problem=f"the launch failed\n{ended}") for n in left})
@@ -128,13 +132,13 @@ def run_programs(
 CUT_OFF = "cut off"
 
 
-def launch_once(form: Form, names: Sequence[str], out: Path, seconds: float) -> str:
+def launch_once(form: Form, arguments: Sequence[str], out: Path, seconds: float) -> str:
     """One launch, to its end; returns how it ended (exit status and the tail of its output)."""
     log = out / "output.txt"
-    limit = 60 + seconds * 2 + 3.0 * len(names) * (form.processes if form.processes > 2 else 1)
+    limit = 60 + seconds * 2 + 3.0 * len(arguments) * (form.processes if form.processes > 2 else 1)
     with log.open("wb") as stream:
         process = subprocess.Popen(
-            command(form, [str(WORKER), str(out), str(seconds), *names]),
+            command(form, [str(WORKER), *arguments]),
             env=environment(form),
             stdin=subprocess.DEVNULL,
             stdout=stream,
@@ -252,7 +256,8 @@ def mismatch(want: np.ndarray, got: np.ndarray, exact: bool, rtol: float | None)
             with np.errstate(invalid="ignore"):
                 bad = ~(same | (np.abs(a - b) <= tolerance * max(scale, 1e-30)))
         with np.errstate(invalid="ignore"):
-            worst = f", largest difference {np.nanmax(np.abs(a - b)):.3g}" if bad.any() else ""
+            gaps = np.abs(a - b)
+        worst = f", largest difference {np.nanmax(gaps):.3g}" if np.isfinite(gaps).any() else ""
     if not bad.any():
         return None
     first = tuple(int(i) for i in np.argwhere(bad)[0]) if bad.ndim else ()

@@ -1,13 +1,15 @@
 """Runs conformance programs in this process and streams what happens to files.
 
-``python worker.py OUT SECONDS NAME...`` writes ``OUT/progress.<rank>.jsonl`` (a line when a program starts,
-one when it ends) and ``OUT/<rank>/<name>.pkl`` with its result. A program that does not end in SECONDS
-ends the process with every thread's traceback in ``OUT/stacks.<rank>.txt``: it is known by its missing line.
+``python worker.py LIBRARY OUT SECONDS NAME...``, LIBRARY a module with ``PROGRAMS``, writes
+``OUT/progress.<rank>.jsonl`` (a line when a program starts, one when it ends) and ``OUT/<rank>/<name>.pkl``
+with its result. A program that does not end in SECONDS ends the process with every thread's traceback in
+``OUT/stacks.<rank>.txt``: it is known by its missing line.
 """
 
 from __future__ import annotations
 
 import faulthandler
+import importlib
 import json
 import pickle
 import sys
@@ -20,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import jax
 import numpy as np
-from programs import PROGRAMS, Program
+from programs.registry import Program
 
 
 def span(index: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
@@ -49,7 +51,8 @@ def run(program: Program) -> dict[str, Any]:
             jax.config.update("jax_use_shardy_partitioner", before)
 
 
-def main(out: Path, seconds: float, names: list[str]) -> None:
+def main(library: str, out: Path, seconds: float, names: list[str]) -> None:
+    programs = importlib.import_module(library).PROGRAMS
     rank = jax.process_index()
     folder = out / str(rank)
     folder.mkdir(parents=True, exist_ok=True)
@@ -63,7 +66,7 @@ def main(out: Path, seconds: float, names: list[str]) -> None:
             say(progress, event="start", name=name)
             began = time.perf_counter()
             try:
-                result = run(PROGRAMS[name])
+                result = run(programs[name])
                 error = None
                 with (folder / f"{name.replace('/', '~')}.pkl").open("wb") as f:
                     pickle.dump(result, f, protocol=5)
@@ -81,4 +84,4 @@ def say(stream: TextIO, **fields: Any) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), float(sys.argv[2]), sys.argv[3:])
+    main(sys.argv[1], Path(sys.argv[2]), float(sys.argv[3]), sys.argv[4:])

@@ -1,0 +1,65 @@
+"""Options: every variable, its origin, and what is said of a value that cannot be used."""
+
+from __future__ import annotations
+
+import pytest
+from stretto.runtime.options import VARIABLES, Options, OptionsError
+
+
+def test_defaults_and_their_origin() -> None:
+    options = Options.from_environment({})
+    assert (options.local_devices, options.engine, options.timeout) == (1, "xla:cpu", 300.0)
+    assert {options.origin(name) for name in VARIABLES} == {"default"}
+
+
+def test_every_variable_sets_its_field() -> None:
+    texts = {
+        "local_devices": "4",
+        "engine": "null",
+        "timeout": "2.5",
+        "grace": "0",
+        "launcher": "none",
+        "control_host": "10.0.0.1",
+    }
+    assert texts.keys() == VARIABLES.keys()
+    options = Options.from_environment({VARIABLES[n][0]: text for n, text in texts.items()})
+    assert options == Options(4, "null", 2.5, 0.0, "none", "10.0.0.1")
+    for name, (variable, _) in VARIABLES.items():
+        assert options.origin(name) == variable
+
+
+def test_an_empty_variable_is_unset() -> None:
+    options = Options.from_environment({"STRETTO_TIMEOUT": " "})
+    assert options.timeout == 300.0
+    assert options.origin("timeout") == "default"
+
+
+def test_what_a_program_sets_is_told_apart() -> None:
+    assert Options(timeout=7.0).origin("timeout") == "program"
+
+
+@pytest.mark.parametrize(
+    ("variable", "text", "expected"),
+    [
+        (
+            "STRETTO_LOCAL_DEVICES",
+            "four",
+            "STRETTO_LOCAL_DEVICES is 'four': expected a whole number",
+        ),
+        ("STRETTO_LOCAL_DEVICES", "0", "STRETTO_LOCAL_DEVICES is 0: expected a whole number"),
+        ("STRETTO_LOCAL_DEVICES", "1.5", "STRETTO_LOCAL_DEVICES is '1.5'"),
+        ("STRETTO_TIMEOUT", "-1", "STRETTO_TIMEOUT is -1.0: expected a number of seconds above 0"),
+        ("STRETTO_TIMEOUT", "nan", "STRETTO_TIMEOUT is nan"),
+        ("STRETTO_GRACE", "soon", "STRETTO_GRACE is 'soon'"),
+        ("STRETTO_LAUNCHER", "ssh", "STRETTO_LAUNCHER is 'ssh': expected one of auto, mpi, none"),
+    ],
+)
+def test_a_bad_value_is_named(variable: str, text: str, expected: str) -> None:
+    with pytest.raises(OptionsError) as caught:
+        Options.from_environment({variable: text})
+    assert expected in str(caught.value)
+
+
+def test_a_bad_value_of_a_program_is_named() -> None:
+    with pytest.raises(OptionsError, match=r"option local_devices .* is -2"):
+        Options(local_devices=-2)

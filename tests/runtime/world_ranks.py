@@ -1,0 +1,74 @@
+"""A rank for test_world: joins the world and behaves as its first argument says."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+
+from stretto.runtime import world
+from stretto.runtime.errors import StrettoError
+
+
+def collective(joined: world.World, progress, sequence: int) -> None:
+    """A barrier over all ranks, recorded as a stream records its collectives."""
+    progress.begin("all-reduce.3", "train.py:12", sequence, tuple(range(joined.size)))
+    joined.comm.Barrier()
+    progress.end()
+
+
+def main(behaviour: str) -> None:
+    joined = world.bootstrap()
+    progress = joined.progress()
+    odd = joined.rank == 1
+    told = threading.Event()
+    joined.on_failure(lambda error: told.set())
+    collective(joined, progress, 1)
+    match behaviour:
+        case "describe":
+            # Also what must not be an end of the job: a daemon thread that raises, a forked child.
+            thread = threading.Thread(target=lambda: 1 / 0, daemon=True)
+            thread.start()
+            thread.join()
+            if odd and os.fork() == 0:
+                sys.exit(0)
+            print(f"rank {joined.rank} of {joined.size}, {joined.num_devices} devices", flush=True)
+            if odd:
+                sys.exit(0)
+            collective_free = sum(range(3_000_000))
+            assert collective_free
+        case "raise":
+            if odd:
+                raise ValueError("no such file: digits.npz")
+            collective(joined, progress, 2)
+        case "raise in thread":
+            if odd:
+                thread = threading.Thread(target=lambda: int("x"))
+                thread.start()
+                thread.join()
+                threading.Event().wait()
+            collective(joined, progress, 2)
+        case "fail":
+            if odd:
+                joined.fail(RuntimeError("the engine is out of memory"))
+            told.wait()
+            try:
+                joined.check()
+            except StrettoError as error:
+                print(f"rank {joined.rank} caught {type(error).__name__}: {error}", flush=True)
+        case "kill":
+            if odd:
+                os.kill(os.getpid(), signal.SIGKILL)
+            collective(joined, progress, 2)
+        case "leave":
+            if not odd:
+                collective(joined, progress, 2)
+        case "idle":
+            if odd:
+                threading.Event().wait()
+            collective(joined, progress, 2)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,69 @@
+"""Starting ranks: `run_ranks` runs a script, or code, under the mpiexec of this Python's MPI."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+
+def find_mpiexec() -> str | None:
+    """mpiexec beside this interpreter, or on PATH."""
+    beside = Path(sys.executable).with_name("mpiexec")
+    return str(beside) if beside.exists() else shutil.which("mpiexec")
+
+
+def run_ranks(
+    ranks: int,
+    script: str | Path | Sequence[str],
+    *,
+    env: Mapping[str, str] | None = None,
+    rank_env: Mapping[int, Mapping[str, str]] | None = None,
+    timeout: float = 120.0,
+    mpiexec_arguments: Sequence[str] = (),
+) -> subprocess.CompletedProcess[str]:
+    """Run Python on ``ranks`` ranks; returns exit code, stdout and stderr of all of them.
+
+    ``script`` is a path, or a list of arguments to Python (``["-c", code]``). ``env`` is added to the
+    environment of all ranks, ``rank_env[r]`` to rank r's. Skips the test where there is no mpiexec. After
+    ``timeout`` seconds everything is killed and the test fails with the output so far.
+    """
+    mpiexec = find_mpiexec()
+    if mpiexec is None:
+        pytest.skip(
+            "no mpiexec, neither beside this Python nor on PATH: pip install 'stretto[mpi]'"
+        )
+    python = [sys.executable, *([str(script)] if isinstance(script, str | Path) else script)]
+    command = [mpiexec, *mpiexec_arguments]
+    if rank_env:
+        for rank in range(ranks):
+            own = [f"{name}={value}" for name, value in rank_env.get(rank, {}).items()]
+            command += [*([":"] if rank else []), "-n", "1", "env", *own, *python]
+    else:
+        command += ["-n", str(ranks), *python]
+    process = subprocess.Popen(
+        command,
+        env={**os.environ, **(env or {})},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        out, err = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGTERM)  # mpiexec ends its ranks
+        try:
+            out, err = process.communicate(timeout=10)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            out, err = process.communicate()
+        pytest.fail(f"{' '.join(command)} did not end in {timeout:g} s\n{out}\n{err}")
+    return subprocess.CompletedProcess(command, process.returncode, out, err)

@@ -1,0 +1,53 @@
+"""What can be observed of the executor: the one hook for traces, statistics and tests.
+
+An executor made with an `Instrument` calls it as things happen; one made without pays nothing. Methods
+are called from the dispatch thread and from stream threads, and must be quick and raise nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from stretto.collectives.ops import Collective
+
+
+class Instrument:
+    """Override what is of interest; every method does nothing here.
+
+    ``run`` counts the executions of one executor from 1. ``stream`` is the stream's number.
+    """
+
+    def program_started(self, program: str, run: int) -> None:
+        """The walk of a program begins; its arguments are issued."""
+
+    def program_finished(self, program: str, run: int, error: BaseException | None) -> None:
+        """The walk has ended: everything is issued, or it failed."""
+
+    def segment_issued(self, program: str, segment: int, name: str, ordinal: int) -> None:
+        """A run of a segment was handed to the engine for one local device."""
+
+    def collective_started(self, collective: Collective, stream: int) -> None:
+        """The operands are computed; the communicator is called."""
+
+    def collective_finished(
+        self, collective: Collective, stream: int, nbytes: int, seconds: float
+    ) -> None:
+        """The communicator has given the results. ``nbytes``: payload moved between devices."""
+
+
+@dataclass
+class Counters:
+    """Communication of one stream since the start. Written by whoever runs the stream's tasks."""
+
+    collectives: int = 0
+    messages: int = 0
+    nbytes: int = 0
+    seconds: float = 0.0
+
+    def __add__(self, other: Counters) -> Counters:
+        return Counters(
+            self.collectives + other.collectives,
+            self.messages + other.messages,
+            self.nbytes + other.nbytes,
+            self.seconds + other.seconds,
+        )

@@ -1,0 +1,201 @@
+"""Streams and events: work done in order, apart from the thread that asks for it.
+
+A `Stream` runs its tasks one at a time in the order of submission, on a daemon thread of its own that
+starts with the first task. A thread that needs a result may run the stream's next tasks itself if nobody
+is running one (`Stream.run`, `Stream.wait`), which saves two thread switches; the order is the same.
+
+Invariants: a task starts only after the one before it has ended; an event is set exactly once; callbacks
+are called once, by the thread that sets the event (or at once, if it is set), with no lock held.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import deque
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Any
+
+Task = Callable[[], Any]
+
+
+class Event:
+    """A result that arrives once: ``done``, then ``error`` or ``value``."""
+
+    __slots__ = ("_callbacks", "_lock", "done", "error", "value")
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._lock.acquire()
+        self._callbacks: deque[Callable[[], None]] = deque()
+        self.done = False
+        self.error: BaseException | None = None
+        self.value: Any = None
+
+    def set(self, value: Any = None, error: BaseException | None = None) -> None:
+        """Deliver. Must be called once."""
+        self.value = value
+        self.error = error
+        self.done = True
+        self._lock.release()
+        self._call_back()
+
+    def wait(self) -> None:
+        """Wait until it is set; does not raise its error. A signal handler can interrupt the wait."""
+        if not self.done:
+            with self._lock:
+                pass
+
+    def result(self) -> Any:
+        """Wait; the value, or raises the error."""
+        self.wait()
+        if self.error is not None:
+            raise self.error
+        return self.value
+
+    def add_callback(self, callback: Callable[[], None]) -> None:
+        """Have ``callback`` called once the event is set; it must not block."""
+        self._callbacks.append(callback)
+        if self.done:
+            self._call_back()
+
+    def _call_back(self) -> None:
+        # Both setter and adder may come here: popping is atomic, so each callback is called once.
+        while self._callbacks:
+            try:
+                callback = self._callbacks.popleft()
+            except IndexError:
+                return
+            callback()
+
+
+class Stream:
+    """Tasks in order. ``name`` names the thread."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._tasks: deque[tuple[Task, Event]] = deque()
+        self._turn = threading.Lock()  # held by whoever runs a task
+        self._wake: SimpleQueue[bool] = SimpleQueue()  # one token a task; False ends the thread
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    @property
+    def idle(self) -> bool:
+        """Nothing is queued or running (for a moment at least, where others submit)."""
+        return not self._tasks and not self._turn.locked()
+
+    def submit(self, task: Task) -> Event:
+        """Queue a task. Its return value or exception goes to the event."""
+        event = Event()
+        if self._closed:
+            event.set(error=RuntimeError(f"stream {self.name} is closed"))
+            return event
+        if self._thread is None:
+            self._start()
+        self._tasks.append((task, event))
+        self._wake.put(True)
+        return event
+
+    def run(self, task: Task) -> Any:
+        """Run a task after all those queued, on this thread if the stream is idle. Gives its result."""
+        if not self._tasks and self._turn.acquire(blocking=False):
+            if not self._tasks:
+                try:
+                    return task()
+                finally:
+                    self._turn.release()
+            self._turn.release()
+        event = self.submit(task)
+        self.wait(event)
+        return event.result()
+
+    def wait(self, event: Event) -> None:
+        """Wait for an event of this stream, running queued tasks here if nobody else does."""
+        while not event.done and self._turn.acquire(blocking=False):
+            try:
+                if not self._run_next():
+                    break
+            finally:
+                self._turn.release()
+        event.wait()
+
+    @property
+    def thread_id(self) -> int | None:
+        """``threading.get_ident()`` of the stream's thread, None before its first task."""
+        return self._thread.ident if self._thread is not None else None
+
+    def close(self, timeout: float | None = None) -> bool:
+        """Let queued tasks end, then the thread. Waits ``timeout`` seconds for it; whether it ended."""
+        thread = self._thread
+        if not self._closed:
+            self._closed = True
+            self._wake.put(False)
+        if thread is None or thread is threading.current_thread():
+            return True
+        thread.join(timeout)
+        return not thread.is_alive()
+
+    def _start(self) -> None:
+        self._thread = threading.Thread(target=self._work, name=self.name, daemon=True)
+        self._thread.start()
+
+    def _run_next(self) -> bool:
+        """Run the next task, if there is one. The caller holds the turn."""
+        try:
+            task, event = self._tasks.popleft()
+        except IndexError:
+            return False
+        try:
+            value = task()
+        except BaseException as error:
+            event.set(error=error)
+        else:
+            event.set(value)
+        return True
+
+    def _work(self) -> None:
+        wake, turn = self._wake, self._turn
+        while wake.get():
+            with turn:
+                self._run_next()
+
+
+class Completions:
+    """Threads that wait for arrays on behalf of callbacks.
+
+    A wait may last as long as a computation, and a computation may (through a host callback) need
+    another wait to end first: a thread is added whenever none is free, up to ``limit``.
+    """
+
+    def __init__(self, limit: int = 64) -> None:
+        self._jobs: SimpleQueue[Task] = SimpleQueue()
+        self._lock = threading.Lock()
+        self._free = 0
+        self._threads = 0
+        self._limit = limit
+
+    def submit(self, job: Task) -> None:
+        """Run a job, which must not raise, on a thread of the pool."""
+        with self._lock:
+            if self._free > 0:
+                self._free -= 1
+            elif self._threads < self._limit:
+                self._threads += 1
+                threading.Thread(target=self._work, name="stretto-completion", daemon=True).start()
+            else:
+                self._free -= 1  # queued: the next thread to end a job takes it
+        self._jobs.put(job)
+
+    def _work(self) -> None:
+        while True:
+            job = self._jobs.get()
+            with contextlib.suppress(Exception):
+                job()
+            del job
+            with self._lock:
+                self._free += 1
+
+
+completions = Completions()

@@ -23,6 +23,7 @@ from typing import Any
 
 from stretto.collectives.communicator import Communicator
 
+from . import statistics
 from .engine import Engine, LoadedSegment
 from .errors import InvalidProgramError, StrettoError
 from .instrument import Counters, Instrument
@@ -66,6 +67,7 @@ class Executor:
         self._runs = 0
         self._closed = False
         world.on_failure(self._fail_flights)
+        statistics.include(self)
         atexit.register(_close_at_exit, weakref.ref(self))
 
     def load(

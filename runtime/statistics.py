@@ -1,39 +1,31 @@
-"""Counts of what the streams of this process have communicated.
+"""Counts of what this process has communicated, over all its executors.
 
-Each stream has `Counters` of its own and adds to them without a lock; `total` sums them up.
+Whoever has `Counters` (an executor) is registered by `include`, and kept no longer than it lives: what
+it had counted is then lost, which only a program that makes its devices anew will see.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from typing import Protocol
+from weakref import WeakSet
+
+from .instrument import Counters
 
 
-@dataclass(slots=True)
-class Counters:
-    """Of one stream, since its beginning.
+class Counting(Protocol):
+    """Counts: since the beginning, summed over its streams."""
 
-    ``seconds``: time in collectives, from when a collective's operands are there to its end.
-    ``waited``: the part of it during which the program had nothing else to do (exposed time).
-    ``collectives``: collectives run. ``messages`` and ``bytes``: as the communicator counts them.
-    """
-
-    seconds: float = 0.0
-    waited: float = 0.0
-    collectives: int = 0
-    messages: int = 0
-    bytes: int = 0
+    def counters(self) -> Counters: ...
 
 
-_all: list[Counters] = []
+_included: WeakSet[Counting] = WeakSet()
 
 
-def new_counters() -> Counters:
-    """Counters for a stream to write, that `total` includes."""
-    counters = Counters()
-    _all.append(counters)
-    return counters
+def include(source: Counting) -> None:
+    """Have `total` include the counters of ``source``."""
+    _included.add(source)
 
 
 def total() -> Counters:
-    """The sum over the streams of this process, as of now."""
-    return Counters(*(sum(getattr(c, f.name) for c in _all) for f in fields(Counters)))
+    """The sum, as of now."""
+    return sum((source.counters() for source in list(_included)), Counters())

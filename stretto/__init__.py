@@ -23,7 +23,7 @@ if TYPE_CHECKING:
         WorldError,
     )
     from stretto.runtime.options import Options, OptionsError, configure
-    from stretto.runtime.statistics import Counters
+    from stretto.runtime.instrument import Counters
 
     __version__: str
 
@@ -52,7 +52,7 @@ if not os.path.isdir(os.path.join(os.path.dirname(__file__), "runtime")):
     __path__ = extend_path(__path__, __name__)
 
 _HOMES = {
-    "Counters": "stretto.runtime.statistics",
+    "Counters": "stretto.runtime.instrument",
     "Options": "stretto.runtime.options",
     "OptionsError": "stretto.runtime.options",
     "configure": "stretto.runtime.options",
@@ -60,7 +60,7 @@ _HOMES = {
 
 
 def stats() -> Counters:
-    """What this process has communicated since it began: seconds, collectives, messages, bytes."""
+    """What this process has communicated since it began; times are in seconds."""
     from stretto.runtime.statistics import total
 
     return total()

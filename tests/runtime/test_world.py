@@ -78,7 +78,8 @@ def test_a_thread_that_raises_ends_all() -> None:
 
 @mpi
 def test_a_reported_failure_is_raised_on_every_rank() -> None:
-    done = ranks("fail")
+    # Else the first rank that ends makes Hydra kill the others before they have caught anything.
+    done = ranks("fail", mpiexec_arguments=_patient())
     assert done.returncode != 0
     caught = sorted(line for line in done.stdout.splitlines() if "caught" in line)
     assert len(caught) == 3
@@ -90,8 +91,7 @@ def test_a_reported_failure_is_raised_on_every_rank() -> None:
 @mpi
 def test_a_killed_rank_ends_all_and_is_named() -> None:
     # Hydra would kill the others at once: without that, they have to notice by themselves.
-    arguments = ["-disable-auto-cleanup"] if _is_hydra() else []
-    done = ranks("kill", env={"STRETTO_GRACE": "1"}, mpiexec_arguments=arguments)
+    done = ranks("kill", env={"STRETTO_GRACE": "1"}, mpiexec_arguments=_patient())
     assert done.returncode != 0
     said = sorted(lines_of(done))
     assert [line.split(" ends: rank 1 (pid ")[0] for line in said] == [
@@ -168,6 +168,11 @@ def _is_hydra() -> bool:
         [mpiexec, "--version"], capture_output=True, text=True, check=False, timeout=30
     )
     return "HYDRA" in done.stdout
+
+
+def _patient() -> list[str]:
+    """Arguments that make mpiexec wait for every rank to end by itself."""
+    return ["-disable-auto-cleanup"] if _is_hydra() else []
 
 
 def test_ranks_without_mpi4py_are_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

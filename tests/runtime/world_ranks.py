@@ -58,6 +58,9 @@ def main(behaviour: str) -> None:
             except StrettoError as error:
                 print(f"rank {joined.rank} caught {type(error).__name__}: {error}", flush=True)
         case "kill":
+            # How Hydra tells ranks of a failure when it is not to end them; it would end them too.
+            signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+            joined.comm.Barrier()
             if odd:
                 os.kill(os.getpid(), signal.SIGKILL)
             collective(joined, progress, 2)

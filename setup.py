@@ -1,8 +1,38 @@
-"""Builds the one extension module, the C face of the plugin; all else is in pyproject.toml."""
+"""Builds the one extension module, the C face of the plugin; all else is in pyproject.toml.
 
+The C declarations of the PJRT API are written here, from the table in ``plugin/abi.py``.
+"""
+
+import runpy
 from pathlib import Path
 
 from setuptools import Extension, setup
 
-source = Path("plugin/_capi.pyx")
-setup(ext_modules=[Extension("stretto.plugin._capi", [str(source)])] if source.exists() else [])
+PLUGIN = Path(__file__).resolve().parent / "plugin"
+
+
+def write_declarations() -> None:
+    """Write the generated declarations, leaving the files alone where nothing changed."""
+    abi = runpy.run_path(str(PLUGIN / "abi.py"))
+    codegen = runpy.run_path(str(PLUGIN / "abi_codegen.py"))
+    tables = (abi["layouts"](), abi["UNIONS"], abi["FUNCTIONS"])
+    for name, make in (
+        ("_pjrt_abi.h", codegen["c_header"]),
+        ("_pjrt_abi.pxi", codegen["cython_declarations"]),
+    ):
+        path, text = PLUGIN / name, make(*tables)
+        if not path.exists() or path.read_text() != text:
+            path.write_text(text)
+
+
+write_declarations()
+setup(
+    ext_modules=[
+        Extension(
+            "stretto.plugin._capi",
+            ["plugin/_capi.pyx"],
+            include_dirs=["plugin"],
+            depends=["plugin/_pjrt_abi.h", "plugin/_pjrt_abi.pxi", "plugin/abi.py"],
+        )
+    ]
+)

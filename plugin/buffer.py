@@ -1,0 +1,271 @@
+"""Buffers: transfers from and to the host, copies between devices and memories, memory lent to others.
+
+Content is dense and row-major. Towards the host, sub-byte types take one byte an element.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from stretto.collectives.types import TensorType
+from stretto.runtime.value import Value
+
+from . import _capi, abi
+from .client import Client, element_name, memory_of, shape_of
+from .errors import StatusError
+from .structs import STRUCTS, read_bytes, read_int64s
+from .table import entry
+
+ALIGNMENT = 64  # what XLA's CPU client needs to use host memory in place
+
+
+def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """An uninitialized array in memory that an engine can use in place."""
+    nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    raw = np.empty(nbytes + ALIGNMENT, np.uint8)
+    start = -raw.ctypes.data % ALIGNMENT
+    return raw[start : start + nbytes].view(dtype).reshape(shape)
+
+
+def host_array(
+    address: int,
+    type: TensorType,
+    strides: tuple[int, ...] | None = None,
+    done: _capi.Event | None = None,
+) -> np.ndarray:
+    """A read-only array over the caller's memory.
+
+    ``strides`` are in bytes, may be negative or zero, and default to dense row-major. ``done`` completes
+    when the array and all views of it are gone.
+    """
+    itemsize = type.numpy.itemsize
+    if strides is None or 0 in type.shape:
+        memory = _capi.HostMemory(address, type.size * itemsize, done)
+        return np.ndarray(type.shape, type.numpy, memory)
+    reach = [(extent - 1) * stride for extent, stride in zip(type.shape, strides, strict=True)]
+    low, high = sum(r for r in reach if r < 0), sum(r for r in reach if r > 0)
+    memory = _capi.HostMemory(address + low, high - low + itemsize, done)
+    return np.ndarray(type.shape, type.numpy, memory, offset=-low, strides=strides)
+
+
+@entry("PJRT_Client_BufferFromHostBuffer")
+def from_host_buffer(args: Any) -> None:
+    client: Client = _capi.take(args.client)
+    memory = memory_of(args.device, args.memory)
+    type = TensorType(element_name(args.type), read_int64s(args.dims, args.num_dims))
+    strides = (
+        read_int64s(args.byte_strides, args.num_byte_strides) if args.num_byte_strides else None
+    )
+    if (
+        args.host_buffer_semantics == abi.ZERO_COPY
+        and args.data % ALIGNMENT == 0
+        and type.element.bits >= 8
+        and type.size
+    ):
+        done = _capi.Event()
+        host = host_array(args.data, type, strides, done)
+        if host.flags.c_contiguous:
+            # Used in place: the caller learns that it is over when the engine drops the array.
+            args.buffer = _capi.give(client.put(host, type, memory))
+            args.done_with_host_buffer = _capi.give(done)
+            return
+        del host
+    copied = aligned_empty(type.shape, type.numpy)
+    if type.size:
+        copied[...] = host_array(args.data, type, strides)
+    args.buffer = _capi.give(client.put(copied, type, memory))
+    args.done_with_host_buffer = _capi.ready_event()
+
+
+@entry("PJRT_Client_CreateErrorBuffer")
+def create_error_buffer(args: Any) -> None:
+    client: Client = _capi.take(args.client)
+    memory, type = memory_of(None, args.memory), shape_of(args)
+    message = read_bytes(args.error_message, args.error_message_size).decode(errors="replace")
+    error = StatusError(args.error_code, message)
+    value = Value.failed(client.engine, error, type, memory.device.ordinal)
+    args.buffer = _capi.give(_capi.make_buffer(value, client.array_type(type), memory))
+
+
+@entry("PJRT_Client_CreateViewOfDeviceBuffer")
+def view_of_device_buffer(args: Any) -> None:
+    client: Client = _capi.take(args.client)
+    memory = memory_of(args.device, args.memory)
+    type = TensorType(element_name(args.element_type), read_int64s(args.dims, args.num_dims))
+    if not is_row_major(args.layout, type):
+        raise NotImplementedError("stretto's arrays are row-major; the array handed in is not")
+    if type.element.bits < 8:
+        raise NotImplementedError(f"stretto does not share arrays of {type.dtype} with others")
+    if args.stream:
+        raise NotImplementedError("stretto's devices have no streams for others to wait on")
+    done = _capi.Event()
+    host = host_array(args.device_buffer_ptr, type, None, done)
+    if args.on_delete_callback:
+        delete = _DELETER(args.on_delete_callback)
+        pointer, argument = args.device_buffer_ptr, args.on_delete_callback_arg
+        done.when_done(lambda: delete(pointer, argument))
+    args.buffer = _capi.give(client.put(host, type, memory))
+
+
+_DELETER = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p)
+
+
+def is_row_major(layout: int | None, type: TensorType) -> bool:
+    """Whether a PJRT_Buffer_MemoryLayout (by address, null for the default) is dense row-major."""
+    if not layout:
+        return True
+    struct = STRUCTS["PJRT_Buffer_MemoryLayout"].from_address(layout)
+    rank = len(type.shape)
+    if struct.type == abi.TILED:
+        tiled = struct.layout.tiled
+        order = read_int64s(tiled.minor_to_major, tiled.minor_to_major_size)
+        return not tiled.num_tiles and order == tuple(range(rank - 1, -1, -1))
+    strides = struct.layout.strides
+    return read_int64s(strides.byte_strides, strides.num_byte_strides) == dense_strides(type)
+
+
+def dense_strides(
+    type: TensorType, minor_to_major: tuple[int, ...] | None = None
+) -> tuple[int, ...]:
+    """Strides in bytes of a dense array whose dimensions lie in this order, the fastest first."""
+    rank = len(type.shape)
+    order = range(rank - 1, -1, -1) if minor_to_major is None else minor_to_major
+    strides, step = [0] * rank, type.numpy.itemsize
+    for dimension in order:
+        strides[dimension] = step
+        step *= type.shape[dimension]
+    return tuple(strides)
+
+
+def _host_strides(layout: int | None, type: TensorType) -> tuple[int, ...] | None:
+    """Strides of the host's side of a transfer; None for dense row-major."""
+    if is_row_major(layout, type):
+        return None
+    struct = STRUCTS["PJRT_Buffer_MemoryLayout"].from_address(layout)
+    if struct.type == abi.STRIDES:
+        strides = struct.layout.strides
+        return read_int64s(strides.byte_strides, strides.num_byte_strides)
+    tiled = struct.layout.tiled
+    if tiled.num_tiles:
+        raise NotImplementedError("stretto does not transfer arrays in tiled layouts")
+    return dense_strides(type, read_int64s(tiled.minor_to_major, tiled.minor_to_major_size))
+
+
+def writable_array(address: int, type: TensorType, strides: tuple[int, ...] | None) -> np.ndarray:
+    """The caller's memory, to be written to."""
+    nbytes = type.size * type.numpy.itemsize
+    memory = (ctypes.c_char * nbytes).from_address(address)
+    return np.ndarray(type.shape, type.numpy, memory, strides=strides)
+
+
+def when_ready(value: Value, action: Callable[[], None]) -> int:
+    """Pointer to an event for ``action``, done here if the value is ready, else once it is."""
+    if value.is_ready():
+        try:
+            value.block()
+        except Exception as error:
+            return _capi.give(_failed(error))
+        action()
+        return _capi.ready_event()
+    event = _capi.Event()
+
+    def act(error: BaseException | None) -> None:
+        try:
+            if error is None:
+                action()
+        except Exception as raised:
+            error = raised
+        event.complete(error)
+
+    value.on_ready(act)
+    return _capi.give(event)
+
+
+def _failed(error: BaseException) -> _capi.Event:
+    event = _capi.Event()
+    event.complete(error)
+    return event
+
+
+@entry("PJRT_Buffer_ToHostBuffer")
+def to_host_buffer(args: Any) -> None:
+    value: Value = _capi.take(args.src).live_value()
+    type = value.type
+    needed = type.size * type.numpy.itemsize
+    if not args.dst:
+        args.dst_size = needed
+        args.event = None
+        return
+    if args.dst_size < needed:
+        raise ValueError(f"{needed} bytes of {type} do not fit into {args.dst_size}")
+    destination = writable_array(args.dst, type, _host_strides(args.host_layout, type))
+
+    def copy() -> None:
+        destination[...] = value.host_view()
+
+    args.event = when_ready(value, copy)
+
+
+@entry("PJRT_Buffer_CopyRawToHost")
+def copy_raw_to_host(args: Any) -> None:
+    value: Value = _capi.take(args.buffer).live_value()
+    offset, size, destination = args.offset, args.transfer_size, args.dst
+    total = value.type.size * value.type.numpy.itemsize
+    if offset < 0 or size < 0 or offset + size > total:
+        raise ValueError(f"bytes {offset} to {offset + size} of an array of {total} bytes")
+
+    def copy() -> None:
+        ctypes.memmove(destination, value.host_view().ctypes.data + offset, size)
+
+    args.event = when_ready(value, copy)
+
+
+@entry("PJRT_Buffer_Delete")
+def delete(args: Any) -> None:
+    _capi.take(args.buffer).delete()
+
+
+@entry("PJRT_Buffer_CopyToDevice")
+def copy_to_device(args: Any) -> None:
+    args.dst_buffer = _capi.give(_copy(_capi.take(args.buffer), memory_of(args.dst_device, None)))
+
+
+@entry("PJRT_Buffer_CopyToMemory")
+def copy_to_memory(args: Any) -> None:
+    args.dst_buffer = _capi.give(_copy(_capi.take(args.buffer), memory_of(None, args.dst_memory)))
+
+
+def _copy(buffer: _capi.Buffer, memory: _capi.Memory) -> _capi.Buffer:
+    value: Value = buffer.live_value()
+    ordinal = memory.device.ordinal
+    array = value.engine.copy(value.array(), ordinal)
+    copied = Value.of(value.engine, array, value.type, ordinal)
+    return _capi.make_buffer(copied, buffer.array_type, memory)
+
+
+@entry("PJRT_Buffer_IncreaseExternalReferenceCount")
+def increase_external_references(args: Any) -> None:
+    _capi.take(args.buffer).add_external_reference()
+
+
+@entry("PJRT_Buffer_DecreaseExternalReferenceCount")
+def decrease_external_references(args: Any) -> None:
+    _capi.take(args.buffer).drop_external_reference()
+
+
+@entry("PJRT_Buffer_OpaqueDeviceMemoryDataPointer")
+def opaque_pointer(args: Any) -> None:
+    args.device_memory_ptr = _pointer(args.buffer)
+
+
+@entry("PJRT_Buffer_UnsafePointer")
+def unsafe_pointer(args: Any) -> None:
+    args.buffer_pointer = _pointer(args.buffer)
+
+
+def _pointer(handle: int) -> int:
+    value: Value = _capi.take(handle).live_value()
+    return value.engine.pointer(value.array())

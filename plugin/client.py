@@ -1,0 +1,239 @@
+"""The client: one process's view of the world, its engine and its executor."""
+
+from __future__ import annotations
+
+import ctypes
+from importlib.metadata import version
+from typing import Any
+
+import numpy as np
+from stretto.collectives.types import TensorType
+from stretto.runtime import options
+from stretto.runtime.engine import create_engine
+from stretto.runtime.executor import Executor
+from stretto.runtime.value import Value
+from stretto.runtime.world import bootstrap
+
+from . import _capi, abi
+from .device import PLATFORM, make_devices
+from .structs import NamedValues, read_int64s
+from .table import entry
+from .topology import Text, Topology, pointers
+
+_TYPE_NAMES = {code: name for name, code in abi.BUFFER_TYPES.items()}
+
+
+def platform_version() -> str:
+    """What the platform reports as its version. JAX's tests look for names of other platforms in it."""
+    return f"{PLATFORM} {version('stretto')}"
+
+
+class Client(_capi.Handle):  # type: ignore[misc]
+    """Devices of the world, and what is needed to compile for and run on those of this process.
+
+    Raises `WorldError` when the ranks cannot work together, ``LookupError`` for an engine that is not
+    installed.
+    """
+
+    def __init__(self) -> None:
+        chosen = options.in_force()
+        self.world = bootstrap(chosen)
+        rank, size, local = self.world.rank, self.world.size, self.world.local_devices
+        self.engine = create_engine(chosen.engine, local)
+        self.executor = Executor(self.engine, self.world, chosen)
+        self.devices = make_devices(size, local, rank)
+        for device in self.devices:
+            device.client = self
+        self.local_devices = self.devices[rank * local : (rank + 1) * local]
+        self.memories = tuple(m for d in self.local_devices for m in d.memories)
+        self.platform_name, self.platform_version = Text(PLATFORM), Text(platform_version())
+        self.topology = Topology(self.devices, platform_version())
+        self.device_pointers = pointers(self.devices)
+        self.local_device_pointers = pointers(self.local_devices)
+        self.memory_pointers = pointers(self.memories)
+        self._array_types: dict[TensorType, _capi.ArrayType] = {}
+
+    def array_type(self, type: TensorType) -> _capi.ArrayType:
+        """The C form of a type, made once. Raises ``KeyError`` for types that PJRT lacks."""
+        known = self._array_types.get(type)
+        if known is None:
+            known = self._array_types[type] = _capi.ArrayType(type)
+        return known
+
+    def device(self, id: int) -> _capi.Device:
+        """The device with this id. Raises ``LookupError``."""
+        if not 0 <= id < len(self.devices):
+            raise LookupError(f"no device with id {id}: there are {len(self.devices)} devices")
+        return self.devices[id]
+
+    def put(self, host: np.ndarray, type: TensorType, memory: _capi.Memory) -> _capi.Buffer:
+        """A buffer with the content of a host array, which nobody may write to any more."""
+        ordinal = memory.device.ordinal
+        value = Value.of(self.engine, self.engine.put(host, type, ordinal), type, ordinal)
+        return _capi.make_buffer(value, self.array_type(type), memory)
+
+    def copy(self, value: Value) -> Value:
+        """A copy on the same device that shares no memory with ``value``."""
+        array = self.engine.copy(value.array(), value.ordinal)
+        return Value.of(self.engine, array, value.type, value.ordinal)
+
+
+def element_name(code: int) -> str:
+    """The element type of a PJRT_Buffer_Type. Raises ``NotImplementedError`` for those without data."""
+    name = _TYPE_NAMES.get(code, "invalid")
+    if name in ("invalid", "token"):
+        raise NotImplementedError(f"stretto has no arrays of PJRT buffer type {code} ({name})")
+    return name
+
+
+def memory_of(device: int | None, memory: int | None) -> _capi.Memory:
+    """The memory meant by a (device, memory) pair of pointers: the device's default one if null."""
+    found = _capi.take(memory) if memory else None
+    if found is None:
+        owner: _capi.Device = _capi.take(device)
+        if not owner.memories:
+            raise ValueError(f"{owner.name} belongs to process {owner.process_index}")
+        return owner.memories[0]
+    return found
+
+
+_plugin_attributes: list[NamedValues] = []
+
+
+@entry("PJRT_Plugin_Initialize")
+def plugin_initialize(args: Any) -> None:
+    pass
+
+
+@entry("PJRT_Plugin_Attributes")
+def plugin_attributes(args: Any) -> None:
+    if not _plugin_attributes:  # kept for good: the attributes have the lifetime of the process
+        _plugin_attributes.append(NamedValues({"stretto_version": version("stretto")}))
+    values = _plugin_attributes[0]
+    args.attributes, args.num_attributes = values.address, values.count
+
+
+@entry("PJRT_Client_Create")
+def create(args: Any) -> None:
+    # The key-value store and the options of jax.distributed are not needed: the ranks find each
+    # other over MPI.
+    args.client = _capi.give(Client())
+
+
+@entry("PJRT_Client_PlatformName")
+def client_platform_name(args: Any) -> None:
+    client: Client = _capi.take(args.client)
+    args.platform_name, args.platform_name_size = (
+        client.platform_name.address,
+        client.platform_name.size,
+    )
+
+
+@entry("PJRT_Client_PlatformVersion")
+def client_platform_version(args: Any) -> None:
+    text = _capi.take(args.client).platform_version
+    args.platform_version, args.platform_version_size = text.address, text.size
+
+
+@entry("PJRT_Client_ProcessIndex")
+def process_index(args: Any) -> None:
+    args.process_index = _capi.take(args.client).world.rank
+
+
+@entry("PJRT_Client_TopologyDescription")
+def topology_description(args: Any) -> None:
+    args.topology = _capi.lend(_capi.take(args.client).topology)
+
+
+@entry("PJRT_Client_Devices")
+def client_devices(args: Any) -> None:
+    client: Client = _capi.take(args.client)
+    args.devices, args.num_devices = ctypes.addressof(client.device_pointers), len(client.devices)
+
+
+@entry("PJRT_Client_AddressableDevices")
+def addressable_devices(args: Any) -> None:
+    client: Client = _capi.take(args.client)
+    args.addressable_devices = ctypes.addressof(client.local_device_pointers)
+    args.num_addressable_devices = len(client.local_devices)
+
+
+@entry("PJRT_Client_AddressableMemories")
+def addressable_memories(args: Any) -> None:
+    client: Client = _capi.take(args.client)
+    args.addressable_memories = ctypes.addressof(client.memory_pointers)
+    args.num_addressable_memories = len(client.memories)
+
+
+@entry("PJRT_Client_LookupDevice")
+def lookup_device(args: Any) -> None:
+    args.device = _capi.lend(_capi.take(args.client).device(args.id))
+
+
+@entry("PJRT_Client_LookupAddressableDevice")
+def lookup_addressable_device(args: Any) -> None:
+    local = _capi.take(args.client).local_devices
+    if not 0 <= args.local_hardware_id < len(local):
+        raise LookupError(
+            f"no local device {args.local_hardware_id}: this process has {len(local)} devices"
+        )
+    args.addressable_device = _capi.lend(local[args.local_hardware_id])
+
+
+@entry("PJRT_Client_DefaultDeviceAssignment")
+def default_device_assignment(args: Any) -> None:
+    client: Client = _capi.take(args.client)
+    count = args.num_replicas * args.num_partitions
+    if count > args.default_assignment_size:
+        raise ValueError(f"no room for {count} devices in {args.default_assignment_size}")
+    # A program for this process alone runs on its own devices.
+    chosen = client.local_devices if count <= len(client.local_devices) else client.devices
+    if count > len(chosen):
+        raise ValueError(f"{count} devices asked for; there are {len(chosen)}")
+    out = (ctypes.c_int * count).from_address(args.default_assignment) if count else ()
+    for i in range(count):
+        out[i] = chosen[i].id
+
+
+@entry("PJRT_Client_UpdateGlobalProcessInfo")
+def update_global_process_info(args: Any) -> None:
+    pass  # news of jax.distributed; stretto watches over its ranks itself
+
+
+@entry("PJRT_Device_MemoryStats")
+def memory_stats(args: Any) -> None:
+    device: _capi.Device = _capi.take(args.device)
+    if device.ordinal < 0:
+        raise ValueError(f"{device.name} belongs to process {device.process_index}")
+    stats = device.client.engine.memory_stats(device.ordinal)
+    args.bytes_in_use = stats.get("bytes_in_use", 0)
+    fields = {name for _, name in abi.fields(abi.STRUCTS["PJRT_Device_MemoryStats_Args"])}
+    for name in fields:
+        if name.endswith("_is_set"):
+            field = name.removesuffix("_is_set")
+            setattr(args, name, field in stats)
+            setattr(args, field, stats.get(field, 0))
+
+
+@entry("PJRT_Device_CreateAsyncTrackingEvent")
+def create_async_tracking_event(args: Any) -> None:
+    args.event = _capi.give(_capi.Handle())
+
+
+@entry("PJRT_ExecuteContext_Create")
+def create_execute_context(args: Any) -> None:
+    args.context = _capi.give(_capi.Handle())
+
+
+def shape_of(args: Any) -> TensorType:
+    """The type in the ``shape_…`` fields of several structs."""
+    dimensions = read_int64s(args.shape_dims, args.shape_num_dims)
+    return TensorType(element_name(args.shape_element_type), dimensions)
+
+
+@entry("PJRT_Client_CreateUninitializedBuffer")
+def create_uninitialized_buffer(args: Any) -> None:
+    client: Client = _capi.take(args.client)
+    type = shape_of(args)
+    host = np.zeros(type.shape, type.numpy)
+    args.buffer = _capi.give(client.put(host, type, memory_of(args.device, args.memory)))

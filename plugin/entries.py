@@ -1,0 +1,14 @@
+"""All handlers, gathered: importing the modules registers them."""
+
+from __future__ import annotations
+
+from . import _capi, buffer, client, event, executable, topology, transfer
+from .errors import describe
+from .table import handlers
+
+MODULES = (buffer, client, event, executable, topology, transfer)
+
+
+def install() -> None:
+    """Give the handlers to the C table."""
+    _capi.install(handlers(), describe)

@@ -1,0 +1,323 @@
+"""Executables: compiling a program, running it, and what JAX asks about it.
+
+A compiled program is described by `Executable` (types, memory kinds, optimized HLO) and run by
+`LoadedExecutable`. The run itself is in the C face, which calls `LoadedProgram.execute`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+from functools import cached_property
+from importlib.metadata import version
+from typing import Any
+
+from stretto.hlo_frontend.compile import CompiledModule, CompileSpec, compile_stablehlo
+from stretto.hlo_frontend.schema import CompileOptionsProto, DeviceAssignmentProto
+from stretto.runtime.errors import InvalidProgramError
+from stretto.runtime.executor import LoadedProgram
+
+from . import _capi, abi, callbacks
+from .client import Client
+from .device import MEMORY_KINDS
+from .structs import NamedValues, read_bytes
+from .table import entry
+from .topology import Text, pointers
+
+FORMATS = (b"mlir", b"hlo")
+_SERIALIZED = b"stretto executable 1\n"
+
+
+class Executable(_capi.Executable):  # type: ignore[misc]
+    """A compiled program. ``source`` and ``options`` are what it was compiled from."""
+
+    def __init__(
+        self,
+        client: Client,
+        compiled: CompiledModule,
+        loaded: LoadedProgram,
+        source: bytes,
+        options: bytes,
+    ) -> None:
+        self.client, self.compiled, self.loaded = client, compiled, loaded
+        self.source, self.options = source, options
+        program = compiled.program
+        self.name = Text(program.name)
+        self.output_types = [client.array_type(t) for t in program.outputs]
+        self.set_num_outputs(len(self.output_types))
+        outputs = program.outputs
+        self.type_codes = (ctypes.c_int * len(outputs))(
+            *(abi.BUFFER_TYPES[t.dtype] for t in outputs)
+        )
+        self.ranks = (ctypes.c_size_t * len(outputs))(*(len(t.shape) for t in outputs))
+        extents = [extent for t in outputs for extent in t.shape]
+        self.dimensions = (ctypes.c_int64 * len(extents))(*extents)
+        self.memory_kinds = tuple(kind or MEMORY_KINDS[0] for kind in compiled.output_memory_kinds)
+        self._kind_texts = {kind: Text(kind) for kind in self.memory_kinds}
+        texts = [self._kind_texts[kind] for kind in self.memory_kinds]
+        self.kind_pointers = (ctypes.c_void_p * len(texts))(*(t.address for t in texts))
+        self.kind_sizes = (ctypes.c_size_t * len(texts))(*(t.size for t in texts))
+
+    @cached_property
+    def optimized_program(self) -> bytes:
+        """A serialized HloModuleProtoWithConfig of the partitioned program."""
+        return self.compiled.hlo_with_config()
+
+    @cached_property
+    def fingerprint(self) -> Text:
+        digest = hashlib.sha256()
+        for part in (version("stretto"), version("jaxlib"), self.client.engine.name):
+            digest.update(part.encode() + b"\0")
+        digest.update(self.options + b"\0" + self.source)
+        return Text(digest.hexdigest())
+
+    @cached_property
+    def cost_analysis(self) -> NamedValues:
+        """Totals over the segments of the program, each counted once for every place it runs."""
+        return NamedValues(self.loaded.cost_analysis())
+
+    def serialized(self) -> bytes:
+        """What `PJRT_Executable_DeserializeAndLoad` takes. Raises ``NotImplementedError``."""
+        if self.loaded.has_host_callbacks:
+            raise NotImplementedError("a program that calls back into Python cannot be serialized")
+        size = len(self.options).to_bytes(8, "little")
+        return _SERIALIZED + version("stretto").encode() + b"\n" + size + self.options + self.source
+
+
+class LoadedExecutable(_capi.LoadedExecutable):  # type: ignore[misc]
+    """A program on its devices. ``device_ids[i]`` is the global device of logical id i."""
+
+    def __init__(self, executable: Executable, device_ids: tuple[int, ...]) -> None:
+        client, program = executable.client, executable.compiled.program
+        self.executable = executable
+        self.device_ids = device_ids
+        self.devices = tuple(
+            client.device(device_ids[logical]) for logical, _ in executable.loaded.local
+        )
+        self.device_pointers = pointers(self.devices)
+        memories = [
+            [device.memories[MEMORY_KINDS.index(kind)] for kind in executable.memory_kinds]
+            for device in self.devices
+        ]
+        self.prepare(
+            executable.loaded.execute_with_completion,
+            client.copy,
+            len(program.inputs),
+            tuple(program.donated),
+            executable.output_types,
+            memories,
+            self.devices,
+        )
+
+    @cached_property
+    def device_assignment(self) -> bytes:
+        """A serialized DeviceAssignmentProto."""
+        program = self.executable.compiled.program
+        proto = DeviceAssignmentProto(
+            replica_count=program.num_replicas, computation_count=program.num_partitions
+        )
+        for partition in range(program.num_partitions):
+            ids = self.device_ids[partition :: program.num_partitions]
+            proto.computation_devices.add().replica_device_ids.extend(ids)
+        return proto.SerializeToString()
+
+
+def compile_and_load(client: Client, source: bytes, options: bytes) -> LoadedExecutable:
+    """Compile a module (StableHLO or a HloModuleProto) for the devices that the options name."""
+    build = CompileOptionsProto.FromString(options).executable_build_options
+    num_replicas, num_partitions = max(build.num_replicas, 1), max(build.num_partitions, 1)
+    device_ids = _device_ids(client, build.device_assignment, num_replicas, num_partitions)
+    compiled = compile_stablehlo(source, CompileSpec(num_replicas, num_partitions, options))
+    loaded = client.executor.load(compiled.program, device_ids, callbacks.current())
+    return LoadedExecutable(Executable(client, compiled, loaded, source, options), device_ids)
+
+
+def _device_ids(
+    client: Client, assignment: bytes, num_replicas: int, num_partitions: int
+) -> tuple[int, ...]:
+    """Global device id of every logical id, ``replica * num_partitions + partition``."""
+    count = num_replicas * num_partitions
+    if assignment:
+        proto = DeviceAssignmentProto.FromString(assignment)
+        columns = [list(c.replica_device_ids) for c in proto.computation_devices]
+        if len(columns) != num_partitions or any(len(c) != num_replicas for c in columns):
+            raise InvalidProgramError(
+                f"the device assignment is not {num_replicas} replicas x {num_partitions} partitions"
+            )
+        return tuple(columns[p][r] for r in range(num_replicas) for p in range(num_partitions))
+    chosen = client.local_devices if count <= len(client.local_devices) else client.devices
+    if count > len(chosen):
+        raise InvalidProgramError(
+            f"the program is for {count} devices; there are {len(client.devices)}. "
+            "Set STRETTO_LOCAL_DEVICES, or start more ranks"
+        )
+    return tuple(device.id for device in chosen[:count])
+
+
+@entry("PJRT_Client_Compile")
+def compile_program(args: Any) -> None:
+    client: Client = _capi.take(args.client)
+    program = _program(args.program)
+    source = read_bytes(program.code, program.code_size)
+    format = read_bytes(program.format, program.format_size)
+    if format not in FORMATS:
+        raise NotImplementedError(f"stretto compiles MLIR and HLO, not {format.decode()!r}")
+    options = read_bytes(args.compile_options, args.compile_options_size)
+    args.executable = _capi.give(compile_and_load(client, source, options))
+
+
+def _program(address: int) -> Any:
+    from .structs import STRUCTS
+
+    return STRUCTS["PJRT_Program"].from_address(address)
+
+
+@entry("PJRT_Executable_DeserializeAndLoad")
+def deserialize_and_load(args: Any) -> None:
+    client: Client = _capi.take(args.client)
+    data = read_bytes(args.serialized_executable, args.serialized_executable_size)
+    head = _SERIALIZED + version("stretto").encode() + b"\n"
+    if not data.startswith(head):
+        raise ValueError("not an executable of this version of stretto: compile the program again")
+    size = int.from_bytes(data[len(head) : len(head) + 8], "little")
+    start = len(head) + 8
+    options, source = data[start : start + size], data[start + size :]
+    if args.overridden_serialized_compile_options:
+        options = read_bytes(
+            args.overridden_serialized_compile_options,
+            args.overridden_serialized_compile_options_size,
+        )
+    args.loaded_executable = _capi.give(compile_and_load(client, source, options))
+
+
+@entry("PJRT_LoadedExecutable_GetExecutable")
+def get_executable(args: Any) -> None:
+    args.executable = _capi.give(_capi.take(args.loaded_executable).executable)
+
+
+@entry("PJRT_LoadedExecutable_AddressableDevices")
+def executable_devices(args: Any) -> None:
+    loaded: LoadedExecutable = _capi.take(args.executable)
+    args.addressable_devices = ctypes.addressof(loaded.device_pointers)
+    args.num_addressable_devices = len(loaded.devices)
+
+
+@entry("PJRT_LoadedExecutable_GetDeviceAssignment")
+def get_device_assignment(args: Any) -> None:
+    data = _capi.Bytes(_capi.take(args.executable).device_assignment)
+    args.serialized_bytes, args.serialized_bytes_size = data.address, len(data.data)
+    args.serialized_device_assignment = _capi.give(data)
+    args.serialized_device_assignment_deleter = _capi.deleter()
+
+
+@entry("PJRT_LoadedExecutable_Delete")
+def delete(args: Any) -> None:
+    _capi.take(args.executable).delete()
+
+
+@entry("PJRT_LoadedExecutable_Fingerprint")
+def loaded_fingerprint(args: Any) -> None:
+    _fingerprint(args, _capi.take(args.executable).executable)
+
+
+@entry("PJRT_Executable_Fingerprint")
+def executable_fingerprint(args: Any) -> None:
+    _fingerprint(args, _capi.take(args.executable))
+
+
+def _fingerprint(args: Any, executable: Executable) -> None:
+    args.executable_fingerprint = executable.fingerprint.address
+    args.executable_fingerprint_size = executable.fingerprint.size
+
+
+@entry("PJRT_Executable_Name")
+def name(args: Any) -> None:
+    text = _capi.take(args.executable).name
+    args.executable_name, args.executable_name_size = text.address, text.size
+
+
+@entry("PJRT_Executable_NumReplicas")
+def num_replicas(args: Any) -> None:
+    args.num_replicas = _capi.take(args.executable).compiled.program.num_replicas
+
+
+@entry("PJRT_Executable_NumPartitions")
+def num_partitions(args: Any) -> None:
+    args.num_partitions = _capi.take(args.executable).compiled.program.num_partitions
+
+
+@entry("PJRT_Executable_OptimizedProgram")
+def optimized_program(args: Any) -> None:
+    code = _capi.take(args.executable).optimized_program
+    program = _program(args.program)
+    if program.code:
+        ctypes.memmove(program.code, code, len(code))
+        return
+    program.code_size = len(code)
+    program.format, program.format_size = _HLO_WITH_CONFIG.address, _HLO_WITH_CONFIG.size
+
+
+_HLO_WITH_CONFIG = Text("hlo_with_config")
+
+
+@entry("PJRT_Executable_OutputElementTypes")
+def output_element_types(args: Any) -> None:
+    executable: Executable = _capi.take(args.executable)
+    args.output_types = ctypes.addressof(executable.type_codes)
+    args.num_output_types = len(executable.output_types)
+
+
+@entry("PJRT_Executable_OutputDimensions")
+def output_dimensions(args: Any) -> None:
+    executable: Executable = _capi.take(args.executable)
+    args.num_outputs = len(executable.output_types)
+    args.dims = ctypes.addressof(executable.dimensions)
+    args.dim_sizes = ctypes.addressof(executable.ranks)
+
+
+@entry("PJRT_Executable_OutputMemoryKinds")
+def output_memory_kinds(args: Any) -> None:
+    executable: Executable = _capi.take(args.executable)
+    args.num_outputs = len(executable.memory_kinds)
+    args.memory_kinds = ctypes.addressof(executable.kind_pointers)
+    args.memory_kind_sizes = ctypes.addressof(executable.kind_sizes)
+
+
+@entry("PJRT_Executable_SizeOfGeneratedCodeInBytes")
+def size_of_generated_code(args: Any) -> None:
+    args.size_in_bytes = -1  # engines do not tell
+
+
+@entry("PJRT_Executable_GetCostAnalysis")
+def get_cost_analysis(args: Any) -> None:
+    properties = _capi.take(args.executable).cost_analysis
+    args.properties, args.num_properties = properties.address, properties.count
+
+
+@entry("PJRT_Executable_GetCompiledMemoryStats")
+def compiled_memory_stats(args: Any) -> None:
+    executable: Executable = _capi.take(args.executable)
+    program = executable.compiled.program
+    for _, field in abi.fields(abi.STRUCTS["PJRT_Executable_GetCompiledMemoryStats_Args"])[1:]:
+        setattr(args, field, 0)
+    args.argument_size_in_bytes = sum(t.nbytes for t in program.inputs)
+    args.output_size_in_bytes = sum(t.nbytes for t in program.outputs)
+    args.alias_size_in_bytes = sum(program.inputs[i].nbytes for i in program.donated)
+    held = args.argument_size_in_bytes + args.output_size_in_bytes - args.alias_size_in_bytes
+    args.total_size_in_bytes = args.peak_memory_in_bytes = held + args.temp_size_in_bytes
+
+
+@entry("PJRT_Executable_Serialize")
+def serialize(args: Any) -> None:
+    data = _capi.Bytes(_capi.take(args.executable).serialized())
+    args.serialized_bytes, args.serialized_bytes_size = data.address, len(data.data)
+    args.serialized_executable = _capi.give(data)
+    args.serialized_executable_deleter = _capi.deleter()
+
+
+@entry("PJRT_Executable_GetCompileOptions")
+def get_compile_options(args: Any) -> None:
+    data = _capi.Bytes(_capi.take(args.executable).options)
+    args.serialized_bytes, args.serialized_bytes_size = data.address, len(data.data)
+    args.serialized_compile_options = _capi.give(data)
+    args.serialized_compile_options_deleter = _capi.deleter()

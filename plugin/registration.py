@@ -1,0 +1,28 @@
+"""How JAX finds stretto: the entry point of the group ``jax_plugins``.
+
+JAX imports this module and calls `initialize` in every program that makes devices, whether it wants
+stretto or not. So nothing happens here unless ``JAX_PLATFORMS`` (or the option ``jax_platforms``) names
+stretto: no device, no default and no lowering of anybody else changes, and nothing heavy is imported.
+"""
+
+from __future__ import annotations
+
+PLATFORM = "stretto"
+
+
+def initialize() -> None:
+    """Register the platform if the user asked for it. Called by JAX before it makes devices."""
+    from . import jax_private
+
+    requested = jax_private.requested_platforms()
+    if PLATFORM not in requested:
+        return
+    from . import _capi, entries
+
+    entries.install()
+    jax_private.register(_capi.capsule())
+    jax_private.share_cpu_lowerings()
+    jax_private.allow_donation()
+    if "cpu" not in requested:
+        # Callbacks and `jax.devices("cpu")` need JAX's own CPU backend; stretto stays the default.
+        jax_private.add_platform("cpu")

@@ -1,0 +1,73 @@
+"""The topology: platform and devices, as descriptions that need no client."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+from . import _capi
+from .device import PLATFORM
+from .structs import NamedValues
+from .table import entry
+
+
+def pointers(handles: tuple[_capi.Handle, ...]) -> Any:
+    """An array of the handles' pointers, to be kept as long as the handles."""
+    return (ctypes.c_void_p * len(handles))(*map(_capi.lend, handles))
+
+
+class Text:
+    """A string that jaxlib reads, with the lifetime of its owner."""
+
+    def __init__(self, text: str) -> None:
+        self._data = ctypes.create_string_buffer(text.encode())
+        self.address, self.size = ctypes.addressof(self._data), len(self._data) - 1
+
+
+class Topology(_capi.Handle):
+    """Devices of the world with their descriptions; owned by a client."""
+
+    def __init__(self, devices: tuple[_capi.Device, ...], version: str) -> None:
+        self.devices = devices
+        self.descriptions = pointers(devices)
+        self.platform_name = Text(PLATFORM)
+        self.platform_version = Text(version)
+        self.attributes = NamedValues({})
+        listed = ";".join(f"{d.id}:{d.process_index}" for d in devices)
+        self.serialized = f"{PLATFORM} {version} {listed}".encode()
+
+
+@entry("PJRT_TopologyDescription_PlatformName")
+def platform_name(args: Any) -> None:
+    topology: Topology = _capi.take(args.topology)
+    args.platform_name = topology.platform_name.address
+    args.platform_name_size = topology.platform_name.size
+
+
+@entry("PJRT_TopologyDescription_PlatformVersion")
+def platform_version(args: Any) -> None:
+    topology: Topology = _capi.take(args.topology)
+    args.platform_version = topology.platform_version.address
+    args.platform_version_size = topology.platform_version.size
+
+
+@entry("PJRT_TopologyDescription_GetDeviceDescriptions")
+def device_descriptions(args: Any) -> None:
+    topology: Topology = _capi.take(args.topology)
+    args.descriptions = ctypes.addressof(topology.descriptions)
+    args.num_descriptions = len(topology.devices)
+
+
+@entry("PJRT_TopologyDescription_Attributes")
+def attributes(args: Any) -> None:
+    topology: Topology = _capi.take(args.topology)
+    args.attributes, args.num_attributes = topology.attributes.address, topology.attributes.count
+
+
+@entry("PJRT_TopologyDescription_Serialize")
+def serialize(args: Any) -> None:
+    topology: Topology = _capi.take(args.topology)
+    data = _capi.Bytes(topology.serialized)
+    args.serialized_bytes, args.serialized_bytes_size = data.address, len(data.data)
+    args.serialized_topology = _capi.give(data)
+    args.serialized_topology_deleter = _capi.deleter()

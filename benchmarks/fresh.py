@@ -1,0 +1,41 @@
+"""Measures in fresh processes, in turns: for what a process can do only once (compiling, growing)."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from harness import clean_environment, console
+
+PLATFORMS = {"JAX CPU": "cpu", "stretto": "stretto,cpu"}
+
+
+def in_fresh_processes(
+    script: Path, modes: Sequence[str], repeats: int
+) -> dict[str, dict[str, list[float]]]:
+    """Run ``script MODE`` under each platform ``repeats`` times in turns; each prints figures as JSON.
+
+    Returns figures by ``"MODE: figure"`` and platform. A platform that fails is left out, with its error.
+    """
+    rows: dict[str, dict[str, list[float]]] = {}
+    for mode in modes:
+        for _ in range(repeats):
+            for label, platform in PLATFORMS.items():
+                env = clean_environment(
+                    JAX_PLATFORMS=platform,
+                    STRETTO_LOCAL_DEVICES="8",
+                    XLA_FLAGS="--xla_force_host_platform_device_count=8",
+                )
+                command = [sys.executable, str(script), "--worker", mode]
+                done = subprocess.run(
+                    command, env=env, capture_output=True, text=True, timeout=900, check=False
+                )
+                if done.returncode:
+                    console.print(f"{label}, {mode}: {done.stderr[-1500:]}", markup=False)
+                    continue
+                for figure, value in json.loads(done.stdout.splitlines()[-1]).items():
+                    rows.setdefault(f"{mode}: {figure}", {}).setdefault(label, []).append(value)
+    return rows

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from jaxlib import _hlo
-
 from stretto.runtime.errors import InvalidProgramError
 
 

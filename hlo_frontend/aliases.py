@@ -1,0 +1,99 @@
+"""Which dying inputs of a segment its outputs may overwrite.
+
+An output is paired with an input that it is an update of: the array that a dynamic-update-slice or
+scatter writes into, the initial value of a loop's carry, or, failing those, an operand of the same
+type of an elementwise op. Other pairs would make XLA insert copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from .carve import SegmentPlan
+from .values import Node, NodeKind, Value
+
+# Smaller arrays are not worth the bookkeeping.
+SMALLEST_BYTES = 1024
+_MAX_STEPS = 64
+
+# Ops that update an operand in place: opcode -> index of that operand.
+_UPDATES = {"dynamic-update-slice": 0}
+_ELEMENTWISE = frozenset(
+    {
+        "add", "subtract", "multiply", "divide", "maximum", "minimum", "power", "remainder", "and",
+        "or", "xor", "not", "negate", "abs", "sign", "exponential", "log", "sqrt", "rsqrt", "tanh",
+        "select", "clamp", "floor", "ceil", "sine", "cosine", "logistic", "exponential-minus-one",
+        "log-plus-one", "cbrt", "reduce-precision", "shift-left", "shift-right-logical",
+        "shift-right-arithmetic", "copy",
+    }
+)  # fmt: skip
+
+
+def find_aliases(plan: SegmentPlan, dying: Iterable[Value]) -> dict[int, int]:
+    """Input position -> output position, for inputs among ``dying`` that an output updates."""
+    position = {value: i for i, value in enumerate(plan.inputs)}
+    free = {v for v in dying if v.type is not None and v.type.nbytes >= SMALLEST_BYTES}
+    pairs: dict[int, int] = {}
+    if not free:
+        return pairs
+    types = {v.type for v in free}
+    inside = {value for node in plan.nodes for value in node.results}
+    left = [(i, v) for i, v in enumerate(plan.outputs) if v in inside and v.type in types]
+    for search in (_updated, _elementwise_source):
+        for output, value in left[:]:
+            source = search(value, inside, free)
+            if source is not None:
+                free.discard(source)
+                pairs[position[source]] = output
+                left.remove((output, value))
+    return pairs
+
+
+def _updated(value: Value, inside: set[Value], free: set[Value]) -> Value | None:
+    """The input that ``value`` is an in-place update of."""
+    at = value
+    while at in inside:
+        node = at.node
+        assert node is not None
+        operand = _updated_operand(node, at.index)
+        if operand is None:
+            return None
+        at = operand.root
+    return at if at in free and at.type == value.type else None
+
+
+def _updated_operand(node: Node, index: int) -> Value | None:
+    opcode = node.instruction.opcode
+    if opcode == "while":
+        return node.operands[index]
+    if opcode == "scatter":
+        return node.operands[index]
+    if opcode in _UPDATES:
+        return node.operands[_UPDATES[opcode]]
+    return None
+
+
+def _elementwise_source(value: Value, inside: set[Value], free: set[Value]) -> Value | None:
+    stack, seen = [value], {value}
+    steps = 0
+    while stack and steps < _MAX_STEPS:
+        steps += 1
+        at = stack.pop()
+        node = at.node
+        if node is None or at not in inside:
+            continue
+        opcode = node.instruction.opcode
+        updated = _updated_operand(node, at.index)
+        candidates = [updated] if updated is not None else []
+        if opcode in _ELEMENTWISE:
+            candidates = list(node.operands)
+        for operand in reversed(candidates):
+            root = operand.root
+            if root in seen or root.type != value.type:
+                continue
+            if root in free:
+                return root
+            seen.add(root)
+            if root.node is not None and root.node.kind is NodeKind.COMPUTE:
+                stack.append(root)
+    return None

@@ -1,0 +1,121 @@
+"""Cutting an ordered block: maximal runs of compute between runtime nodes become segment plans.
+
+Carving knows nothing of how the order came about: any topological order of a block's nodes will do.
+Constants and other cheap values that a runtime node or the block's result needs are made by the
+segment before it, one fresh array for each use, so that each may be donated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from .values import BlockGraph, Node, NodeKind, Value
+
+
+@dataclass(eq=False)
+class SegmentPlan:
+    """Compute nodes that run as one segment.
+
+    ``inputs`` and ``outputs`` are arrays (root values); ``made`` are outputs that are copies of cheap
+    values: pairs of the new value and the cheap one.
+    """
+
+    nodes: list[Node] = field(default_factory=list)
+    inputs: list[Value] = field(default_factory=list)
+    outputs: list[Value] = field(default_factory=list)
+    made: list[tuple[Value, Value]] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class RuntimeStep:
+    """A node that the executor runs, on these arrays (root values)."""
+
+    node: Node
+    inputs: list[Value]
+
+
+Step = SegmentPlan | RuntimeStep
+
+
+@dataclass(eq=False)
+class BlockPlan:
+    """A block cut into steps. Values in ``results`` are roots."""
+
+    parameters: list[Value]
+    steps: list[Step]
+    results: list[Value]
+    blocks: dict[Node, tuple[BlockPlan, ...]] = field(default_factory=dict)
+
+
+def carve(block: BlockGraph, ordered: Sequence[Node]) -> BlockPlan:
+    """Cut ``ordered``, the nodes of ``block`` in a topological order."""
+    steps: list[Step] = []
+    current: SegmentPlan | None = None
+
+    def materialized(value: Value) -> Value:
+        nonlocal current
+        if not is_cheap(value):
+            return value.root
+        if current is None:
+            current = SegmentPlan()
+        made = Value(value.type)
+        current.made.append((made, value.root))
+        return made
+
+    for node in ordered:
+        if not node.is_runtime and node.kind is not NodeKind.LOGICAL_ID:
+            current = current or SegmentPlan()
+            current.nodes.append(node)
+            continue
+        inputs = [materialized(value) for value in node.operands]
+        if node.is_runtime and current is not None:
+            steps.append(current)
+            current = None
+        # A logical id takes part in no order: it may stand before the segment being built.
+        steps.append(RuntimeStep(node, inputs))
+    results = [materialized(value) for value in block.results]
+    if current is not None:
+        steps.append(current)
+    plan = BlockPlan(block.parameters, steps, results)
+    _connect(plan)
+    return plan
+
+
+def is_cheap(value: Value) -> bool:
+    return value.root.node is not None and value.root.node.kind is NodeKind.CHEAP
+
+
+def used_values(node: Node) -> list[Value]:
+    """Arrays a node of a segment reads, with the constants' own operands left to the builder."""
+    return [v for v in node.operands if v.type is not None and not is_cheap(v)]
+
+
+def _connect(plan: BlockPlan) -> None:
+    """Fill in what each segment takes from outside and gives to outside; drop what nobody needs."""
+    needed: set[Value] = set(plan.results)
+    kept: list[Step] = []
+    for step in reversed(plan.steps):
+        if isinstance(step, RuntimeStep):
+            needed.update(step.inputs)
+            kept.append(step)
+            continue
+        inside: set[Value] = set()
+        for node in step.nodes:
+            inside.update(node.results)
+        read: dict[Value, None] = {}
+        for node in step.nodes:
+            for value in used_values(node):
+                if value.root not in inside:
+                    read[value.root] = None
+        step.inputs = list(read)
+        step.outputs = [
+            value
+            for node in step.nodes
+            for value in node.results
+            if value in needed and value.type is not None
+        ] + [made for made, _ in step.made]
+        if step.outputs or any(node.has_side_effect for node in step.nodes):
+            needed.update(step.inputs)
+            kept.append(step)
+    plan.steps = kept[::-1]

@@ -1,0 +1,169 @@
+"""The way into the front end: modules in, programs out.
+
+`compile_stablehlo` takes what JAX hands to a PJRT plugin; `compile_hlo` takes HLO that is partitioned
+already. Nothing here touches devices or other processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from jaxlib import _jax
+from stretto.runtime.errors import InvalidProgramError
+from stretto.runtime.program import Block, Program, Run, Segment
+
+from . import stablehlo, tap
+from .carve import BlockPlan, carve
+from .collectives import CollectiveReader
+from .flatten import flatten
+from .graph import Module
+from .lower import lower
+from .passes.order import order
+from .schema import HloModuleProto, HloModuleProtoWithConfig
+from .text import parse_hlo_text
+from .values import BlockGraph
+
+
+@dataclass(frozen=True)
+class CompileSpec:
+    """For how many devices to compile. ``options`` is a serialized ``CompileOptionsProto``."""
+
+    num_replicas: int = 1
+    num_partitions: int = 1
+    options: bytes = b""
+
+
+@dataclass(frozen=True)
+class CompiledModule:
+    """A program, and what a PJRT executable has to tell about itself.
+
+    ``hlo_with_config`` gives a serialized ``HloModuleProtoWithConfig`` of the whole program for one
+    device: entry layout, counts, shardings of parameters and result. Memory kinds are empty strings
+    where the program names none.
+    """
+
+    program: Program
+    hlo_with_config: Callable[[], bytes] = field(repr=False)
+    input_memory_kinds: tuple[str, ...] = ()
+    output_memory_kinds: tuple[str, ...] = ()
+
+
+def compile_stablehlo(module: bytes | str, spec: CompileSpec) -> CompiledModule:
+    """Partition and lower StableHLO (text, bytecode, portable artifact).
+
+    Raises `InvalidProgramError` or `UnsupportedError`.
+    """
+    if spec.num_replicas < 1 or spec.num_partitions < 1:
+        raise InvalidProgramError(
+            f"a program needs at least one replica and one partition, not {spec.num_replicas} "
+            f"and {spec.num_partitions}"
+        )
+    parsed = stablehlo.parse(module)
+    single = spec.num_replicas * spec.num_partitions == 1
+    if single and stablehlo.is_local(parsed):
+        return _whole(parsed)
+    signature = stablehlo.signature(parsed, types=False)
+    hlo = tap.optimized_hlo(parsed, spec.num_replicas, spec.num_partitions, spec.options)
+    program = _program(Module.parse(hlo), spec.num_replicas, spec.num_partitions)
+    return CompiledModule(
+        program,
+        lambda: _with_config(hlo, spec.num_replicas, spec.num_partitions),
+        _padded(signature.input_memory_kinds, len(program.inputs)),
+        _padded(signature.output_memory_kinds, len(program.outputs)),
+    )
+
+
+def compile_hlo(hlo: bytes | str, num_replicas: int, num_partitions: int) -> CompiledModule:
+    """Lower HLO that is partitioned already: text, or a serialized ``HloModuleProto``."""
+    if num_replicas < 1 or num_partitions < 1:
+        raise InvalidProgramError("a program needs at least one replica and one partition")
+    serialized = parse_hlo_text(hlo) if isinstance(hlo, str) else hlo
+    program = _program(Module.parse(serialized), num_replicas, num_partitions)
+    return CompiledModule(
+        program,
+        lambda: _with_config(serialized, num_replicas, num_partitions),
+        ("",) * len(program.inputs),
+        ("",) * len(program.outputs),
+    )
+
+
+def _padded(kinds: tuple[str, ...], count: int) -> tuple[str, ...]:
+    return kinds if len(kinds) == count else ("",) * count
+
+
+def _whole(parsed: stablehlo.ir.Module) -> CompiledModule:
+    """A program of one segment: the module as it came."""
+    signature = stablehlo.signature(parsed)
+    code = stablehlo.without_shardings(parsed)
+    segment = Segment(
+        signature.inputs, signature.outputs, code, signature.donated, name=signature.name
+    )
+    num_inputs = len(signature.inputs)
+    slots = tuple(range(num_inputs + len(signature.outputs)))
+    inputs, outputs = slots[:num_inputs], slots[num_inputs:]
+    program = Program(
+        name=signature.name,
+        num_replicas=1,
+        num_partitions=1,
+        slot_types=signature.inputs + signature.outputs,
+        segments=(segment,),
+        collectives=(),
+        body=Block(inputs, (Run(0, inputs, outputs, signature.donated),), outputs),
+        donated=signature.donated,
+    )
+
+    def hlo_with_config() -> bytes:
+        computation = _jax.mlir.mlir_module_to_xla_computation(code, False, False)
+        return _with_config(computation.as_serialized_hlo_module_proto(), 1, 1)
+
+    return CompiledModule(
+        program, hlo_with_config, signature.input_memory_kinds, signature.output_memory_kinds
+    )
+
+
+def _program(module: Module, num_replicas: int, num_partitions: int) -> Program:
+    entry = flatten(module.entry, CollectiveReader(num_replicas, num_partitions))
+    plan = plan_block(entry)
+    return lower(plan, module.name, num_replicas, num_partitions, _donated(module))
+
+
+def plan_block(block: BlockGraph) -> BlockPlan:
+    """Order and carve a block and the blocks nested in it."""
+    plan = carve(block, order(block))
+    for node in block.nodes:
+        if node.blocks:
+            plan.blocks[node] = tuple(plan_block(inner) for inner in node.blocks)
+    return plan
+
+
+def _donated(module: Module) -> tuple[int, ...]:
+    """Positions of flattened inputs that the caller gives up: aliased to outputs, or donors."""
+    entries = [*module.proto.input_output_alias.entries, *module.proto.buffer_donor.entries]
+    donated = {(e.parameter_number, tuple(e.parameter_shape_index)) for e in entries}
+    if not donated:
+        return ()
+    positions = {}
+    for parameter in module.entry.parameters:
+        for path in _array_paths(parameter.shape, ()):
+            positions[parameter.proto.parameter_number, path] = len(positions)
+    return tuple(sorted(positions[key] for key in donated if key in positions))
+
+
+def _array_paths(shape: object, path: tuple[int, ...]) -> list[tuple[int, ...]]:
+    from .schema import TOKEN, TUPLE
+
+    if shape.element_type == TUPLE:  # type: ignore[attr-defined]
+        parts = enumerate(shape.tuple_shapes)  # type: ignore[attr-defined]
+        return [p for i, part in parts for p in _array_paths(part, (*path, i))]
+    return [] if shape.element_type == TOKEN else [path]  # type: ignore[attr-defined]
+
+
+def _with_config(serialized: bytes, num_replicas: int, num_partitions: int) -> bytes:
+    wrapped = HloModuleProtoWithConfig()
+    wrapped.hlo_module.CopyFrom(HloModuleProto.FromString(serialized))
+    wrapped.config.entry_computation_layout.CopyFrom(wrapped.hlo_module.host_program_shape)
+    wrapped.config.replica_count = num_replicas
+    wrapped.config.num_partitions = num_partitions
+    wrapped.config.use_spmd_partitioning = num_partitions > 1
+    return wrapped.SerializeToString()

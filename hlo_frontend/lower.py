@@ -1,0 +1,420 @@
+"""Block plans to a `Program`: slots, starts and waits, ownership, donation, copies and frees.
+
+Ownership. An array is *owned* by a block when no other slot, device or caller can see its memory:
+outputs of segments, copies, donated program inputs. Results of collectives are not (communicators may
+hand one array to several devices), nor are values that occur twice in a block's result. Only owned
+arrays are donated. Whether a loop owns a carry follows from its body: the carry must be owned when it
+comes back. A body that donates a carry needs its initial value owned, so that is copied where it is
+not. Nothing is ever copied once per iteration.
+
+A `Wait` stands right before the first use of what its start gives; one for a send stands at the end
+of the block, since a peer may have to post its own send first.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+from stretto.collectives.ops import Collective
+from stretto.collectives.types import TensorType
+from stretto.runtime.program import (
+    Block,
+    Branch,
+    Copy,
+    Free,
+    Instruction,
+    LogicalId,
+    Loop,
+    Program,
+    Run,
+    Slot,
+    Start,
+    Wait,
+)
+
+from .aliases import find_aliases
+from .carve import BlockPlan, RuntimeStep, SegmentPlan
+from .graph import LOGICAL_IDS, Computation, trip_count
+from .segments import SegmentPool
+from .values import Node, NodeKind, Value
+
+
+def lower(
+    plan: BlockPlan,
+    name: str,
+    num_replicas: int,
+    num_partitions: int,
+    donated: Sequence[int] = (),
+) -> Program:
+    """The program of an entry block whose parameters at positions ``donated`` are given up."""
+    owned = {plan.parameters[i] for i in donated}
+    state = _State()
+    emitted = _emit(state, plan, owned, is_entry=True)
+    pool = SegmentPool()
+    finisher = _Finisher(state, pool)
+    body = finisher.block(emitted.block)
+    return Program(
+        name=name,
+        num_replicas=num_replicas,
+        num_partitions=num_partitions,
+        slot_types=tuple(state.slot_types),
+        segments=tuple(pool.segments),
+        collectives=tuple(finisher.collectives),
+        body=body,
+        donated=tuple(sorted(donated)),
+    )
+
+
+@dataclass
+class _State:
+    """What blocks of one program share. Lists only grow, and are cut when a try is given up."""
+
+    slot_types: list[TensorType] = field(default_factory=list)
+    runs: list[tuple[SegmentPlan, dict[int, int]]] = field(default_factory=list)
+    starts: list[Node] = field(default_factory=list)
+
+    def slot(self, value: Value) -> Slot:
+        assert value.type is not None
+        self.slot_types.append(value.type)
+        return len(self.slot_types) - 1
+
+    def mark(self) -> tuple[int, int, int]:
+        return len(self.slot_types), len(self.runs), len(self.starts)
+
+    def cut(self, mark: tuple[int, int, int]) -> None:
+        del self.slot_types[mark[0] :]
+        del self.runs[mark[1] :]
+        del self.starts[mark[2] :]
+
+
+@dataclass
+class _Emitted:
+    """A block, with what became of its parameters and whether it owns its results.
+
+    ``consumed``: parameters whose memory is overwritten. ``result_sources``: for each result, the
+    parameters that it may be, handed through.
+    """
+
+    block: Block
+    consumed: set[Value]
+    owned_results: list[bool]
+    result_sources: list[set[Value]]
+
+
+_NEVER = 1 << 60
+
+
+class _Emitter:
+    """Emits one block. `Run` and `Start` carry indexes into the state's lists until `_Finisher`."""
+
+    def __init__(self, state: _State, plan: BlockPlan, owned: Iterable[Value], is_entry: bool):
+        self.state = state
+        self.plan = plan
+        self.is_entry = is_entry
+        self.owned = set(owned)
+        self.parameters = set(plan.parameters)
+        self.consumed: set[Value] = set()
+        self.out: list[Instruction] = []
+        self.slots: dict[Value, Slot] = {}
+        self.pending: dict[Value, int] = {}  # value -> event of its start
+        self.events: dict[int, Node] = {}  # events not waited for -> their starts' nodes
+        self.reading: dict[Value, set[int]] = {}  # value -> events whose starts read it
+        self.dead: set[Value] = set()  # values to be freed once nothing reads them any more
+        self.next_event = 0
+        self.derived: dict[Value, set[Value]] = {}  # loop result -> parameters it may be
+        self.last_use: dict[Value, int] = {}
+        for index, step in enumerate(plan.steps):
+            for value in step.inputs:
+                self.last_use[value] = index
+        for value in plan.results:
+            self.last_use[value] = _NEVER
+
+    def emit(self) -> _Emitted:
+        plan = self.plan
+        for parameter in plan.parameters:
+            self.slots[parameter] = self.state.slot(parameter)
+        parameters = tuple(self.slots[p] for p in plan.parameters)
+        if not self.is_entry:
+            self.free([p for p in plan.parameters if p not in self.last_use])
+        for index, step in enumerate(plan.steps):
+            if isinstance(step, SegmentPlan):
+                self.segment(index, step)
+            else:
+                _EMIT[step.node.kind](self, index, step)
+        return self.finish(parameters)
+
+    # Registers.
+
+    def define(self, value: Value, *, owned: bool) -> Slot:
+        slot = self.state.slot(value)
+        self.slots[value] = slot
+        if owned:
+            self.owned.add(value)
+        return slot
+
+    def await_(self, values: Iterable[Value]) -> None:
+        for value in values:
+            if value in self.pending:
+                self.wait(self.pending[value])
+
+    def wait(self, event: int) -> None:
+        self.out.append(Wait(event))
+        node = self.events.pop(event)
+        for value in node.results:
+            del self.pending[value]
+        released: list[Value] = [v for v in node.results if v not in self.last_use]
+        for value, events in list(self.reading.items()):
+            events.discard(event)
+            if not events:
+                del self.reading[value]
+                if value in self.dead:
+                    released.append(value)
+        self.free(released)
+
+    def free(self, values: Iterable[Value]) -> None:
+        """Free values whose last use is over, or leave it to the wait that still needs them."""
+        now: list[Slot] = []
+        for value in values:
+            if self.is_entry and value in self.parameters and value not in self.owned:
+                continue  # the caller keeps them anyway
+            if value in self.reading:
+                self.dead.add(value)
+            else:
+                now.append(self.slots[value])
+        if now:
+            self.out.append(Free(tuple(now)))
+
+    def dying(self, index: int, values: Iterable[Value]) -> list[Value]:
+        return [v for v in dict.fromkeys(values) if self.last_use[v] == index]
+
+    def consume(self, value: Value) -> None:
+        """``value`` is overwritten by whoever gets it."""
+        if value in self.parameters:
+            self.consumed.add(value)
+        self.consumed |= self.derived.get(value, set())
+
+    # Steps.
+
+    def segment(self, index: int, plan: SegmentPlan) -> None:
+        self.await_(plan.inputs)
+        dying = self.dying(index, plan.inputs)
+        may = [v for v in dying if v in self.owned and v not in self.reading]
+        aliases = find_aliases(plan, may)
+        given = {plan.inputs[i] for i in aliases}
+        for value in given:
+            self.consume(value)
+        inputs = tuple(self.slots[v] for v in plan.inputs)
+        donated = tuple(inputs[i] for i in sorted(aliases))
+        outputs = tuple(self.define(v, owned=True) for v in plan.outputs)
+        self.state.runs.append((plan, aliases))
+        self.out.append(Run(len(self.state.runs) - 1, inputs, outputs, donated))
+        self.free([v for v in dying if v not in given])
+
+    def logical_id(self, index: int, step: RuntimeStep) -> None:
+        (value,) = step.node.results
+        if value in self.last_use:
+            slot = self.define(value, owned=False)
+            self.out.append(LogicalId(LOGICAL_IDS[step.node.instruction.opcode], slot))
+
+    def collective(self, index: int, step: RuntimeStep) -> None:
+        node = step.node
+        self.await_(step.inputs)
+        event = self.next_event
+        self.next_event += 1
+        inputs = tuple(self.slots[v] for v in step.inputs)
+        outputs = tuple(self.define(v, owned=False) for v in node.results)
+        self.state.starts.append(node)
+        self.out.append(Start(len(self.state.starts) - 1, inputs, outputs, event))
+        self.events[event] = node
+        for value in node.results:
+            self.pending[value] = event
+        for value in step.inputs:
+            self.reading.setdefault(value, set()).add(event)
+        self.free(self.dying(index, step.inputs))
+
+    def loop(self, index: int, step: RuntimeStep) -> None:
+        node = step.node
+        self.await_(step.inputs)
+        condition_plan, body_plan = self.plan.blocks[node]
+        condition = _emit(self.state, condition_plan, ())
+        body, ownable, consumed = _loop_body(self.state, body_plan)
+        dying = set(self.dying(index, step.inputs))
+        uses = Counter(step.inputs)
+        taken: set[Value] = set()
+        inputs: list[Slot] = []
+        donated: list[Slot] = []
+        init_owned: list[bool] = []
+        for i, value in enumerate(step.inputs):
+            slot = self.slots[value]
+            mine = value in self.owned and value in dying and uses[value] == 1
+            mine = mine and value not in self.reading
+            if mine:
+                donated.append(slot)
+                taken.add(value)
+                if i in consumed:
+                    self.consume(value)
+            elif i in consumed:
+                copy = self.state.slot(value)
+                self.out.append(Copy(slot, copy))
+                slot = copy
+                donated.append(copy)
+            inputs.append(slot)
+            init_owned.append(mine or i in consumed)
+        outputs = []
+        for i, result in enumerate(node.results):
+            owned = i in ownable and init_owned[i]
+            outputs.append(self.define(result, owned=owned))
+            if owned and i not in consumed:
+                # The body may hand the initial value through: who overwrites the result
+                # overwrites that.
+                self.derived[result] = self._parameters_behind(step.inputs)
+        self.out.append(
+            Loop(
+                tuple(inputs),
+                tuple(outputs),
+                condition.block,
+                body.block,
+                trip_count=trip_count(node.instruction),
+                donated=tuple(donated),
+                name=node.instruction.name,
+                source=node.instruction.source,
+            )
+        )
+        self.free([v for v in self.dying(index, step.inputs) if v not in taken])
+        self.free([v for v in node.results if v not in self.last_use])
+
+    def _parameters_behind(self, values: Iterable[Value]) -> set[Value]:
+        behind: set[Value] = set()
+        for value in values:
+            if value in self.parameters:
+                behind.add(value)
+            behind |= self.derived.get(value, set())
+        return behind
+
+    def branch(self, index: int, step: RuntimeStep) -> None:
+        node = step.node
+        self.await_(step.inputs)
+        plans = self.plan.blocks[node]
+        selector, *rest = step.inputs
+        groups: list[tuple[Slot, ...]] = []
+        for plan in plans:
+            count = len(plan.parameters)
+            groups.append(tuple(self.slots[v] for v in rest[:count]))
+            rest = rest[count:]
+        emitted = [_emit(self.state, plan, ()) for plan in plans]
+        outputs = tuple(
+            self.define(v, owned=all(e.owned_results[i] for e in emitted))
+            for i, v in enumerate(node.results)
+        )
+        self.out.append(
+            Branch(
+                self.slots[selector],
+                tuple(groups),
+                outputs,
+                tuple(e.block for e in emitted),
+                name=node.instruction.name,
+                source=node.instruction.source,
+            )
+        )
+        self.free(self.dying(index, step.inputs))
+        self.free([v for v in node.results if v not in self.last_use])
+
+    def finish(self, parameters: tuple[Slot, ...]) -> _Emitted:
+        self.await_(self.plan.results)
+        for event in sorted(self.events):
+            self.wait(event)
+        uses = Counter(self.plan.results)
+        results: list[Slot] = []
+        for value in self.plan.results:
+            slot = self.slots[value]
+            lent = value in self.parameters and value not in self.owned
+            if self.is_entry and (lent or slot in results):
+                copy = self.state.slot(value)
+                self.out.append(Copy(slot, copy))
+                slot = copy
+            results.append(slot)
+        owned = [value in self.owned and uses[value] == 1 for value in self.plan.results]
+        sources = [self._parameters_behind([value]) for value in self.plan.results]
+        block = Block(parameters, tuple(self.out), tuple(results))
+        return _Emitted(block, self.consumed, owned, sources)
+
+
+_EMIT = {
+    NodeKind.LOGICAL_ID: _Emitter.logical_id,
+    NodeKind.COLLECTIVE: _Emitter.collective,
+    NodeKind.LOOP: _Emitter.loop,
+    NodeKind.BRANCH: _Emitter.branch,
+}
+
+
+def _emit(
+    state: _State, plan: BlockPlan, owned: Iterable[Value], *, is_entry: bool = False
+) -> _Emitted:
+    return _Emitter(state, plan, owned, is_entry).emit()
+
+
+def _loop_body(state: _State, plan: BlockPlan) -> tuple[_Emitted, set[int], set[int]]:
+    """The body, the carries that it owns, and those of them whose initial value it needs owned."""
+    ownable = set(range(len(plan.parameters)))
+    while True:
+        mark = state.mark()
+        emitted = _emit(state, plan, [plan.parameters[i] for i in sorted(ownable)])
+        kept = {i for i in ownable if emitted.owned_results[i]}
+        if kept == ownable:
+            break
+        state.cut(mark)
+        ownable = kept
+    consumed = set(emitted.consumed)
+    grown = True
+    while grown:
+        # What comes back as a carry that is overwritten must be owned too.
+        needed = [s for p, s in zip(plan.parameters, emitted.result_sources, strict=True)
+                  if p in consumed]  # fmt: skip
+        before = len(consumed)
+        consumed.update(*needed)
+        grown = len(consumed) > before
+    return emitted, ownable, {i for i, p in enumerate(plan.parameters) if p in consumed}
+
+
+class _Finisher:
+    """Gives runs their segments and starts their collectives, in the order of the program."""
+
+    def __init__(self, state: _State, pool: SegmentPool) -> None:
+        self.state = state
+        self.pool = pool
+        self.collectives: list[Collective] = []
+        self._reducers: dict[tuple[Computation, tuple[TensorType, ...]], int] = {}
+
+    def block(self, block: Block) -> Block:
+        return replace(block, instructions=tuple(self.instruction(i) for i in block.instructions))
+
+    def instruction(self, instruction: Instruction) -> Instruction:
+        if isinstance(instruction, Run):
+            plan, aliases = self.state.runs[instruction.segment]
+            return replace(instruction, segment=self.pool.add(plan, aliases))
+        if isinstance(instruction, Start):
+            return replace(
+                instruction, collective=self.collective(self.state.starts[instruction.collective])
+            )
+        if isinstance(instruction, Loop):
+            return replace(
+                instruction,
+                condition=self.block(instruction.condition),
+                body=self.block(instruction.body),
+            )
+        if isinstance(instruction, Branch):
+            return replace(instruction, branches=tuple(self.block(b) for b in instruction.branches))
+        return instruction
+
+    def collective(self, node: Node) -> int:
+        collective = node.collective
+        assert collective is not None
+        if node.reducer is not None:
+            key = (node.reducer, collective.operands)
+            if key not in self._reducers:
+                self._reducers[key] = self.pool.add_reducer(node.reducer, collective.operands)
+            collective = replace(collective, reducer=self._reducers[key])
+        self.collectives.append(collective)
+        return len(self.collectives) - 1

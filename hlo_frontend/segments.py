@@ -1,0 +1,410 @@
+"""Segment plans to segments: an HLO module for each, then StableHLO, equal ones made once.
+
+Invariants: two plans that compute the same with the same donation give byte-equal HLO (ids are
+renumbered, names, metadata and shardings dropped), hence one segment. Every instruction moves
+verbatim except for what is listed in `_move`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxlib import _jax
+from stretto.collectives.types import TensorType
+from stretto.runtime.errors import UnsupportedError
+from stretto.runtime.program import Segment
+
+from . import stablehlo
+from .carve import SegmentPlan
+from .cost import arithmetic_and_flops
+from .graph import Computation, Instruction
+from .schema import PRIMITIVE_CODES, TUPLE, HloModuleProto
+from .values import Barrier, Node, NodeKind, Value
+
+# Ops whose backend_config is part of what they compute.
+_KEEPS_CONFIG = frozenset({"custom-call"})
+# Ops whose frontend attributes the importer needs.
+_KEEPS_ATTRIBUTES = frozenset({"custom-call", "call"})
+
+
+class SegmentPool:
+    """Makes segments, each distinct one once."""
+
+    def __init__(self) -> None:
+        self._context = stablehlo.make_context()
+        self.segments: list[Segment] = []
+        self._index: dict[tuple[bytes, tuple[tuple[int, int], ...]], int] = {}
+
+    def add(self, plan: SegmentPlan, aliases: Mapping[int, int]) -> int:
+        """Index of the plan's segment; input i of ``aliases`` is donated to output aliases[i]."""
+        builder = ModuleBuilder()
+        hlo = builder.plan(plan)
+        name = segment_name(plan)
+        instructions = [node.instruction for node in plan.nodes]
+        inputs = [v.type for v in plan.inputs if v.type is not None]
+        outputs = [v.type for v in plan.outputs if v.type is not None]
+        return self._intern(hlo, inputs, outputs, aliases, name, instructions)
+
+    def add_reducer(self, computation: Computation, operands: Sequence[TensorType]) -> int:
+        """Index of the segment that combines two members' operands by ``computation``."""
+        hlo = ModuleBuilder().reducer(computation, operands)
+        doubled = [*operands, *operands]
+        name = f"reducer.{computation.name}"
+        return self._intern(hlo, doubled, operands, {}, name, computation.instructions)
+
+    def _intern(
+        self,
+        hlo: Any,
+        inputs: Sequence[TensorType],
+        outputs: Sequence[TensorType],
+        aliases: Mapping[int, int],
+        name: str,
+        instructions: Sequence[Instruction],
+    ) -> int:
+        serialized = hlo.SerializeToString(deterministic=True)
+        key = (serialized, tuple(sorted(aliases.items())))
+        if key not in self._index:
+            arithmetic, flops = arithmetic_and_flops(instructions)
+            self._index[key] = len(self.segments)
+            self.segments.append(
+                Segment(
+                    tuple(inputs),
+                    tuple(outputs),
+                    stablehlo.with_aliases(
+                        _to_stablehlo(serialized, instructions), aliases, self._context
+                    ),
+                    donated=tuple(sorted(aliases)),
+                    arithmetic=arithmetic,
+                    flops=flops,
+                    name=name,
+                )
+            )
+        return self._index[key]
+
+
+def segment_name(plan: SegmentPlan) -> str:
+    """From the first and last operation that the program's source names."""
+    named = [n.instruction.proto.metadata.op_name for n in plan.nodes]
+    short = [name.rsplit("/", 1)[-1] for name in named if name]
+    if not short:
+        return plan.nodes[0].instruction.opcode if plan.nodes else "constants"
+    return short[0] if short[0] == short[-1] else f"{short[0]}…{short[-1]}"
+
+
+def _to_stablehlo(hlo: bytes, instructions: Sequence[Instruction]) -> bytes:
+    try:
+        return _jax.mlir.hlo_to_stablehlo(hlo)
+    except Exception as error:
+        reason = str(error)
+    for instruction in instructions:
+        alone = ModuleBuilder().single(instruction)
+        try:
+            _jax.mlir.hlo_to_stablehlo(alone.SerializeToString())
+        except Exception as error:
+            raise instruction.unsupported(f"cannot be written as StableHLO: {error}") from None
+    raise UnsupportedError(f"a segment cannot be written as StableHLO: {reason}")
+
+
+class ModuleBuilder:
+    """Builds the HLO module of one segment."""
+
+    def __init__(self) -> None:
+        self.proto = HloModuleProto(name="segment", entry_computation_name="main")
+        self._next = 1
+        self._computations: dict[Computation, int] = {}
+        self._values: dict[Value, int] = {}
+        self._tuples: dict[tuple[int, ...], int] = {}
+        self._barriers: dict[Barrier, dict[Value, int]] = {}
+        self._inside: set[Value] = set()
+        # The computation being filled: instructions are added to `_entry`.
+        self._entry: Any = None
+
+    def plan(self, plan: SegmentPlan) -> Any:
+        """The module of a segment plan."""
+        self._inside = set(plan.inputs)
+        for node in plan.nodes:
+            self._inside.update(node.results)
+        for node in plan.nodes:
+            for called in node.instruction.called:
+                self._computation(called)
+        self._begin("main")
+        for number, value in enumerate(plan.inputs):
+            self._values[value] = self._parameter(number, value.type)
+        for node in plan.nodes:
+            self._node(node)
+        for made, cheap in plan.made:
+            self._values[made] = self._cheap(cheap)
+        self._finish([(self._values[v], v.type) for v in plan.outputs])
+        return self.proto
+
+    def single(self, instruction: Instruction) -> Any:
+        """A module with one instruction, whose operands are parameters. For naming culprits."""
+        for called in instruction.called:
+            self._computation(called)
+        self._begin("main")
+        ids = []
+        for number, operand in enumerate(instruction.operands):
+            proto = self._add("parameter")
+            proto.shape.CopyFrom(operand.shape)
+            proto.parameter_number = number
+            ids.append(proto.id)
+        self._close(self._move(instruction, ids))
+        return self.proto
+
+    def reducer(self, computation: Computation, operands: Sequence[TensorType]) -> Any:
+        """Elementwise: operand i of both members goes through ``computation``.
+
+        A computation of two scalars is applied to each operand, one of 2n scalars to all at once.
+        """
+        n = len(operands)
+        together = len(computation.parameters) == 2 * n and n > 1
+        if not together and len(computation.parameters) != 2:
+            raise computation.root.unsupported(
+                f"a reducer with {len(computation.parameters)} parameters for {n} operands"
+            )
+        picks = [self._computation(computation, root=i if together else None) for i in range(n)]
+        self._begin("main")
+        ids = [self._parameter(i, t) for i, t in enumerate([*operands, *operands])]
+        outputs = []
+        for i, operand in enumerate(operands):
+            taken = list(range(2 * n)) if together else [i, n + i]
+            results = [operands[k % n] for k in taken]
+            if len({t.shape for t in results}) != 1:
+                raise computation.root.unsupported("a reducer over operands of different shapes")
+            scalars = [p.shape.element_type for p in computation.parameters]
+            arguments = [
+                self._converted(ids[k], operands[k % n], scalar)
+                for k, scalar in zip(taken, scalars, strict=True)
+            ]
+            root = computation.root.operands[i] if together else computation.root
+            proto = self._add("map")
+            proto.operand_ids.extend(arguments)
+            proto.dimensions.extend(range(len(operand.shape)))
+            proto.called_computation_ids.append(picks[i])
+            set_shape(proto.shape, operand, code=root.shape.element_type)
+            outputs.append(
+                (self._converted(proto.id, operand, None, root.shape.element_type), operand)
+            )
+        self._finish(outputs)
+        return self.proto
+
+    def _converted(
+        self, id: int, type: TensorType, to: int | None, source: int | None = None
+    ) -> int:
+        """Convert an array of ``type`` to element type code ``to``, or from ``source`` to its own."""
+        own = PRIMITIVE_CODES[type.dtype]
+        target = own if to is None else to
+        if (own if source is None else source) == target:
+            return id
+        proto = self._add("convert")
+        proto.operand_ids.append(id)
+        set_shape(proto.shape, type, code=target)
+        return proto.id
+
+    # Instructions.
+
+    def _add(self, opcode: str) -> Any:
+        proto = self._entry.instructions.add()
+        proto.id = self._next
+        proto.name = f"i{self._next}"
+        proto.opcode = opcode
+        self._next += 1
+        return proto
+
+    def _parameter(self, number: int, type: TensorType | None) -> int:
+        assert type is not None
+        proto = self._add("parameter")
+        proto.parameter_number = number
+        set_shape(proto.shape, type)
+        return proto.id
+
+    def _move(self, instruction: Instruction, operand_ids: Sequence[int]) -> int:
+        """Copy an instruction under a new id, without what is not part of what it computes."""
+        proto = self._entry.instructions.add()
+        proto.CopyFrom(instruction.proto)
+        proto.id = self._next
+        proto.name = f"i{self._next}"
+        self._next += 1
+        opcode = instruction.opcode
+        for field in ("metadata", "sharding", "statistics_viz", "original_value"):
+            proto.ClearField(field)
+        del proto.control_predecessor_ids[:]
+        del proto.operand_ids[:]
+        proto.operand_ids.extend(operand_ids)
+        if instruction.called:
+            del proto.called_computation_ids[:]
+            proto.called_computation_ids.extend(self._computations[c] for c in instruction.called)
+        if opcode not in _KEEPS_CONFIG:
+            proto.ClearField("backend_config")
+            proto.ClearField("backend_config_payload")
+        elif proto.backend_config_payload.WhichOneof("one_of") == "id":
+            payloads = instruction.computation.module.proto.payloads
+            proto.backend_config_payload.value = payloads[proto.backend_config_payload.id]
+        if opcode not in _KEEPS_ATTRIBUTES:
+            proto.ClearField("frontend_attributes")
+        if opcode == "fusion":
+            proto.opcode = "call"
+            proto.ClearField("fusion_kind")
+        elif opcode == "bitcast":
+            proto.opcode = _bitcast_as(instruction)
+        elif opcode == "parameter":
+            proto.shape.ClearField("layout")
+        return proto.id
+
+    def _node(self, node: Node) -> None:
+        leaves = iter([self._leaf(v) for v in node.operands])
+        operands = [self._tree(operand.shape, leaves) for operand in node.instruction.operands]
+        id = self._move(node.instruction, operands)
+        if node.instruction.shape.element_type == TUPLE:
+            leaf_ids = iter(self._untuple(id, node.instruction.shape))
+        else:
+            leaf_ids = iter([id])
+        for value in node.results:
+            self._values[value] = next(leaf_ids)
+
+    def _leaf(self, value: Value) -> int:
+        root = value.root
+        if value.type is None:
+            return self._token(value)
+        if root.node is not None and root.node.kind is NodeKind.CHEAP:
+            return self._cheap(root)
+        if value.barrier is not None:
+            return self._behind(value.barrier, root)
+        return self._values[root]
+
+    def _token(self, value: Value) -> int:
+        """The token itself where its producer is in this segment, else a new one."""
+        if value.root in self._values:
+            return self._values[value.root]
+        proto = self._add("after-all")
+        proto.shape.element_type = 17
+        self._values[value.root] = proto.id
+        return proto.id
+
+    def _cheap(self, value: Value) -> int:
+        node = value.root.node
+        assert node is not None
+        if value.root not in self._values:
+            operands = [self._cheap(v) for v in node.operands]
+            self._values[value.root] = self._move(node.instruction, operands)
+        return self._values[value.root]
+
+    def _behind(self, barrier: Barrier, root: Value) -> int:
+        """A value seen through an optimization barrier: the barrier over all that is known here."""
+        if barrier not in self._barriers:
+            known = {
+                v.root: v
+                for v in barrier.operands
+                if v.type is not None and v.root in self._values and v.root in self._inside
+            }
+            ids = [self._leaf(v) for v in known.values()]
+            packed = self._pack(ids, [v.type for v in known.values()])
+            proto = self._add("opt-barrier")
+            proto.operand_ids.append(packed)
+            _tuple_shape(proto.shape, [v.type for v in known.values()])
+            opened = self._untuple(proto.id, proto.shape)
+            self._barriers[barrier] = dict(zip(known, opened, strict=True))
+        return self._barriers[barrier].get(root, self._values[root])
+
+    def _tree(self, shape: Any, leaves: Any) -> int:
+        """The leaves put together again as ``shape``."""
+        if shape.element_type != TUPLE:
+            return next(leaves)
+        parts = tuple(self._tree(part, leaves) for part in shape.tuple_shapes)
+        if parts not in self._tuples:
+            proto = self._add("tuple")
+            proto.operand_ids.extend(parts)
+            proto.shape.CopyFrom(shape)
+            self._tuples[parts] = proto.id
+        return self._tuples[parts]
+
+    def _untuple(self, id: int, shape: Any) -> list[int]:
+        leaves = []
+        for index, part in enumerate(shape.tuple_shapes):
+            proto = self._add("get-tuple-element")
+            proto.operand_ids.append(id)
+            proto.tuple_index = index
+            proto.shape.CopyFrom(part)
+            own = proto.id
+            leaves += self._untuple(own, part) if part.element_type == TUPLE else [own]
+        return leaves
+
+    def _pack(self, ids: Sequence[int], types: Sequence[TensorType | None]) -> int:
+        proto = self._add("tuple")
+        proto.operand_ids.extend(ids)
+        _tuple_shape(proto.shape, types)
+        return proto.id
+
+    # Computations.
+
+    def _begin(self, name: str) -> None:
+        number = len(self.proto.computations) + 1
+        self._entry = self.proto.computations.add(name=name, id=number)
+
+    def _finish(self, outputs: Sequence[tuple[int, TensorType | None]]) -> None:
+        self._close(self._pack([id for id, _ in outputs], [t for _, t in outputs]))
+
+    def _close(self, root: int) -> None:
+        self._shape_computation(self._entry, root)
+        self.proto.entry_computation_id = self._entry.id
+        self.proto.host_program_shape.CopyFrom(self._entry.program_shape)
+
+    def _shape_computation(self, computation: Any, root: int) -> None:
+        computation.root_id = root
+        shape = computation.program_shape
+        parameters = [p for p in computation.instructions if p.opcode == "parameter"]
+        for parameter in sorted(parameters, key=lambda p: p.parameter_number):
+            shape.parameters.add().CopyFrom(parameter.shape)
+            shape.parameter_names.append(parameter.name)
+        (result,) = (p for p in computation.instructions if p.id == root)
+        shape.result.CopyFrom(result.shape)
+
+    def _computation(self, computation: Computation, root: int | None = None) -> int:
+        """Add a called computation, after those it calls. ``root`` picks one part of its tuple."""
+        if root is None and computation in self._computations:
+            return self._computations[computation]
+        for instruction in computation.instructions:
+            for called in instruction.called:
+                self._computation(called)
+        number = len(self.proto.computations) + 1
+        if root is None:
+            self._computations[computation] = number
+        outer = self._entry
+        self._entry = self.proto.computations.add(name=f"c{number}", id=number)
+        ids: dict[Instruction, int] = {}
+        for instruction in computation.instructions:
+            if instruction.opcode == "copy":
+                ids[instruction] = ids[instruction.operands[0]]
+            else:
+                ids[instruction] = self._move(instruction, [ids[o] for o in instruction.operands])
+        end = computation.root if root is None else computation.root.operands[root]
+        self._shape_computation(self._entry, ids[end])
+        self._entry = outer
+        return number
+
+
+def set_shape(shape: Any, type: TensorType, code: int | None = None) -> None:
+    """Fill in a ShapeProto, dense row-major."""
+    shape.element_type = PRIMITIVE_CODES[type.dtype] if code is None else code
+    shape.dimensions.extend(type.shape)
+    shape.is_dynamic_dimension.extend([False] * len(type.shape))
+
+
+def _tuple_shape(shape: Any, types: Sequence[TensorType | None]) -> None:
+    shape.element_type = TUPLE
+    for type in types:
+        assert type is not None
+        set_shape(shape.tuple_shapes.add(), type)
+
+
+def _bitcast_as(instruction: Instruction) -> str:
+    """What a bitcast is among logical shapes. Only those that keep the row-major order are known."""
+    source, target = instruction.operands[0].shape, instruction.shape
+    if source.element_type != target.element_type:
+        return "bitcast-convert"
+    for shape in (source, target):
+        rank = len(shape.dimensions)
+        if list(shape.layout.minor_to_major) != list(range(rank))[::-1]:
+            raise instruction.unsupported("a bitcast between layouts; compile without layouts")
+    return "reshape"

@@ -1,0 +1,293 @@
+"""StableHLO modules as MLIR: reading signatures and donation, writing donation.
+
+Uses the MLIR bindings that come with jaxlib. Modules come as text, MLIR bytecode or portable
+artifacts; functions here raise `InvalidProgramError` for anything else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from io import BytesIO
+from typing import Any
+
+from jaxlib import _jax
+from jaxlib.mlir import ir
+from jaxlib.mlir._mlir_libs import _jax_mlir_ext
+from jaxlib.mlir.dialects import chlo, sdy, stablehlo
+from stretto.collectives.types import TensorType
+from stretto.runtime.errors import InvalidProgramError, UnsupportedError
+
+# The producer string at the start of a portable artifact.
+PORTABLE = b"StableHLO_v"
+
+_MLIR_TYPES = {
+    "i1": "pred",
+    **{f"i{bits}": f"s{bits}" for bits in (2, 4, 8, 16, 32, 64)},
+    **{f"ui{bits}": f"u{bits}" for bits in (2, 4, 8, 16, 32, 64)},
+    "f16": "f16",
+    "bf16": "bf16",
+    "f32": "f32",
+    "f64": "f64",
+    "complex<f32>": "c64",
+    "complex<f64>": "c128",
+    "f4E2M1FN": "f4e2m1fn",
+    "f8E3M4": "f8e3m4",
+    "f8E4M3": "f8e4m3",
+    "f8E4M3FN": "f8e4m3fn",
+    "f8E4M3B11FNUZ": "f8e4m3b11fnuz",
+    "f8E4M3FNUZ": "f8e4m3fnuz",
+    "f8E5M2": "f8e5m2",
+    "f8E5M2FNUZ": "f8e5m2fnuz",
+    "f8E8M0FNU": "f8e8m0fnu",
+}
+
+
+class _Context(ir.Context):
+    """A context without the dialects that are linked into jaxlib but not asked for."""
+
+    def __init__(self) -> None:
+        super(ir.Context, self).__init__()  # past ir.Context's own, which loads them all
+
+
+def make_context() -> ir.Context:
+    """A new MLIR context with the dialects that JAX emits, single-threaded.
+
+    A context keeps every constant it ever saw, so each compilation has its own.
+    """
+    made = _Context()
+    registry = ir.DialectRegistry()
+    _jax_mlir_ext.register_dialects(registry)
+    made.append_dialect_registry(registry)
+    made.load_all_available_dialects()
+    made.enable_multithreading(False)
+    made.allow_unregistered_dialects = True
+    sdy.register_dialect(made)
+    chlo.register_dialect(made)
+    stablehlo.register_dialect(made)
+    return made
+
+
+def parse(module: bytes | str, context: ir.Context | None = None) -> ir.Module:
+    """Parse text, bytecode or a portable artifact."""
+    if isinstance(module, str):
+        module = module.encode()
+    context = context or make_context()
+    reasons = []
+    try:
+        # A portable artifact is bytecode too, of the versioned dialect.
+        if PORTABLE not in module[:64]:
+            return ir.Module.parse(module, context)
+    except Exception as error:
+        reasons.append(str(error))
+    try:
+        with context:
+            thawed = _jax.mlir.deserialize_portable_artifact(module, context)
+        return thawed if isinstance(thawed, ir.Module) else ir.Module.parse(thawed, context)
+    except Exception as error:
+        reasons.append(str(error))
+    raise InvalidProgramError("not a StableHLO module: " + "; ".join(reasons))
+
+
+def bytecode(module: ir.Module) -> bytes:
+    buffer = BytesIO()
+    module.operation.write_bytecode(buffer)
+    return buffer.getvalue()
+
+
+@dataclass(frozen=True)
+class Signature:
+    """What the attributes and types of ``main`` say. Donated inputs are listed by position."""
+
+    name: str
+    inputs: tuple[TensorType, ...]
+    outputs: tuple[TensorType, ...]
+    donated: tuple[int, ...]
+    input_memory_kinds: tuple[str, ...]
+    output_memory_kinds: tuple[str, ...]
+
+
+def main(module: ir.Module) -> Any:
+    """The function ``main``."""
+    for operation in module.body.operations:
+        if operation.operation.name != "func.func":
+            continue
+        if ir.StringAttr(operation.attributes["sym_name"]).value == "main":
+            return operation
+    raise InvalidProgramError("the StableHLO module has no function main")
+
+
+def tensor_type(type: ir.Type) -> TensorType:
+    try:
+        ranked = ir.RankedTensorType(type)
+    except ValueError:
+        raise UnsupportedError(
+            f"a parameter or result of main is of type {type}; only dense tensors are supported"
+        ) from None
+    element = _MLIR_TYPES.get(str(ranked.element_type))
+    if element is None:
+        raise UnsupportedError(f"element type {ranked.element_type} is not supported")
+    if not ranked.has_static_shape:
+        raise UnsupportedError(f"{type} has dynamic dimensions; only static shapes are supported")
+    return TensorType(element, tuple(ranked.shape))
+
+
+def signature(module: ir.Module, *, types: bool = True) -> Signature:
+    """Read ``main``. With ``types=False`` only names, donation and memory kinds."""
+    function = main(module)
+    function_type = ir.FunctionType(ir.TypeAttr(function.attributes["function_type"]).value)
+    arguments = list(_attribute_dicts(function, "arg_attrs", len(function_type.inputs)))
+    results = list(_attribute_dicts(function, "res_attrs", len(function_type.results)))
+    donated = tuple(
+        i
+        for i, attributes in enumerate(arguments)
+        if "tf.aliasing_output" in attributes
+        or ("jax.buffer_donor" in attributes and ir.BoolAttr(attributes["jax.buffer_donor"]).value)
+    )
+    name = (
+        ir.StringAttr(module.operation.attributes["sym_name"]).value
+        if ("sym_name" in module.operation.attributes)
+        else "main"
+    )
+    return Signature(
+        name,
+        tuple(tensor_type(t) for t in function_type.inputs) if types else (),
+        tuple(tensor_type(t) for t in function_type.results) if types else (),
+        donated,
+        tuple(_memory_kind(a) for a in arguments),
+        tuple(_memory_kind(a) for a in results),
+    )
+
+
+def _attribute_dicts(function: Any, key: str, count: int) -> Iterator[Mapping[str, Any]]:
+    if key not in function.attributes:
+        return iter([{}] * count)
+    return iter([ir.DictAttr(a) for a in ir.ArrayAttr(function.attributes[key])])
+
+
+def _memory_kind(attributes: Mapping[str, Any]) -> str:
+    if "mhlo.memory_kind" in attributes:
+        return ir.StringAttr(attributes["mhlo.memory_kind"]).value
+    return ""
+
+
+def operations(module: ir.Module) -> Iterator[Any]:
+    """Every operation, nested ones included."""
+    stack = [module.operation]
+    while stack:
+        operation = stack.pop()
+        for region in operation.regions:
+            for block in region:
+                for inner in block.operations:
+                    yield inner.operation
+                    stack.append(inner.operation)
+
+
+# Operations that mean something only among several devices, or tell the partitioner what to do.
+_DISTRIBUTED = frozenset(
+    {
+        f"stablehlo.{name}"
+        for name in (
+            "all_reduce",
+            "all_gather",
+            "reduce_scatter",
+            "all_to_all",
+            "collective_permute",
+            "collective_broadcast",
+            "cross-replica-sum",
+            "partition_id",
+            "replica_id",
+            "send",
+            "recv",
+            "infeed",
+            "outfeed",
+            "async_start",
+            "async_done",
+        )
+    }
+)
+_DISTRIBUTED_CALLS = (
+    "ragged_all_to_all",
+    "Sharding",
+    "SPMDFullToShardShape",
+    "SPMDShardToFullShape",
+    "LocalToGlobalShape",
+    "GlobalToLocalShape",
+    "annotate_device_placement",
+)
+
+
+def uses_shardy(module: ir.Module) -> bool:
+    """Whether the module names a Shardy mesh."""
+    return any(operation.operation.name == "sdy.mesh" for operation in module.body.operations)
+
+
+def is_local(module: ir.Module) -> bool:
+    """Whether a module for one device can be given to an engine without partitioning it."""
+    for operation in operations(module):
+        name = operation.name
+        if name in _DISTRIBUTED or (name.startswith("sdy.") and name != "sdy.mesh"):
+            return False
+        if name == "stablehlo.custom_call":
+            target = ir.StringAttr(operation.attributes["call_target_name"]).value
+            if target in _DISTRIBUTED_CALLS or target.endswith(("-start", "-done")):
+                return False
+    return True
+
+
+def with_aliases(
+    module: bytes, aliases: Mapping[int, int], context: ir.Context | None = None
+) -> bytes:
+    """The module with input ``i`` of main marked to alias output ``aliases[i]``.
+
+    Attributes that the HLO importer left are removed: layouts are row-major.
+    """
+    parsed = parse(module, context)
+    function = main(parsed)
+    with parsed.context:
+        for name in list(parsed.operation.attributes):
+            if name.startswith("mhlo."):
+                del parsed.operation.attributes[name]
+        for name in ("arg_attrs", "res_attrs"):  # they leave the layout to the compiler
+            if name in function.attributes:
+                del function.attributes[name]
+        parsed.operation.attributes["sym_name"] = ir.StringAttr.get("segment")
+        if aliases:
+            function_type = ir.FunctionType(ir.TypeAttr(function.attributes["function_type"]).value)
+            i32 = ir.IntegerType.get_signless(32)
+            marks = []
+            for i in range(len(function_type.inputs)):
+                mark = {}
+                if i in aliases:
+                    mark["tf.aliasing_output"] = ir.IntegerAttr.get(i32, aliases[i])
+                marks.append(ir.DictAttr.get(mark))
+            function.attributes["arg_attrs"] = ir.ArrayAttr.get(marks)
+    return bytecode(parsed)
+
+
+def without_shardings(module: ir.Module) -> bytes:
+    """Bytecode of a module for one device, with Shardy's meshes and attributes removed."""
+    meshes = [o for o in module.body.operations if o.operation.name == "sdy.mesh"]
+    if not meshes:
+        return bytecode(module)
+    with module.context:
+        for mesh in meshes:
+            mesh.operation.erase()
+        for operation in operations(module):
+            for name in list(operation.attributes):
+                if name.startswith("sdy."):
+                    del operation.attributes[name]
+                elif name in ("arg_attrs", "res_attrs"):
+                    kept = [
+                        {n.name: n.attr for n in _named(d) if not n.name.startswith("sdy.")}
+                        for d in ir.ArrayAttr(operation.attributes[name])
+                    ]
+                    operation.attributes[name] = ir.ArrayAttr.get(
+                        [ir.DictAttr.get(d) for d in kept]
+                    )
+    return bytecode(module)
+
+
+def _named(attributes: Any) -> list[Any]:
+    dictionary = ir.DictAttr(attributes)
+    return [dictionary[i] for i in range(len(dictionary))]

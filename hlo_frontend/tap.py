@@ -1,0 +1,176 @@
+"""XLA as a partitioner: StableHLO in, optimized, partitioned, engine-neutral HLO out.
+
+A private CPU client of jaxlib with as many devices as the program compiles the module; a hook that
+jaxlib offers before scheduling takes the HLO and ends the compilation there, before XLA:CPU looks at
+ops it cannot run. CPU-specific rewrites are switched off by name.
+
+The registry of hooks belongs to the whole process. Ours is registered only while a compilation of ours
+runs, answers only for modules that carry a name made here, and leaves all others as they are.
+
+This is the one file of the package that uses private symbols of jaxlib beyond MLIR and HLO parsing:
+``jaxlib._xla.{register,clear}_xla_transform``, ``jaxlib.xla_client.make_cpu_client``,
+``CompileOptions``, ``DeviceAssignment``, ``DeviceList``. ``tests/hlo_frontend/test_tap.py`` pins them.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+import threading
+from typing import Any
+
+import numpy as np
+from jaxlib import _xla, xla_client
+from jaxlib.mlir import ir
+from stretto.runtime.errors import InvalidProgramError, UnsupportedError
+
+from . import stablehlo
+from .schema import HloModuleProto
+
+# XLA:CPU passes that would tie the HLO to XLA:CPU, each with what it does.
+DISABLED_PASSES: dict[str, str] = {
+    "all_to_all_decomposer": "splits array all-to-all into slices and a tuple all-to-all",
+    "all-reduce-promotion": "sends bf16 as f32",
+    "float-normalization-bf16": "computes bf16 as f32",
+    "dot-library-rewriter": "fuses dots for XLA:CPU's libraries",
+    "fusion": "CPU fusions",
+    "fusion-wrapper": "CPU fusions of single ops",
+    "copy-insertion": "copies for buffers that are not assigned here",
+    "algsimp": "turns reshapes into bitcasts between layouts",
+    "reshape-decomposer": "turns reshapes into bitcasts and copies",
+}
+_STAGE_PRE_SCHEDULER = 0
+_STOP = "stretto has taken the HLO"
+
+_lock = threading.Lock()
+_waiting: dict[str, list[bytes]] = {}  # unique module name -> what the hook took
+_counter = itertools.count()
+_HOOK = "stretto-tap"
+
+
+@functools.lru_cache(maxsize=4)
+def _client(num_devices: int) -> Any:
+    return xla_client.make_cpu_client(num_devices=num_devices)
+
+
+_client_lock = threading.Lock()
+
+
+def _module_name(serialized: bytes) -> str:
+    """Field 1 of an HloModuleProto, without parsing the rest."""
+    if not serialized or serialized[0] != 0x0A:
+        return HloModuleProto.FromString(serialized).name
+    length = shift = 0
+    at = 1
+    while True:
+        byte = serialized[at]
+        at += 1
+        length |= (byte & 0x7F) << shift
+        shift += 7
+        if not byte & 0x80:
+            break
+    return serialized[at : at + length].decode("utf-8", "replace")
+
+
+def _hook(serialized: bytes) -> bytes | None:
+    taken = _waiting.get(_module_name(serialized))
+    if taken is None:
+        return None
+    taken.append(serialized)
+    raise RuntimeError(_STOP)
+
+
+def _options(serialized: bytes, num_replicas: int, num_partitions: int) -> Any:
+    """The caller's compile options, for our client, with CPU-specific passes switched off."""
+    try:
+        options = (
+            xla_client.CompileOptions.ParseFromString(serialized)
+            if serialized
+            else xla_client.CompileOptions()
+        )
+    except Exception as error:
+        raise InvalidProgramError(f"cannot read the compile options: {error}") from error
+    devices = np.arange(num_replicas * num_partitions).reshape(num_replicas, num_partitions)
+    assignment = xla_client.DeviceAssignment.create(devices)
+    options.num_replicas = num_replicas
+    options.num_partitions = num_partitions
+    options.device_assignment = assignment
+    options.compile_portable_executable = False
+    build = options.executable_build_options
+    build.num_replicas = num_replicas
+    build.num_partitions = num_partitions
+    build.device_assignment = assignment
+    if num_partitions > 1 and not build.use_auto_spmd_partitioning:
+        build.use_spmd_partitioning = True
+    overrides = dict(options.env_option_overrides)
+    disabled = [p for p in str(overrides.get("xla_disable_hlo_passes", "")).split(",") if p]
+    disabled += [p for p in DISABLED_PASSES if p not in disabled]
+    overrides["xla_disable_hlo_passes"] = ",".join(disabled)
+    options.env_option_overrides = list(overrides.items())
+    return options
+
+
+def optimized_hlo(
+    module: ir.Module, num_replicas: int, num_partitions: int, options: bytes = b""
+) -> bytes:
+    """Serialized ``HloModuleProto`` of the program for one device, layouts and all.
+
+    ``module`` is renamed while it compiles; the result carries the name it had. ``options`` is a
+    serialized ``CompileOptionsProto``, of which the device assignment plays no part. Raises
+    `InvalidProgramError` or `UnsupportedError` with XLA's reason.
+    """
+    count = num_replicas * num_partitions
+    compile_options = _options(options, num_replicas, num_partitions)
+    if not options:
+        compile_options.executable_build_options.use_shardy_partitioner = stablehlo.uses_shardy(
+            module
+        )
+    with _client_lock:
+        client = _client(count)
+    attributes = module.operation.attributes
+    named = "sym_name" in attributes
+    own_name = ir.StringAttr(attributes["sym_name"]).value if named else "main"
+    unique = f"stretto_tap_{os.getpid()}_{next(_counter)}"
+    with module.context:
+        attributes["sym_name"] = ir.StringAttr.get(unique)
+        try:
+            code = stablehlo.bytecode(module)
+        finally:
+            if named:
+                attributes["sym_name"] = ir.StringAttr.get(own_name)
+            else:
+                del attributes["sym_name"]
+    taken: list[bytes] = []
+    _expect(unique, taken)
+    try:
+        devices = xla_client.DeviceList(tuple(client.devices()))
+        client.compile_and_load(code, devices, compile_options)
+        failure: Exception | None = None
+    except Exception as error:
+        failure = error
+    finally:
+        _forget(unique)
+    if taken:
+        proto = HloModuleProto.FromString(taken[0])
+        proto.name = own_name
+        return proto.SerializeToString()
+    if failure is None:
+        raise UnsupportedError("XLA compiled the module without running the hook that takes HLO")
+    text = str(failure).replace(unique, own_name)
+    kind = UnsupportedError if "UNIMPLEMENTED" in text else InvalidProgramError
+    raise kind(f"XLA cannot partition or optimize the program: {text}") from failure
+
+
+def _expect(name: str, taken: list[bytes]) -> None:
+    with _lock:
+        if not _waiting:
+            _xla.register_xla_transform(_HOOK, _STAGE_PRE_SCHEDULER, _hook)
+        _waiting[name] = taken
+
+
+def _forget(name: str) -> None:
+    with _lock:
+        del _waiting[name]
+        if not _waiting:
+            _xla.clear_xla_transform(_HOOK, _STAGE_PRE_SCHEDULER)

@@ -1,0 +1,121 @@
+"""Values and nodes: a computation with tuples, tokens and calls resolved away.
+
+Invariants: a `Value` is one array (or one token, whose type is None) of one block; it is identified by
+its `root`, the value it is another view of. A `Node` is an instruction in one place: an inlined call
+makes nodes anew. Nodes of a block are numbered in topological order by ``position``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from stretto.collectives.ops import Collective
+from stretto.collectives.types import TensorType
+
+from .graph import Computation, Instruction
+
+
+class Value:
+    """One leaf of an instruction's shape.
+
+    ``node`` produces it; None for parameters of the block and for tokens that only order.
+    ``order`` lists nodes that must come before whoever uses this view of the value.
+    ``barrier`` is the optimization barrier through which this view was taken, if any.
+    """
+
+    __slots__ = ("barrier", "index", "node", "order", "root", "type")
+
+    def __init__(
+        self,
+        type: TensorType | None,
+        node: Node | None = None,
+        index: int = 0,
+        *,
+        order: tuple[Node, ...] = (),
+        view_of: Value | None = None,
+        barrier: Barrier | None = None,
+    ) -> None:
+        self.type = type
+        self.node = node
+        self.index = index
+        self.order = order
+        self.root: Value = view_of.root if view_of is not None else self
+        self.barrier = barrier
+
+    def view(self, order: tuple[Node, ...], barrier: Barrier | None = None) -> Value:
+        """The same value for users who must also come after ``order``."""
+        merged = tuple(dict.fromkeys(self.order + order))
+        return Value(
+            self.type,
+            self.node,
+            self.index,
+            order=merged,
+            view_of=self,
+            barrier=barrier or self.barrier,
+        )
+
+    @property
+    def producers(self) -> tuple[Node, ...]:
+        """All nodes that come before a user of this value."""
+        if self.node is None or self.node.kind is NodeKind.CHEAP:
+            return self.order
+        return (self.node, *self.order)
+
+
+@dataclass(eq=False)
+class Barrier:
+    """An optimization barrier over some values (as seen before it)."""
+
+    operands: tuple[Value, ...]
+
+
+class NodeKind(Enum):
+    COMPUTE = "compute"
+    CHEAP = "cheap"  # constants, iotas and their broadcasts: cloned into whoever uses them
+    LOGICAL_ID = "logical id"
+    COLLECTIVE = "collective"
+    LOOP = "loop"
+    BRANCH = "branch"
+
+
+@dataclass(eq=False, slots=True)
+class Node:
+    """An instruction of a block. ``operands`` are its leaves, tokens included.
+
+    ``order`` lists nodes that come before it though it reads nothing of theirs. ``called`` replaces
+    the instruction's called computations where a call was inlined around it.
+    """
+
+    kind: NodeKind
+    instruction: Instruction
+    position: int
+    operands: list[Value] = field(default_factory=list)
+    order: tuple[Node, ...] = ()
+    results: list[Value] = field(default_factory=list)
+    collective: Collective | None = None
+    reducer: Computation | None = None
+    blocks: tuple[BlockGraph, ...] = ()
+    selector: Value | None = None
+    level: int = 0
+
+    @property
+    def is_runtime(self) -> bool:
+        """Whether the executor runs it itself, so that it cuts compute into segments."""
+        return self.kind in _RUNTIME
+
+    @property
+    def has_side_effect(self) -> bool:
+        return self.is_runtime or self.instruction.proto.custom_call_has_side_effect
+
+
+_RUNTIME = (NodeKind.COLLECTIVE, NodeKind.LOOP, NodeKind.BRANCH)
+
+
+@dataclass(eq=False)
+class BlockGraph:
+    """Parameters (arrays only), nodes by position, and results (arrays only) of a block."""
+
+    parameters: list[Value]
+    nodes: list[Node]
+    results: list[Value]

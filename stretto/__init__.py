@@ -22,8 +22,8 @@ if TYPE_CHECKING:
         UnsupportedError,
         WorldError,
     )
-    from stretto.runtime.options import Options, OptionsError, configure
     from stretto.runtime.instrument import Counters
+    from stretto.runtime.options import Options, OptionsError, configure
 
     __version__: str
 

@@ -90,8 +90,7 @@ def test_a_reported_failure_is_raised_on_every_rank() -> None:
 
 @mpi
 def test_a_killed_rank_ends_all_and_is_named() -> None:
-    # Hydra would kill the others at once: without that, they have to notice by themselves.
-    done = ranks("kill", env={"STRETTO_GRACE": "1"}, mpiexec_arguments=_patient())
+    done = ranks("kill", env={"STRETTO_GRACE": "1"})
     assert done.returncode != 0
     said = sorted(lines_of(done))
     assert [line.split(" ends: rank 1 (pid ")[0] for line in said] == [

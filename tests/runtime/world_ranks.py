@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import threading
 
@@ -16,6 +17,11 @@ def collective(joined: world.World, progress, sequence: int) -> None:
     progress.begin("all-reduce.3", "train.py:12", sequence, tuple(range(joined.size)))
     joined.comm.Barrier()
     progress.end()
+
+
+def say(line: str) -> None:
+    """In one write, so that the launcher does not mix the lines of several ranks."""
+    os.write(1, f"{line}\n".encode())
 
 
 def main(behaviour: str) -> None:
@@ -33,7 +39,7 @@ def main(behaviour: str) -> None:
             thread.join()
             if odd and os.fork() == 0:
                 sys.exit(0)
-            print(f"rank {joined.rank} of {joined.size}, {joined.num_devices} devices", flush=True)
+            say(f"rank {joined.rank} of {joined.size}, {joined.num_devices} devices")
             if odd:
                 sys.exit(0)
             collective_free = sum(range(3_000_000))
@@ -56,11 +62,8 @@ def main(behaviour: str) -> None:
             try:
                 joined.check()
             except StrettoError as error:
-                print(f"rank {joined.rank} caught {type(error).__name__}: {error}", flush=True)
+                say(f"rank {joined.rank} caught {type(error).__name__}: {error}")
         case "kill":
-            # How Hydra tells ranks of a failure when it is not to end them; it would end them too.
-            signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-            joined.comm.Barrier()
             if odd:
                 os.kill(os.getpid(), signal.SIGKILL)
             collective(joined, progress, 2)
@@ -73,5 +76,19 @@ def main(behaviour: str) -> None:
             collective(joined, progress, 2)
 
 
+def main_behind_a_shield(behaviour: str) -> int:
+    """Run the rank in a child process, so that the launcher does not see it die.
+
+    A launcher that does would end the other ranks, maybe before they have noticed by themselves.
+    """
+    code = subprocess.call([sys.executable, __file__, behaviour], close_fds=False)
+    if code < 0:
+        signal.pause()  # until the launcher ends this, because another rank has ended
+    return code
+
+
 if __name__ == "__main__":
+    if sys.argv[1] == "kill" and "SHIELDED" not in os.environ:
+        os.environ["SHIELDED"] = "1"
+        sys.exit(main_behind_a_shield(sys.argv[1]))
     main(sys.argv[1])

@@ -183,8 +183,10 @@ class Hub:
             self._tell({"type": "all told"})
 
     def _tell(self, message: Message) -> None:
-        for link in self._links.values():
-            link.send(message)
+        # This process last: once it knows that all have left it ends MPI, which keeps the GIL until
+        # the others have done so too, and this thread would never come to tell them.
+        for rank in sorted(self._links, reverse=True):
+            self._links[rank].send(message)
 
 
 def read_entry(plain: Sequence) -> Entry:

@@ -15,11 +15,11 @@ import atexit
 import os
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial, reduce
 from operator import add
-from typing import Any
+from typing import Any, Protocol
 
 from stretto.collectives.communicator import Communicator
 
@@ -28,15 +28,34 @@ from .engine import Engine, LoadedSegment
 from .errors import InvalidProgramError, StrettoError
 from .instrument import Counters, Instrument
 from .options import Options
-from .program import Program, Start, instructions
+from .program import Block, Branch, Loop, Program, Run, Start, instructions
+from .progress import Progress
 from .stream import Event, Stream
 from .value import DeletedError, Landed, Promise, Value
 from .walk import Frame, Hosted, Lane, Walker
-from .world import World
 
 # Programs queued ahead of the dispatch thread. Enough to hide its latency; a caller that is further ahead
 # waits, or values of runs not begun would pile up without bound.
 MAX_QUEUED = 32
+
+
+class Processes(Protocol):
+    """What an executor needs to know of the world: `stretto.runtime.world.World`, or one in memory."""
+
+    rank: int
+    size: int
+    local_devices: int
+    comm: Any
+    options: Options
+
+    @property
+    def error(self) -> StrettoError | None: ...
+
+    def fail(self, error: BaseException) -> None: ...
+
+    def on_failure(self, listener: Callable[[StrettoError], None]) -> None: ...
+
+    def progress(self, stream: int = 0) -> Progress: ...
 
 
 class Executor:
@@ -49,7 +68,7 @@ class Executor:
     def __init__(
         self,
         engine: Engine,
-        world: World,
+        world: Processes,
         options: Options | None = None,
         *,
         communicators: Callable[[int], Communicator] | None = None,
@@ -94,7 +113,7 @@ class Executor:
             walker = Walker(
                 program, self.engine, segments, local, owner, self._lanes, self.instrument
             )
-        return LoadedProgram(self, walker, local)
+        return LoadedProgram(self, walker, local, bool(host_callbacks))
 
     def counters(self) -> Counters:
         """Communication of this process since the start, over all streams."""
@@ -203,12 +222,17 @@ class LoadedProgram:
     """A program on its devices. ``local``: (logical id, ordinal) of those in this process, in order."""
 
     def __init__(
-        self, executor: Executor, walker: Walker, local: tuple[tuple[int, int], ...]
+        self,
+        executor: Executor,
+        walker: Walker,
+        local: tuple[tuple[int, int], ...],
+        has_host_callbacks: bool = False,
     ) -> None:
         self.executor = executor
         self.program = program = walker.program
         self.local = local
         self.walker = walker
+        self.has_host_callbacks = has_host_callbacks
         self.communicates = any(isinstance(i, Start) for i in instructions(program.body))
         self.input_types = program.inputs
         self.output_types = program.outputs
@@ -247,6 +271,23 @@ class LoadedProgram:
             if outputs is not None:
                 return outputs, None
         return self._launch(arguments, idle)
+
+    def cost_analysis(self) -> dict[str, float]:
+        """Flops, transcendentals and bytes of one device's run, as far as the engine tells.
+
+        Every segment counts once for each place it runs at, times the trip counts that are known.
+        """
+        analyses: list[dict[str, float]] = [
+            getattr(segment, "cost_analysis", dict)() for segment in self.walker.segments
+        ]
+        if self.program.single_segment is not None and analyses:
+            return analyses[0]
+        totals: dict[str, float] = {}
+        for segment, times in segment_runs(self.program.body):
+            for key in ("flops", "transcendentals", "bytes accessed"):
+                if segment < len(analyses) and key in analyses[segment]:
+                    totals[key] = totals.get(key, 0.0) + times * analyses[segment][key]
+        return totals
 
     def _run_single(self, arguments: Sequence[Sequence[Value]]) -> list[list[Value]] | None:
         """Hand the one segment to the engine; None if an argument is not issued yet."""
@@ -407,10 +448,25 @@ class Flight:
         self.event.set(error=error)
 
 
-def _hierarchies(world: World) -> Callable[[int], Communicator]:
+def _hierarchies(world: Processes) -> Callable[[int], Communicator]:
     from stretto.collectives.hierarchy import create_communicator
 
     return lambda stream: create_communicator(world.comm, stream)
+
+
+def segment_runs(block: Block, times: int = 1) -> Iterator[tuple[int, int]]:
+    """Every run of a segment in a block: its index, and how often it runs if loops run as known."""
+    for instruction in block.instructions:
+        if isinstance(instruction, Run):
+            yield instruction.segment, times
+        elif isinstance(instruction, Loop):
+            count = 1 if instruction.trip_count is None else instruction.trip_count
+            yield from segment_runs(instruction.body, times * count)
+            if instruction.trip_count is None:
+                yield from segment_runs(instruction.condition, times)
+        elif isinstance(instruction, Branch):
+            for branch in instruction.branches:
+                yield from segment_runs(branch, times)
 
 
 def _close_at_exit(reference: weakref.ref[Executor]) -> None:

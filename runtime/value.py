@@ -19,6 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+
 from stretto.collectives.types import TensorType
 
 from .engine import Array, Engine

@@ -20,6 +20,7 @@ from time import perf_counter
 from typing import Any
 
 import numpy as np
+
 from stretto.collectives.communicator import BoundCollective, Reducer, Request
 from stretto.collectives.ops import Collective, Kind
 

@@ -25,6 +25,7 @@ from jax.errors import JaxRuntimeError
 from jax.sharding import SingleDeviceSharding
 from jaxlib import _jax
 from jaxlib.mlir import ir
+
 from stretto.collectives.types import TensorType
 
 from ..errors import CompileError, StrettoError
@@ -87,6 +88,10 @@ class XlaCpuSegment:
     def executable(self) -> Any:
         """jaxlib's executable for device 0, for its analyses (cost, memory, layouts)."""
         return self._by_device[0]
+
+    def cost_analysis(self) -> dict[str, float]:
+        """XLA's estimate for one run: ``flops``, ``bytes accessed`` and more."""
+        return self.executable.cost_analysis()
 
     def _load(self, ordinal: int) -> Any:
         with self._lock:

@@ -1,0 +1,222 @@
+"""Conformance of an engine: `check_engine` takes a factory and tries everything an executor relies on.
+
+It needs no accelerator knowledge and no JAX program: modules are small StableHLO texts. A failed check
+raises ``AssertionError`` naming the promise of `stretto.runtime.engine.Engine` that is not kept.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+
+from stretto.collectives.types import ELEMENT_TYPES, TensorType
+from stretto.runtime.engine import Engine, LoadedSegment
+from stretto.runtime.errors import CompileError
+from stretto.runtime.program import Segment
+
+F32 = TensorType("f32", (16,))
+
+_DOUBLE = b"""
+module @double {
+  func.func public @main(%a: tensor<16xf32>) -> tensor<16xf32> {
+    %r = stablehlo.add %a, %a : tensor<16xf32>
+    return %r : tensor<16xf32>
+  }
+}
+"""
+_SUM_AND_DIFFERENCE = b"""
+module @sum_and_difference {
+  func.func public @main(%a: tensor<16xf32>, %b: tensor<16xf32>)
+      -> (tensor<16xf32>, tensor<16xf32>) {
+    %s = stablehlo.add %a, %b : tensor<16xf32>
+    %d = stablehlo.subtract %a, %b : tensor<16xf32>
+    return %s, %d : tensor<16xf32>, tensor<16xf32>
+  }
+}
+"""
+_DONATED = _DOUBLE.replace(
+    b"%a: tensor<16xf32>)", b"%a: tensor<16xf32> {tf.aliasing_output = 0 : i32})"
+)
+DOUBLE = Segment((F32,), (F32,), _DOUBLE, name="double")
+SUM_AND_DIFFERENCE = Segment((F32, F32), (F32, F32), _SUM_AND_DIFFERENCE, name="sum_and_difference")
+DONATED = Segment((F32,), (F32,), _DONATED, donated=(0,), name="double_donated")
+
+
+def check_engine(
+    factory: Callable[[int], Engine],
+    *,
+    dtypes: Iterable[str] = tuple(ELEMENT_TYPES),
+    computes: bool = True,
+) -> list[str]:
+    """Check ``factory(2)``; gives the names of the checks made. Raises ``AssertionError``.
+
+    ``dtypes``: the element types that the engine claims. ``computes``: whether segments are really
+    computed, and modules that are none refused.
+    """
+    engine = factory(2)
+    _expect(engine.num_devices == 2, "num_devices is what the factory was asked for")
+    checks: list[Callable[[Engine], None]] = [
+        lambda e: _transfers(e, dtypes),
+        _copies,
+        _memory_stats,
+        _donation,
+    ]
+    names = ["transfers", "copies", "memory_stats", "donation"]
+    if computes:
+        checks += [_runs, _compile_errors, _run_errors, _threads]
+        names += ["runs", "compile_errors", "run_errors", "threads"]
+    for check in checks:
+        check(engine)
+    return names
+
+
+def _expect(kept: bool, promise: str) -> None:
+    if not kept:
+        raise AssertionError(f"the engine does not keep this promise: {promise}")
+
+
+def _same(got: np.ndarray, expected: np.ndarray, what: str) -> None:
+    _expect(
+        got.dtype == expected.dtype and got.shape == expected.shape,
+        f"{what}: {got.dtype}{got.shape} instead of {expected.dtype}{expected.shape}",
+    )
+    _expect(got.tobytes() == np.ascontiguousarray(expected).tobytes(), f"{what}: same content")
+
+
+def _sample(type: TensorType, seed: int = 1) -> np.ndarray:
+    """Values that every element type has."""
+    small = (np.arange(type.size) * seed % 2).reshape(type.shape)
+    return small.astype(np.float32).astype(type.numpy)
+
+
+def _ramp(start: float = 0.0) -> np.ndarray:
+    return np.arange(start, start + 16, dtype=np.float32)
+
+
+def _transfers(engine: Engine, dtypes: Iterable[str]) -> None:
+    for dtype in dtypes:
+        for shape in ((), (0,), (5,), (2, 3), (1, 0, 4)):
+            type_ = TensorType(dtype, shape)
+            for ordinal in range(engine.num_devices):
+                host = _sample(type_)
+                array = engine.put(host, type_, ordinal)
+                view = engine.host_view(array)
+                what = f"put, then host_view of {type_} on device {ordinal}"
+                _same(view, host, what)
+                _expect(view.flags.c_contiguous, f"{what} is C-contiguous")
+                _expect(engine.is_ready(array), f"{what}: is_ready after host_view")
+    strided = np.arange(32, dtype=np.float32)[::2]
+    _same(engine.host_view(engine.put(strided, F32, 0)), strided, "put of a strided array")
+
+
+def _copies(engine: Engine) -> None:
+    host = _ramp()
+    source = engine.put(host, F32, 0)
+    copies = [engine.copy(source, ordinal) for ordinal in range(engine.num_devices)]
+    for copied in copies:
+        engine.block(copied)
+        _expect(
+            engine.pointer(copied) != engine.pointer(source),
+            "a copy shares no memory with its source",
+        )
+    engine.delete(source)
+    for copied in copies:
+        _same(engine.host_view(copied), host, "a copy outlives its source")
+    try:
+        engine.host_view(source)
+    except Exception:
+        return
+    _expect(False, "host_view of a deleted array raises")
+
+
+def _memory_stats(engine: Engine) -> None:
+    for ordinal in range(engine.num_devices):
+        stats = engine.memory_stats(ordinal)
+        _expect(
+            all(isinstance(v, int) and v >= 0 for v in stats.values()),
+            "memory_stats gives counts, or nothing",
+        )
+
+
+def _donation(engine: Engine) -> None:
+    segment = engine.compile(DONATED, name=DONATED.name)
+    host = _aligned(16)
+    host[:] = _ramp()
+    (result,) = segment.run(0, [engine.put(host, F32, 0)])
+    engine.block(result)
+    _same(host, _ramp(), "put shares the host's memory, but a donated input is not written there")
+
+
+def _aligned(size: int) -> np.ndarray:
+    """A float32 array at a multiple of 64 bytes, which an engine may use as it is."""
+    raw = np.zeros(4 * size + 64, np.uint8)
+    offset = -raw.ctypes.data % 64
+    return raw[offset : offset + 4 * size].view(np.float32)
+
+
+def _runs(engine: Engine) -> None:
+    double = engine.compile(DOUBLE, name="double")
+    both = engine.compile(SUM_AND_DIFFERENCE, name="both")
+    donated = engine.compile(DONATED, name="donated")
+    for ordinal in range(engine.num_devices):
+        a, b = _ramp(), _ramp(100.0)
+        inputs = [engine.put(a, F32, ordinal), engine.put(b, F32, ordinal)]
+        (twice,) = double.run(ordinal, inputs[:1])
+        sum_, difference = both.run(ordinal, [twice, inputs[1]])  # twice may be pending
+        what = f"a run on device {ordinal}"
+        _same(engine.host_view(sum_), 2 * a + b, what)
+        _same(engine.host_view(difference), 2 * a - b, what)
+        _same(engine.host_view(inputs[0]), a, f"{what} leaves its inputs alone")
+        (again,) = donated.run(ordinal, [twice])
+        _same(engine.host_view(again), 4 * a, f"{what} with a donated input")
+        engine.delete(inputs[1])
+        _same(engine.host_view(sum_), 2 * a + b, f"{what} outlives its inputs")
+        array = engine.put(a, F32, ordinal)
+        for _ in range(10):
+            (array,) = donated.run(ordinal, [array])
+        _same(engine.host_view(array), 1024 * a, f"a chain of runs on device {ordinal}")
+
+
+def _compile_errors(engine: Engine) -> None:
+    bad = Segment((F32,), (F32,), b"module { this is no StableHLO }", name="nonsense")
+    try:
+        engine.compile(bad, name="nonsense")
+    except CompileError as error:
+        _expect("nonsense" in str(error), "CompileError names the segment")
+    else:
+        _expect(False, "a module that is none raises CompileError")
+
+
+def _run_errors(engine: Engine) -> None:
+    double = engine.compile(DOUBLE, name="double")
+    wrong: list[list[Any]] = [[], [engine.put(np.zeros(3, np.float32), TensorType("f32", (3,)), 0)]]
+    for inputs in wrong:
+        try:
+            (result,) = double.run(0, inputs)
+            engine.block(result)
+        except Exception:
+            continue
+        _expect(False, f"a run with {len(inputs)} inputs of the wrong kind raises")
+
+
+def _threads(engine: Engine) -> None:
+    double: LoadedSegment = engine.compile(DOUBLE, name="double")
+    results: dict[int, np.ndarray] = {}
+
+    def work(ordinal: int) -> None:
+        array = engine.put(_ramp(ordinal), F32, ordinal)
+        for _ in range(8):
+            (array,) = double.run(ordinal, [array])
+        results[ordinal] = engine.host_view(array)
+
+    threads = [threading.Thread(target=work, args=(k,)) for k in range(engine.num_devices)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for ordinal in range(engine.num_devices):
+        _expect(ordinal in results, "a segment can be run from several threads")
+        _same(results[ordinal], 256 * _ramp(ordinal), "runs from several threads")

@@ -80,7 +80,7 @@ def show(
     unit: Callable[[float], str] = seconds,
     target: Path | None = None,
 ) -> None:
-    """Print medians (± half the width of the middle half) of ``rows[case][contender]`` and ratios to ``base``.
+    """Print medians of ``rows[case][contender]`` (± half the middle half) and ratios to ``base``.
 
     A ratio above 1 says how many times as much as ``base`` the contender takes.
     """

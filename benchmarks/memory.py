@@ -16,7 +16,7 @@ from fresh import in_fresh_processes
 from harness import options, show
 
 MODES = ("8 layers", "8 layers scanned")
-STEPS = 4
+STEPS = 3
 
 
 def peak_since_reset() -> int:

@@ -241,6 +241,14 @@ class LoadedProgram:
         if program.single_segment is not None and local and executor.instrument is None:
             self._single = walker.segments[program.body.instructions[0].segment].run  # type: ignore[union-attr]
 
+    @property
+    def single(self) -> Callable[[int, list[Any]], list[Any]] | None:
+        """The engine's ``run`` of the only segment, where the program is nothing else.
+
+        For callers that have the engine's arrays and donate none; None where `execute` must be used.
+        """
+        return self._single
+
     def execute(self, arguments: Sequence[Sequence[Value]]) -> list[list[Value]]:
         """Run it: ``arguments[k][i]`` is parameter i for ``local[k]``; gives outputs in the same form.
 

@@ -25,8 +25,10 @@ class Request(Protocol):
         """Whether `wait` would return at once."""
         ...
 
-    def wait(self) -> list[Array]:
-        """Wait; a receive gives its arrays, a send an empty list."""
+    def wait(self) -> dict[int, list[Array]]:
+        """Wait; a receive gives the arrays of every logical id it was started for (zeros where
+        nothing is sent to one), a send nothing.
+        """
         ...
 
 
@@ -35,16 +37,22 @@ class BoundCollective(Protocol):
 
     collective: Collective
 
-    def run(self, operands: Mapping[int, Sequence[Array]]) -> dict[int, list[Array]]:
+    def run(
+        self, operands: Mapping[int, Sequence[Array]], skip: frozenset[int] | None = None
+    ) -> dict[int, list[Array]]:
         """Run it for the local logical ids in ``operands``; blocks; gives each one's results.
 
         Local ids that are absent do not take part (they did not enter the branch or loop): a group none
         of whose members is present is left out, one with only some of its local members raises
         ``RuntimeError``. Every process calls the collectives of a stream in the same order.
+        ``skip``: positions in ``collective.pairs`` that move nothing this time, the same everywhere;
+        their targets get zeros.
         """
         ...
 
-    def start(self, operands: Mapping[int, Sequence[Array]]) -> Request:
+    def start(
+        self, operands: Mapping[int, Sequence[Array]], skip: frozenset[int] | None = None
+    ) -> Request:
         """For send and recv only: post it, do not block. Recv takes operands that give no arrays."""
         ...
 

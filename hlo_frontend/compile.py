@@ -7,9 +7,11 @@ already. Nothing here touches devices or other processes.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from jaxlib import _jax
+
+from stretto.collectives.order import CommonOrder, Schedule
 from stretto.runtime.errors import InvalidProgramError
 from stretto.runtime.program import Block, Program, Run, Segment
 
@@ -20,6 +22,8 @@ from .flatten import flatten
 from .graph import Module
 from .lower import lower
 from .passes.order import order
+from .passes.pseudo_tokens import remove_pseudo_tokens
+from .schedule import reorder, schedule_of
 from .schema import HloModuleProto, HloModuleProtoWithConfig
 from .text import parse_hlo_text
 from .values import BlockGraph
@@ -34,25 +38,36 @@ class CompileSpec:
     options: bytes = b""
 
 
+def _nothing_to_order(order: CommonOrder) -> Program:
+    raise InvalidProgramError("the program has no collectives to order")
+
+
 @dataclass(frozen=True)
 class CompiledModule:
     """A program, and what a PJRT executable has to tell about itself.
 
     ``hlo_with_config`` gives a serialized ``HloModuleProtoWithConfig`` of the whole program for one
     device: entry layout, counts, shardings of parameters and result. Memory kinds are empty strings
-    where the program names none.
+    where the program names none. ``schedule`` is what the program communicates, in its order;
+    ``with_order`` gives the same program with its collectives in another order, and raises
+    `InvalidProgramError` where that contradicts the program's data or tokens.
     """
 
     program: Program
     hlo_with_config: Callable[[], bytes] = field(repr=False)
     input_memory_kinds: tuple[str, ...] = ()
     output_memory_kinds: tuple[str, ...] = ()
+    schedule: Schedule = field(default_factory=Schedule)
+    with_order: Callable[[CommonOrder], Program] = field(repr=False, default=_nothing_to_order)
 
 
-def compile_stablehlo(module: bytes | str, spec: CompileSpec) -> CompiledModule:
+def compile_stablehlo(
+    module: bytes | str, spec: CompileSpec, *, pseudo_tokens: bool = True
+) -> CompiledModule:
     """Partition and lower StableHLO (text, bytecode, portable artifact).
 
-    Raises `InvalidProgramError` or `UnsupportedError`.
+    ``pseudo_tokens``: whether scalars that only order collectives become order (see
+    `passes.pseudo_tokens`). Raises `InvalidProgramError` or `UnsupportedError`.
     """
     if spec.num_replicas < 1 or spec.num_partitions < 1:
         raise InvalidProgramError(
@@ -65,26 +80,48 @@ def compile_stablehlo(module: bytes | str, spec: CompileSpec) -> CompiledModule:
         return _whole(parsed)
     signature = stablehlo.signature(parsed, types=False)
     hlo = tap.optimized_hlo(parsed, spec.num_replicas, spec.num_partitions, spec.options)
-    program = _program(Module.parse(hlo), spec.num_replicas, spec.num_partitions)
-    return CompiledModule(
-        program,
-        lambda: _with_config(hlo, spec.num_replicas, spec.num_partitions),
-        _padded(signature.input_memory_kinds, len(program.inputs)),
-        _padded(signature.output_memory_kinds, len(program.outputs)),
+    compiled = _compiled(hlo, spec.num_replicas, spec.num_partitions, pseudo_tokens)
+    return replace(
+        compiled,
+        input_memory_kinds=_padded(signature.input_memory_kinds, len(compiled.program.inputs)),
+        output_memory_kinds=_padded(signature.output_memory_kinds, len(compiled.program.outputs)),
     )
 
 
-def compile_hlo(hlo: bytes | str, num_replicas: int, num_partitions: int) -> CompiledModule:
+def compile_hlo(
+    hlo: bytes | str, num_replicas: int, num_partitions: int, *, pseudo_tokens: bool = True
+) -> CompiledModule:
     """Lower HLO that is partitioned already: text, or a serialized ``HloModuleProto``."""
     if num_replicas < 1 or num_partitions < 1:
         raise InvalidProgramError("a program needs at least one replica and one partition")
     serialized = parse_hlo_text(hlo) if isinstance(hlo, str) else hlo
-    program = _program(Module.parse(serialized), num_replicas, num_partitions)
+    return _compiled(serialized, num_replicas, num_partitions, pseudo_tokens)
+
+
+def _compiled(
+    serialized: bytes, num_replicas: int, num_partitions: int, pseudo_tokens: bool
+) -> CompiledModule:
+    def lowered(order: CommonOrder | None) -> tuple[Program, Schedule]:
+        module = Module.parse(serialized)
+        entry = flatten(module.entry, CollectiveReader(num_replicas, num_partitions))
+        if pseudo_tokens:
+            remove_pseudo_tokens(entry)
+        plan = plan_block(entry)
+        if order is not None:
+            reorder(entry, plan, order)
+            plan = plan_block(entry)
+        schedule = schedule_of(entry, plan)
+        program = lower(plan, module.name, num_replicas, num_partitions, _donated(module))
+        return program, schedule
+
+    program, schedule = lowered(None)
     return CompiledModule(
         program,
         lambda: _with_config(serialized, num_replicas, num_partitions),
         ("",) * len(program.inputs),
         ("",) * len(program.outputs),
+        schedule,
+        lambda order: lowered(order)[0],
     )
 
 
@@ -120,12 +157,6 @@ def _whole(parsed: stablehlo.ir.Module) -> CompiledModule:
     return CompiledModule(
         program, hlo_with_config, signature.input_memory_kinds, signature.output_memory_kinds
     )
-
-
-def _program(module: Module, num_replicas: int, num_partitions: int) -> Program:
-    entry = flatten(module.entry, CollectiveReader(num_replicas, num_partitions))
-    plan = plan_block(entry)
-    return lower(plan, module.name, num_replicas, num_partitions, _donated(module))
 
 
 def plan_block(block: BlockGraph) -> BlockPlan:

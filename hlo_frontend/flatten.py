@@ -202,8 +202,9 @@ def _logical_id(builder: _Builder, instruction: Instruction, env: Env) -> list[V
 
 
 def _call(builder: _Builder, instruction: Instruction, env: Env) -> list[Value]:
+    """Calls that communicate are inlined, and fusions: how to fuse is the engine's own business."""
     (called,) = instruction.called
-    if not called.needs_runtime:
+    if not called.needs_runtime and instruction.opcode != "fusion":
         return _compute(builder, instruction, env)
     order = builder.order(instruction, env)
     arguments = [

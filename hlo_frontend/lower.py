@@ -74,6 +74,7 @@ class _State:
     slot_types: list[TensorType] = field(default_factory=list)
     runs: list[tuple[SegmentPlan, dict[int, int]]] = field(default_factory=list)
     starts: list[Node] = field(default_factory=list)
+    events: int = 0
 
     def slot(self, value: Value) -> Slot:
         assert value.type is not None
@@ -104,6 +105,7 @@ class _Emitted:
 
 
 _NEVER = 1 << 60
+_EMPTY = Block((), (), ())
 
 
 class _Emitter:
@@ -122,7 +124,6 @@ class _Emitter:
         self.events: dict[int, Node] = {}  # events not waited for -> their starts' nodes
         self.reading: dict[Value, set[int]] = {}  # value -> events whose starts read it
         self.dead: set[Value] = set()  # values to be freed once nothing reads them any more
-        self.next_event = 0
         self.derived: dict[Value, set[Value]] = {}  # loop result -> parameters it may be
         self.last_use: dict[Value, int] = {}
         for index, step in enumerate(plan.steps):
@@ -221,8 +222,8 @@ class _Emitter:
     def collective(self, index: int, step: RuntimeStep) -> None:
         node = step.node
         self.await_(step.inputs)
-        event = self.next_event
-        self.next_event += 1
+        event = self.state.events
+        self.state.events += 1
         inputs = tuple(self.slots[v] for v in step.inputs)
         outputs = tuple(self.define(v, owned=False) for v in node.results)
         self.state.starts.append(node)
@@ -238,7 +239,9 @@ class _Emitter:
         node = step.node
         self.await_(step.inputs)
         condition_plan, body_plan = self.plan.blocks[node]
-        condition = _emit(self.state, condition_plan, ())
+        count = trip_count(node.instruction)
+        # With a known trip count nobody evaluates the condition.
+        condition = _EMPTY if count is not None else _emit(self.state, condition_plan, ()).block
         body, ownable, consumed = _loop_body(self.state, body_plan)
         dying = set(self.dying(index, step.inputs))
         uses = Counter(step.inputs)
@@ -250,11 +253,11 @@ class _Emitter:
             slot = self.slots[value]
             mine = value in self.owned and value in dying and uses[value] == 1
             mine = mine and value not in self.reading
-            if mine:
+            # Giving up a carry of a loop around this one means that it must be owned there.
+            if mine and (i in consumed or not self._parameters_behind([value])):
                 donated.append(slot)
                 taken.add(value)
-                if i in consumed:
-                    self.consume(value)
+                self.consume(value)
             elif i in consumed:
                 copy = self.state.slot(value)
                 self.out.append(Copy(slot, copy))
@@ -274,9 +277,9 @@ class _Emitter:
             Loop(
                 tuple(inputs),
                 tuple(outputs),
-                condition.block,
+                condition,
                 body.block,
-                trip_count=trip_count(node.instruction),
+                trip_count=count,
                 donated=tuple(donated),
                 name=node.instruction.name,
                 source=node.instruction.source,

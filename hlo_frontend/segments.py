@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxlib import _jax
+
 from stretto.collectives.types import TensorType
 from stretto.runtime.errors import UnsupportedError
 from stretto.runtime.program import Segment

@@ -15,6 +15,7 @@ from jaxlib import _jax
 from jaxlib.mlir import ir
 from jaxlib.mlir._mlir_libs import _jax_mlir_ext
 from jaxlib.mlir.dialects import chlo, sdy, stablehlo
+
 from stretto.collectives.types import TensorType
 from stretto.runtime.errors import InvalidProgramError, UnsupportedError
 

@@ -23,10 +23,11 @@ from typing import Any
 import numpy as np
 from jaxlib import _xla, xla_client
 from jaxlib.mlir import ir
+
 from stretto.runtime.errors import InvalidProgramError, UnsupportedError
 
 from . import stablehlo
-from .schema import HloModuleProto
+from .schema import PRIMITIVE_CODES, HloModuleProto
 
 # XLA:CPU passes that would tie the HLO to XLA:CPU, each with what it does.
 DISABLED_PASSES: dict[str, str] = {
@@ -39,6 +40,14 @@ DISABLED_PASSES: dict[str, str] = {
     "copy-insertion": "copies for buffers that are not assigned here",
     "algsimp": "turns reshapes into bitcasts between layouts",
     "reshape-decomposer": "turns reshapes into bitcasts and copies",
+}
+DISABLED_PASSES |= {
+    "change-op-data-type": "computes small integers as wider ones",
+    "float-normalization-f16": "computes f16 as f32",
+} | {
+    f"float-normalization-{name}": "computes small floats as f16"
+    for name in PRIMITIVE_CODES
+    if name.startswith(("f8", "f4"))
 }
 _STAGE_PRE_SCHEDULER = 0
 _STOP = "stretto has taken the HLO"

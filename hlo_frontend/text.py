@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from jaxlib import _hlo
+
 from stretto.runtime.errors import InvalidProgramError
 
 

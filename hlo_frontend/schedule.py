@@ -1,0 +1,165 @@
+"""The schedule of a program's collectives, and giving a program another order of them.
+
+`schedule_of` tells what a planned program communicates, in its order, with the partial order that data
+and tokens require: an entry's ``after`` are the nearest entries above it, through compute and order edges.
+Loops and branches that communicate are entries with one child schedule for each of their blocks (condition
+and body of a loop); those that do not count as compute. `reorder` gives the blocks the order that ranks
+agreed on.
+
+Invariant: positions follow from the module's text alone, so the same module has the same schedule, byte
+for byte, in every process.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+from hashlib import sha256
+from itertools import pairwise
+
+from stretto.collectives.order import CommonOrder, Entry, Schedule, entry_of
+from stretto.runtime.errors import InvalidProgramError
+
+from .carve import BlockPlan, RuntimeStep
+from .graph import trip_count
+from .segments import ModuleBuilder
+from .values import BlockGraph, Node, NodeKind
+
+
+def schedule_of(block: BlockGraph, plan: BlockPlan) -> Schedule:
+    """The schedule of a block that was carved into ``plan``."""
+    children = _children(block, plan)
+    listed = _listed(plan, children)
+    after = _after(block, listed)
+    return Schedule(tuple(_entry(node, after[node], children.get(node, ())) for node in listed))
+
+
+def _children(block: BlockGraph, plan: BlockPlan) -> dict[Node, tuple[Schedule, ...]]:
+    return {
+        node: tuple(map(schedule_of, node.blocks, plan.blocks[node]))
+        for node in block.nodes
+        if node.blocks
+    }
+
+
+def _listed(plan: BlockPlan, children: dict[Node, tuple[Schedule, ...]]) -> list[Node]:
+    """The nodes that have an entry, in the plan's order."""
+    nodes = [step.node for step in plan.steps if isinstance(step, RuntimeStep)]
+    return [n for n in nodes if n.kind is NodeKind.COLLECTIVE or any(children.get(n, ()))]
+
+
+def _entry(node: Node, after: tuple[int, ...], children: tuple[Schedule, ...]) -> Entry:
+    if node.collective is not None:
+        return entry_of(node.collective, after, _reducer(node))
+    is_loop = node.kind is NodeKind.LOOP
+    return Entry(
+        kind="loop" if is_loop else "branch",
+        key="",
+        after=after,
+        children=children,
+        trip_count=trip_count(node.instruction) if is_loop else None,
+        name=node.instruction.name,
+        source=node.instruction.source,
+    )
+
+
+def _reducer(node: Node) -> str:
+    """A digest of a reducer that is not native."""
+    if node.reducer is None or node.collective is None:
+        return ""
+    module = ModuleBuilder().reducer(node.reducer, node.collective.operands)
+    return sha256(module.SerializeToString(deterministic=True)).hexdigest()[:16]
+
+
+def _above(node: Node) -> Iterator[Node]:
+    """The nodes that come right before this one, for whatever reason."""
+    for value in node.operands:
+        yield from value.producers
+    yield from node.order
+
+
+def _after(block: BlockGraph, listed: list[Node]) -> dict[Node, tuple[int, ...]]:
+    """For each listed node the positions of those that it comes after, without what follows.
+
+    Sets of positions are bits of integers: ``nearest`` are those above a node with none between,
+    ``before`` all those above a listed one and itself.
+    """
+    position = {node: i for i, node in enumerate(listed)}
+    nearest: dict[Node, int] = {}
+    before = [0] * len(listed)
+    after: dict[Node, tuple[int, ...]] = {}
+    for node in block.nodes:
+        above = 0
+        for other in _above(node):
+            i = position.get(other)
+            above |= nearest.get(other, 0) if i is None else 1 << i
+        i = position.get(node)
+        if i is None:
+            nearest[node] = above
+            continue
+        implied = 0
+        for earlier in _bits(above):
+            implied |= before[earlier] & ~(1 << earlier)
+            before[i] |= before[earlier]
+        before[i] |= 1 << i
+        after[node] = tuple(_bits(above & ~implied))
+    return after
+
+
+def _bits(mask: int) -> Iterator[int]:
+    while mask:
+        low = mask & -mask
+        yield low.bit_length() - 1
+        mask ^= low
+
+
+def reorder(
+    block: BlockGraph, plan: BlockPlan, order: CommonOrder, path: tuple[int, ...] = ()
+) -> None:
+    """Make the listed nodes of the block, and of the blocks in it, follow ``order``, by order edges.
+
+    ``plan`` is the plan whose schedule ``order`` permutes; the block must be planned anew afterwards.
+    Raises `InvalidProgramError` where the order contradicts the block's data or tokens.
+    """
+    listed = _listed(plan, _children(block, plan))
+    for i, node in enumerate(listed):
+        for child, inner in enumerate(node.blocks):
+            reorder(inner, plan.blocks[node][child], order, (*path, i, child))
+    permutation = order.get(path, tuple(range(len(listed))))
+    if sorted(permutation) != list(range(len(listed))):
+        raise InvalidProgramError(
+            f"{list(permutation)} is no order of the {len(listed)} collectives of a block"
+        )
+    wanted = [listed[i] for i in permutation]
+    for earlier, later in pairwise(wanted):
+        later.order = tuple(dict.fromkeys((*later.order, earlier)))
+    block.nodes[:] = _topological(block.nodes)
+    for number, node in enumerate(block.nodes):
+        node.position = number
+
+
+def _topological(nodes: list[Node]) -> list[Node]:
+    """The nodes in a topological order, near the one they have."""
+    inside = set(nodes)
+    followers: dict[Node, list[Node]] = {node: [] for node in nodes}
+    waiting: dict[Node, int] = {}
+    for node in nodes:
+        above = {other for other in _above(node) if other in inside}
+        waiting[node] = len(above)
+        for other in above:
+            followers[other].append(node)
+    at = {node.position: node for node in nodes}
+    ready = [node.position for node in nodes if not waiting[node]]
+    heapq.heapify(ready)
+    ordered: list[Node] = []
+    while ready:
+        node = at[heapq.heappop(ready)]
+        ordered.append(node)
+        for follower in followers[node]:
+            waiting[follower] -= 1
+            if not waiting[follower]:
+                heapq.heappush(ready, follower.position)
+    if len(ordered) < len(nodes):
+        stuck = next(n for n in nodes if waiting[n] and n.kind is NodeKind.COLLECTIVE)
+        raise stuck.instruction.invalid("the order asked for contradicts its data or tokens")
+    return ordered

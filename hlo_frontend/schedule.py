@@ -35,11 +35,14 @@ def schedule_of(block: BlockGraph, plan: BlockPlan) -> Schedule:
 
 
 def _children(block: BlockGraph, plan: BlockPlan) -> dict[Node, tuple[Schedule, ...]]:
-    return {
-        node: tuple(map(schedule_of, node.blocks, plan.blocks[node]))
-        for node in block.nodes
-        if node.blocks
-    }
+    children = {}
+    for node in block.nodes:
+        if node.blocks:
+            schedules = tuple(map(schedule_of, node.blocks, plan.blocks[node]))
+            if node.kind is NodeKind.LOOP and trip_count(node.instruction) is not None:
+                schedules = (Schedule(), *schedules[1:])  # the condition is never evaluated
+            children[node] = schedules
+    return children
 
 
 def _listed(plan: BlockPlan, children: dict[Node, tuple[Schedule, ...]]) -> list[Node]:

@@ -16,7 +16,7 @@ Invariants:
 
 cimport cython
 from cpython.buffer cimport PyBuffer_FillInfo
-from cpython.list cimport PyList_GET_ITEM, PyList_New, PyList_SET_ITEM
+from cpython.list cimport PyList_GET_ITEM
 from cpython.pycapsule cimport PyCapsule_New
 from cpython.ref cimport Py_DECREF, Py_INCREF, PyObject
 from libc.stdint cimport int32_t, int64_t, intptr_t, uint64_t, uintptr_t
@@ -285,8 +285,25 @@ cdef class Event(Handle):
     cdef bint poll(self) except -1:
         """Whether it is done; a value that is computed completes its event."""
         if not self.c.ready and self.value is not None and self.value.is_ready():
-            self.value.on_ready(self.complete)
+            self.settle()
         return self.c.ready
+
+    cdef int settle(self) except -1:
+        """Wait for the value, and be done."""
+        try:
+            self.value.block()
+        except Exception as error:
+            self.complete(error)
+        else:
+            self.complete()
+        return 0
+
+    cdef void* hand_out(self) except NULL:
+        """Pointer to it or, if it is done without error, to the event that always is."""
+        if self.poll() and self.c.error == NULL:
+            return &always_ready
+        Py_INCREF(self)
+        return self.pointer
 
     def is_ready(self):
         return self.poll()
@@ -306,14 +323,8 @@ cdef class Event(Handle):
         """Block until it is done. Does not raise the error."""
         if self.poll():
             return
-        value = self.value
-        if value is not None:
-            try:
-                value.block()
-            except Exception as error:
-                self.complete(error)
-            else:
-                self.complete()
+        if self.value is not None:
+            self.settle()
             return
         import threading
 
@@ -713,13 +724,15 @@ cdef struct buffer_t:
 
 @cython.final
 cdef class Buffer(Handle):
-    """A value in a memory. ``value`` is None once the buffer was deleted or donated.
+    """A value in a memory.
 
-    ``external_references`` counts the users of its memory outside of JAX.
+    It holds a ``Value``, or the engine's array alone, from which the ``Value`` is made when somebody
+    asks for it; neither once the buffer was deleted or donated.
     """
 
     cdef buffer_t c
-    cdef readonly object value
+    cdef object array
+    cdef object value
     cdef readonly ArrayType array_type
     cdef readonly Memory memory
     cdef readonly int external_references
@@ -730,8 +743,8 @@ cdef class Buffer(Handle):
         self.pointer = &self.c
         self.c.deleted = self.c.ready = False
 
-    cdef inline void set(self, object value, ArrayType type, Memory memory) noexcept:
-        self.value, self.array_type, self.memory = value, type, memory
+    cdef inline void set(self, object value, object array, ArrayType type, Memory memory) noexcept:
+        self.value, self.array, self.array_type, self.memory = value, array, type, memory
         self.c.type, self.c.rank, self.c.nbytes = type.code, type.rank, type.nbytes
         self.c.dimensions, self.c.minor_to_major = type.dimensions, type.minor_to_major
         self.c.device, self.c.memory = memory.c.device, memory.pointer
@@ -743,18 +756,29 @@ cdef class Buffer(Handle):
     cdef object alive(self):
         if self.c.deleted:
             raise ValueError("the buffer has been deleted or donated")
+        if self.value is None:
+            self.value = make_value(self.array, self.array_type.type, self.memory)
         return self.value
 
     def live_value(self):
         """The value. Raises ``ValueError`` if the buffer was deleted or donated."""
         return self.alive()
 
+    cdef object issued_array(self):
+        """The engine's array, or None if it is not there yet or will never be."""
+        if self.array is None and not self.c.deleted and self.value.is_ready():
+            try:
+                self.array = self.value.array()
+            except Exception:
+                return None
+        return self.array
+
     def delete(self):
         """Give up the value. Its memory is freed when its last user is done."""
         self.c.deleted = True
         if self.external_references:
-            self.lent = self.value
-        self.value = None
+            self.lent = (self.value, self.array)
+        self.value = self.array = None
 
     def add_external_reference(self):
         """Its memory is in use outside of JAX: it stays, even if the buffer is deleted."""
@@ -776,17 +800,21 @@ cdef class Buffer(Handle):
             event = Event()
             event.complete(ValueError("the buffer has been deleted or donated"))
             return give(event)
-        event = Event(self.value)
+        event = Event(self.alive())
         if event.poll() and event.c.error == NULL:
             self.c.ready = True
             return <size_t>&always_ready
         return give(event)
 
 
+# Makes the ``Value`` of (engine array, type, memory); set by `install`.
+cdef object make_value = None
+
+
 def make_buffer(value, ArrayType type not None, Memory memory not None):
     """A buffer for a value of this type."""
     cdef Buffer buffer = Buffer.__new__(Buffer)
-    buffer.set(value, type, memory)
+    buffer.set(value, None, type, memory)
     return buffer
 
 
@@ -900,6 +928,8 @@ cdef class HostMemory:
 
 cdef struct executable_t:
     void* owner
+    size_t num_replicas
+    size_t num_partitions
     size_t num_outputs
 
 cdef struct loaded_t:
@@ -914,29 +944,27 @@ cdef class Executable(Handle):
 
     def __cinit__(self, *args, **kwargs):
         self.c.owner = <void*>self
-        self.c.num_outputs = 0
+        self.c.num_replicas = self.c.num_partitions = self.c.num_outputs = 0
         self.pointer = &self.c
 
-    def set_num_outputs(self, size_t count):
-        self.c.num_outputs = count
+    def set_counts(self, size_t replicas, size_t partitions, size_t outputs):
+        self.c.num_replicas, self.c.num_partitions, self.c.num_outputs = replicas, partitions, outputs
 
 
-def completion(list outputs not None, issued):
-    """Pointer to an event for the end of a run that gave these values on one device.
+cdef void* completion(list outputs, issued) except NULL:
+    """Event, owned by the caller, for the end of a run that gave these values on one device.
 
     ``issued`` is the run's own event, or None if all of it was issued by the time it returned.
     """
     cdef Event event
     if outputs:
         event = Event(outputs[len(outputs) - 1])
-        if event.poll() and event.c.error == NULL:
-            return <size_t>&always_ready
-        return give(event)
-    if issued is None:
-        return <size_t>&always_ready
-    event = Event()
-    issued.add_callback(lambda: event.complete(issued.error))
-    return give(event)
+    elif issued is None:
+        return &always_ready
+    else:
+        event = Event()
+        issued.add_callback(lambda: event.complete(issued.error))
+    return event.hand_out()
 
 
 cdef class LoadedExecutable(Handle):
@@ -945,6 +973,8 @@ cdef class LoadedExecutable(Handle):
     cdef loaded_t c
     cdef object run
     cdef object copy
+    cdef object single
+    cdef object engine
     cdef list output_types
     cdef list output_memories
     cdef tuple donated
@@ -957,17 +987,21 @@ cdef class LoadedExecutable(Handle):
         self.pointer = &self.c
 
     def prepare(
-        self, run, copy, size_t num_parameters, tuple donated not None, list output_types not None,
-        list output_memories not None, tuple devices not None,
+        self, run, copy, single, engine, size_t num_parameters, tuple donated not None,
+        list output_types not None, list output_memories not None, tuple devices not None,
     ):
         """What `Execute` needs.
 
         ``run(arguments)`` takes a list of values for each local device and gives such lists of results, and
-        an event that is set once the run has been issued, or None; ``copy(value)`` copies a value; ``donated`` are the parameters that a run consumes; ``output_memories`` has a list for each
-        of ``devices``, the local ones in the order of the arguments.
+        an event that is set once the run has been issued, or None. ``single(ordinal, arrays)`` is the
+        engine's way to do the same for one device, with arrays that are there, or None. ``copy(value)``
+        copies a value; ``donated`` are the parameters that a run consumes; ``output_memories`` has a
+        list for each of ``devices``, the local ones in the order of the arguments.
         """
-        self.run, self.copy, self.num_parameters, self.donated = run, copy, num_parameters, donated
-        self.output_types, self.output_memories, self.devices = output_types, output_memories, devices
+        self.run, self.copy, self.engine, self.num_parameters = run, copy, engine, num_parameters
+        self.single = single if len(devices) == 1 and not donated else None
+        self.donated, self.devices = donated, devices
+        self.output_types, self.output_memories = output_types, output_memories
 
     @property
     def is_deleted(self):
@@ -975,7 +1009,7 @@ cdef class LoadedExecutable(Handle):
 
     def delete(self):
         self.c.deleted = True
-        self.run = None
+        self.run = self.single = None
 
     cdef bint may_donate(self, PJRT_ExecuteOptions* options, size_t parameter) noexcept:
         cdef const int64_t* kept
@@ -1012,57 +1046,92 @@ cdef class LoadedExecutable(Handle):
         return 0
 
     cdef int execute(self, PJRT_LoadedExecutable_Execute_Args* args) except -1:
+        self.check(args)
+        if self.single is None or not self.execute_single(args):
+            self.execute_program(args)
+        return 0
+
+    cdef bint execute_single(self, PJRT_LoadedExecutable_Execute_Args* args) except -1:
+        """The short way, for one segment on one device. False if an argument is not there yet."""
+        cdef void** handles = (<void***>args.argument_lists)[0]
+        cdef void** out = (<void***>args.output_lists)[0]
+        cdef list row = [], memories = <list>PyList_GET_ITEM(self.output_memories, 0), arrays
+        cdef size_t i
+        cdef object array
+        cdef Device device = <Device>self.devices[0]
+        for i in range(args.num_args):
+            array = (<Buffer>(<handle_t*>handles[i]).owner).issued_array()
+            if array is None:
+                return False
+            row.append(array)
+        arrays = self.single(device.c.local_hardware_id, row)
+        for i in range(<size_t>len(arrays)):
+            out[i] = self.output(None, <object>PyList_GET_ITEM(arrays, i), i, memories)
+        if args.device_complete_events != NULL:
+            (<void**>args.device_complete_events)[0] = (
+                self.array_event(<Buffer>(<handle_t*>out[len(arrays) - 1]).owner)
+                if arrays
+                else &always_ready
+            )
+        return True
+
+    cdef void* array_event(self, Buffer buffer) except NULL:
+        """Event, owned by the caller, for the array of a buffer; cheap if it is computed."""
+        cdef Event event
+        if self.engine.is_ready(buffer.array):
+            try:
+                self.engine.block(buffer.array)
+                buffer.c.ready = True
+                return &always_ready
+            except Exception as error:
+                event = Event()
+                event.complete(error)
+        else:
+            event = Event(buffer.alive())
+        return event.hand_out()
+
+    cdef inline void* output(self, value, array, size_t i, list memories) except NULL:
+        cdef Buffer buffer = Buffer.__new__(Buffer)
+        buffer.set(
+            value,
+            array,
+            <ArrayType>PyList_GET_ITEM(self.output_types, i),
+            <Memory>PyList_GET_ITEM(memories, i),
+        )
+        Py_INCREF(buffer)
+        return buffer.pointer
+
+    cdef int execute_program(self, PJRT_LoadedExecutable_Execute_Args* args) except -1:
         cdef size_t d, i
         cdef list row, arguments, results, outputs, memories
-        cdef object issued
-        cdef Buffer buffer, output
-        cdef object value
+        cdef object value, issued
+        cdef Buffer buffer
         cdef void** handles
-        cdef void** out
-        cdef void** events
         cdef PJRT_ExecuteOptions* options = <PJRT_ExecuteOptions*>args.options
-        self.check(args)
         arguments = []
         for d in range(args.num_devices):
-            row = PyList_New(args.num_args)
             handles = (<void***>args.argument_lists)[d]
+            row = []
             for i in range(args.num_args):
+                row.append((<Buffer>(<handle_t*>handles[i]).owner).alive())
+            for i in self.donated:
                 buffer = <Buffer>(<handle_t*>handles[i]).owner
-                value = buffer.alive()
-                Py_INCREF(value)
-                PyList_SET_ITEM(row, i, value)
+                if buffer.external_references or not self.may_donate(options, i):
+                    row[i] = self.copy(buffer.value)
             arguments.append(row)
-        if self.donated:
-            for d in range(args.num_devices):
-                handles = (<void***>args.argument_lists)[d]
-                row = <list>PyList_GET_ITEM(arguments, d)
-                for i in self.donated:
-                    buffer = <Buffer>(<handle_t*>handles[i]).owner
-                    if buffer.external_references or not self.may_donate(options, i):
-                        row[i] = self.copy(buffer.value)
         results, issued = self.run(arguments)
-        if self.donated:
-            for d in range(args.num_devices):
-                handles = (<void***>args.argument_lists)[d]
-                for i in self.donated:
-                    if self.may_donate(options, i):
-                        (<Buffer>(<handle_t*>handles[i]).owner).delete()
-        events = <void**>args.device_complete_events
         for d in range(args.num_devices):
+            handles = (<void***>args.argument_lists)[d]
+            for i in self.donated:
+                if self.may_donate(options, i):
+                    (<Buffer>(<handle_t*>handles[i]).owner).delete()
             outputs = <list>PyList_GET_ITEM(results, d)
             memories = <list>PyList_GET_ITEM(self.output_memories, d)
-            out = (<void***>args.output_lists)[d]
-            for i in range(<size_t>len(self.output_types)):
-                output = Buffer.__new__(Buffer)
-                output.set(
-                    <object>PyList_GET_ITEM(outputs, i),
-                    <ArrayType>PyList_GET_ITEM(self.output_types, i),
-                    <Memory>PyList_GET_ITEM(memories, i),
-                )
-                Py_INCREF(output)
-                out[i] = output.pointer
-            if events != NULL:
-                events[d] = <void*><size_t>completion(outputs, issued)
+            for i in range(<size_t>len(outputs)):
+                value = <object>PyList_GET_ITEM(outputs, i)
+                (<void***>args.output_lists)[d][i] = self.output(value, None, i, memories)
+            if args.device_complete_events != NULL:
+                (<void**>args.device_complete_events)[d] = completion(outputs, issued)
         return 0
 
 
@@ -1089,6 +1158,18 @@ cdef void* run_executable(PJRT_LoadedExecutable_Execute_Args* args) noexcept:
 cdef void* loaded_is_deleted(void* a) noexcept nogil:
     cdef PJRT_LoadedExecutable_IsDeleted_Args* args = <PJRT_LoadedExecutable_IsDeleted_Args*>a
     args.is_deleted = (<loaded_t*>args.executable).deleted
+    return NULL
+
+
+cdef void* executable_num_replicas(void* a) noexcept nogil:
+    cdef PJRT_Executable_NumReplicas_Args* args = <PJRT_Executable_NumReplicas_Args*>a
+    args.num_replicas = (<executable_t*>args.executable).num_replicas
+    return NULL
+
+
+cdef void* executable_num_partitions(void* a) noexcept nogil:
+    cdef PJRT_Executable_NumPartitions_Args* args = <PJRT_Executable_NumPartitions_Args*>a
+    args.num_partitions = (<executable_t*>args.executable).num_partitions
     return NULL
 
 
@@ -1152,6 +1233,8 @@ api.PJRT_Buffer_Memory = buffer_memory
 api.PJRT_Buffer_IsOnCpu = buffer_is_on_cpu
 api.PJRT_Buffer_IsDeleted = buffer_is_deleted
 api.PJRT_Buffer_ReadyEvent = buffer_ready_event
+api.PJRT_Executable_NumReplicas = executable_num_replicas
+api.PJRT_Executable_NumPartitions = executable_num_partitions
 api.PJRT_Executable_NumOutputs = executable_num_outputs
 api.PJRT_LoadedExecutable_IsDeleted = loaded_is_deleted
 api.PJRT_LoadedExecutable_Execute = execute
@@ -1166,16 +1249,17 @@ api.PJRT_AsyncTrackingEvent_Destroy = destroy
 exported_table = &api
 
 
-def install(list functions not None, describe_exception):
-    """Set the handlers, in the order of ``abi.FUNCTIONS``, and the describer of exceptions.
+def install(list functions not None, describe_exception, value_of_array):
+    """Set the handlers, in the order of ``abi.FUNCTIONS``, and what the C face asks of Python.
 
     A handler takes the address of its arguments; None stands for a function that is not implemented.
-    ``describe_exception(exception)`` gives a status code and a message as bytes.
+    ``describe_exception(exception)`` gives a status code and a message as bytes;
+    ``value_of_array(array, type, memory)`` the ``Value`` of an engine's array.
     """
-    global handlers, describe
+    global handlers, describe, make_value
     if len(functions) != len(names):
         raise ValueError(f"{len(functions)} handlers for {len(names)} functions")
-    handlers, describe = functions, describe_exception
+    handlers, describe, make_value = functions, describe_exception, value_of_array
 
 
 def capsule():

@@ -78,6 +78,12 @@ class Client(_capi.Handle):  # type: ignore[misc]
         return Value.of(self.engine, array, value.type, value.ordinal)
 
 
+def value_of_array(array: Any, type: TensorType, memory: _capi.Memory) -> Value:
+    """The value of an array of the engine that has the memory."""
+    device = memory.device
+    return Value.of(device.client.engine, array, type, device.ordinal)
+
+
 def element_name(code: int) -> str:
     """The element type of a PJRT_Buffer_Type. Raises ``NotImplementedError`` for those without data."""
     name = _TYPE_NAMES.get(code, "invalid")

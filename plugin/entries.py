@@ -11,4 +11,4 @@ MODULES = (buffer, client, event, executable, topology, transfer)
 
 def install() -> None:
     """Give the handlers to the C table."""
-    _capi.install(handlers(), describe)
+    _capi.install(handlers(), describe, client.value_of_array)

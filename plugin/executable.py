@@ -24,7 +24,6 @@ from .structs import NamedValues, read_bytes
 from .table import entry
 from .topology import Text, pointers
 
-FORMATS = (b"mlir", b"hlo")
 _SERIALIZED = b"stretto executable 1\n"
 
 
@@ -44,7 +43,7 @@ class Executable(_capi.Executable):  # type: ignore[misc]
         program = compiled.program
         self.name = Text(program.name)
         self.output_types = [client.array_type(t) for t in program.outputs]
-        self.set_num_outputs(len(self.output_types))
+        self.set_counts(program.num_replicas, program.num_partitions, len(self.output_types))
         outputs = program.outputs
         self.type_codes = (ctypes.c_int * len(outputs))(
             *(abi.BUFFER_TYPES[t.dtype] for t in outputs)
@@ -102,6 +101,8 @@ class LoadedExecutable(_capi.LoadedExecutable):  # type: ignore[misc]
         self.prepare(
             executable.loaded.execute_with_completion,
             client.copy,
+            executable.loaded.single,
+            client.engine,
             len(program.inputs),
             tuple(program.donated),
             executable.output_types,
@@ -123,7 +124,7 @@ class LoadedExecutable(_capi.LoadedExecutable):  # type: ignore[misc]
 
 
 def compile_and_load(client: Client, source: bytes, options: bytes) -> LoadedExecutable:
-    """Compile a module (StableHLO or a HloModuleProto) for the devices that the options name."""
+    """Compile a StableHLO module for the devices that the options name."""
     build = CompileOptionsProto.FromString(options).executable_build_options
     num_replicas, num_partitions = max(build.num_replicas, 1), max(build.num_partitions, 1)
     device_ids = _device_ids(client, build.device_assignment, num_replicas, num_partitions)
@@ -160,8 +161,8 @@ def compile_program(args: Any) -> None:
     program = _program(args.program)
     source = read_bytes(program.code, program.code_size)
     format = read_bytes(program.format, program.format_size)
-    if format not in FORMATS:
-        raise NotImplementedError(f"stretto compiles MLIR and HLO, not {format.decode()!r}")
+    if format != b"mlir":
+        raise NotImplementedError(f"stretto compiles StableHLO in MLIR, not {format.decode()!r}")
     options = read_bytes(args.compile_options, args.compile_options_size)
     args.executable = _capi.give(compile_and_load(client, source, options))
 
@@ -234,16 +235,6 @@ def _fingerprint(args: Any, executable: Executable) -> None:
 def name(args: Any) -> None:
     text = _capi.take(args.executable).name
     args.executable_name, args.executable_name_size = text.address, text.size
-
-
-@entry("PJRT_Executable_NumReplicas")
-def num_replicas(args: Any) -> None:
-    args.num_replicas = _capi.take(args.executable).compiled.program.num_replicas
-
-
-@entry("PJRT_Executable_NumPartitions")
-def num_partitions(args: Any) -> None:
-    args.num_partitions = _capi.take(args.executable).compiled.program.num_partitions
 
 
 @entry("PJRT_Executable_OptimizedProgram")

@@ -20,7 +20,7 @@ from . import stablehlo
 from .carve import SegmentPlan
 from .cost import arithmetic_and_flops
 from .graph import Computation, Instruction
-from .schema import PRIMITIVE_CODES, TUPLE, HloModuleProto
+from .schema import PRIMITIVE_CODES, PRIMITIVE_TYPES, TUPLE, HloModuleProto
 from .values import Barrier, Node, NodeKind, Value
 
 # Ops whose backend_config is part of what they compute.
@@ -222,6 +222,8 @@ class ModuleBuilder:
 
     def _move(self, instruction: Instruction, operand_ids: Sequence[int]) -> int:
         """Copy an instruction under a new id, without what is not part of what it computes."""
+        if instruction.opcode == "bitcast":
+            return self._bitcast(instruction, operand_ids[0])
         proto = self._entry.instructions.add()
         proto.CopyFrom(instruction.proto)
         proto.id = self._next
@@ -247,8 +249,6 @@ class ModuleBuilder:
         if opcode == "fusion":
             proto.opcode = "call"
             proto.ClearField("fusion_kind")
-        elif opcode == "bitcast":
-            proto.opcode = _bitcast_as(instruction)
         elif opcode == "parameter":
             proto.shape.ClearField("layout")
         return proto.id
@@ -337,6 +337,40 @@ class ModuleBuilder:
         _tuple_shape(proto.shape, types)
         return proto.id
 
+    def _bitcast(self, instruction: Instruction, operand: int) -> int:
+        """A bitcast reads memory anew: transpose into memory order, reshape, transpose out of it."""
+        source, target = instruction.operands[0].shape, instruction.shape
+        code = target.element_type
+        if source.element_type != code:
+            if list(source.layout.minor_to_major) != list(target.layout.minor_to_major):
+                raise instruction.unsupported("a bitcast of both type and layout")
+            return self._reshaped("bitcast-convert", operand, code, target.dimensions)
+        into = list(source.layout.minor_to_major)[::-1]
+        out = list(target.layout.minor_to_major)[::-1]
+        if into != sorted(into):
+            dimensions = [source.dimensions[i] for i in into]
+            operand = self._reshaped("transpose", operand, code, dimensions, into)
+        memory = [target.dimensions[i] for i in out]
+        operand = self._reshaped("reshape", operand, code, memory)
+        if out != sorted(out):
+            back = [out.index(i) for i in range(len(out))]
+            operand = self._reshaped("transpose", operand, code, target.dimensions, back)
+        return operand
+
+    def _reshaped(
+        self,
+        opcode: str,
+        operand: int,
+        code: int,
+        shape: Sequence[int],
+        permutation: Sequence[int] = (),
+    ) -> int:
+        proto = self._add(opcode)
+        proto.operand_ids.append(operand)
+        proto.dimensions.extend(permutation)
+        set_shape(proto.shape, TensorType(PRIMITIVE_TYPES[code], tuple(shape)))
+        return proto.id
+
     # Computations.
 
     def _begin(self, name: str) -> None:
@@ -397,15 +431,3 @@ def _tuple_shape(shape: Any, types: Sequence[TensorType | None]) -> None:
     for type in types:
         assert type is not None
         set_shape(shape.tuple_shapes.add(), type)
-
-
-def _bitcast_as(instruction: Instruction) -> str:
-    """What a bitcast is among logical shapes. Only those that keep the row-major order are known."""
-    source, target = instruction.operands[0].shape, instruction.shape
-    if source.element_type != target.element_type:
-        return "bitcast-convert"
-    for shape in (source, target):
-        rank = len(shape.dimensions)
-        if list(shape.layout.minor_to_major) != list(range(rank))[::-1]:
-            raise instruction.unsupported("a bitcast between layouts; compile without layouts")
-    return "reshape"

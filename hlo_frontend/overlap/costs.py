@@ -1,0 +1,238 @@
+"""The cost table and what it charges: collectives by link, compute by roofline.
+
+A collective costs ``latency + wire bytes / bandwidth`` of the link its groups span. Wire bytes are
+those a ring moves through one device, for a group of n:
+
+    all-gather            (n-1)/n of the result
+    reduce-scatter        (n-1)/n of the operand
+    all-reduce            2(n-1)/n of the operand
+    all-to-all, ragged    (n-1)/n of the operand
+    permute, send, recv,
+    broadcast             all of the operand
+
+Compute costs ``max(flops / flops_per_s, bytes / bytes_per_s)``, plus ``launch_s`` for each segment.
+A post-SPMD module is not fused yet: what counts as one kernel is decided in `model`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import log2, prod
+from pathlib import Path
+from typing import Any
+
+from stretto.collectives.ops import Collective, Kind
+from stretto.runtime.errors import InvalidProgramError
+
+from ..graph import Instruction
+
+
+@dataclass(frozen=True)
+class Compute:
+    """Rates of one device: floating point operations, memory traffic, seconds to start a segment."""
+
+    flops_per_s: float
+    bytes_per_s: float
+    launch_s: float = 0.0
+
+    def seconds(self, flops: float, nbytes: float) -> float:
+        return max(flops / self.flops_per_s, nbytes / self.bytes_per_s)
+
+
+@dataclass(frozen=True)
+class Link:
+    """What a collective costs over groups whose members are ``axis_stride`` apart."""
+
+    axis_stride: int
+    group_size: int
+    latency_s: float
+    bytes_per_s: float
+
+
+@dataclass(frozen=True)
+class Charge:
+    """A priced collective: seconds on its stream, bytes on the wire, the link charged."""
+
+    seconds: float
+    wire_bytes: float
+    link: Link | None
+
+
+@dataclass(frozen=True)
+class CostTable:
+    """Costs of one machine set. All ranks must schedule with equal tables."""
+
+    compute: Compute
+    links: tuple[Link, ...]
+    _by_span: dict[tuple[int, int], Link] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        by_span = {(link.axis_stride, link.group_size): link for link in self.links}
+        object.__setattr__(self, "_by_span", by_span)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> CostTable:
+        """From ``{"compute": {…}, "links": [{…}, …]}``. Raises `InvalidProgramError` on bad fields."""
+        try:
+            compute = Compute(**{name: float(value) for name, value in data["compute"].items()})
+            links = tuple(
+                Link(
+                    int(link["axis_stride"]),
+                    int(link["group_size"]),
+                    float(link["latency_s"]),
+                    float(link["bytes_per_s"]),
+                )
+                for link in data["links"]
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise InvalidProgramError(f"not a cost table: {error!r}") from None
+        rates = [compute.flops_per_s, compute.bytes_per_s, *(link.bytes_per_s for link in links)]
+        times = [compute.launch_s, *(link.latency_s for link in links)]
+        if not all(rate > 0 for rate in rates) or not all(time >= 0 for time in times):
+            raise InvalidProgramError("not a cost table: rates must be positive, times not negative")
+        return cls(compute, links)
+
+    @classmethod
+    def read(cls, path: str | Path) -> CostTable:
+        """From a JSON file. Raises `InvalidProgramError` where it is not a cost table."""
+        try:
+            data = json.loads(Path(path).read_text())
+        except ValueError as error:
+            raise InvalidProgramError(f"{path} is not JSON: {error}") from None
+        return cls.from_json(data)
+
+    def link(self, collective: Collective, stride: int, size: int) -> Link:
+        """The entry for a span. Raises `InvalidProgramError` naming stride and size without one."""
+        link = self._by_span.get((stride, size))
+        if link is None:
+            raise InvalidProgramError(
+                f"{collective.name}: the cost table has no link for groups of axis_stride {stride} "
+                f"and group_size {size}; add one"
+            )
+        return link
+
+    def collective(self, collective: Collective) -> Charge:
+        """The price of a collective. Over groups of one it is a copy."""
+        stride, size = span(collective)
+        wire = wire_bytes(collective, size)
+        if size <= 1:
+            moved = 2.0 * sum(t.nbytes for t in collective.operands)
+            return Charge(self.compute.seconds(0.0, moved), 0.0, None)
+        link = self.link(collective, stride, size)
+        return Charge(link.latency_s + wire / link.bytes_per_s, wire, link)
+
+
+def span(collective: Collective) -> tuple[int, int]:
+    """(axis stride, group size) of a collective's largest group.
+
+    The stride is the smallest distance between two members' ids. The groups of a permute are the
+    devices that its pairs connect.
+    """
+    groups = _connected(collective.pairs) if collective.pairs else collective.groups
+    if not groups:
+        return 1, 1
+    size = max(len(group) for group in groups)
+    widest = min((sorted(group) for group in groups if len(group) == size), default=[0])
+    stride = min((b - a for a, b in zip(widest, widest[1:], strict=False)), default=1)
+    return stride, size
+
+
+def _connected(pairs: Sequence[tuple[int, int]]) -> list[tuple[int, ...]]:
+    parent: dict[int, int] = {}
+
+    def find(member: int) -> int:
+        parent.setdefault(member, member)
+        while parent[member] != member:
+            parent[member] = parent[parent[member]]
+            member = parent[member]
+        return member
+
+    for source, target in pairs:
+        parent[find(source)] = find(target)
+    groups: dict[int, list[int]] = {}
+    for member in sorted(parent):
+        groups.setdefault(find(member), []).append(member)
+    return [tuple(group) for group in groups.values()]
+
+
+def wire_bytes(collective: Collective, size: int) -> float:
+    """Bytes that a ring of ``size`` moves through one device."""
+    if size <= 1:
+        return 0.0
+    operand = float(sum(t.nbytes for t in collective.operands))
+    result = float(sum(t.nbytes for t in collective.results))
+    share = (size - 1) / size
+    match collective.kind:
+        case Kind.ALL_GATHER:
+            return share * result
+        case Kind.REDUCE_SCATTER | Kind.ALL_TO_ALL:
+            return share * operand
+        case Kind.RAGGED_ALL_TO_ALL:
+            return share * collective.operands[0].nbytes
+        case Kind.ALL_REDUCE:
+            return 2.0 * share * operand
+        case Kind.RECV:
+            return result
+    return operand
+
+
+def flops(instruction: Instruction) -> float:
+    """Floating point operations of one run of a compute instruction.
+
+    A dot or convolution counts two for each multiplication; a reduction one for each element it
+    reads; a sort n log n; other ops one for each element of their result. Called computations of
+    calls, fusions, loops (times their trips, once where unknown) and branches (the first) are added up.
+    """
+    opcode = instruction.opcode
+    size = _elements(instruction.shape)
+    match opcode:
+        case "dot":
+            left = instruction.operands[0].shape.dimensions
+            contracted = instruction.proto.dot_dimension_numbers.lhs_contracting_dimensions
+            return 2.0 * size * prod(left[d] for d in contracted)
+        case "convolution":
+            return 2.0 * size * _multiplications_per_output(instruction)
+        case "reduce" | "reduce-window" | "select-and-scatter" | "map":
+            return float(sum(_elements(o.shape) for o in instruction.operands))
+        case "sort":
+            return float(size) * max(1.0, log2(max(2, size)))
+        case "call" | "fusion" | "while" | "conditional":
+            return _called_flops(instruction)
+    return 0.0 if opcode in DATA_MOVEMENT else float(size)
+
+
+def _called_flops(instruction: Instruction) -> float:
+    from ..graph import trip_count
+
+    totals = [sum(flops(inner) for inner in called.instructions) for called in instruction.called]
+    if instruction.opcode == "while":
+        return sum(totals) * (trip_count(instruction) or 1)
+    if instruction.opcode == "conditional":
+        return max(totals, default=0.0)
+    return sum(totals)
+
+
+def _multiplications_per_output(convolution: Instruction) -> float:
+    """Kernel elements that one output element reads: all but its output feature dimension."""
+    kernel = convolution.operands[1].shape.dimensions
+    numbers = convolution.proto.convolution_dimension_numbers
+    return prod(kernel) / max(1, kernel[numbers.kernel_output_feature_dimension])
+
+
+def _elements(shape: Any) -> int:
+    if shape.tuple_shapes:
+        return sum(_elements(part) for part in shape.tuple_shapes)
+    return prod(shape.dimensions)
+
+
+# Ops without arithmetic: all they cost is the memory they touch.
+DATA_MOVEMENT = frozenset(
+    {
+        "parameter", "constant", "iota", "tuple", "get-tuple-element", "copy", "bitcast", "broadcast",
+        "reshape", "transpose", "slice", "dynamic-slice", "dynamic-update-slice", "concatenate", "pad",
+        "reverse", "gather", "after-all", "opt-barrier", "add-dependency", "partition-id", "replica-id",
+        "bitcast-convert", "convert", "reduce-precision",
+    }
+)  # fmt: skip

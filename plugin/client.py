@@ -7,8 +7,8 @@ from importlib.metadata import version
 from typing import Any
 
 import numpy as np
+
 from stretto.collectives.types import TensorType
-from stretto.runtime import options
 from stretto.runtime.engine import create_engine
 from stretto.runtime.executor import Executor
 from stretto.runtime.value import Value
@@ -36,8 +36,9 @@ class Client(_capi.Handle):  # type: ignore[misc]
     """
 
     def __init__(self) -> None:
-        chosen = options.in_force()
-        self.world = bootstrap(chosen)
+        # It reads the options itself, so that a bad one on this rank is told to the others.
+        self.world = bootstrap()
+        chosen = self.world.options
         rank, size, local = self.world.rank, self.world.size, self.world.local_devices
         self.engine = create_engine(chosen.engine, local)
         self.executor = Executor(self.engine, self.world, chosen)

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from types import TracebackType
 
 from .control import end_process
+from .errors import StrettoError
 
 __all__ = ["at_exit", "describe", "end_process", "on_uncaught"]
 
@@ -56,7 +57,12 @@ def on_uncaught(fail: Callable[[BaseException], None]) -> None:
 
 
 def describe(error: BaseException) -> str:
-    """The last lines of the error's traceback, its type and its message."""
+    """The error's type and message, and the last lines of its traceback.
+
+    stretto's own errors name the instruction and the user's line: their traceback would add nothing.
+    """
+    if isinstance(error, StrettoError):
+        return f"{type(error).__name__}: {error}"
     lines = "".join(traceback.format_exception(error)).rstrip().splitlines()
     own = "".join(traceback.format_exception_only(error)).strip()
     frames = traceback.extract_tb(error.__traceback__)

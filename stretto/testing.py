@@ -274,9 +274,7 @@ class MemoryRequest:
         with transport.changed:
             for target, source in self.sources.items():
                 box = transport.mail[collective.channel, source, target]
-                transport.wait_for(
-                    lambda box=box: bool(box), f"{collective.kind} {collective.name}"
-                )  # type: ignore[misc]
+                transport.wait_for(box.__len__, f"{collective.kind} {collective.name}")
                 received[target] = box.popleft()
         return received
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+
 from stretto.collectives.types import TensorType
 from stretto.runtime.value import Value
 

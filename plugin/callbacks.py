@@ -1,35 +1,62 @@
 """Python callables of a program (``pure_callback``, ``io_callback``, ``debug.print``), on their way down.
 
-JAX gives jaxlib a list of callables beside each module; jaxlib does not hand it to plugins. So the list is
-kept here while JAX compiles, on the compiling thread, and taken by the plugin's Compile. A custom call
-in the module names its callable by the index into the list.
+JAX gives jaxlib a list of callables beside each module; jaxlib does not hand it to plugins, and compiles
+on threads of its own. So the list is registered here while JAX compiles, and the module carries the
+registration's number in an attribute, which Compile finds. A custom call in the module names its
+callable by the index into the list.
 """
 
 from __future__ import annotations
 
-import threading
+import itertools
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from stretto.runtime.errors import InvalidProgramError
 
-class _Local(threading.local):
-    callables: tuple[Callable[..., Any], ...] = ()
+Callables = tuple[Callable[..., Any], ...]
 
+ATTRIBUTE = "jax.stretto_callbacks"
 
-_local = _Local()
+# MLIR's bytecode keeps strings as they are, so that the mark can be found without parsing.
+_MARK = re.compile(rb"stretto callbacks (\d+);")
+_CUSTOM_CALLS = (b"python_cpu_callback", b"python_gpu_callback")
+
+_numbers = itertools.count(1)
+_registered: dict[int, Callables] = {}
 
 
 @contextmanager
-def hand_over(callables: Sequence[Callable[..., Any]]) -> Iterator[None]:
-    """Have `current` give these callables on this thread."""
-    before, _local.callables = _local.callables, tuple(callables)
+def registered(callables: Sequence[Callable[..., Any]]) -> Iterator[str]:
+    """Register callables for as long as their module compiles; gives the text of the module's mark."""
+    number = next(_numbers)
+    _registered[number] = tuple(callables)
     try:
-        yield
+        yield f"stretto callbacks {number};"
     finally:
-        _local.callables = before
+        del _registered[number]
 
 
-def current() -> tuple[Callable[..., Any], ...]:
-    """The callables of the module that this thread compiles."""
-    return _local.callables
+def of_module(module: bytes) -> Callables:
+    """The callables of a serialized module.
+
+    Raises `InvalidProgramError` for a module that calls back and came without callables.
+    """
+    mark = _MARK.search(module)
+    if mark:
+        found = _registered.get(int(mark[1]))
+        if found is not None:
+            return found
+    if needed_by(module):
+        raise InvalidProgramError(
+            "the program calls back into Python and came without the functions to call: it was "
+            "serialized, or compiled by other means than jax.jit"
+        )
+    return ()
+
+
+def needed_by(module: bytes) -> bool:
+    """Whether a serialized module calls back into Python."""
+    return any(name in module for name in _CUSTOM_CALLS)

@@ -20,7 +20,7 @@ from stretto.runtime.executor import LoadedProgram
 from . import _capi, abi, callbacks
 from .client import Client
 from .device import MEMORY_KINDS
-from .structs import NamedValues, read_bytes
+from .structs import STRUCTS, read_bytes
 from .table import entry
 from .topology import Text, pointers
 
@@ -70,14 +70,9 @@ class Executable(_capi.Executable):  # type: ignore[misc]
         digest.update(self.options + b"\0" + self.source)
         return Text(digest.hexdigest())
 
-    @cached_property
-    def cost_analysis(self) -> NamedValues:
-        """Totals over the segments of the program, each counted once for every place it runs."""
-        return NamedValues(self.loaded.cost_analysis())
-
     def serialized(self) -> bytes:
         """What `PJRT_Executable_DeserializeAndLoad` takes. Raises ``NotImplementedError``."""
-        if self.loaded.has_host_callbacks:
+        if callbacks.needed_by(self.source):
             raise NotImplementedError("a program that calls back into Python cannot be serialized")
         size = len(self.options).to_bytes(8, "little")
         return _SERIALIZED + version("stretto").encode() + b"\n" + size + self.options + self.source
@@ -129,7 +124,7 @@ def compile_and_load(client: Client, source: bytes, options: bytes) -> LoadedExe
     num_replicas, num_partitions = max(build.num_replicas, 1), max(build.num_partitions, 1)
     device_ids = _device_ids(client, build.device_assignment, num_replicas, num_partitions)
     compiled = compile_stablehlo(source, CompileSpec(num_replicas, num_partitions, options))
-    loaded = client.executor.load(compiled.program, device_ids, callbacks.current())
+    loaded = client.executor.load(compiled.program, device_ids, callbacks.of_module(source))
     return LoadedExecutable(Executable(client, compiled, loaded, source, options), device_ids)
 
 
@@ -168,8 +163,6 @@ def compile_program(args: Any) -> None:
 
 
 def _program(address: int) -> Any:
-    from .structs import STRUCTS
-
     return STRUCTS["PJRT_Program"].from_address(address)
 
 
@@ -277,12 +270,6 @@ def output_memory_kinds(args: Any) -> None:
 @entry("PJRT_Executable_SizeOfGeneratedCodeInBytes")
 def size_of_generated_code(args: Any) -> None:
     args.size_in_bytes = -1  # engines do not tell
-
-
-@entry("PJRT_Executable_GetCostAnalysis")
-def get_cost_analysis(args: Any) -> None:
-    properties = _capi.take(args.executable).cost_analysis
-    args.properties, args.num_properties = properties.address, properties.count
 
 
 @entry("PJRT_Executable_GetCompiledMemoryStats")

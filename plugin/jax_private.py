@@ -8,7 +8,11 @@ one of them moves.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import wraps
 from typing import Any
+
+from . import callbacks
 
 PLATFORM = "stretto"
 
@@ -40,16 +44,67 @@ def register(capsule: Any) -> None:
     xla_bridge.register_plugin(PLATFORM, c_api=capsule, options={})
 
 
+def lower_as_cpu() -> None:
+    """Lower programs for stretto alone as JAX lowers them for cpu.
+
+    That gives stretto the CPU rules (LAPACK and the rest), donation, Python callbacks and the ``cpu``
+    branches of ``lax.platform_dependent``, for the engine is a CPU. Done where a module's lowering begins.
+    """
+    from jax._src.interpreters import mlir
+
+    original = mlir.lower_jaxpr_to_module
+    if hasattr(original, "__wrapped_for_stretto__"):
+        return
+
+    @wraps(original)
+    def lower_jaxpr_to_module(*args: Any, platforms: Sequence[str], **kwargs: Any) -> Any:
+        if tuple(platforms) == (PLATFORM,):
+            platforms, kwargs["backend"] = ("cpu",), None
+        return original(*args, platforms=platforms, **kwargs)
+
+    lower_jaxpr_to_module.__wrapped_for_stretto__ = original  # type: ignore[attr-defined]
+    mlir.lower_jaxpr_to_module = lower_jaxpr_to_module
+
+
 def share_cpu_lowerings() -> None:
-    """Lower primitives for stretto with the rules of cpu, including those registered later."""
+    """Lower for stretto with the rules of cpu where a module is lowered for several platforms.
+
+    The two share one table, so rules that are registered later are shared too.
+    """
     from jax._src.interpreters import mlir
 
     mlir._platform_specific_lowerings[PLATFORM] = mlir._platform_specific_lowerings["cpu"]
 
 
 def allow_donation() -> None:
-    """Have donated arguments marked in the module."""
+    """List stretto among the platforms that donate, for whoever asks before lowering."""
     from jax._src.interpreters import mlir
 
     if PLATFORM not in mlir._platforms_with_donation:
         mlir._platforms_with_donation.append(PLATFORM)
+
+
+def hand_over_callbacks() -> None:
+    """Register the Python callables of a module in `callbacks` while jaxlib compiles it.
+
+    jaxlib takes them beside the module and does not pass them on to plugins.
+    """
+    from jax._src import compiler
+    from jaxlib.mlir import ir
+
+    original = compiler.backend_compile_and_load
+    if hasattr(original, "__wrapped_for_stretto__"):
+        return
+
+    @wraps(original)
+    def backend_compile_and_load(
+        backend: Any, module: Any, executable_devices: Any, options: Any, host_callbacks: Any
+    ) -> Any:
+        if not host_callbacks or backend.platform != PLATFORM:
+            return original(backend, module, executable_devices, options, host_callbacks)
+        with callbacks.registered(host_callbacks) as mark, module.context:
+            module.operation.attributes[callbacks.ATTRIBUTE] = ir.StringAttr.get(mark)
+            return original(backend, module, executable_devices, options, host_callbacks)
+
+    backend_compile_and_load.__wrapped_for_stretto__ = original  # type: ignore[attr-defined]
+    compiler.backend_compile_and_load = backend_compile_and_load

@@ -21,8 +21,10 @@ def initialize() -> None:
 
     entries.install()
     jax_private.register(_capi.capsule())
+    jax_private.lower_as_cpu()
     jax_private.share_cpu_lowerings()
     jax_private.allow_donation()
+    jax_private.hand_over_callbacks()
     if "cpu" not in requested:
         # Callbacks and `jax.devices("cpu")` need JAX's own CPU backend; stretto stays the default.
         jax_private.add_platform("cpu")

@@ -9,6 +9,7 @@ import ctypes
 from typing import Any
 
 import numpy as np
+
 from stretto.collectives.types import TensorType
 from stretto.runtime.stream import Event
 from stretto.runtime.value import Landed, Promise, Value

@@ -1,0 +1,184 @@
+"""The tap: engine-neutral HLO comes out, nobody else's compilations are touched."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import NamedSharding
+from jaxlib import _xla, xla_client
+from support import P, compiled, manual, mesh
+
+from stretto.hlo_frontend import stablehlo, tap
+from stretto.hlo_frontend.compile import CompileSpec, compile_stablehlo
+from stretto.hlo_frontend.graph import Module
+from stretto.hlo_frontend.schema import CompileOptionsProto, HloModuleProtoWithConfig
+from stretto.runtime.errors import InvalidProgramError, StrettoError
+
+
+def text_of(f, *arguments) -> str:
+    return f.lower(*arguments).as_text()
+
+
+def opcodes(text: str, partitions: int) -> set[str]:
+    module = Module.parse(tap.optimized_hlo(stablehlo.parse(text), 1, partitions))
+    return {i.opcode for c in module.computations for i in c.instructions}
+
+
+def test_private_symbols_are_as_expected():
+    """If this fails: see what `tap` uses in the new jaxlib, and adapt that one file."""
+    assert "(name: str, stage: int, callback: object) -> None" in (
+        _xla.register_xla_transform.__doc__
+    )
+    assert "(name: str, stage: int" in _xla.clear_xla_transform.__doc__
+    assert "num_devices" in inspect.signature(xla_client.make_cpu_client).parameters
+    options = xla_client.CompileOptions()
+    for name in ("num_replicas", "num_partitions", "device_assignment", "env_option_overrides"):
+        assert hasattr(options, name)
+    for name in ("use_spmd_partitioning", "use_shardy_partitioner", "device_assignment"):
+        assert hasattr(options.executable_build_options, name)
+    assert callable(xla_client.CompileOptions.ParseFromString)
+
+
+def test_hlo_is_not_tied_to_a_cpu():
+    over = mesh(4)
+    f = manual(
+        lambda x: lax.all_to_all(jnp.tanh(x @ x.T) * 2 + 1, "x", 1, 0, tiled=True),
+        over,
+        P("x"),
+        P("x"),
+    )
+    found = opcodes(text_of(f, np.ones((16, 4), jnp.bfloat16)), 4)
+    assert "all-to-all" in found
+    assert not found & {"fusion", "bitcast", "convert", "custom-call"}
+
+
+@pytest.mark.parametrize("text", ["", "garbage", "module {}", "ML\xefR"])
+def test_what_is_not_stablehlo(text):
+    with pytest.raises(StrettoError):
+        compile_stablehlo(text, CompileSpec(1, 2))
+
+
+def test_unreadable_options():
+    text = text_of(jax.jit(lambda x: x + 1), np.ones(4, np.float32))
+    with pytest.raises(InvalidProgramError, match="compile options"):
+        compile_stablehlo(text, CompileSpec(1, 2, b"\xff\xff\xff"))
+
+
+def test_other_compilations_pass_by_while_ours_run():
+    over = mesh(2)
+    text = text_of(manual(lambda x: lax.psum(x, "x"), over, P("x"), P()), np.ones(8, np.float32))
+    failures: list[BaseException] = []
+
+    def ours():
+        try:
+            for _ in range(8):
+                program = compile_stablehlo(text, CompileSpec(1, 2)).program
+                assert len(program.collectives) == 1
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=ours) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for i in range(8):
+        assert jax.jit(lambda x, i=i: x + i)(1.0) == 1.0 + i
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert not tap._waiting
+    assert not _xla.clear_xla_transform(tap._HOOK, 0)  # nothing is left behind
+
+
+def test_names_come_back():
+    over = mesh(2)
+    f = manual(lambda x: lax.psum(x, "x"), over, P("x"), P())
+    parsed = stablehlo.parse(text_of(f, np.ones(8, np.float32)))
+    before = str(parsed)
+    assert Module.parse(tap.optimized_hlo(parsed, 1, 2)).name.startswith("jit_")
+    assert str(parsed) == before
+
+
+def test_portable_artifacts_are_read():
+    from jaxlib import _jax
+
+    text = text_of(jax.jit(lambda x: x * 2), np.ones(4, np.float32))
+    artifact = _jax.mlir.serialize_portable_artifact(text, "1.0.0")
+    program = compile_stablehlo(artifact, CompileSpec()).program
+    assert program.single_segment is not None
+
+
+def test_shardings_and_entry_layout_are_told():
+    over = mesh(4)
+    f = jax.jit(
+        lambda x: x * 2,
+        in_shardings=NamedSharding(over, P("x")),
+        out_shardings=NamedSharding(over, P("x")),
+    )
+    module = compiled(f, np.ones((8, 4), np.float32), num_devices=4)
+    told = HloModuleProtoWithConfig.FromString(module.hlo_with_config())
+    assert told.hlo_module.spmd_output_sharding
+    assert len(told.hlo_module.spmd_parameters_shardings) == 1
+    assert list(told.config.entry_computation_layout.parameters[0].dimensions) == [2, 4]
+    assert (told.config.replica_count, told.config.num_partitions) == (1, 4)
+
+
+def test_donation_of_the_caller():
+    over = mesh(2)
+    f = manual(
+        lambda x, y: (x + lax.psum(y, "x"), y * 2), over, (P("x"), P("x")), P("x"), donate_argnums=0
+    )
+    x = np.ones((8, 512), np.float32)
+    program = compiled(f, x, x, num_devices=2).program
+    assert program.donated == (0,)
+    donated = [s for i in program.body.instructions for s in getattr(i, "donated", ())]
+    assert donated == [program.body.parameters[0]]
+
+
+def test_options_of_the_caller_are_honoured():
+    """Propagation of shardings to outputs is allowed by the options JAX sends."""
+    over = mesh(4)
+    f = jax.jit(lambda x: x.T, in_shardings=NamedSharding(over, P("x")))
+    text = text_of(f, np.ones((8, 4), np.float32))
+    options = xla_client.CompileOptions()
+    options.num_partitions = 4
+    build = options.executable_build_options
+    build.num_partitions = 4
+    build.use_spmd_partitioning = True
+    build.use_shardy_partitioner = True
+    shapes = []
+    for allowed in ([False], [True]):
+        build.allow_spmd_sharding_propagation_to_output = allowed
+        serialized = options.SerializeAsString()
+        assert CompileOptionsProto.FromString(serialized).executable_build_options.num_partitions
+        program = compile_stablehlo(text, CompileSpec(1, 4, serialized)).program
+        shapes.append(program.outputs[0].shape)
+    assert shapes == [(4, 8), (4, 2)]
+
+
+def test_one_device_skips_the_tap(monkeypatch):
+    def refuse(*_):
+        raise AssertionError("the tap was used")
+
+    monkeypatch.setattr(tap, "optimized_hlo", refuse)
+    text = text_of(jax.jit(lambda x: x + 1, donate_argnums=0), np.ones(4, np.float32))
+    module = compile_stablehlo(text, CompileSpec())
+    assert module.program.single_segment is not None
+    assert module.program.donated == (0,)
+    told = HloModuleProtoWithConfig.FromString(module.hlo_with_config())
+    assert told.hlo_module.entry_computation_name
+
+
+def test_one_device_with_collectives_becomes_a_local_program():
+    over = mesh(1)
+    f = manual(lambda x: lax.psum(x, "x") + lax.axis_index("x"), over, P("x"), P())
+    x = np.arange(4, dtype=np.float32)
+    from interpreter import Interpreter
+
+    program = compiled(f, x, num_devices=1).program
+    np.testing.assert_array_equal(Interpreter(program).run([x])[0][0], x)

@@ -24,7 +24,7 @@ TABLE: dict[str, str] = {
         "name:1:string entry_computation_name:2:string computations:3:HloComputationProto* "
         "host_program_shape:4:ProgramShapeProto id:5:int64 entry_computation_id:6:int64 "
         "schedule:7:bytes input_output_alias:8:HloInputOutputAliasProto is_dynamic:11:bool "
-        "spmd_output_sharding:12:bytes spmd_parameters_shardings:14:bytes* "
+        "spmd_output_sharding:12:OpSharding spmd_parameters_shardings:14:bytes* "
         "device_assignment:15:bytes stack_frame_index:17:StackFrameIndexProto "
         "buffer_donor:18:HloBufferDonorProto payloads:22:bytes*"
     ),
@@ -35,6 +35,7 @@ TABLE: dict[str, str] = {
     "HloInstructionProto": (
         "name:1:string opcode:2:string shape:3:ShapeProto metadata:7:OpMetadata literal:8:bytes "
         "parameter_number:9:int64 fusion_kind:11:string tuple_index:13:int64 dimensions:14:int64* "
+        "convolution_dimension_numbers:16:ConvolutionDimensionNumbers "
         "dynamic_slice_sizes:20:int64* channel_id:26:int64 custom_call_target:28:string "
         "dot_dimension_numbers:30:DotDimensionNumbers comparison_direction:63:string "
         "id:35:int64 operand_ids:36:int64* control_predecessor_ids:37:int64* "
@@ -53,6 +54,8 @@ TABLE: dict[str, str] = {
         "lhs_contracting_dimensions:1:int64* rhs_contracting_dimensions:2:int64* "
         "lhs_batch_dimensions:3:int64* rhs_batch_dimensions:4:int64*"
     ),
+    "ConvolutionDimensionNumbers": "kernel_output_feature_dimension:4:int64",
+    "OpSharding": "",
     "Payload": "value:1:bytes/ id:2:int64/",
     "ReplicaGroup": "replica_ids:1:int64*",
     "SourceTarget": "source:1:int64 target:2:int64",
@@ -97,7 +100,7 @@ TABLE: dict[str, str] = {
         "use_shardy_partitioner:34:bool"
     ),
     "HloModuleProtoWithConfig": "hlo_module:1:HloModuleProto config:2:HloModuleConfigProto",
-    "LiteralProto": "shape:1:ShapeProto",
+    "LiteralProto": "shape:1:ShapeProto s32s:4:int32* s64s:5:int64*",
     "CompileOptionsProto": (
         "argument_layouts:1:bytes* executable_build_options:3:ExecutableBuildOptionsProto "
         "compile_portable_executable:4:bool env_option_overrides:7:EnvOptionOverridesEntry*"

@@ -1,0 +1,173 @@
+"""The engines: conformance of each, what is special to them, and jaxlib's private names in use."""
+
+from __future__ import annotations
+
+import inspect
+
+import jax
+import numpy as np
+import pytest
+
+from stretto.collectives.types import TensorType
+from stretto.engine_check import DONATED, DOUBLE, F32, check_engine
+from stretto.runtime.engine import create_engine
+from stretto.runtime.engines import null, xla_cpu
+from stretto.runtime.errors import CompileError, StrettoError
+from stretto.runtime.program import Segment
+from stretto.testing import NullEngine, VirtualClock
+
+RAMP = np.arange(16, dtype=np.float32)
+
+
+@pytest.fixture(scope="module")
+def xla() -> xla_cpu.XlaCpuEngine:
+    return xla_cpu.create(2)
+
+
+def test_xla_cpu_conforms() -> None:
+    assert len(check_engine(xla_cpu.create)) == 8
+
+
+def test_null_conforms() -> None:
+    assert len(check_engine(null.create, computes=False)) == 4
+
+
+class _Careless(NullEngine):
+    """Breaks one promise: a donated input is written to where the host put it."""
+
+    def compile(self, segment: Segment, **more: object) -> null.NullSegment:
+        class InPlace(null.NullSegment):
+            def run(self, ordinal: int, inputs: list[null.NullArray]) -> list[null.NullArray]:
+                host = inputs[0].host
+                assert host is not None
+                host *= 2
+                return [inputs[0]]
+
+        return InPlace(self, segment, "double")
+
+
+def test_conformance_finds_what_is_broken() -> None:
+    with pytest.raises(AssertionError, match="a donated input is not written there"):
+        check_engine(_Careless, computes=False)
+    with pytest.raises(AssertionError, match="same content"):
+        check_engine(null.create)  # it does not compute
+
+
+def test_engines_are_found_by_name() -> None:
+    assert create_engine("null", 3).num_devices == 3
+    with pytest.raises(LookupError, match=r"no engine 'none'; installed engines: .*null, xla:cpu"):
+        create_engine("none", 1)
+
+
+def test_the_client_is_not_jax_own(xla: xla_cpu.XlaCpuEngine) -> None:
+    array = xla.put(RAMP, F32, 1)
+    assert array.devices().isdisjoint(jax.devices("cpu"))
+
+
+def test_aligned_host_memory_is_not_copied(xla: xla_cpu.XlaCpuEngine) -> None:
+    raw = np.zeros(64 + 64, np.uint8)
+    host = raw[-raw.ctypes.data % 64 :][:64].view(np.float32)
+    array = xla.put(host, F32, 0)
+    assert xla.pointer(array) == host.ctypes.data == xla.host_view(array).ctypes.data
+
+
+def test_donation_reuses_the_memory_of_a_computed_array(xla: xla_cpu.XlaCpuEngine) -> None:
+    double, donated = xla.compile(DOUBLE), xla.compile(DONATED)
+    (array,) = double.run(0, [xla.put(RAMP, F32, 0)])
+    pointer = xla.pointer(array)
+    (result,) = donated.run(0, [array])
+    assert xla.pointer(result) == pointer
+    assert array.is_deleted()
+
+
+def test_errors_of_computations_arrive_at_their_outputs(xla: xla_cpu.XlaCpuEngine) -> None:
+    def refuse(x: np.ndarray) -> np.ndarray:
+        raise ValueError("not today")
+
+    shape = jax.ShapeDtypeStruct((16,), np.float32)
+    with jax.default_device(jax.devices("cpu")[0]):
+        lowered = jax.jit(lambda x: jax.pure_callback(refuse, shape, x)).lower(RAMP)
+    callbacks = lowered._lowering.compile_args["host_callbacks"]
+    module = str(lowered.compiler_ir("stablehlo")).encode()
+    loaded = xla.compile(Segment((F32,), (F32,), module), host_callbacks=callbacks)
+    for ordinal in (0, 1):
+        with pytest.raises(StrettoError, match="not today") as caught:
+            (result,) = loaded.run(ordinal, [xla.put(RAMP, F32, ordinal)])
+            xla.block(result)
+        assert caught.value.code in ("INTERNAL", "UNKNOWN")
+        assert not str(caught.value).startswith(caught.value.code)
+
+
+def test_compile_errors_name_segment_and_engine(xla: xla_cpu.XlaCpuEngine) -> None:
+    bad = Segment((F32,), (F32,), b"module { func.func public @main() { nonsense } }")
+    with pytest.raises(CompileError, match=r"segment layer\.3 does not compile on engine xla:cpu"):
+        xla.compile(bad, name="layer.3")
+
+
+def test_memory_in_use_counts_live_arrays(xla: xla_cpu.XlaCpuEngine) -> None:
+    before = xla.memory_stats(1)["bytes_in_use"]
+    array = xla.put(np.zeros(1000, np.float32), TensorType("f32", (1000,)), 1)
+    assert xla.memory_stats(1)["bytes_in_use"] - before == 4000
+    xla.delete(array)
+    assert xla.memory_stats(1)["bytes_in_use"] == before
+
+
+def test_private_names_of_jaxlib() -> None:
+    """If this fails, a jaxlib has changed what ``xla_cpu.py`` uses: read that file with it."""
+    from jax._src.lib import xla_client
+    from jaxlib import _jax
+
+    assert "num_devices" in inspect.signature(xla_client.make_cpu_client).parameters
+    client = xla_client.make_cpu_client(num_devices=1)
+    for name in (
+        "compile_and_load",
+        "deserialize_executable",
+        "serialize_executable",
+        "live_arrays",
+        "local_devices",
+    ):
+        assert callable(getattr(client, name)), name
+    assert "host_callbacks" in client.compile_and_load.__doc__
+    for parameter in ("aval", "sharding", "xs", "devices", "enable_x64"):
+        assert parameter in _jax.batched_device_put.__doc__
+    assert _jax.ArrayCopySemantics.ALWAYS_COPY is not None
+    assert callable(_jax.batched_copy_array_to_devices_with_sharding)
+    options = xla_client.CompileOptions()
+    for name in ("num_replicas", "num_partitions", "device_assignment"):
+        assert hasattr(options, name), name
+    assert xla_client.DeviceAssignment.create(np.array([[0]])) is not None
+
+
+def test_null_time_passes_on_devices_side_by_side() -> None:
+    clock = VirtualClock()
+    engine = NullEngine(2, clock=clock, cost=lambda segment: 3.0)
+    loaded = engine.compile(DOUBLE)
+    (a,) = loaded.run(0, [engine.put(RAMP, F32, 0)])
+    (b,) = loaded.run(0, [a])
+    (c,) = loaded.run(1, [engine.put(RAMP, F32, 1)])
+    assert [array.ready_at for array in (a, b, c)] == [3.0, 6.0, 3.0]
+    assert not engine.is_ready(a)
+    engine.block(c)
+    assert clock.now == 3.0
+    assert [engine.is_ready(array) for array in (a, b)] == [True, False]
+    engine.block(b)
+    assert clock.now == 6.0
+
+
+def test_null_refuses_what_a_device_would() -> None:
+    engine = NullEngine(2)
+    loaded = engine.compile(DONATED, name="double")
+    array = engine.put(RAMP, F32, 0)
+    with pytest.raises(StrettoError, match=r"double on device 1 is given f32\[16\] on 0"):
+        loaded.run(1, [array])
+    loaded.run(0, [array])
+    with pytest.raises(StrettoError, match="double is given a deleted array"):
+        loaded.run(0, [array])
+
+
+def test_null_counts_memory_until_arrays_are_dropped() -> None:
+    engine = NullEngine(1)
+    arrays = [engine.put(RAMP, F32, 0) for _ in range(3)]
+    assert engine.memory_stats(0) == {"bytes_in_use": 192, "peak_bytes_in_use": 192}
+    del arrays[1:]
+    assert engine.memory_stats(0) == {"bytes_in_use": 64, "peak_bytes_in_use": 192}

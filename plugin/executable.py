@@ -123,7 +123,11 @@ def compile_and_load(client: Client, source: bytes, options: bytes) -> LoadedExe
     build = CompileOptionsProto.FromString(options).executable_build_options
     num_replicas, num_partitions = max(build.num_replicas, 1), max(build.num_partitions, 1)
     device_ids = _device_ids(client, build.device_assignment, num_replicas, num_partitions)
-    compiled = compile_stablehlo(source, CompileSpec(num_replicas, num_partitions, options))
+    compiled = compile_stablehlo(
+        source,
+        CompileSpec(num_replicas, num_partitions, options),
+        pseudo_tokens=client.world.options.pseudo_tokens,
+    )
     loaded = client.executor.load(compiled.program, device_ids, callbacks.of_module(source))
     return LoadedExecutable(Executable(client, compiled, loaded, source, options), device_ids)
 

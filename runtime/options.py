@@ -35,6 +35,7 @@ class Options:
     ``launcher``: ``auto`` looks for a launcher in the environment, ``mpi`` insists on MPI, ``none``
     makes every process a world of its own.
     ``control_host``: address at which rank 0 listens for the other ranks; empty: found by itself.
+    ``pseudo_tokens``: whether scalars that only order collectives become order (`docs/order.md`).
     ``origins``: for each field that was not left at its default, where its value came from.
     """
 
@@ -44,6 +45,7 @@ class Options:
     grace: float = 5.0
     launcher: str = "auto"
     control_host: str = ""
+    pseudo_tokens: bool = True
     origins: Mapping[str, str] = field(
         default_factory=lambda: MappingProxyType({}), compare=False, repr=False
     )
@@ -82,6 +84,13 @@ class Options:
         return DEFAULT if getattr(self, name) == defaults[name] else "program"
 
 
+
+def _switch(text: str) -> bool:
+    if text not in ("0", "1"):
+        raise ValueError(text)
+    return text == "1"
+
+
 # field -> (environment variable, reader of its text)
 VARIABLES: dict[str, tuple[str, Callable[[str], Any]]] = {
     "local_devices": ("STRETTO_LOCAL_DEVICES", int),
@@ -90,6 +99,7 @@ VARIABLES: dict[str, tuple[str, Callable[[str], Any]]] = {
     "grace": ("STRETTO_GRACE", float),
     "launcher": ("STRETTO_LAUNCHER", str),
     "control_host": ("STRETTO_CONTROL_HOST", str),
+    "pseudo_tokens": ("STRETTO_PSEUDO_TOKENS", _switch),
 }
 
 LAUNCHERS = ("auto", "mpi", "none")
@@ -101,6 +111,7 @@ _EXPECTED = {
     "grace": "expected a number of seconds, 0 or more",
     "launcher": f"expected one of {', '.join(LAUNCHERS)}",
     "control_host": "expected a host name or an address",
+    "pseudo_tokens": "expected 0 or 1",
 }
 
 
@@ -113,6 +124,7 @@ def _problem(name: str, value: Any) -> str:
         "grace": lambda v: isinstance(v, int | float) and v >= 0,
         "launcher": lambda v: v in LAUNCHERS,
         "control_host": lambda v: isinstance(v, str),
+        "pseudo_tokens": lambda v: isinstance(v, bool),
     }[name](value)
     return "" if accepted else _EXPECTED[name]
 

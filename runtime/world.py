@@ -236,6 +236,7 @@ def library(mpi: Any) -> str:
 _EQUAL = {
     "local_devices": "number of local devices (STRETTO_LOCAL_DEVICES)",
     "engine": "engine (STRETTO_ENGINE)",
+    "pseudo_tokens": "handling of pseudo-tokens (STRETTO_PSEUDO_TOKENS)",
     "stretto": "version of stretto",
     "jax": "version of jax",
     "jaxlib": "version of jaxlib",
@@ -250,6 +251,7 @@ def _facts(chosen: Options, problem: str) -> dict[str, Any]:
         "host": socket.gethostname(),
         "local_devices": chosen.local_devices,
         "engine": chosen.engine,
+        "pseudo_tokens": chosen.pseudo_tokens,
         "python": ".".join(platform.python_version_tuple()[:2]),
         **{name: _version(name) for name in ("stretto", "jax", "jaxlib")},
     }

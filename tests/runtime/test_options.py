@@ -20,10 +20,11 @@ def test_every_variable_sets_its_field() -> None:
         "grace": "0",
         "launcher": "none",
         "control_host": "10.0.0.1",
+        "pseudo_tokens": "0",
     }
     assert texts.keys() == VARIABLES.keys()
     options = Options.from_environment({VARIABLES[n][0]: text for n, text in texts.items()})
-    assert options == Options(4, "null", 2.5, 0.0, "none", "10.0.0.1")
+    assert options == Options(4, "null", 2.5, 0.0, "none", "10.0.0.1", False)
     for name, (variable, _) in VARIABLES.items():
         assert options.origin(name) == variable
 

@@ -84,7 +84,6 @@ class Options:
         return DEFAULT if getattr(self, name) == defaults[name] else "program"
 
 
-
 def _switch(text: str) -> bool:
     if text not in ("0", "1"):
         raise ValueError(text)

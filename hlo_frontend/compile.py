@@ -23,7 +23,7 @@ from .graph import Module
 from .lower import lower
 from .passes.order import order
 from .passes.pseudo_tokens import remove_pseudo_tokens
-from .schedule import reorder, schedule_of
+from .schedule import reorder, schedule_of, token_edges
 from .schema import HloModuleProto, HloModuleProtoWithConfig
 from .text import parse_hlo_text
 from .values import BlockGraph
@@ -50,7 +50,8 @@ class CompiledModule:
     device: entry layout, counts, shardings of parameters and result. Memory kinds are empty strings
     where the program names none. ``schedule`` is what the program communicates, in its order;
     ``with_order`` gives the same program with its collectives in another order, and raises
-    `InvalidProgramError` where that contradicts the program's data or tokens.
+    `InvalidProgramError` where that contradicts the program's data or tokens. ``tokens`` gives, by
+    name of each collective, those that tokens put right before it.
     """
 
     program: Program
@@ -59,6 +60,7 @@ class CompiledModule:
     output_memory_kinds: tuple[str, ...] = ()
     schedule: Schedule = field(default_factory=Schedule)
     with_order: Callable[[CommonOrder], Program] = field(repr=False, default=_nothing_to_order)
+    tokens: Callable[[], dict[str, tuple[str, ...]]] = field(repr=False, default=dict)
 
 
 def compile_stablehlo(
@@ -101,27 +103,35 @@ def compile_hlo(
 def _compiled(
     serialized: bytes, num_replicas: int, num_partitions: int, pseudo_tokens: bool
 ) -> CompiledModule:
-    def lowered(order: CommonOrder | None) -> tuple[Program, Schedule]:
+    def planned() -> tuple[Module, BlockGraph, BlockPlan]:
         module = Module.parse(serialized)
         entry = flatten(module.entry, CollectiveReader(num_replicas, num_partitions))
         if pseudo_tokens:
             remove_pseudo_tokens(entry)
-        plan = plan_block(entry)
-        if order is not None:
-            reorder(entry, plan, order)
-            plan = plan_block(entry)
-        schedule = schedule_of(entry, plan)
-        program = lower(plan, module.name, num_replicas, num_partitions, _donated(module))
-        return program, schedule
+        return module, entry, plan_block(entry)
 
-    program, schedule = lowered(None)
+    def lowered(module: Module, plan: BlockPlan) -> Program:
+        return lower(plan, module.name, num_replicas, num_partitions, _donated(module))
+
+    def with_order(order: CommonOrder) -> Program:
+        module, entry, plan = planned()
+        reorder(entry, plan, order)
+        return lowered(module, plan_block(entry))
+
+    def tokens() -> dict[str, tuple[str, ...]]:
+        return token_edges(*planned()[1:])
+
+    module, entry, plan = planned()
+    schedule = schedule_of(entry, plan)
+    program = lowered(module, plan)
     return CompiledModule(
         program,
         lambda: _with_config(serialized, num_replicas, num_partitions),
         ("",) * len(program.inputs),
         ("",) * len(program.outputs),
         schedule,
-        lambda order: lowered(order)[0],
+        with_order,
+        tokens,
     )
 
 
@@ -174,7 +184,7 @@ def _donated(module: Module) -> tuple[int, ...]:
     donated = {(e.parameter_number, tuple(e.parameter_shape_index)) for e in entries}
     if not donated:
         return ()
-    positions = {}
+    positions: dict[tuple[int, tuple[int, ...]], int] = {}
     for parameter in module.entry.parameters:
         for path in _array_paths(parameter.shape, ()):
             positions[parameter.proto.parameter_number, path] = len(positions)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from math import prod
 
-from .graph import Instruction
+from .graph import Instruction, trip_count
 
 # Ops that compute nothing: they move, make or view data.
 _NO_ARITHMETIC = frozenset(
@@ -21,17 +21,21 @@ _NO_ARITHMETIC = frozenset(
 def arithmetic_and_flops(instructions: Iterable[Instruction]) -> tuple[int, float]:
     """Number of arithmetic instructions and floating point operations of one run.
 
-    Called computations of calls, loops and branches count once; those applied to each element of an
-    op count as part of that op. A dot counts two operations for each multiplication, other ops one
+    Loops count as often as they run, once if that is not known, branches of a conditional all;
+    computations applied to each element of an op count as part of that op. A dot counts two operations for each multiplication, other ops one
     for each element of their largest operand or result.
     """
     count, flops = 0, 0.0
     for instruction in instructions:
         if instruction.opcode in ("call", "while", "conditional", "fusion"):
+            times = 1
+            if instruction.opcode == "while":
+                known = trip_count(instruction)
+                times = 1 if known is None else known
             for called in instruction.called:
                 inner_count, inner_flops = arithmetic_and_flops(called.instructions)
-                count += inner_count
-                flops += inner_flops
+                count += times * inner_count
+                flops += times * inner_flops
         if instruction.opcode in _NO_ARITHMETIC:
             continue
         count += 1

@@ -58,7 +58,7 @@ def replica_groups(instruction: Instruction, num_replicas: int, num_partitions: 
     Raises `InvalidProgramError` where an id is out of range or occurs twice.
     """
     mode = group_mode(instruction)
-    groups = _spelled_groups(instruction)
+    groups = spelled_groups(instruction)
     count = {
         GroupMode.CROSS_REPLICA: num_replicas,
         GroupMode.CROSS_PARTITION: num_partitions,
@@ -142,7 +142,8 @@ def _flatten(
     ]
 
 
-def _spelled_groups(instruction: Instruction) -> list[Group]:
+def spelled_groups(instruction: Instruction) -> list[Group]:
+    """Groups of ids as the instruction spells them, whatever they count; none if it lists none."""
     proto = instruction.proto
     kind = proto.WhichOneof("one_of")
     if kind == "iota_collective_device_list":

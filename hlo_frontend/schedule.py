@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator
+from dataclasses import dataclass
 from hashlib import sha256
 from itertools import pairwise
 
@@ -30,8 +31,21 @@ def schedule_of(block: BlockGraph, plan: BlockPlan) -> Schedule:
     """The schedule of a block that was carved into ``plan``."""
     children = _children(block, plan)
     listed = _listed(plan, children)
-    after = _after(block, listed)
-    return Schedule(tuple(_entry(node, after[node], children.get(node, ())) for node in listed))
+    before = _before(block, listed)
+    return Schedule(
+        tuple(_entry(node, before[node].after, children.get(node, ())) for node in listed)
+    )
+
+
+def token_edges(block: BlockGraph, plan: BlockPlan) -> dict[str, tuple[str, ...]]:
+    """By name of each collective, loop and branch: those that tokens put right before it."""
+    edges: dict[str, tuple[str, ...]] = {}
+    listed = _listed(plan, _children(block, plan))
+    for node, before in _before(block, listed).items():
+        edges[node.instruction.name] = tuple(listed[i].instruction.name for i in before.tokens)
+        for inner, inner_plan in zip(node.blocks, plan.blocks.get(node, ()), strict=True):
+            edges |= token_edges(inner, inner_plan)
+    return edges
 
 
 def _children(block: BlockGraph, plan: BlockPlan) -> dict[Node, tuple[Schedule, ...]]:
@@ -74,39 +88,53 @@ def _reducer(node: Node) -> str:
     return sha256(module.SerializeToString(deterministic=True)).hexdigest()[:16]
 
 
-def _above(node: Node) -> Iterator[Node]:
-    """The nodes that come right before this one, for whatever reason."""
+def _above(node: Node) -> Iterator[tuple[Node, bool]]:
+    """The nodes that come right before this one, and whether that is so by order alone."""
     for value in node.operands:
-        yield from value.producers
-    yield from node.order
+        if value.node is not None and value.node.kind is not NodeKind.CHEAP:
+            yield value.node, False
+        for other in value.order:
+            yield other, True
+    for other in node.order:
+        yield other, True
 
 
-def _after(block: BlockGraph, listed: list[Node]) -> dict[Node, tuple[int, ...]]:
-    """For each listed node the positions of those that it comes after, without what follows.
+@dataclass(frozen=True)
+class _Before:
+    """Positions of the entries right before an entry; ``tokens``: those it is ordered after, by tokens."""
+
+    after: tuple[int, ...]
+    tokens: tuple[int, ...]
+
+
+def _before(block: BlockGraph, listed: list[Node]) -> dict[Node, _Before]:
+    """For each listed node the listed nodes that it comes after, without what follows from those.
 
     Sets of positions are bits of integers: ``nearest`` are those above a node with none between,
-    ``before`` all those above a listed one and itself.
+    ``ordered`` those of them reached through an order edge, ``above`` all above a listed one.
     """
     position = {node: i for i, node in enumerate(listed)}
     nearest: dict[Node, int] = {}
-    before = [0] * len(listed)
-    after: dict[Node, tuple[int, ...]] = {}
+    ordered: dict[Node, int] = {}
+    above = [0] * len(listed)
+    found: dict[Node, _Before] = {}
     for node in block.nodes:
-        above = 0
-        for other in _above(node):
+        near = by_order = 0
+        for other, is_order in _above(node):
             i = position.get(other)
-            above |= nearest.get(other, 0) if i is None else 1 << i
+            reached = nearest.get(other, 0) if i is None else 1 << i
+            near |= reached
+            by_order |= reached if is_order else ordered.get(other, 0)
         i = position.get(node)
         if i is None:
-            nearest[node] = above
+            nearest[node], ordered[node] = near, by_order
             continue
         implied = 0
-        for earlier in _bits(above):
-            implied |= before[earlier] & ~(1 << earlier)
-            before[i] |= before[earlier]
-        before[i] |= 1 << i
-        after[node] = tuple(_bits(above & ~implied))
-    return after
+        for earlier in _bits(near):
+            implied |= above[earlier]
+        above[i] = near | implied
+        found[node] = _Before(tuple(_bits(near & ~implied)), tuple(_bits(by_order)))
+    return found
 
 
 def _bits(mask: int) -> Iterator[int]:
@@ -147,7 +175,7 @@ def _topological(nodes: list[Node]) -> list[Node]:
     followers: dict[Node, list[Node]] = {node: [] for node in nodes}
     waiting: dict[Node, int] = {}
     for node in nodes:
-        above = {other for other in _above(node) if other in inside}
+        above = {other for other, _ in _above(node) if other in inside}
         waiting[node] = len(above)
         for other in above:
             followers[other].append(node)

@@ -33,7 +33,7 @@ class Segment:
 
     ``module`` is StableHLO (MLIR bytecode or text). ``donated`` lists inputs that ``main`` marks as
     donated (``jax.buffer_donor`` or ``tf.aliasing_output``): a run consumes them. ``arithmetic`` counts
-    the arithmetic HLO instructions one run executes (loops inside counted once), -1 if not known.
+    the arithmetic HLO instructions one run executes (a loop inside of unknown length once), -1 if not known.
     Segments are equal when their modules and types are: names and source lines are stripped before.
     """
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from importlib import import_module
 
 # name -> what it does. The module stretto.commands.<name> has `add_arguments(parser)` and
 # `run(arguments) -> exit code`; it is imported only when it is asked for.
 COMMANDS = {
+    "run": "run an HLO module (text or serialized) on local devices or under mpirun",
+    "explain": "print what an HLO module communicates, in which order and why, without running it",
     "doctor": "say what is installed and in force, run one all-reduce, and tell what to do",
 }
 
@@ -16,6 +19,8 @@ COMMANDS = {
 def main(argv: list[str] | None = None) -> int:
     """Run a subcommand; returns its exit code. Raises ``SystemExit(2)`` on arguments it cannot read."""
     argv = sys.argv[1:] if argv is None else argv
+    # XLA tells of its devices on stderr otherwise; importing jax sets the same.
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")
     parser = argparse.ArgumentParser(
         prog="stretto", description="A collective runtime for JAX on any engine."
     )

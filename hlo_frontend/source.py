@@ -1,0 +1,162 @@
+"""HLO files: text or serialized protos, gzipped or not, and for how many devices they are.
+
+`compile_guarded` compiles in a forked process first: XLA's parser and importer may end the process on
+input that contradicts itself, and that must not take a caller along who reads files of unknown origin.
+"""
+
+from __future__ import annotations
+
+import gzip
+import os
+import pickle
+import re
+import signal
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from stretto.runtime.errors import InvalidProgramError, StrettoError
+
+from .collectives import PAIRS_ATTRIBUTE
+from .graph import COLLECTIVES, Module
+from .groups import GroupMode, group_mode, parse_pairs, spelled_groups
+from .schema import HloModuleProto, HloModuleProtoWithConfig
+from .text import parse_hlo_text
+
+Result = TypeVar("Result")
+
+_GZIP_MAGIC = b"\x1f\x8b"
+_TEXT = re.compile(rb"[^\x00-\x08\x0e-\x1f\x7f]*\Z")
+_COUNTS = re.compile(r"\b(replica_count|num_partitions)=(\d+)")
+
+
+@dataclass(frozen=True)
+class HloSource:
+    """A serialized ``HloModuleProto`` and the counts it was written for; 0 where nothing says."""
+
+    module: bytes
+    num_replicas: int = 0
+    num_partitions: int = 0
+
+    def counts(self, num_devices: int) -> tuple[int, int]:
+        """Replicas and partitions: as written, else as its groups need, else one for each device."""
+        replicas, partitions = self.num_replicas, self.num_partitions
+        if not replicas and not partitions:
+            replicas, partitions = _implied_counts(Module.parse(self.module))
+        if not replicas and not partitions:
+            partitions = num_devices
+        return max(replicas, 1), max(partitions, 1)
+
+
+def read_hlo(data: bytes) -> HloSource:
+    """Read HLO text, a serialized ``HloModuleProto``, or one that an HloProto or a config wraps.
+
+    Raises `InvalidProgramError` with the line, or the reason.
+    """
+    if data.startswith(_GZIP_MAGIC):
+        try:
+            data = gzip.decompress(data)
+        except (OSError, EOFError, zlib.error) as error:
+            raise InvalidProgramError(f"cannot unpack the gzipped file: {error}") from error
+    if not data.strip():
+        raise InvalidProgramError(
+            "the file is empty; it should hold HLO text or a serialized module"
+        )
+    if _TEXT.match(data):
+        try:
+            text = data.decode()
+        except UnicodeDecodeError:
+            return _read_proto(data)
+        return _read_text(text)
+    return _read_proto(data)
+
+
+def _read_text(text: str) -> HloSource:
+    header = text.lstrip().partition("\n")[0]
+    counts = {name: int(count) for name, count in _COUNTS.findall(header)}
+    module = parse_hlo_text(text)
+    return HloSource(module, counts.get("replica_count", 0), counts.get("num_partitions", 0))
+
+
+def _read_proto(data: bytes) -> HloSource:
+    try:
+        if HloModuleProto.FromString(data).computations:
+            return HloSource(data)
+    except Exception:
+        pass  # perhaps wrapped
+    try:
+        wrapped = HloModuleProtoWithConfig.FromString(data)
+    except Exception as error:
+        raise InvalidProgramError(
+            f"neither HLO text nor a serialized HloModuleProto: {error}"
+        ) from None
+    if not wrapped.hlo_module.computations:
+        raise InvalidProgramError("the module has no computations")
+    return HloSource(
+        wrapped.hlo_module.SerializeToString(),
+        wrapped.config.replica_count,
+        wrapped.config.num_partitions,
+    )
+
+
+def _implied_counts(module: Module) -> tuple[int, int]:
+    """The smallest counts of replicas and partitions that hold all ids in groups and pairs."""
+    replicas = partitions = 0
+    for computation in module.computations:
+        for instruction in computation.instructions:
+            if instruction.opcode not in COLLECTIVES:
+                continue
+            pairs = [(p.source, p.target) for p in instruction.proto.source_target_pairs]
+            attribute = instruction.attributes.get(PAIRS_ATTRIBUTE)
+            if attribute is not None:
+                pairs += parse_pairs(instruction, attribute)
+            sets = [*pairs, *spelled_groups(instruction)]
+            largest = max((member + 1 for members in sets for member in members), default=0)
+            if group_mode(instruction) in (GroupMode.CROSS_PARTITION, GroupMode.FLATTENED):
+                partitions = max(partitions, largest)
+            else:
+                replicas = max(replicas, largest)
+    return replicas, partitions
+
+
+def in_fork(work: Callable[[], Result]) -> Result:
+    """What ``work`` returns, found by a forked process; it and its errors must be picklable.
+
+    Raises the `StrettoError` that it raises, and `InvalidProgramError` where it ends the process. To be
+    called before this process has threads of its own.
+    """
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            os.close(reading)
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # stack traces of a crash help nobody
+            try:
+                answer: tuple[bool, object] = (True, work())
+            except StrettoError as error:
+                answer = (False, error)
+            except Exception as error:
+                answer = (False, InvalidProgramError(f"{type(error).__name__}: {error}"))
+            with os.fdopen(writing, "wb") as pipe:
+                pickle.dump(answer, pipe)
+            code = 0
+        finally:
+            os._exit(code)
+    os.close(writing)
+    with os.fdopen(reading, "rb") as pipe:
+        data = pipe.read()
+    _, status = os.waitpid(child, 0)
+    if os.WIFSIGNALED(status):
+        name = signal.Signals(os.WTERMSIG(status)).name
+        raise InvalidProgramError(
+            f"the module contradicts itself: XLA ended with {name} on reading it. Check the shapes of "
+            "its instructions, and the shapes and operands of its collectives"
+        )
+    if not data:
+        raise InvalidProgramError("XLA ended the process on reading the module")
+    succeeded, answer = pickle.loads(data)
+    if succeeded:
+        return answer
+    raise answer

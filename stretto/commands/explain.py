@@ -1,0 +1,146 @@
+"""`stretto explain FILE`: what a module would communicate, in which order and why, without running it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from stretto.collectives.ops import Collective
+from stretto.collectives.order import Schedule, certificate
+from stretto.collectives.types import TensorType
+from stretto.runtime.errors import StrettoError
+from stretto.runtime.options import in_force
+from stretto.runtime.program import Run, instructions
+
+from .hlo_input import CompiledFile, add_file, compile_file, complain, read_file
+
+MOST_GROUPS = 4  # groups and pairs printed of one collective; --json has them all
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_file(parser)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    try:
+        devices = in_force().local_devices
+        compiled = compile_file(read_file(arguments.file), devices)
+    except StrettoError as error:
+        return complain("explain", arguments.file, error)
+    explanation = explain(compiled)
+    print(json.dumps(explanation, indent=2) if arguments.json else to_text(explanation))
+    return 0
+
+
+def explain(compiled: CompiledFile) -> dict[str, Any]:
+    """What there is to say about a program, as JSON."""
+    program = compiled.program
+    by_name = {c.name: c for c in program.collectives}
+    return {
+        "name": program.name,
+        "replicas": program.num_replicas,
+        "partitions": program.num_partitions,
+        "inputs": [str(t) for t in program.inputs],
+        "outputs": [str(t) for t in program.outputs],
+        "certificate": certificate(compiled.schedule).hex(),
+        "segments": sum(isinstance(i, Run) for i in instructions(program.body)),
+        "distinct_segments": len(program.segments),
+        "order": [e.name for e in compiled.schedule.walk() if e.name in by_name],
+        "collectives": list(_entries(compiled.schedule, by_name, compiled.tokens, [])),
+    }
+
+
+def _entries(
+    schedule: Schedule,
+    by_name: dict[str, Collective],
+    tokens: dict[str, tuple[str, ...]],
+    within: list[str],
+) -> Iterator[dict[str, Any]]:
+    for entry in schedule.entries:
+        common = {
+            "name": entry.name,
+            "kind": entry.kind,
+            "within": list(within),
+            "after": [schedule.entries[i].name for i in entry.after],
+            "tokens": list(tokens.get(entry.name, ())),
+            "source": entry.source,
+        }
+        if entry.name in by_name:
+            yield common | _facts(by_name[entry.name])
+            continue
+        yield common | {"trip_count": entry.trip_count}
+        for child in entry.children:
+            yield from _entries(child, by_name, tokens, [*within, entry.name])
+
+
+def _facts(collective: Collective) -> dict[str, Any]:
+    facts: dict[str, Any] = {
+        "operands": [str(t) for t in collective.operands],
+        "results": [str(t) for t in collective.results],
+        "bytes": payload_bytes(collective),
+    }
+    if collective.is_point_to_point:
+        facts["pairs"] = collective.pairs
+    else:
+        facts["groups"] = collective.groups
+    if collective.valid_iterations:
+        facts["valid_iterations"] = collective.valid_iterations
+    if collective.reduction is not None or collective.reducer is not None:
+        facts["reducer"] = str(collective.reduction or "computation")
+    if collective.dimension >= 0:
+        facts["dimension"] = collective.dimension
+    if collective.channel:
+        facts["channel"] = collective.channel
+    return facts
+
+
+def payload_bytes(collective: Collective) -> int:
+    """Bytes that one device gives; takes, for a receive."""
+    types: tuple[TensorType, ...] = collective.operands or collective.results
+    return sum(t.nbytes for t in types)
+
+
+def to_text(explanation: dict[str, Any]) -> str:
+    """The explanation for reading, one line for each collective in its order."""
+    e = explanation
+    devices = e["replicas"] * e["partitions"]
+    lines = [
+        f"program {e['name']}: {devices} devices ({e['replicas']} replicas x {e['partitions']} "
+        f"partitions), {len(e['order'])} collectives, {e['segments']} segments "
+        f"({e['distinct_segments']} distinct)",
+        f"certificate {e['certificate']}",
+    ]
+    for number, c in enumerate(e["collectives"]):
+        indent = "  " * (1 + len(c["within"]))
+        if "bytes" not in c:
+            count = c["trip_count"]
+            times = f" {count} times" if count is not None else ""
+            lines.append(f"{indent}{number}: {c['kind']} %{c['name']}{times}{_reasons(c)}")
+            continue
+        types = f"({', '.join(c['operands'])}) -> ({', '.join(c['results'])})"
+        sets = c.get("groups", c.get("pairs", ()))
+        shown = ", ".join("{" + ",".join(map(str, s)) + "}" for s in sets[:MOST_GROUPS])
+        if len(sets) > MOST_GROUPS:
+            shown += f", … {len(sets) - MOST_GROUPS} more"
+        what = "groups" if "groups" in c else "pairs"
+        extras = "".join(f" {k} {c[k]}" for k in ("reducer", "dimension", "channel") if k in c)
+        if "valid_iterations" in c:
+            extras += " valid " + ",".join(f"{lo}:{hi}" for lo, hi in c["valid_iterations"])
+        lines.append(
+            f"{indent}{number}: {c['kind']} %{c['name']} {types}{extras} {what} [{shown}] "
+            f"{c['bytes']} bytes{_reasons(c)}"
+        )
+    return "\n".join(lines)
+
+
+def _reasons(c: dict[str, Any]) -> str:
+    text = ""
+    by_data = [name for name in c["after"] if name not in c["tokens"]]
+    if by_data:
+        text += " after " + ", ".join(f"%{name}" for name in by_data)
+    if c["tokens"]:
+        text += " tokens from " + ", ".join(f"%{name}" for name in c["tokens"])
+    return text + (f" at {c['source']}" if c["source"] else "")

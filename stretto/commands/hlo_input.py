@@ -1,0 +1,77 @@
+"""HLO files as the commands take them: read, compiled under guard, errors with exit code 2."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import dataclass
+
+from stretto.collectives.order import CommonOrder, Schedule
+from stretto.hlo_frontend.compile import compile_hlo
+from stretto.hlo_frontend.source import HloSource, in_fork, read_hlo
+from stretto.runtime import options
+from stretto.runtime.errors import InvalidProgramError, StrettoError
+from stretto.runtime.program import Program
+
+BAD_INPUT = 2
+
+
+@dataclass(frozen=True)
+class CompiledFile:
+    """A file's program. ``tokens``: by name of each collective, those that tokens put before it."""
+
+    source: HloSource
+    program: Program
+    schedule: Schedule
+    tokens: dict[str, tuple[str, ...]]
+    pseudo_tokens: bool
+
+    def with_order(self, order: CommonOrder) -> Program:
+        """The program with its collectives in another order; see `CompiledModule`."""
+        counts = self.program.num_replicas, self.program.num_partitions
+        compiled = compile_hlo(self.source.module, *counts, pseudo_tokens=self.pseudo_tokens)
+        return compiled.with_order(order)
+
+
+def add_file(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "file",
+        metavar="FILE",
+        help="HLO module: text or serialized proto, gzipped or not; - is standard input",
+    )
+
+
+def read_file(name: str) -> bytes:
+    """Content of the file. Raises `InvalidProgramError`."""
+    if name == "-":
+        return sys.stdin.buffer.read()
+    try:
+        with open(name, "rb") as file:
+            return file.read()
+    except OSError as error:
+        raise InvalidProgramError(error.strerror or str(error)) from error
+
+
+def compile_file(data: bytes, num_devices: int, *, guarded: bool = True) -> CompiledFile:
+    """Compile the content of a file, for ``num_devices`` where it names no number of its own.
+
+    ``guarded``: in a forked process, so that input which crashes XLA raises `InvalidProgramError`.
+    """
+    pseudo_tokens = options.in_force().pseudo_tokens
+
+    def work() -> CompiledFile:
+        source = read_hlo(data)
+        counts = source.counts(num_devices)
+        compiled = compile_hlo(source.module, *counts, pseudo_tokens=pseudo_tokens)
+        tokens = compiled.tokens()
+        return CompiledFile(source, compiled.program, compiled.schedule, tokens, pseudo_tokens)
+
+    return in_fork(work) if guarded else work()
+
+
+def complain(command: str, name: str, error: StrettoError) -> int:
+    """Say what is wrong with the input; the exit code for it."""
+    print(
+        f"stretto {command}: {'standard input' if name == '-' else name}: {error}", file=sys.stderr
+    )
+    return BAD_INPUT

@@ -4,8 +4,10 @@
 
 1. ``tap``: XLA partitions and optimizes it, and is stopped before it generates code.
 2. ``graph``, ``groups``: the HLO is read; ids, shapes, replica groups.
-3. ``values``, ``carve``: every array becomes a value, tuples and tokens vanish, nodes are left.
-4. ``passes.order``: the nodes of each block get an order; carving cuts it at the runtime nodes.
+3. ``flatten``, ``collectives``: every array becomes a value, tuples and tokens vanish, nodes are
+   left (``values``).
+4. ``passes.order``, ``carve``: the nodes of each block get an order, which is cut at the runtime
+   nodes.
 5. ``segments``: each run of compute becomes a StableHLO module, equal ones become one.
-6. ``ownership``, ``lower``: donation, copies, frees; out comes the program.
+6. ``lower``, ``aliases``: slots, donation, copies, frees; out comes the program.
 """

@@ -321,7 +321,7 @@ class ModuleBuilder:
         return self._tuples[parts]
 
     def _untuple(self, id: int, shape: Any) -> list[int]:
-        leaves = []
+        leaves: list[int] = []
         for index, part in enumerate(shape.tuple_shapes):
             proto = self._add("get-tuple-element")
             proto.operand_ids.append(id)

@@ -27,7 +27,7 @@ from jaxlib.mlir import ir
 from stretto.runtime.errors import InvalidProgramError, UnsupportedError
 
 from . import stablehlo
-from .schema import PRIMITIVE_CODES, HloModuleProto
+from .schema import PRIMITIVE_CODES, CompileOptionsProto, HloModuleProto
 
 # XLA:CPU passes that would tie the HLO to XLA:CPU, each with what it does.
 DISABLED_PASSES: dict[str, str] = {
@@ -93,13 +93,13 @@ def _hook(serialized: bytes) -> bytes | None:
 def _options(serialized: bytes, num_replicas: int, num_partitions: int) -> Any:
     """The caller's compile options, for our client, with CPU-specific passes switched off."""
     try:
-        options = (
-            xla_client.CompileOptions.ParseFromString(serialized)
-            if serialized
-            else xla_client.CompileOptions()
-        )
+        CompileOptionsProto.FromString(serialized)  # jaxlib takes what it cannot read for defaults
     except Exception as error:
         raise InvalidProgramError(f"cannot read the compile options: {error}") from error
+    if serialized:
+        options = xla_client.CompileOptions.ParseFromString(serialized)
+    else:
+        options = xla_client.CompileOptions()
     devices = np.arange(num_replicas * num_partitions).reshape(num_replicas, num_partitions)
     assignment = xla_client.DeviceAssignment.create(devices)
     options.num_replicas = num_replicas

@@ -90,7 +90,7 @@ def test_pairs_count_partitions_with_a_channel_and_replicas_without():
 def test_flag_without_channel():
     found = instruction("all-reduce", FLAT + "{{0,1}}")
     found.proto.channel_id = 0
-    with pytest.raises(InvalidProgramError, match="r .all-reduce.*needs a channel_id"):
+    with pytest.raises(InvalidProgramError, match=r"r .all-reduce.*needs a channel_id"):
         group_mode(found)
 
 

@@ -9,15 +9,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from interpreter import Interpreter
 from jax import lax
 from jax.sharding import NamedSharding
-from jaxlib import _xla, xla_client
+from jaxlib import _jax, _xla, xla_client
 from support import P, compiled, manual, mesh
 
 from stretto.hlo_frontend import stablehlo, tap
 from stretto.hlo_frontend.compile import CompileSpec, compile_stablehlo
 from stretto.hlo_frontend.graph import Module
-from stretto.hlo_frontend.schema import CompileOptionsProto, HloModuleProtoWithConfig
+from stretto.hlo_frontend.schema import HloModuleProtoWithConfig
 from stretto.runtime.errors import InvalidProgramError, StrettoError
 
 
@@ -105,8 +106,6 @@ def test_names_come_back():
 
 
 def test_portable_artifacts_are_read():
-    from jaxlib import _jax
-
     text = text_of(jax.jit(lambda x: x * 2), np.ones(4, np.float32))
     artifact = _jax.mlir.serialize_portable_artifact(text, "1.0.0")
     program = compile_stablehlo(artifact, CompileSpec()).program
@@ -141,24 +140,23 @@ def test_donation_of_the_caller():
 
 
 def test_options_of_the_caller_are_honoured():
-    """Propagation of shardings to outputs is allowed by the options JAX sends."""
-    over = mesh(4)
-    f = jax.jit(lambda x: x.T, in_shardings=NamedSharding(over, P("x")))
-    text = text_of(f, np.ones((8, 4), np.float32))
     options = xla_client.CompileOptions()
-    options.num_partitions = 4
+    options.env_option_overrides = [
+        ("xla_disable_hlo_passes", "fusion,cse"),
+        ("xla_cpu_enable_fast_math", True),
+    ]
     build = options.executable_build_options
-    build.num_partitions = 4
-    build.use_spmd_partitioning = True
     build.use_shardy_partitioner = True
-    shapes = []
-    for allowed in ([False], [True]):
-        build.allow_spmd_sharding_propagation_to_output = allowed
-        serialized = options.SerializeAsString()
-        assert CompileOptionsProto.FromString(serialized).executable_build_options.num_partitions
-        program = compile_stablehlo(text, CompileSpec(1, 4, serialized)).program
-        shapes.append(program.outputs[0].shape)
-    assert shapes == [(4, 8), (4, 2)]
+    build.allow_spmd_sharding_propagation_to_output = [True]
+    made = tap._options(options.SerializeAsString(), 2, 4)
+    overrides = dict(made.env_option_overrides)
+    disabled = overrides["xla_disable_hlo_passes"].split(",")
+    assert disabled[:2] == ["fusion", "cse"] and set(tap.DISABLED_PASSES) <= set(disabled)
+    assert len(disabled) == len(set(disabled))
+    assert overrides["xla_cpu_enable_fast_math"] is True
+    assert made.executable_build_options.use_shardy_partitioner
+    assert list(made.executable_build_options.allow_spmd_sharding_propagation_to_output) == [True]
+    assert (made.num_replicas, made.num_partitions) == (2, 4)
 
 
 def test_one_device_skips_the_tap(monkeypatch):
@@ -178,7 +176,5 @@ def test_one_device_with_collectives_becomes_a_local_program():
     over = mesh(1)
     f = manual(lambda x: lax.psum(x, "x") + lax.axis_index("x"), over, P("x"), P())
     x = np.arange(4, dtype=np.float32)
-    from interpreter import Interpreter
-
     program = compiled(f, x, num_devices=1).program
     np.testing.assert_array_equal(Interpreter(program).run([x])[0][0], x)

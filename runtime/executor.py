@@ -24,15 +24,17 @@ from typing import Any, Protocol
 from stretto.collectives.communicator import Communicator
 
 from . import statistics
+from .communication import Lane
 from .engine import Engine, LoadedSegment
 from .errors import InvalidProgramError, StrettoError
+from .frame import Frame, Hosted
 from .instrument import Counters, Instrument
 from .options import Options
 from .program import Block, Branch, Loop, Program, Run, Start, instructions
 from .progress import Progress
 from .stream import Event, Stream
 from .value import DeletedError, Landed, Promise, Value
-from .walk import Frame, Hosted, Lane, Walker
+from .walk import Walker
 
 # Programs queued ahead of the dispatch thread. Enough to hide its latency; a caller that is further ahead
 # waits, or values of runs not begun would pile up without bound.

@@ -44,7 +44,11 @@ class BoundCollective(Protocol):
 
         Local ids that are absent do not take part (they did not enter the branch or loop): a group none
         of whose members is present is left out, one with only some of its local members raises
-        ``RuntimeError``. Every process calls the collectives of a stream in the same order.
+        ``RuntimeError``. Devices that are in no group get zeros. Every process calls the collectives of
+        a stream in the same order.
+
+        Permutes, sends and receives also take ``skip``, a set of indices of ``collective.pairs`` that
+        move nothing this time: their targets get zeros. Both ends give the same set.
         ``skip``: positions in ``collective.pairs`` that move nothing this time, the same everywhere;
         their targets get zeros.
         """
@@ -53,7 +57,10 @@ class BoundCollective(Protocol):
     def start(
         self, operands: Mapping[int, Sequence[Array]], skip: frozenset[int] | None = None
     ) -> Request:
-        """For send and recv only: post it, do not block. Recv takes operands that give no arrays."""
+        """For send and recv only: post it, do not block. Recv takes operands that give no arrays.
+
+        Takes ``skip`` as `run` does.
+        """
         ...
 
 

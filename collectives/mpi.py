@@ -1,0 +1,313 @@
+"""Processes over MPI: teams of processes that exchange host memory, and messages between two of them.
+
+Everything here moves contiguous host arrays with raw-buffer calls of mpi4py (no pickling) on the calling
+thread, which MPI must allow from several threads. What is sent and how much of it is planned beforehand:
+all processes of a team must make the same calls with the same plans in the same order.
+
+Reductions give the same bits on every process. MPI's own all-reduce is used where MPI reduces as HLO
+means it and latency is what counts. Elsewhere (types MPI does not know or would round at every step; float
+minimum and maximum, where MPI_MAX need not propagate NaN; large arrays) each process reduces its part of
+the array from all others' and the parts are gathered: every element travels twice at most, in its own
+type.
+
+Point-to-point messages use the world's communicator, with tags that tell streams and channels apart, so no
+communicator is made for them.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from itertools import pairwise
+
+import numpy as np
+from mpi4py import MPI
+
+from .memory import pool
+from .ops import Reduction
+from .reduce import combiner
+from .types import ELEMENT_TYPES
+
+# combine(partial, out): flat arrays of the planned size; they may share memory.
+AllReduce = Callable[[np.ndarray, np.ndarray], None]
+Requests = list[MPI.Request]
+
+# Above this many bytes for each process, reducing by parts beats MPI_Allreduce (MPICH 5, shared memory).
+_LARGE_PART = 1 << 15
+# Up to this many bytes in all, each process gathers all operands and reduces them itself.
+_SMALL_GATHER = 1 << 16
+# Bytes of one part reduced at a time, so that what was received is still in the cache.
+_BLOCK = 1 << 20
+# Tags at the upper end belong to permutes, one for each stream.
+_PERMUTE_TAGS = 1024
+
+_MPI_TYPES: dict[str, MPI.Datatype] = {
+    "pred": MPI.UINT8_T,
+    "s8": MPI.INT8_T,
+    "s16": MPI.INT16_T,
+    "s32": MPI.INT32_T,
+    "s64": MPI.INT64_T,
+    "u8": MPI.UINT8_T,
+    "u16": MPI.UINT16_T,
+    "u32": MPI.UINT32_T,
+    "u64": MPI.UINT64_T,
+    "f32": MPI.FLOAT,
+    "f64": MPI.DOUBLE,
+    "c64": MPI.C_FLOAT_COMPLEX,
+    "c128": MPI.C_DOUBLE_COMPLEX,
+}
+_INEXACT = {Reduction.SUM: MPI.SUM, Reduction.PRODUCT: MPI.PROD}
+_INTEGER = _INEXACT | {
+    Reduction.MIN: MPI.MIN,
+    Reduction.MAX: MPI.MAX,
+    Reduction.AND: MPI.BAND,
+    Reduction.OR: MPI.BOR,
+    Reduction.XOR: MPI.BXOR,
+}
+# A pred is a byte, 0 or 1.
+_PRED = {
+    Reduction.SUM: MPI.BOR,
+    Reduction.PRODUCT: MPI.BAND,
+    Reduction.MIN: MPI.BAND,
+    Reduction.MAX: MPI.BOR,
+    Reduction.AND: MPI.BAND,
+    Reduction.OR: MPI.BOR,
+    Reduction.XOR: MPI.BXOR,
+}
+
+
+def native(dtype: str, reduction: Reduction) -> tuple[MPI.Datatype, MPI.Op] | None:
+    """MPI's datatype and operation, where MPI reduces as HLO does."""
+    if dtype not in _MPI_TYPES:
+        return None
+    table = _PRED if dtype == "pred" else _INTEGER if dtype[0] in "su" else _INEXACT
+    op = table.get(reduction)
+    return None if op is None else (_MPI_TYPES[dtype], op)
+
+
+def as_bytes(array: np.ndarray) -> np.ndarray:
+    """The content of a contiguous array as flat u8; mpi4py does not know the dtypes of ml_dtypes."""
+    return array.reshape(-1).view(np.uint8)
+
+
+class Team:
+    """A set of processes, in ascending order, with a communicator of their own.
+
+    ``index`` is this process's place in ``processes``.
+    """
+
+    def __init__(self, comm: MPI.Comm, processes: tuple[int, ...]) -> None:
+        self.comm = comm
+        self.processes = processes
+        self.size = len(processes)
+        self.index = comm.Get_rank()
+
+    def all_reduce(self, dtype: str, reduction: Reduction, count: int, wire: str) -> AllReduce:
+        """Plan the reduction of ``count`` elements of ``dtype`` whose partial results, of type ``wire``
+        (``dtype``, or f32 for narrow floats), are one for each process.
+        """
+        mpi = native(dtype, reduction) if dtype == wire else None
+        nbytes = count * ELEMENT_TYPES[wire].numpy.itemsize
+        if mpi is not None and nbytes < _LARGE_PART * self.size:
+            return self._native_all_reduce(count, *mpi)
+        if nbytes * self.size <= _SMALL_GATHER:
+            return self._gathered_all_reduce(dtype, reduction, count, wire)
+        return self._all_reduce_by_parts(dtype, reduction, count, wire)
+
+    def _native_all_reduce(self, count: int, datatype: MPI.Datatype, op: MPI.Op) -> AllReduce:
+        call, in_place = self.comm.Allreduce, MPI.IN_PLACE
+
+        def run(partial: np.ndarray, out: np.ndarray) -> None:
+            send = in_place if partial is out else [partial, count, datatype]
+            call(send, [out, count, datatype], op)
+
+        return run
+
+    def _gathered_all_reduce(
+        self, dtype: str, reduction: Reduction, count: int, wire: str
+    ) -> AllReduce:
+        combine, shape = combiner(dtype, reduction), (self.size, count)
+        call, wire_dtype = self.comm.Allgather, ELEMENT_TYPES[wire].numpy
+
+        def run(partial: np.ndarray, out: np.ndarray) -> None:
+            gathered = pool.empty(shape, wire_dtype)
+            call([as_bytes(partial), MPI.BYTE], [as_bytes(gathered), MPI.BYTE])
+            combine(list(gathered), out)
+
+        return run
+
+    def _all_reduce_by_parts(
+        self, dtype: str, reduction: Reduction, count: int, wire: str
+    ) -> AllReduce:
+        size, index = self.size, self.index
+        itemsize = ELEMENT_TYPES[dtype].numpy.itemsize
+        per_part = -(-count // (size * 64)) * 64  # whole cache lines
+        starts = [min(q * per_part, count) for q in range(size + 1)]
+        lengths = [b - a for a, b in pairwise(starts)]
+        scatter = self.reduce_parts(dtype, reduction, starts[:-1], lengths, wire)
+        gather = self.gather([n * itemsize for n in lengths], [s * itemsize for s in starts[:-1]])
+        own = slice(starts[index], starts[index + 1])
+
+        def run(partial: np.ndarray, out: np.ndarray) -> None:
+            scatter(partial, out[own])
+            gather(None, as_bytes(out))
+
+        return run
+
+    def reduce_parts(
+        self,
+        dtype: str,
+        reduction: Reduction,
+        starts: Sequence[int],
+        lengths: Sequence[int],
+        wire: str,
+    ) -> AllReduce:
+        """Plan a reduce-scatter: process q gets the elements at ``starts[q]``, ``lengths[q]`` of them.
+
+        It reads a flat partial result of type ``wire`` and writes this process's part, which may be the
+        partial's own memory.
+        """
+        combine, wire_dtype = combiner(dtype, reduction), ELEMENT_TYPES[wire].numpy
+        itemsize, size, index = wire_dtype.itemsize, self.size, self.index
+        block = min(max(1, _BLOCK // itemsize), max(lengths, default=0))
+        mine = lengths[index]
+        steps = []
+        for begin in range(0, max(lengths), max(block, 1)):
+            sends = [max(0, min(block, n - begin)) for n in lengths]
+            length = max(0, min(block, mine - begin))
+            receives = [length] * size
+            sends[index] = receives[index] = 0
+            steps.append(
+                (
+                    begin,
+                    length,
+                    (
+                        [n * itemsize for n in sends],
+                        [
+                            (s + min(begin, n)) * itemsize
+                            for s, n in zip(starts, lengths, strict=True)
+                        ],
+                    ),
+                    ([n * itemsize for n in receives], [q * block * itemsize for q in range(size)]),
+                )
+            )
+        start, call = starts[index], self.comm.Alltoallv
+
+        def run(partial: np.ndarray, out: np.ndarray) -> None:
+            received = pool.empty((size, block), wire_dtype)
+            received_bytes, partial_bytes = as_bytes(received), as_bytes(partial)
+            for begin, length, send, receive in steps:
+                call(
+                    [partial_bytes, send, MPI.BYTE],
+                    [received_bytes, receive, MPI.BYTE],
+                )
+                if length:
+                    pieces = list(received[:, :length])
+                    own = partial[start + begin : start + begin + length]
+                    if index < 2:
+                        pieces[index] = own
+                    else:  # what is written may be the same memory, and is so before this is read
+                        np.copyto(pieces[index], own)
+                    combine(pieces, out[begin : begin + length])
+
+        return run
+
+    def gather(
+        self, counts: Sequence[int], displacements: Sequence[int]
+    ) -> Callable[[np.ndarray | None, np.ndarray], None]:
+        """Plan an all-gather of bytes: process q gives ``counts[q]`` for ``displacements[q]``.
+
+        It takes this process's bytes, or None on all processes if they are in their place already.
+        """
+        call, layout = self.comm.Allgatherv, (list(counts), list(displacements))
+        if not sum(counts):
+            return lambda send, out: None
+
+        def run(send: np.ndarray | None, out: np.ndarray) -> None:
+            call(
+                MPI.IN_PLACE if send is None else [send, MPI.BYTE],
+                [out, layout, MPI.BYTE],
+            )
+
+        return run
+
+    def exchange(
+        self,
+        send_counts: Sequence[int],
+        send_displacements: Sequence[int],
+        receive_counts: Sequence[int],
+        receive_displacements: Sequence[int],
+    ) -> Callable[[np.ndarray, np.ndarray], None]:
+        """Plan an all-to-all of bytes between the processes, this one included."""
+        sends = (list(send_counts), list(send_displacements))
+        receives = (list(receive_counts), list(receive_displacements))
+        call = self.comm.Alltoallv
+
+        def run(send: np.ndarray, out: np.ndarray) -> None:
+            call([send, sends, MPI.BYTE], [out, receives, MPI.BYTE])
+
+        return run
+
+    def broadcast(self, content: np.ndarray, root: int) -> None:
+        """Bytes from the process at index ``root``, in place."""
+        self.comm.Bcast([content, MPI.BYTE], root)
+
+
+class MpiWorld:
+    """The processes of the job, for one stream. ``comm`` belongs to stretto alone."""
+
+    def __init__(self, comm: MPI.Comm, stream: int) -> None:
+        self.comm = comm
+        self.stream = stream
+        self.rank = comm.Get_rank()
+        self.size = comm.Get_size()
+        self._teams: dict[tuple[int, ...], Team] = {}
+
+    def team(self, processes: Sequence[int]) -> Team:
+        """The team of these processes. Making it waits for all of them, and for nobody else."""
+        key = tuple(sorted(set(processes)))
+        if key not in self._teams:
+            world = self.comm.Get_group()
+            group = world.Incl(key)
+            tag = zlib.crc32(repr((self.stream, key)).encode()) % (1 << 15)
+            self._teams[key] = Team(self.comm.Create_group(group, tag), key)
+            group.Free()
+            world.Free()
+        return self._teams[key]
+
+    @cached_property
+    def _tag_bound(self) -> int:
+        return self.comm.Get_attr(MPI.TAG_UB) or 32767
+
+    @property
+    def permute_tag(self) -> int:
+        """The tag of this stream's permutes: they are posted in the same order on both sides."""
+        return self._tag_bound - self.stream % _PERMUTE_TAGS
+
+    def message_tag(self, channel: int, source: int, target: int, devices: int) -> int:
+        """The tag of a send from ``source`` to ``target``, which number the devices of their processes."""
+        number = (channel * devices + source) * devices + target
+        return number % (self._tag_bound + 1 - _PERMUTE_TAGS)
+
+    def post_receive(self, array: np.ndarray, process: int, tag: int) -> MPI.Request:
+        return self.comm.Irecv([as_bytes(array), MPI.BYTE], process, tag)
+
+    def post_send(self, array: np.ndarray, process: int, tag: int) -> MPI.Request:
+        return self.comm.Isend([as_bytes(array), MPI.BYTE], process, tag)
+
+    def wait(self, requests: Requests) -> None:
+        """Wait for all of them."""
+        MPI.Request.Waitall(requests)
+
+    def test(self, requests: Requests) -> bool:
+        """Whether all of them are complete."""
+        return MPI.Request.Testall(requests)
+
+    def close(self) -> None:
+        """Free the communicators. All processes of each team must do so."""
+        if MPI.Is_finalized():
+            return
+        for team in self._teams.values():
+            team.comm.Free()
+        self._teams.clear()

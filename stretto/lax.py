@@ -90,9 +90,7 @@ def ppermute(
     return _then(jax.lax.ppermute(_after(token, x), axis_name, perm), token)
 
 
-def send(
-    x: Any, axis_name: AxisName, perm: Sequence[tuple[int, int]], *, token: Token
-) -> Token:
+def send(x: Any, axis_name: AxisName, perm: Sequence[tuple[int, int]], *, token: Token) -> Token:
     """Send ``x`` along ``perm``, pairs (source, target) of positions on the axis. See `recv`.
 
     A send does not wait for its receiver. Every send needs the `recv` of the same ``perm``. Runs where

@@ -15,9 +15,9 @@ import atexit
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial, reduce
+from functools import reduce
 from operator import add
 from typing import Any, Protocol
 
@@ -27,13 +27,12 @@ from . import statistics
 from .communication import Lane
 from .engine import Engine, LoadedSegment
 from .errors import InvalidProgramError, StrettoError
-from .frame import Frame, Hosted
 from .instrument import Counters, Instrument
+from .loaded import Flight, LoadedProgram
 from .options import Options
-from .program import Block, Branch, Loop, Program, Run, Start, instructions
+from .program import Program
 from .progress import Progress
 from .stream import Event, Stream
-from .value import DeletedError, Landed, Promise, Value
 from .walk import Walker
 
 # Programs queued ahead of the dispatch thread. Enough to hide its latency; a caller that is further ahead
@@ -220,263 +219,10 @@ class Executor:
             flight.land(error)
 
 
-class LoadedProgram:
-    """A program on its devices. ``local``: (logical id, ordinal) of those in this process, in order."""
-
-    def __init__(
-        self,
-        executor: Executor,
-        walker: Walker,
-        local: tuple[tuple[int, int], ...],
-        has_host_callbacks: bool = False,
-    ) -> None:
-        self.executor = executor
-        self.program = program = walker.program
-        self.local = local
-        self.walker = walker
-        self.has_host_callbacks = has_host_callbacks
-        self.communicates = any(isinstance(i, Start) for i in instructions(program.body))
-        self.input_types = program.inputs
-        self.output_types = program.outputs
-        self._engine = executor.engine
-        self._single = None
-        if program.single_segment is not None and local and executor.instrument is None:
-            self._single = walker.segments[program.body.instructions[0].segment].run  # type: ignore[union-attr]
-
-    @property
-    def single(self) -> Callable[[int, list[Any]], list[Any]] | None:
-        """The engine's ``run`` of the only segment, where the program is nothing else.
-
-        For callers that have the engine's arrays and donate none; None where `execute` must be used.
-        """
-        return self._single
-
-    def execute(self, arguments: Sequence[Sequence[Value]]) -> list[list[Value]]:
-        """Run it: ``arguments[k][i]`` is parameter i for ``local[k]``; gives outputs in the same form.
-
-        Returns at once. Donated arguments are deleted. Raises what the engine refuses at once and
-        `DeletedError`; later errors arrive at the outputs.
-        """
-        return self.execute_with_completion(arguments)[0]
-
-    def execute_with_completion(
-        self, arguments: Sequence[Sequence[Value]]
-    ) -> tuple[list[list[Value]], Event | None]:
-        """The same, with an event that is set once all is issued (its ``error`` says whether the run
-        failed); None if that is so already.
-        """
-        if len(arguments) != len(self.local) or any(
-            len(row) != len(self.input_types) for row in arguments
-        ):
-            raise InvalidProgramError(
-                f"program {self.program.name} takes {len(self.input_types)} arguments for each of "
-                f"{len(self.local)} local devices, not {[len(row) for row in arguments]}"
-            )
-        if not self.local:
-            return [], None
-        donated = self.program.donated
-        idle = self.executor.dispatch.idle
-        if self._single is not None and (idle or not donated):
-            outputs = self._run_single(arguments)
-            if outputs is not None:
-                return outputs, None
-        return self._launch(arguments, idle)
-
-    def cost_analysis(self) -> dict[str, float]:
-        """Flops, transcendentals and bytes of one device's run, as far as the engine tells.
-
-        Every segment counts once for each place it runs at, times the trip counts that are known.
-        """
-        analyses: list[dict[str, float]] = [
-            getattr(segment, "cost_analysis", dict)() for segment in self.walker.segments
-        ]
-        if self.program.single_segment is not None and analyses:
-            return analyses[0]
-        totals: dict[str, float] = {}
-        for segment, times in segment_runs(self.program.body):
-            for key in ("flops", "transcendentals", "bytes accessed"):
-                if segment < len(analyses) and key in analyses[segment]:
-                    totals[key] = totals.get(key, 0.0) + times * analyses[segment][key]
-        return totals
-
-    def _run_single(self, arguments: Sequence[Sequence[Value]]) -> list[list[Value]] | None:
-        """Hand the one segment to the engine; None if an argument is not issued yet."""
-        run: Any = self._single
-        rows = []
-        for values in arguments:
-            row = []
-            for value in values:
-                array = value._array
-                if array is None:
-                    try:
-                        if type(value.capture()) is Promise:
-                            return None
-                    except Exception as error:
-                        return self._failed(error)
-                    array = value.array()
-                row.append(array)
-            rows.append(row)
-        engine, types, donated = self._engine, self.output_types, self.program.donated
-        outputs = []
-        for (_, ordinal), row, values in zip(self.local, rows, arguments, strict=True):
-            arrays = run(ordinal, row)
-            outputs.append(
-                [Value(type, ordinal, engine, a) for type, a in zip(types, arrays, strict=True)]
-            )
-            for index in donated:
-                values[index].delete()
-        return outputs
-
-    def _failed(self, error: Exception) -> list[list[Value]]:
-        if isinstance(error, DeletedError):
-            raise error
-        return [
-            [Value.failed(self._engine, error, type, ordinal) for type in self.output_types]
-            for _, ordinal in self.local
-        ]
-
-    def _launch(
-        self, arguments: Sequence[Sequence[Value]], idle: bool
-    ) -> tuple[list[list[Value]], Event | None]:
-        columns: list[list[Any]] = []
-        issued = True
-        failed: Exception | None = None
-        for index, type_ in enumerate(self.input_types):
-            column = []
-            for row in arguments:
-                value = row[index]
-                if value.type != type_:
-                    raise InvalidProgramError(
-                        f"argument {index} of program {self.program.name} is {value.type}, "
-                        f"not {type_}"
-                    )
-                try:
-                    content = value.capture()
-                except DeletedError:
-                    raise
-                except Exception as error:
-                    failed = failed or error
-                    content = None
-                if type(content) is Promise:
-                    issued = False
-                column.append(content)
-            columns.append(column)
-        flight = Flight(self, columns, failed)
-        outputs = [
-            [
-                Value(type, ordinal, self._engine, None, promise)
-                for type, promise in zip(self.output_types, promises, strict=True)
-            ]
-            for (_, ordinal), promises in zip(self.local, flight.promises, strict=True)
-        ]
-        if idle and issued and not self.communicates:
-            self.executor.fly_here(flight)
-        else:
-            self.executor.fly(flight)
-        for index in self.program.donated:
-            for row in arguments:
-                row[index].delete()
-        return outputs, flight.event
-
-
-class Flight:
-    """One run of a program, from its arguments to its outputs."""
-
-    __slots__ = ("_columns", "_failed", "event", "loaded", "promises", "run")
-
-    def __init__(
-        self, loaded: LoadedProgram, columns: list[list[Any]], failed: Exception | None
-    ) -> None:
-        self.loaded = loaded
-        self.event = Event()
-        self.promises = [[Promise(self.event) for _ in loaded.output_types] for _ in loaded.local]
-        self.run = loaded.executor.next_run()
-        self._columns = columns
-        self._failed = failed
-
-    def walk(self) -> None:
-        """Walk the program. Errors go to the outputs."""
-        loaded = self.loaded
-        walker, executor = loaded.walker, loaded.executor
-        program, instrument = loaded.program, executor.instrument
-        frame = Frame(len(program.slot_types), walker.positions)
-        error: BaseException | None = self._failed
-        results: list[Any] = []
-        try:
-            if error is None:
-                for slot, column in zip(program.body.parameters, self._columns, strict=True):
-                    frame.registers[slot] = self._gather(column, slot)
-                self._columns = []
-                if instrument is not None:
-                    instrument.program_started(program.name, self.run)
-                for operation in walker.operations:
-                    operation(frame)
-                results = walker.results(frame)
-        except BaseException as raised:
-            error = raised
-            results = [frame.registers[slot] for slot in program.body.results]
-        self.land(error, results)
-        for lane in walker.lanes:
-            if lane.sends:
-                drained = lane.stream.submit(lane.drain)
-                drained.add_callback(partial(executor.report_failure_of, drained))
-        if instrument is not None:
-            instrument.program_finished(program.name, self.run, error)
-
-    def _gather(self, column: list[Any], slot: int) -> list[Any]:
-        """A register from what the arguments stood for."""
-        column = [entry.result() if type(entry) is Promise else entry for entry in column]
-        landed = [type(entry) is Landed for entry in column]
-        if all(landed):
-            return Hosted(entry.host for entry in column)
-        if any(landed):
-            walker = self.loaded.walker
-            type_ = self.loaded.program.slot_types[slot]
-            return [
-                walker.engine.put(entry.host, type_, ordinal) if type(entry) is Landed else entry
-                for entry, ordinal in zip(column, walker.ordinals, strict=True)
-            ]
-        return column
-
-    def land(self, error: BaseException | None, results: Sequence[Any] = ()) -> None:
-        """Deliver the outputs; those that are not issued get the error. Only the first call counts."""
-        loaded = self.loaded
-        executor = loaded.executor
-        if not executor.claim(self):
-            return
-        for index in range(len(loaded.output_types)):
-            register = results[index] if results else None
-            hosted = type(register) is Hosted
-            for position, promises in enumerate(self.promises):
-                entry = None if register is None else register[position]
-                if entry is None:
-                    promises[index].error = error
-                else:
-                    promises[index].content = Landed(entry) if hosted else entry
-        if loaded.communicates:
-            executor.report(error)
-        self.event.set(error=error)
-
-
 def _hierarchies(world: Processes) -> Callable[[int], Communicator]:
     from stretto.collectives.hierarchy import create_communicator
 
     return lambda stream: create_communicator(world.comm, stream)
-
-
-def segment_runs(block: Block, times: int = 1) -> Iterator[tuple[int, int]]:
-    """Every run of a segment in a block: its index, and how often it runs if loops run as known."""
-    for instruction in block.instructions:
-        if isinstance(instruction, Run):
-            yield instruction.segment, times
-        elif isinstance(instruction, Loop):
-            count = 1 if instruction.trip_count is None else instruction.trip_count
-            yield from segment_runs(instruction.body, times * count)
-            if instruction.trip_count is None:
-                yield from segment_runs(instruction.condition, times)
-        elif isinstance(instruction, Branch):
-            for branch in instruction.branches:
-                yield from segment_runs(branch, times)
 
 
 def _close_at_exit(reference: weakref.ref[Executor]) -> None:

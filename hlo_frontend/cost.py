@@ -22,8 +22,8 @@ def arithmetic_and_flops(instructions: Iterable[Instruction]) -> tuple[int, floa
     """Number of arithmetic instructions and floating point operations of one run.
 
     Loops count as often as they run, once if that is not known, branches of a conditional all;
-    computations applied to each element of an op count as part of that op. A dot counts two operations for each multiplication, other ops one
-    for each element of their largest operand or result.
+    computations applied to each element of an op count as part of that op. A dot counts two operations
+    for each multiplication, other ops one for each element of their largest operand or result.
     """
     count, flops = 0, 0.0
     for instruction in instructions:

@@ -244,7 +244,7 @@ class _Liveness:
     """
 
     def __init__(self, entry: BlockGraph, zeros: _Zeros) -> None:
-        self.extra = zeros.extra
+        self.extra = {node: set(found) for node, found in zeros.extra.items()}
         self.sums = dict(zeros.sums)
         self._entry = entry
         self._parameters: dict[Value, tuple[Node, int]] = {}
@@ -260,17 +260,41 @@ class _Liveness:
         while True:
             self.values: set[Value] = set()
             self._spread()
-            kept = [n for n, (_, zero) in self.sums.items() if self._is_needed(n.operands[zero])]
-            if not kept:
+            if not self._keep_shared():
                 break
-            for node in kept:
-                del self.sums[node]
         self.found = bool(self.sums) or any(
             node.results[i] not in self.values for node, found in self.extra.items() for i in found
         )
 
+    def _keep_shared(self) -> bool:
+        """Keep sums and operands whose zero is needed for something else. Whether there were any."""
+        kept = [n for n, (_, zero) in self.sums.items() if self._is_needed(n.operands[zero])]
+        for node in kept:
+            del self.sums[node]
+        shared = [
+            (node, i)
+            for node, found in self.extra.items()
+            for i in found
+            if node.results[i] not in self.values and self._is_needed(node.operands[i])
+        ]
+        for node, i in shared:
+            self.extra[node].discard(i)
+        return bool(kept or shared)
+
     def _is_needed(self, value: Value) -> bool:
-        return value.root in self.values
+        """Whether a zero, or what it was moved from, is needed. A constant is no one's in particular."""
+        while True:
+            root = value.root
+            node = root.node
+            if node is not None and node.kind is NodeKind.CHEAP:
+                return False
+            if root in self.values:
+                return True
+            if node is None or node.kind is not NodeKind.COMPUTE:
+                return False
+            if node.instruction.opcode not in _MOVES:
+                return False
+            value = node.operands[0]
 
     def kept_operands(self, node: Node) -> list[int]:
         """Positions of the operands that a collective keeps."""

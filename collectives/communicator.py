@@ -36,6 +36,9 @@ class BoundCollective(Protocol):
     """A collective bound to the world: communicators made, groups mapped to devices, buffers planned."""
 
     collective: Collective
+    # What the devices of this process send to other devices when all of them take part.
+    messages: int
+    bytes: int
 
     def run(
         self, operands: Mapping[int, Sequence[Array]], skip: frozenset[int] | None = None
@@ -47,8 +50,6 @@ class BoundCollective(Protocol):
         ``RuntimeError``. Devices that are in no group get zeros. Every process calls the collectives of
         a stream in the same order.
 
-        Permutes, sends and receives also take ``skip``, a set of indices of ``collective.pairs`` that
-        move nothing this time: their targets get zeros. Both ends give the same set.
         ``skip``: positions in ``collective.pairs`` that move nothing this time, the same everywhere;
         their targets get zeros.
         """
@@ -57,10 +58,7 @@ class BoundCollective(Protocol):
     def start(
         self, operands: Mapping[int, Sequence[Array]], skip: frozenset[int] | None = None
     ) -> Request:
-        """For send and recv only: post it, do not block. Recv takes operands that give no arrays.
-
-        Takes ``skip`` as `run` does.
-        """
+        """For send and recv only: post it, do not block. Recv takes operands that give no arrays."""
         ...
 
 

@@ -36,7 +36,7 @@ Results = dict[int, list[Array]]
 Step = Callable[[Operands, Results], None]
 
 
-def create_communicator(comm: MPI.Comm | None, stream: int) -> Communicator:
+def create_communicator(comm: MPI.Intracomm | None, stream: int) -> Communicator:
     """The communicator of stream number ``stream``. ``comm``: MPI's communicator of all processes, or
     None if there is one process. Makes no MPI call that another process must answer.
     """
@@ -46,7 +46,7 @@ def create_communicator(comm: MPI.Comm | None, stream: int) -> Communicator:
 class Hierarchy:
     """Implements `Communicator`."""
 
-    def __init__(self, comm: MPI.Comm | None, stream: int) -> None:
+    def __init__(self, comm: MPI.Intracomm | None, stream: int) -> None:
         self.mpi: MpiWorld | None = None
         if comm is not None and comm.Get_size() > 1:
             from .mpi import MpiWorld
@@ -148,13 +148,14 @@ class BoundGroups:
         self._idle = self._local - members
         self.messages, self.bytes = self._payload()
 
-    def run(self, operands: Operands) -> Results:
+    def run(self, operands: Operands, skip: frozenset[int] | None = None) -> Results:
+        assert skip is None  # there are no pairs to skip
         if self._communicator.aborted:
             raise RuntimeError(self._communicator.aborted)
         everyone = len(operands) == len(self._local)
         plan = self._full if everyone else self._plan_for(frozenset(operands))
         count = self._count
-        results: Results = {i: [None] * count for i in operands}  # type: ignore[misc]
+        results: Results = {i: [None] * count for i in operands}  # type: ignore[list-item]
         for step in plan:
             step(operands, results)
         for i in self._idle:
@@ -162,7 +163,7 @@ class BoundGroups:
                 results[i] = zeros(self.collective.results)
         return results
 
-    def start(self, operands: Operands) -> Transfer:
+    def start(self, operands: Operands, skip: frozenset[int] | None = None) -> Transfer:
         raise TypeError("only sends and receives are started without being waited for")
 
     def _plan_for(self, present: frozenset[int]) -> list[Step]:

@@ -97,7 +97,7 @@ class Team:
     ``index`` is this process's place in ``processes``.
     """
 
-    def __init__(self, comm: MPI.Comm, processes: tuple[int, ...]) -> None:
+    def __init__(self, comm: MPI.Intracomm, processes: tuple[int, ...]) -> None:
         self.comm = comm
         self.processes = processes
         self.size = len(processes)
@@ -257,7 +257,7 @@ class Team:
 class MpiWorld:
     """The processes of the job, for one stream. ``comm`` belongs to stretto alone."""
 
-    def __init__(self, comm: MPI.Comm, stream: int) -> None:
+    def __init__(self, comm: MPI.Intracomm, stream: int) -> None:
         self.comm = comm
         self.stream = stream
         self.rank = comm.Get_rank()

@@ -77,6 +77,7 @@ def compile_stablehlo(
             f"and {spec.num_partitions}"
         )
     parsed = stablehlo.parse(module)
+    stablehlo.replace_boundary_tokens(parsed)
     single = spec.num_replicas * spec.num_partitions == 1
     if single and stablehlo.is_local(parsed):
         return _whole(parsed)

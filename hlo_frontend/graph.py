@@ -128,6 +128,10 @@ class Module:
         except KeyError:
             raise InvalidProgramError(f"HLO module {self.name} has no entry computation") from None
         self._refuse_recursion()
+        for computation in self.computations:
+            for instruction in computation.instructions:
+                if instruction.opcode in _CALLS:
+                    _check_call(instruction)
 
     @classmethod
     def parse(cls, serialized: bytes) -> Module:
@@ -220,6 +224,23 @@ class Module:
         if not 0 < location.file_name_id <= len(index.file_names):
             return ""
         return f"{index.file_names[location.file_name_id - 1]}:{location.line}"
+
+
+# Ops that hand their operands to their called computations as they are: opcode -> number of calls.
+_CALLS = {"call": 1, "fusion": 1, "async-start": 1, "while": 2, "conditional": None}
+
+
+def _check_call(instruction: Instruction) -> None:
+    expected = _CALLS[instruction.opcode]
+    if expected is not None and len(instruction.called) != expected:
+        raise instruction.invalid(f"calls {len(instruction.called)} computations, not {expected}")
+    operands = 1 if instruction.opcode == "conditional" else len(instruction.operands)
+    for called in instruction.called:
+        if len(called.parameters) != operands:
+            raise instruction.invalid(
+                f"hands {operands} operands to {called.name}, which has {len(called.parameters)} "
+                "parameters"
+            )
 
 
 def leaf_types(shape: Any, where: Instruction) -> tuple[TensorType | None, ...]:

@@ -22,6 +22,8 @@ from stretto.runtime.errors import InvalidProgramError, UnsupportedError
 # The producer string at the start of a portable artifact.
 PORTABLE = b"StableHLO_v"
 
+_TOKEN = "!stablehlo.token"
+
 _MLIR_TYPES = {
     "i1": "pred",
     **{f"i{bits}": f"s{bits}" for bits in (2, 4, 8, 16, 32, 64)},
@@ -216,6 +218,51 @@ _DISTRIBUTED_CALLS = (
     "GlobalToLocalShape",
     "annotate_device_placement",
 )
+
+
+def replace_boundary_tokens(module: ir.Module) -> None:
+    """Make tokens that enter or leave ``main`` empty ``pred[0]`` arrays, as JAX passes them.
+
+    Runs stay in order: the array that leaves a run is ready when the run is over, and the next run
+    takes it.
+    """
+    function = main(module)
+    function_type = ir.FunctionType(ir.TypeAttr(function.attributes["function_type"]).value)
+    types = [*function_type.inputs, *function_type.results]
+    if not any(str(t) == _TOKEN for t in types):
+        return
+    block = function.regions[0].blocks[0]
+    with module.context, ir.Location.unknown():
+        empty = ir.RankedTensorType.get([0], ir.IntegerType.get_signless(1))
+        with ir.InsertionPoint.at_block_begin(block):
+            for argument in block.arguments:
+                if str(argument.type) == _TOKEN:
+                    made = stablehlo.AfterAllOp([]).results[0]
+                    argument.replace_all_uses_with(made)
+                    argument.set_type(empty)
+        end = list(block.operations)[-1].operation
+        with ir.InsertionPoint(end):
+            for i, operand in enumerate(list(end.operands)):
+                if str(operand.type) == _TOKEN:
+                    value = ir.DenseElementsAttr.get_splat(empty, ir.BoolAttr.get(False))
+                    end.operands[i] = stablehlo.ConstantOp(value).results[0]
+        inputs, results = (
+            [empty if str(t) == _TOKEN else t for t in side]
+            for side in (function_type.inputs, function_type.results)
+        )
+        function.attributes["function_type"] = ir.TypeAttr.get(ir.FunctionType.get(inputs, results))
+        _drop_attribute(function, "jax.token")
+
+
+def _drop_attribute(function: Any, name: str) -> None:
+    """Remove an attribute from all arguments and results."""
+    for key in ("arg_attrs", "res_attrs"):
+        if key in function.attributes:
+            kept = [
+                ir.DictAttr.get({n.name: n.attr for n in _named(d) if n.name != name})
+                for d in ir.ArrayAttr(function.attributes[key])
+            ]
+            function.attributes[key] = ir.ArrayAttr.get(kept)
 
 
 def uses_shardy(module: ir.Module) -> bool:

@@ -197,6 +197,11 @@ def test_control_dependencies_order_collectives():
             "channel_id=2, is_host_transfer=true",
         ),
         (
+            InvalidProgramError,
+            r"r \(call.*hands 1 operands to add, which has 2 parameters",
+            "p = f32[] parameter(0)\n ROOT r = f32[] call(p), to_apply=add",
+        ),
+        (
             UnsupportedError,
             r"cannot be written as StableHLO|not supported",
             "ROOT r = u64[2] rng-get-and-update-state(), delta=1",

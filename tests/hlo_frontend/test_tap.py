@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from interpreter import Interpreter
 from jax import lax
+from jax.experimental import io_callback
 from jax.sharding import NamedSharding
 from jaxlib import _jax, _xla, xla_client
 from support import P, compiled, manual, mesh
@@ -178,3 +179,14 @@ def test_one_device_with_collectives_becomes_a_local_program():
     x = np.arange(4, dtype=np.float32)
     program = compiled(f, x, num_devices=1).program
     np.testing.assert_array_equal(Interpreter(program).run([x])[0][0], x)
+
+
+def test_tokens_at_the_boundary_are_empty_arrays():
+    def f(x):
+        io_callback(lambda _: None, None, x[0], ordered=True)
+        return x * 2
+
+    program = compiled(jax.jit(f), np.ones(4, np.float32), num_devices=1).program
+    assert [str(t) for t in program.inputs] == ["pred[0]", "f32[4]"]
+    assert [str(t) for t in program.outputs] == ["pred[0]", "f32[4]"]
+    assert program.single_segment is not None

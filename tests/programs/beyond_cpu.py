@@ -15,6 +15,8 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from jax.sharding import PartitionSpec as P
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import stablehlo
 
 from .common import manual, mesh, normal, small
 from .registry import CORE, program
@@ -176,13 +178,12 @@ def _reduce_with_shape(x: Any, *, reducer: str) -> Any:
 
 def _reduce_with_lowering(ctx: Any, x: Any, *, reducer: str) -> list[Any]:
     """An all-reduce over all eight partitions whose region is the reducer."""
-    ir, hlo = mlir.ir, mlir.hlo
     groups = ir.DenseIntElementsAttr.get(np.arange(8, dtype=np.int64).reshape(1, 8))
-    op = hlo.AllReduceOp(
+    op = stablehlo.AllReduceOp(
         [x.type],
         [x],
         replica_groups=groups,
-        channel_handle=hlo.ChannelHandle.get(1, 1),
+        channel_handle=stablehlo.ChannelHandle.get(1, 1),
         use_global_device_ids=ir.BoolAttr.get(True),
     )
     scalar = ctx.avals_in[0].update(shape=())
@@ -191,7 +192,7 @@ def _reduce_with_lowering(ctx: Any, x: Any, *, reducer: str) -> list[Any]:
     with ir.InsertionPoint(block):
         body = mlir.lower_fun(REDUCERS[reducer], multiple_results=False)
         inner = ctx.replace(primitive=None, avals_in=[scalar] * 2, avals_out=[scalar])
-        hlo.return_(jax.tree.leaves(body(inner, *block.arguments)))
+        stablehlo.return_(jax.tree.leaves(body(inner, *block.arguments)))
     return list(op.results)
 
 

@@ -166,8 +166,12 @@ def end_session(process: subprocess.Popen[bytes]) -> None:
 
 
 def collect(form: Form, names: Sequence[str], out: Path) -> dict[str, Outcome]:
-    """Outcomes of the programs that the launch reached, by its progress files."""
+    """Outcomes of the programs that the launch reached, by its progress files.
+
+    They end with the first one that broke the world: what other ranks met after it is not to be blamed.
+    """
     reached: dict[str, Outcome] = {}
+    fatal: set[str] = set()
     ended: dict[str, int] = {}
     for rank in range(form.processes):
         path = out / f"progress.{rank}.jsonl"
@@ -181,6 +185,8 @@ def collect(form: Form, names: Sequence[str], out: Path) -> dict[str, Outcome]:
                 outcome = reached[line["name"]]
                 ended[line["name"]] = ended.get(line["name"], 0) + 1
                 outcome.seconds = max(outcome.seconds, line["seconds"])
+                if line["fatal"]:
+                    fatal.add(line["name"])
                 if line["error"]:
                     outcome.problem = outcome.problem or f"rank {rank}: {line['error']}"
                 else:
@@ -188,7 +194,9 @@ def collect(form: Form, names: Sequence[str], out: Path) -> dict[str, Outcome]:
     for name, outcome in reached.items():
         if ended.get(name, 0) < form.processes and outcome.problem is None:
             outcome.problem = CUT_OFF
-    return reached
+    order = [name for name in names if name in reached]
+    last = next((i for i, name in enumerate(order) if name in fatal), len(order))
+    return {name: reached[name] for name in order[: last + 1]}
 
 
 def stacks(out: Path) -> str:

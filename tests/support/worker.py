@@ -51,6 +51,13 @@ def run(program: Program) -> dict[str, Any]:
             jax.config.update("jax_use_shardy_partitioner", before)
 
 
+def breaks_the_world(error: Exception) -> bool:
+    """Whether the ranks may have lost each other: an error of running, not of refusing."""
+    refused = ("UNIMPLEMENTED", "INVALID_ARGUMENT")
+    failed = isinstance(error, jax.errors.JaxRuntimeError) and not str(error).startswith(refused)
+    return failed and jax.process_count() > 1
+
+
 def main(library: str, out: Path, seconds: float, names: list[str]) -> None:
     programs = importlib.import_module(library).PROGRAMS
     rank = jax.process_index()
@@ -64,17 +71,19 @@ def main(library: str, out: Path, seconds: float, names: list[str]) -> None:
         for name in names:
             faulthandler.dump_traceback_later(seconds, exit=True, file=stacks)
             say(progress, event="start", name=name)
-            began = time.perf_counter()
+            began, fatal = time.perf_counter(), False
             try:
                 result = run(programs[name])
                 error = None
                 with (folder / f"{name.replace('/', '~')}.pkl").open("wb") as f:
                     pickle.dump(result, f, protocol=5)
-            except Exception:
-                error = traceback.format_exc()
+            except Exception as e:
+                error, fatal = traceback.format_exc(), breaks_the_world(e)
             faulthandler.cancel_dump_traceback_later()
-            took = time.perf_counter() - began
-            say(progress, event="end", name=name, error=error, seconds=round(took, 4))
+            took = round(time.perf_counter() - began, 4)
+            say(progress, event="end", name=name, error=error, fatal=fatal, seconds=took)
+            if fatal:
+                return
         say(progress, event="done")
 
 

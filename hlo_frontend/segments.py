@@ -72,9 +72,7 @@ class SegmentPool:
                 Segment(
                     tuple(inputs),
                     tuple(outputs),
-                    stablehlo.with_aliases(
-                        _to_stablehlo(serialized, instructions), aliases, self._context
-                    ),
+                    _to_stablehlo(serialized, instructions, aliases, self._context),
                     donated=tuple(sorted(aliases)),
                     arithmetic=arithmetic,
                     flops=flops,
@@ -93,15 +91,18 @@ def segment_name(plan: SegmentPlan) -> str:
     return short[0] if short[0] == short[-1] else f"{short[0]}…{short[-1]}"
 
 
-def _to_stablehlo(hlo: bytes, instructions: Sequence[Instruction]) -> bytes:
+def _to_stablehlo(
+    hlo: bytes, instructions: Sequence[Instruction], aliases: Mapping[int, int], context: Any
+) -> bytes:
+    """The module with its aliases. Raises `UnsupportedError` naming the instruction that is to blame."""
     try:
-        return _jax.mlir.hlo_to_stablehlo(hlo)
+        return stablehlo.with_aliases(_jax.mlir.hlo_to_stablehlo(hlo), aliases, context)
     except Exception as error:
         reason = str(error)
     for instruction in instructions:
         alone = ModuleBuilder().single(instruction)
-        try:
-            _jax.mlir.hlo_to_stablehlo(alone.SerializeToString())
+        try:  # what the importer lets pass, the reader may still refuse: shapes that do not fit
+            stablehlo.parse(_jax.mlir.hlo_to_stablehlo(alone.SerializeToString()))
         except Exception as error:
             raise instruction.unsupported(f"cannot be written as StableHLO: {error}") from None
     raise UnsupportedError(f"a segment cannot be written as StableHLO: {reason}")

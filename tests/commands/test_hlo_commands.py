@@ -1,0 +1,278 @@
+"""`stretto run` and `stretto explain`: results and counts by hand, files of every form, bad input."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.mpi import run_ranks
+
+from stretto.hlo_frontend.schema import HloModuleProtoWithConfig
+from stretto.hlo_frontend.text import parse_hlo_text
+
+FLAT = "channel_id=1, replica_groups={{0,1,2,3}}, use_global_device_ids=true"
+MODULE = f"""HloModule m, num_partitions=4
+
+sum {{
+  left = f32[] parameter(0)
+  right = f32[] parameter(1)
+  ROOT both = f32[] add(left, right)
+}}
+
+body {{
+  c = (s32[], f32[8]) parameter(0)
+  i = s32[] get-tuple-element(c), index=0
+  x = f32[8] get-tuple-element(c), index=1
+  one = s32[] constant(1)
+  j = s32[] add(i, one)
+  moved = f32[8] collective-permute(x), channel_id=1, source_target_pairs={{{{0,1}},{{1,2}},{{2,3}}}},
+    frontend_attributes={{_xla_send_recv_validation="{{{{0,1}},{{1,2}},{{1,0}}}}"}}
+  next = f32[8] add(x, moved)
+  ROOT n = (s32[], f32[8]) tuple(j, next)
+}}
+
+condition {{
+  cc = (s32[], f32[8]) parameter(0)
+  ci = s32[] get-tuple-element(cc), index=0
+  three = s32[] constant(3)
+  ROOT less = pred[] compare(ci, three), direction=LT
+}}
+
+ENTRY e {{
+  p = f32[8] parameter(0)
+  q = f32[4,2] parameter(1)
+  total = f32[8] all-reduce(p), to_apply=sum, {FLAT}, metadata={{source_file="step.py" source_line=12}}
+  gathered = f32[16,2] all-gather(q), dimensions={{0}}, {FLAT}, control-predecessors={{total}}
+  zero = s32[] constant(0)
+  init = (s32[], f32[8]) tuple(zero, p)
+  loop = (s32[], f32[8]) while(init), condition=condition, body=body
+  shifted = f32[8] get-tuple-element(loop), index=1
+  ROOT out = (f32[8], f32[16,2], f32[8]) tuple(total, gathered, shifted)
+}}
+"""
+
+
+def stretto(*arguments: str, data: bytes = b"", **env: str) -> subprocess.CompletedProcess[bytes]:
+    return subprocess.run(
+        [sys.executable, "-m", "stretto.cli", *arguments],
+        input=data,
+        env={**os.environ, **env},
+        capture_output=True,
+        timeout=120,
+        check=False,
+    )
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> str:
+    path = tmp_path / "module.hlo"
+    path.write_text(MODULE)
+    return str(path)
+
+
+def drawn(parameter: int, shape: tuple[int, ...], seed: int = 5) -> np.ndarray:
+    """Arguments of the four devices, as documented."""
+    rngs = [np.random.default_rng([seed, parameter, d]) for d in range(4)]
+    return np.stack([rng.standard_normal(shape).astype(np.float32) for rng in rngs])
+
+
+def shifted(x: np.ndarray) -> np.ndarray:
+    """The loop by hand: pair k moves data in the iterations of its bounds, else zeros arrive."""
+    bounds = {(0, 1): (0, 1), (1, 2): (1, 2), (2, 3): (1, 0)}
+    for iteration in range(3):
+        moved = np.zeros_like(x)
+        for (source, target), (low, high) in bounds.items():
+            if low <= iteration <= high:
+                moved[target] = x[source]
+        x = x + moved
+    return x
+
+
+COUNTS = {
+    "collectives": {"all-gather": 1, "all-reduce": 1, "collective-permute": 3},
+    "messages": 4,
+    "bytes": 4 * 32 + 4 * 32 + 4 * 32,
+    "skipped": 5,
+    # On each device: the counter and the sum three times, the comparison four times.
+    "arithmetic": 4 * (2 * 3 + 4),
+    "order": ["total", "gathered", "moved"],
+}
+
+
+def check_results(path: Path) -> None:
+    p, q = drawn(0, (8,)), drawn(1, (4, 2))
+    with np.load(path) as results:
+        assert sorted(results.files) == ["0", "1", "2"]
+        for d in range(4):
+            np.testing.assert_allclose(results["0"][d], p.sum(0), rtol=1e-5, atol=1e-6)
+            np.testing.assert_array_equal(results["1"][d], q.reshape(16, 2))
+        np.testing.assert_allclose(results["2"], shifted(p), rtol=1e-6)
+
+
+def test_run_in_one_process(file: str, tmp_path: Path) -> None:
+    out = tmp_path / "out.npz"
+    done = stretto("run", file, "--arguments", "random:5", "--results", str(out), "--json")
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert json.loads(done.stdout) == COUNTS
+    check_results(out)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(("ranks", "local"), [(2, 2), (4, 1)])
+def test_run_on_ranks(file: str, tmp_path: Path, ranks: int, local: int) -> None:
+    out = tmp_path / "out.npz"
+    arguments = ["-m", "stretto.cli", "run", file, "--arguments", "random:5", "--json"]
+    done = run_ranks(
+        ranks, [*arguments, "--results", str(out)], env={"STRETTO_LOCAL_DEVICES": str(local)}
+    )
+    assert done.returncode == 0, done.stderr
+    # Each rank counts the collectives that it runs for its devices; all else is counted by device.
+    kinds = {kind: ranks * count for kind, count in COUNTS["collectives"].items()}
+    assert json.loads(done.stdout) == COUNTS | {"collectives": kinds}
+    check_results(out)
+
+
+def test_arguments_from_arrays(file: str, tmp_path: Path) -> None:
+    given, out = tmp_path / "given.npz", tmp_path / "out.npz"
+    p = np.arange(8, dtype=np.float32)
+    q = np.arange(32, dtype=np.float32).reshape(4, 4, 2)
+    np.savez(given, **{"0": p, "1": q})
+    done = stretto("run", file, "--arguments", f"npz:{given}", "--results", str(out))
+    assert done.returncode == 0, done.stderr
+    with np.load(out) as results:
+        np.testing.assert_array_equal(results["0"], np.stack([4 * p] * 4))
+        np.testing.assert_array_equal(results["1"], np.stack([q.reshape(16, 2)] * 4))
+
+
+PROTO = parse_hlo_text(MODULE)
+
+
+def wrapped() -> bytes:
+    proto = HloModuleProtoWithConfig()
+    proto.hlo_module.ParseFromString(PROTO)
+    proto.config.num_partitions = 4
+    return proto.SerializeToString()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [MODULE.encode(), PROTO, wrapped(), gzip.compress(MODULE.encode()), gzip.compress(PROTO)],
+)
+def test_every_form_of_file_is_read_from_standard_input(data: bytes) -> None:
+    done = stretto("explain", "-", "--json", data=data)
+    assert done.returncode == 0, done.stderr
+    explained = json.loads(done.stdout)
+    assert explained["partitions"] == 4
+    assert explained["order"] == COUNTS["order"]
+
+
+def test_explain(file: str) -> None:
+    explained = json.loads(stretto("explain", file, "--json").stdout)
+    by_name = {c["name"]: c for c in explained["collectives"]}
+    total, gathered = by_name["total"], by_name["gathered"]
+    assert (total["kind"], total["groups"], total["bytes"]) == ("all-reduce", [[0, 1, 2, 3]], 32)
+    assert (total["source"], total["tokens"]) == ("step.py:12", [])
+    assert (gathered["after"], gathered["tokens"]) == (["total"], ["total"])
+    assert by_name["moved"]["within"] == ["loop"]
+    assert by_name["moved"]["valid_iterations"] == [[0, 1], [1, 2], [1, 0]]
+    text = stretto("explain", file).stdout.decode()
+    assert "all-reduce %total (f32[8]) -> (f32[8]) reducer add groups [{0,1,2,3}] 32 bytes" in text
+    assert "tokens from %total" in text
+    assert "at step.py:12" in text
+
+
+BAD = {
+    "malformed": (MODULE.replace("parameter(1)", "parameter(1"), "parameter(1"),
+    "unknown opcode": (MODULE.replace("f32[8] add(x, moved)", "f32[8] frob(x, moved)"), "frob"),
+    "unknown operand": (MODULE.replace("add(x, moved)", "add(x, nobody)"), "nobody"),
+    "id twice in groups": (MODULE.replace("{{0,1,2,3}}", "{{0,1,2,2}}"), "total (all-reduce"),
+    "id out of range": (MODULE.replace("{{0,1,2,3}}", "{{0,1,2,4}}"), "total (all-reduce"),
+    "groups against shapes": (
+        MODULE.replace("{{0,1,2,3}}", "{{0,1},{2,3}}"),
+        "gathered (all-gather",
+    ),
+    "target twice": (
+        MODULE.replace("{1,2},{2,3}}", "{1,2},{2,2}}", 1),
+        "moved (collective-permute",
+    ),
+    "shapes of an addition": (MODULE.replace("next = f32[8]", "next = f32[9]"), "next"),
+    "empty": ("", "empty"),
+    "no HLO at all": ("to be or not to be", "cannot parse"),
+}
+
+
+@pytest.mark.parametrize("command", ["run", "explain"])
+@pytest.mark.parametrize("kind", BAD)
+def test_bad_input_names_the_instruction(command: str, kind: str) -> None:
+    text, expected = BAD[kind]
+    done = stretto(command, "-", data=text.encode())
+    assert done.returncode == 2, (done.stdout, done.stderr)
+    message = done.stderr.decode()
+    assert expected in message
+    assert message.startswith(f"stretto {command}: standard input: ")
+    assert "Traceback" not in message
+
+
+@pytest.mark.parametrize("data", [b"\x00\x01\x02\xff" * 50, b"\x1f\x8b broken", PROTO[:200]])
+def test_bytes_that_are_no_module(data: bytes) -> None:
+    done = stretto("run", "-", data=data)
+    assert done.returncode == 2, (done.stdout, done.stderr)
+    assert b"Traceback" not in done.stderr
+
+
+def test_what_ends_the_compiling_process_is_an_error() -> None:
+    code = """
+import os, signal
+from stretto.hlo_frontend.source import in_fork
+from stretto.runtime.errors import InvalidProgramError, UnsupportedError
+assert in_fork(lambda: {"answer": 42}) == {"answer": 42}
+def unsupported():
+    raise UnsupportedError("that op")
+for work, kind, message in [
+    (lambda: os.kill(os.getpid(), signal.SIGSEGV), InvalidProgramError, "SIGSEGV"),
+    (lambda: os.abort(), InvalidProgramError, "SIGABRT"),
+    (lambda: os._exit(3), InvalidProgramError, "ended the process"),
+    (unsupported, UnsupportedError, "that op"),
+]:
+    try:
+        in_fork(work)
+    except kind as error:
+        assert message in str(error), error
+    else:
+        raise SystemExit(f"{message}: nothing raised")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr.decode()
+
+
+def test_arguments_that_do_not_fit(file: str, tmp_path: Path) -> None:
+    given = tmp_path / "given.npz"
+    np.savez(given, **{"0": np.zeros(7, np.float32)})
+    for arguments, message in [
+        (f"npz:{given}", b"array 0 of the arguments is float32[7]; parameter 0 takes f32[8]"),
+        ("npz:/nowhere.npz", b"cannot read arguments"),
+        ("random:x", b"expected random:SEED or npz:FILE"),
+    ]:
+        done = stretto("run", file, "--arguments", arguments)
+        assert (done.returncode, message in done.stderr) == (2, True), done.stderr
+    assert stretto("run", "/nowhere.hlo").returncode == 2
+
+
+def test_devices_follow_from_groups_where_the_header_is_silent() -> None:
+    text = MODULE.replace(", num_partitions=4", "")
+    explained = json.loads(stretto("explain", "-", "--json", data=text.encode()).stdout)
+    assert (explained["replicas"], explained["partitions"]) == (1, 4)
+    by_replica = text.replace(f", {FLAT}", ", replica_groups={{0,1,2}}").replace(
+        "channel_id=1, ", ""
+    )
+    by_replica = by_replica.replace("f32[16,2]", "f32[12,2]").replace("{2,3}", "{2,0}")
+    explained = json.loads(stretto("explain", "-", "--json", data=by_replica.encode()).stdout)
+    assert (explained["replicas"], explained["partitions"]) == (3, 1)

@@ -1,4 +1,4 @@
-"""The state of one walk of a program, and how errors on the way are named.
+"""The state of one walk of a program, and what becomes of errors on the way.
 
 ``frame.registers[slot]`` is a list with one entry for each local device of the program, by position;
 entries of devices that are not active are None or stale. The list is `Hosted` if its entries are host
@@ -58,3 +58,11 @@ def named(error: BaseException, what: str) -> BaseException:
     renamed.instruction = what  # type: ignore[attr-defined]
     renamed.__cause__ = error
     return renamed
+
+
+def drop_tracebacks(error: BaseException) -> None:
+    """Take the tracebacks off an error that outputs will keep: they hold arrays of the failed run."""
+    chain: BaseException | None = error
+    while chain is not None and chain.__traceback__ is not None:
+        chain.__traceback__ = None
+        chain = chain.__cause__ or chain.__context__

@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from .errors import InvalidProgramError
-from .frame import Frame, Hosted
+from .frame import Frame, Hosted, drop_tracebacks
 from .program import Block, Branch, Loop, Run, Start, instructions
 from .stream import Event
 from .value import DeletedError, Landed, Promise, Value
@@ -212,6 +212,8 @@ class Flight:
         except BaseException as raised:
             error = raised
             results = [frame.registers[slot] for slot in program.body.results]
+        if error is not None:
+            drop_tracebacks(error)
         self.land(error, results)
         for lane in walker.lanes:
             if lane.sends:

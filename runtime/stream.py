@@ -10,7 +10,7 @@ are called once, by the thread that sets the event (or at once, if it is set), w
 
 from __future__ import annotations
 
-import contextlib
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -18,6 +18,7 @@ from queue import SimpleQueue
 from typing import Any
 
 Task = Callable[[], Any]
+_log = logging.getLogger("stretto")
 
 
 class Event:
@@ -67,7 +68,10 @@ class Event:
                 callback = self._callbacks.popleft()
             except IndexError:
                 return
-            callback()
+            try:
+                callback()
+            except Exception:  # it must not cost the others theirs, nor the setter its result
+                _log.exception("a completion callback failed")
 
 
 class Stream:
@@ -177,7 +181,7 @@ class Completions:
         self._limit = limit
 
     def submit(self, job: Task) -> None:
-        """Run a job, which must not raise, on a thread of the pool."""
+        """Run a job on a thread of the pool. What it raises is only logged."""
         with self._lock:
             if self._free > 0:
                 self._free -= 1
@@ -191,8 +195,10 @@ class Completions:
     def _work(self) -> None:
         while True:
             job = self._jobs.get()
-            with contextlib.suppress(Exception):
+            try:
                 job()
+            except Exception:
+                _log.exception("a completion callback failed")
             del job
             with self._lock:
                 self._free += 1

@@ -541,6 +541,23 @@ def test_runs_leave_no_memory_behind() -> None:
     assert rig.engine.memory_stats(0)["bytes_in_use"] == before
 
 
+def test_failed_runs_leave_no_memory_behind_either() -> None:
+    made = program(
+        [F32] * 3,
+        block((0,), [Run(0, (0,), (1,)), Start(0, (1,), (2,), 0), Wait(0)], (2,)),
+        segments=[segment("boom")],
+        collectives=[all_reduce((0,))],
+    )
+    rig = Rig()
+    loaded = rig.load(made)
+    before = rig.engine.memory_stats(0)["bytes_in_use"]
+    ((kept,),) = loaded.execute(rig.arguments(loaded, [1]))
+    with pytest.raises(StrettoError, match="boom"):
+        kept.array()
+    rig.executor.dispatch.run(lambda: None)
+    assert rig.engine.memory_stats(0)["bytes_in_use"] == before
+
+
 def test_counters() -> None:
     rig = Rig(2)
     rig.run(counted_loop(5), [1, 2], [0, 0])

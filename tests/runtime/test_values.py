@@ -119,6 +119,16 @@ def test_an_event_tells_everybody_once() -> None:
     assert event.result() == "value"
 
 
+def test_a_callback_that_fails_costs_the_others_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    event = Event()
+    told: list[int] = []
+    event.add_callback(lambda: 1 // 0)  # type: ignore[arg-type,return-value]
+    event.add_callback(lambda: told.append(1))
+    event.set()
+    assert told == [1]
+    assert "ZeroDivisionError" in caplog.text
+
+
 def test_event_callbacks_race_with_set() -> None:
     for _ in range(200):
         event = Event()

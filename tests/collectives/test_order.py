@@ -4,6 +4,7 @@ import itertools
 import random
 
 import pytest
+
 from stretto.collectives.ops import Collective, Kind, Reduction
 from stretto.collectives.order import (
     Entry,

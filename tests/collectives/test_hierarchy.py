@@ -1,0 +1,23 @@
+"""Collectives over processes: every kind, dtype and group form, under mpiexec. See collective_ranks.py."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from support.mpi import run_ranks
+
+SCRIPT = Path(__file__).with_name("collective_ranks.py")
+PATH = {"PYTHONPATH": str(SCRIPT.parents[1])}
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("devices", ["1,1", "2,2", "2,1", "4,4", "1,1,1,1", "2,1,3"])
+def test_collectives_over_processes(devices):
+    counts = devices.split(",")
+    done = run_ranks(len(counts), [str(SCRIPT), devices], env=PATH, timeout=120)
+    assert done.returncode == 0, done.stderr + done.stdout
+    match = re.search(r"^checked (\d+)$", done.stdout, re.MULTILINE)
+    assert match, done.stdout + done.stderr
+    assert int(match[1]) > 400

@@ -32,7 +32,8 @@ setup(
             "stretto.plugin._capi",
             ["plugin/_capi.pyx"],
             include_dirs=["plugin"],
-            depends=["plugin/_pjrt_abi.h", "plugin/_pjrt_abi.pxi", "plugin/abi.py"],
+            depends=[str(p.relative_to(PLUGIN.parent)) for p in PLUGIN.glob("*.pxi")]
+            + ["plugin/_pjrt_abi.h", "plugin/abi.py"],
         )
     ]
 )

@@ -197,9 +197,9 @@ def default_device_assignment(args: Any) -> None:
     chosen = client.local_devices if count <= len(client.local_devices) else client.devices
     if count > len(chosen):
         raise ValueError(f"{count} devices asked for; there are {len(chosen)}")
-    out = (ctypes.c_int * count).from_address(args.default_assignment) if count else ()
-    for i in range(count):
-        out[i] = chosen[i].id
+    if count:
+        ids = (ctypes.c_int * count).from_address(args.default_assignment)
+        ids[:] = [device.id for device in chosen[:count]]
 
 
 @entry("PJRT_Client_UpdateGlobalProcessInfo")

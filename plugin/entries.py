@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from . import _capi, buffer, client, event, executable, topology, transfer
 from .errors import describe
+from .later import later
 from .table import handlers
 
 MODULES = (buffer, client, event, executable, topology, transfer)
@@ -11,4 +12,4 @@ MODULES = (buffer, client, event, executable, topology, transfer)
 
 def install() -> None:
     """Give the handlers to the C table."""
-    _capi.install(handlers(), describe, client.value_of_array)
+    _capi.install(handlers(), describe, client.value_of_array, later.add)

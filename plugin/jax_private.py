@@ -66,6 +66,14 @@ def lower_as_cpu() -> None:
     mlir.lower_jaxpr_to_module = lower_jaxpr_to_module
 
 
+def hide_from_source_lines() -> None:
+    """Keep this file out of the source lines that JAX gives to operations and errors."""
+    from jax._src import source_info_util, traceback_util
+
+    source_info_util.register_exclusion(__file__)
+    traceback_util.register_exclusion(__file__)
+
+
 def share_cpu_lowerings() -> None:
     """Lower for stretto with the rules of cpu where a module is lowered for several platforms.
 

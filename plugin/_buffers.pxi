@@ -1,0 +1,246 @@
+# Buffers: values in memories. Part of `_capi`.
+
+@cython.final
+cdef class ArrayType:
+    """A tensor type as C wants it: code, dimensions, row-major order of dimensions, bytes.
+
+    Made once for each type: buffers point into it.
+    """
+
+    cdef readonly object type
+    cdef int code
+    cdef size_t rank
+    cdef int64_t* dimensions
+    cdef int64_t* minor_to_major
+    cdef size_t nbytes
+
+    def __cinit__(self, type):
+        self.type = type
+        self.code = _abi.BUFFER_TYPES[type.dtype]
+        self.rank, self.nbytes = len(type.shape), type.nbytes
+        # One block for both; malloc(0) may give null, which jaxlib would not mind.
+        self.dimensions = <int64_t*>malloc(2 * sizeof(int64_t) * (self.rank + 1))
+        if self.dimensions == NULL:
+            raise MemoryError
+        self.minor_to_major = self.dimensions + self.rank
+        for i, extent in enumerate(type.shape):
+            self.dimensions[i] = extent
+            self.minor_to_major[i] = self.rank - 1 - i
+
+    def __dealloc__(self):
+        free(self.dimensions)
+
+
+cdef struct buffer_t:
+    void* owner
+    int type
+    size_t rank
+    const int64_t* dimensions
+    const int64_t* minor_to_major
+    size_t nbytes
+    void* device
+    void* memory
+    bint deleted
+    bint ready  # known to be computed, without error
+
+
+@cython.final
+cdef class Buffer(Handle):
+    """A value in a memory.
+
+    It holds a ``Value``, or the engine's array alone, from which the ``Value`` is made when somebody
+    asks for it; neither once the buffer was deleted or donated.
+    """
+
+    cdef buffer_t c
+    cdef object array
+    cdef object value
+    cdef readonly ArrayType array_type
+    cdef readonly Memory memory
+    cdef readonly int external_references
+    cdef object lent
+
+    def __cinit__(self):
+        self.c.owner = <void*>self
+        self.pointer = &self.c
+        self.c.deleted = self.c.ready = False
+
+    cdef inline void set(self, object value, object array, ArrayType type, Memory memory) noexcept:
+        self.value, self.array, self.array_type, self.memory = value, array, type, memory
+        self.c.type, self.c.rank, self.c.nbytes = type.code, type.rank, type.nbytes
+        self.c.dimensions, self.c.minor_to_major = type.dimensions, type.minor_to_major
+        self.c.device, self.c.memory = memory.c.device, memory.pointer
+
+    @property
+    def is_deleted(self):
+        return self.c.deleted
+
+    cdef object alive(self):
+        if self.c.deleted:
+            raise ValueError("the buffer has been deleted or donated")
+        if self.value is None:
+            self.value = make_value(self.array, self.array_type.type, self.memory)
+        return self.value
+
+    def live_value(self):
+        """The value. Raises ``ValueError`` if the buffer was deleted or donated."""
+        return self.alive()
+
+    cdef object issued_array(self):
+        """The engine's array, or None if it is not there yet or will never be."""
+        if self.array is None and not self.c.deleted and self.value.is_ready():
+            try:
+                self.array = self.value.array()
+            except Exception:
+                return None
+        return self.array
+
+    def delete(self):
+        """Give up the value. Its memory is freed when its last user is done."""
+        self.c.deleted = True
+        if self.external_references:
+            self.lent = (self.value, self.array)
+        self.value = self.array = None
+
+    def add_external_reference(self):
+        """Its memory is in use outside of JAX: it stays, even if the buffer is deleted."""
+        self.alive()
+        self.external_references += 1
+
+    def drop_external_reference(self):
+        """Raises ``ValueError`` if there is none."""
+        if self.external_references < 1:
+            raise ValueError("the buffer has no external references")
+        self.external_references -= 1
+        if not self.external_references:
+            self.lent = None
+
+    def ready_event(self):
+        """Pointer, owned by the caller, to an event for the value being computed."""
+        cdef Event event
+        if self.c.deleted:
+            event = Event()
+            event.complete(ValueError("the buffer has been deleted or donated"))
+            return give(event)
+        event = Event((self.alive(),))
+        if event.poll() and event.c.error == NULL:
+            self.c.ready = True
+            return <size_t>&always_ready
+        return give(event)
+
+
+# Makes the ``Value`` of (engine array, type, memory); set by `install`.
+cdef object make_value = None
+
+
+def make_buffer(value, ArrayType type not None, Memory memory not None):
+    """A buffer for a value of this type."""
+    cdef Buffer buffer = Buffer.__new__(Buffer)
+    buffer.set(value, None, type, memory)
+    return buffer
+
+
+cdef void* buffer_element_type(void* a) noexcept nogil:
+    cdef PJRT_Buffer_ElementType_Args* args = <PJRT_Buffer_ElementType_Args*>a
+    args.type = (<buffer_t*>args.buffer).type
+    return NULL
+
+
+cdef void* buffer_dimensions(void* a) noexcept nogil:
+    """Also UnpaddedDimensions, whose arguments lie in the same places: no dimension is dynamic."""
+    cdef PJRT_Buffer_Dimensions_Args* args = <PJRT_Buffer_Dimensions_Args*>a
+    cdef buffer_t* buffer = <buffer_t*>args.buffer
+    args.dims, args.num_dims = <void*>buffer.dimensions, buffer.rank
+    return NULL
+
+
+cdef void* buffer_dynamic_dimensions(void* a) noexcept nogil:
+    cdef PJRT_Buffer_DynamicDimensionIndices_Args* args = <PJRT_Buffer_DynamicDimensionIndices_Args*>a
+    args.dynamic_dim_indices, args.num_dynamic_dims = NULL, 0
+    return NULL
+
+
+cdef void* buffer_memory_layout(void* a) noexcept nogil:
+    cdef PJRT_Buffer_GetMemoryLayout_Args* args = <PJRT_Buffer_GetMemoryLayout_Args*>a
+    cdef buffer_t* buffer = <buffer_t*>args.buffer
+    memset(&args.layout, 0, sizeof(args.layout))
+    args.layout.struct_size = sizeof(args.layout)
+    args.layout.layout.tiled.struct_size = sizeof(args.layout.layout.tiled)
+    args.layout.layout.tiled.minor_to_major = <void*>buffer.minor_to_major
+    args.layout.layout.tiled.minor_to_major_size = buffer.rank
+    args.layout.type = 0  # tiled
+    return NULL
+
+
+cdef void* buffer_size(void* a) noexcept nogil:
+    cdef PJRT_Buffer_OnDeviceSizeInBytes_Args* args = <PJRT_Buffer_OnDeviceSizeInBytes_Args*>a
+    args.on_device_size_in_bytes = (<buffer_t*>args.buffer).nbytes
+    return NULL
+
+
+cdef void* buffer_device(void* a) noexcept nogil:
+    cdef PJRT_Buffer_Device_Args* args = <PJRT_Buffer_Device_Args*>a
+    args.device = (<buffer_t*>args.buffer).device
+    return NULL
+
+
+cdef void* buffer_memory(void* a) noexcept nogil:
+    cdef PJRT_Buffer_Memory_Args* args = <PJRT_Buffer_Memory_Args*>a
+    args.memory = (<buffer_t*>args.buffer).memory
+    return NULL
+
+
+cdef void* buffer_is_on_cpu(void* a) noexcept nogil:
+    (<PJRT_Buffer_IsOnCpu_Args*>a).is_on_cpu = True
+    return NULL
+
+
+cdef void* buffer_is_deleted(void* a) noexcept nogil:
+    cdef PJRT_Buffer_IsDeleted_Args* args = <PJRT_Buffer_IsDeleted_Args*>a
+    args.is_deleted = (<buffer_t*>args.buffer).deleted
+    return NULL
+
+
+cdef void* buffer_ready_event(void* a) noexcept nogil:
+    cdef PJRT_Buffer_ReadyEvent_Args* args = <PJRT_Buffer_ReadyEvent_Args*>a
+    cdef buffer_t* buffer = <buffer_t*>args.buffer
+    if gone() or (buffer.ready and not buffer.deleted):
+        args.event = &always_ready
+        return NULL
+    with gil:
+        return make_ready_event(buffer, args)
+
+
+cdef void* make_ready_event(buffer_t* buffer, PJRT_Buffer_ReadyEvent_Args* args) noexcept:
+    cdef stretto_pending pending
+    cdef error_t* error = NULL
+    save(&pending)
+    try:
+        args.event = <void*><size_t>(<Buffer>buffer.owner).ready_event()
+    except BaseException as exception:
+        error = error_of(exception)
+    restore(&pending)
+    return error
+
+
+@cython.no_gc_clear
+@cython.final
+cdef class HostMemory:
+    """Memory of the caller, lent for reading. ``done``, if any, completes when nobody uses it any more."""
+
+    cdef void* data
+    cdef Py_ssize_t size
+    cdef Event done
+
+    def __cinit__(self, size_t data, Py_ssize_t size, Event done=None):
+        self.data, self.size, self.done = <void*>data, size, done
+
+    def __getbuffer__(self, Py_buffer* view, int flags):
+        PyBuffer_FillInfo(view, self, self.data, self.size, 1, flags)
+
+    def __dealloc__(self):
+        cdef stretto_pending pending
+        if self.done is not None:
+            save(&pending)
+            self.done.complete()
+            restore(&pending)

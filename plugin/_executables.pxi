@@ -1,0 +1,267 @@
+# Executables and running them. Part of `_capi`.
+
+cdef struct executable_t:
+    void* owner
+    size_t num_replicas
+    size_t num_partitions
+    size_t num_outputs
+
+cdef struct loaded_t:
+    void* owner
+    bint deleted
+
+
+cdef class Executable(Handle):
+    """What is known of a compiled program; its subclass in Python has the details."""
+
+    cdef executable_t c
+
+    def __cinit__(self, *args, **kwargs):
+        self.c.owner = <void*>self
+        self.c.num_replicas = self.c.num_partitions = self.c.num_outputs = 0
+        self.pointer = &self.c
+
+    def set_counts(self, size_t replicas, size_t partitions, size_t outputs):
+        self.c.num_replicas, self.c.num_partitions, self.c.num_outputs = replicas, partitions, outputs
+
+
+cdef void* completion(list outputs, issued) except NULL:
+    """Event, owned by the caller, for the end of a run that gave these values on one device.
+
+    ``issued`` is the run's own event, or None if all of it was issued by the time it returned.
+    """
+    cdef Event event
+    if outputs:
+        event = Event(tuple(outputs), True)
+    elif issued is None:
+        return &always_ready
+    else:
+        event = Event()
+        issued.add_callback(lambda: event.complete(issued.error))
+    return event.hand_out()
+
+
+cdef class LoadedExecutable(Handle):
+    """A program ready to run on the local devices among its own; its subclass in Python has the details."""
+
+    cdef loaded_t c
+    cdef object run
+    cdef object copy
+    cdef object single
+    cdef object engine
+    cdef list output_types
+    cdef list output_memories
+    cdef tuple donated
+    cdef tuple devices
+    cdef size_t num_parameters
+    cdef size_t smallest  # output, the cheapest to hold on to until the run is over
+
+    def __cinit__(self, *args, **kwargs):
+        self.c.owner = <void*>self
+        self.c.deleted = False
+        self.pointer = &self.c
+
+    def prepare(
+        self, run, copy, single, engine, size_t num_parameters, tuple donated not None,
+        list output_types not None, list output_memories not None, tuple devices not None,
+    ):
+        """What `Execute` needs.
+
+        ``run(arguments)`` takes a list of values for each local device and gives such lists of results, and
+        an event that is set once the run has been issued, or None. ``single(ordinal, arrays)`` is the
+        engine's way to do the same for one device, with arrays that are there, or None. ``copy(value)``
+        copies a value; ``donated`` are the parameters that a run consumes; ``output_memories`` has a
+        list for each of ``devices``, the local ones in the order of the arguments.
+        """
+        self.run, self.copy, self.engine, self.num_parameters = run, copy, engine, num_parameters
+        self.single = single if len(devices) == 1 and not donated else None
+        self.donated, self.devices = donated, devices
+        self.output_types, self.output_memories = output_types, output_memories
+        self.smallest = 0
+        for i in range(len(output_types)):
+            if (<ArrayType>output_types[i]).nbytes < (<ArrayType>output_types[self.smallest]).nbytes:
+                self.smallest = i
+
+    @property
+    def is_deleted(self):
+        return self.c.deleted
+
+    def delete(self):
+        self.c.deleted = True
+        self.run = self.single = None
+
+    cdef bint may_donate(self, PJRT_ExecuteOptions* options, size_t parameter) noexcept:
+        cdef const int64_t* kept
+        cdef size_t i
+        if options == NULL:
+            return True
+        kept = <const int64_t*>options.non_donatable_input_indices
+        for i in range(options.num_non_donatable_input_indices):
+            if kept[i] == <int64_t>parameter:
+                return False
+        return True
+
+    cdef int check(self, PJRT_LoadedExecutable_Execute_Args* args) except -1:
+        if self.c.deleted:
+            raise ValueError("the executable has been deleted")
+        if args.num_devices != <size_t>len(self.devices):
+            raise ValueError(
+                f"called with arguments for {args.num_devices} devices; "
+                f"the program has {len(self.devices)} on this process"
+            )
+        if args.num_devices and args.num_args != self.num_parameters:
+            raise ValueError(f"called with {args.num_args} arguments; it takes {self.num_parameters}")
+        if args.execute_device != NULL and (
+            len(self.devices) != 1 or (<Device>self.devices[0]).pointer != args.execute_device
+        ):
+            raise NotImplementedError(
+                "stretto runs a program on all of its devices at once, not on one of them"
+            )
+        if args.options != NULL and (
+            (<PJRT_ExecuteOptions*>args.options).num_send_ops
+            or (<PJRT_ExecuteOptions*>args.options).num_recv_ops
+        ):
+            raise NotImplementedError("stretto has no host callbacks by send and recv operations")
+        return 0
+
+    cdef int execute(self, PJRT_LoadedExecutable_Execute_Args* args) except -1:
+        self.check(args)
+        if self.single is None or not self.execute_single(args):
+            self.execute_program(args)
+        return 0
+
+    cdef bint execute_single(self, PJRT_LoadedExecutable_Execute_Args* args) except -1:
+        """The short way, for one segment on one device. False if an argument is not there yet."""
+        cdef void** handles = (<void***>args.argument_lists)[0]
+        cdef void** out = (<void***>args.output_lists)[0]
+        cdef list row = [], memories = <list>PyList_GET_ITEM(self.output_memories, 0), arrays
+        cdef size_t i
+        cdef object array
+        cdef Device device = <Device>self.devices[0]
+        for i in range(args.num_args):
+            array = (<Buffer>(<handle_t*>handles[i]).owner).issued_array()
+            if array is None:
+                return False
+            row.append(array)
+        arrays = self.single(device.c.local_hardware_id, row)
+        for i in range(<size_t>len(arrays)):
+            out[i] = self.output(None, <object>PyList_GET_ITEM(arrays, i), i, memories)
+        if args.device_complete_events != NULL:
+            (<void**>args.device_complete_events)[0] = (
+                self.array_event(<Buffer>(<handle_t*>out[self.smallest]).owner)
+                if arrays
+                else &always_ready
+            )
+        return True
+
+    cdef void* array_event(self, Buffer buffer) except NULL:
+        """Event, owned by the caller, for the array of a buffer; cheap if it is computed."""
+        cdef Event event
+        if self.engine.is_ready(buffer.array):
+            try:
+                self.engine.block(buffer.array)
+                buffer.c.ready = True
+                return &always_ready
+            except Exception as error:
+                event = Event()
+                event.complete(error)
+        else:
+            event = Event((buffer.alive(),), True)
+        return event.hand_out()
+
+    cdef inline void* output(self, value, array, size_t i, list memories) except NULL:
+        cdef Buffer buffer = Buffer.__new__(Buffer)
+        buffer.set(
+            value,
+            array,
+            <ArrayType>PyList_GET_ITEM(self.output_types, i),
+            <Memory>PyList_GET_ITEM(memories, i),
+        )
+        Py_INCREF(buffer)
+        return buffer.pointer
+
+    cdef int execute_program(self, PJRT_LoadedExecutable_Execute_Args* args) except -1:
+        cdef size_t d, i
+        cdef list row, arguments, results, outputs, memories
+        cdef object value, issued
+        cdef Buffer buffer
+        cdef void** handles
+        cdef PJRT_ExecuteOptions* options = <PJRT_ExecuteOptions*>args.options
+        arguments = []
+        for d in range(args.num_devices):
+            handles = (<void***>args.argument_lists)[d]
+            row = []
+            for i in range(args.num_args):
+                row.append((<Buffer>(<handle_t*>handles[i]).owner).alive())
+            for i in self.donated:
+                buffer = <Buffer>(<handle_t*>handles[i]).owner
+                if buffer.external_references or not self.may_donate(options, i):
+                    row[i] = self.copy(buffer.value)
+            arguments.append(row)
+        results, issued = self.run(arguments)
+        for d in range(args.num_devices):
+            handles = (<void***>args.argument_lists)[d]
+            for i in self.donated:
+                if self.may_donate(options, i):
+                    (<Buffer>(<handle_t*>handles[i]).owner).delete()
+            outputs = <list>PyList_GET_ITEM(results, d)
+            memories = <list>PyList_GET_ITEM(self.output_memories, d)
+            for i in range(<size_t>len(outputs)):
+                value = <object>PyList_GET_ITEM(outputs, i)
+                (<void***>args.output_lists)[d][i] = self.output(value, None, i, memories)
+            if args.device_complete_events != NULL:
+                (<void**>args.device_complete_events)[d] = completion(outputs, issued)
+        return 0
+
+
+cdef void* execute(void* a) noexcept nogil:
+    cdef PJRT_LoadedExecutable_Execute_Args* args = <PJRT_LoadedExecutable_Execute_Args*>a
+    if gone():
+        return new_error(1, b"the interpreter is going away", 29)
+    with gil:
+        return run_executable(args)
+
+
+cdef void* run_executable(PJRT_LoadedExecutable_Execute_Args* args) noexcept:
+    cdef stretto_pending pending
+    cdef error_t* error = NULL
+    save(&pending)
+    try:
+        (<LoadedExecutable>(<handle_t*>args.executable).owner).execute(args)
+    except BaseException as exception:
+        error = error_of(exception)
+    restore(&pending)
+    return error
+
+
+cdef void* loaded_is_deleted(void* a) noexcept nogil:
+    cdef PJRT_LoadedExecutable_IsDeleted_Args* args = <PJRT_LoadedExecutable_IsDeleted_Args*>a
+    args.is_deleted = (<loaded_t*>args.executable).deleted
+    return NULL
+
+
+cdef void* executable_num_replicas(void* a) noexcept nogil:
+    cdef PJRT_Executable_NumReplicas_Args* args = <PJRT_Executable_NumReplicas_Args*>a
+    args.num_replicas = (<executable_t*>args.executable).num_replicas
+    return NULL
+
+
+cdef void* executable_num_partitions(void* a) noexcept nogil:
+    cdef PJRT_Executable_NumPartitions_Args* args = <PJRT_Executable_NumPartitions_Args*>a
+    args.num_partitions = (<executable_t*>args.executable).num_partitions
+    return NULL
+
+
+cdef void* executable_num_outputs(void* a) noexcept nogil:
+    cdef PJRT_Executable_NumOutputs_Args* args = <PJRT_Executable_NumOutputs_Args*>a
+    args.num_outputs = (<executable_t*>args.executable).num_outputs
+    return NULL
+
+
+cdef void* device_default_memory(void* a) noexcept nogil:
+    cdef PJRT_Device_DefaultMemory_Args* args = <PJRT_Device_DefaultMemory_Args*>a
+    cdef device_t* device = <device_t*>args.device
+    if device.default_memory == NULL:
+        return new_error(3, b"the device belongs to another process", 37)
+    args.memory = device.default_memory
+    return NULL

@@ -1,0 +1,78 @@
+"""Ends of runs that nobody is waiting for: told to jaxlib soon, at little cost.
+
+jaxlib asks with every run to be called back when the run is over, mostly without waiting for it. A thread
+switch for each would cost more than a small run, so one thread takes them in turn: it waits for the
+oldest, tells all that are over, and rests for a moment if they come fast.
+"""
+
+from __future__ import annotations
+
+import atexit
+import threading
+import time
+from collections import deque
+
+from . import _capi
+
+# The longest that an event may be told late: long beside a thread switch, short beside what matters.
+REST = 0.001
+
+
+class Later:
+    """Events in the order of their runs, completed by one thread of its own."""
+
+    def __init__(self) -> None:
+        self._events: deque[_capi.Event] = deque()
+        self._wake = threading.Semaphore(0)
+        self._thread: threading.Thread | None = None
+        self._asleep = False
+        self._lock = threading.Lock()
+        self._closing = False
+
+    def add(self, event: _capi.Event) -> None:
+        """Complete this event when what it stands for is done."""
+        self._events.append(event)
+        if self._thread is None:
+            self._start()
+        elif self._asleep:
+            self._asleep = False
+            self._wake.release()
+
+    def _start(self) -> None:
+        with self._lock:
+            if self._thread is None:
+                atexit.register(self.close)
+                self._thread = threading.Thread(
+                    target=self._work, name="stretto-later", daemon=True
+                )
+                self._thread.start()
+
+    def close(self) -> None:
+        """Wait for all events, then end the thread: it must not be inside of jaxlib when Python ends."""
+        thread, self._thread = self._thread, None
+        if thread is not None and thread.is_alive():
+            self._closing = True
+            self._wake.release()
+            thread.join()
+            self._closing = False
+
+    def _work(self) -> None:
+        events = self._events
+        while True:
+            if not events:
+                if self._closing:
+                    return
+                self._asleep = True
+                if not events:  # one may have come before the flag was up
+                    self._wake.acquire()
+                self._asleep = False
+                continue
+            began = time.perf_counter()
+            events.popleft().wait()
+            while events and events[0].is_ready():
+                events.popleft()
+            if time.perf_counter() - began < REST and not self._closing:
+                time.sleep(REST)
+
+
+later = Later()

@@ -4,8 +4,9 @@ The level of a node is the number of runtime nodes (collectives, loops, branches
 above it. Each level has its compute first, then its runtime nodes, each by position: compute between
 two rounds of collectives becomes one segment.
 
-A node that makes more bytes than it frees (a gathered weight, a widened one) is then put off to the
-level where it is first needed, so that values do not pile up long before their use.
+What is made of one parameter alone (a weight gathered, widened, transposed), or of none (masks), is then
+put off to the level where it is first needed, so that it does not pile up long before its use: the
+parameter is there anyway. All else stays early, which ends the lives of activations and gradients.
 
 Invariant: the order follows from data and control dependencies and positions alone, so every process
 that compiles the same module has the same one.
@@ -49,38 +50,54 @@ def _earliest(nodes: Sequence[Node]) -> None:
 
 
 def _put_off(nodes: Sequence[Node]) -> None:
+    floating = _floating(nodes)
     latest: dict[Node, int] = {}
-    uses: dict[Value, int] = {}
-    for node in nodes:
-        for value in node.operands:
-            uses[value.root] = uses.get(value.root, 0) + 1
+
+    def bound(first: Node, level: int) -> None:
+        latest[first] = min(latest.get(first, level), level)
+
     for node in reversed(nodes):
-        limit = latest.get(node)
-        if limit is not None and limit > node.level and _may_wait(node, uses):
-            node.level = limit
+        if node in floating:
+            node.level = max(node.level, latest.get(node, node.level))
         for value in node.operands:
             first = value.node
             if first is not None and first.kind is not NodeKind.CHEAP:
                 reads = value.type is not None
-                bound = node.level - _gap(first, node, reads=reads)
-                latest[first] = min(latest.get(first, bound), bound)
+                bound(first, node.level - _gap(first, node, reads=reads))
             for before in value.order:
-                bound = node.level - _gap(before, node, reads=False)
-                latest[before] = min(latest.get(before, bound), bound)
+                bound(before, node.level - _gap(before, node, reads=False))
         for before in node.order:
-            bound = node.level - _gap(before, node, reads=False)
-            latest[before] = min(latest.get(before, bound), bound)
+            bound(before, node.level - _gap(before, node, reads=False))
 
 
-def _may_wait(node: Node, uses: dict[Value, int]) -> bool:
-    if node.kind not in (NodeKind.COMPUTE, NodeKind.COLLECTIVE):
-        return False
-    if node.kind is NodeKind.COMPUTE and node.has_side_effect:
-        return False
-    made = sum(value.type.nbytes for value in node.results if value.type is not None)
-    freed = sum(
-        value.type.nbytes
-        for value in node.operands
-        if value.type is not None and value.root.node is not None and uses[value.root] == 1
-    )
-    return made >= freed
+# Parameters up to this size (loop counters, offsets) do not count.
+_SMALL_BYTES = 1024
+
+
+def _floating(nodes: Sequence[Node]) -> set[Node]:
+    """Nodes without side effects that come from at most one parameter of the block."""
+    origin: dict[Node, Value | None] = {}  # of those that float: the parameter, if any
+    for node in nodes:
+        if node.kind is NodeKind.LOGICAL_ID:
+            origin[node] = None
+            continue
+        if node.kind not in (NodeKind.COMPUTE, NodeKind.COLLECTIVE):
+            continue
+        if node.kind is NodeKind.COMPUTE and node.has_side_effect:
+            continue
+        parameters: set[Value] = set()
+        for value in node.operands:
+            root = value.root
+            if root.node is None:
+                if root.type is not None and root.type.nbytes > _SMALL_BYTES:
+                    parameters.add(root)
+            elif root.node.kind is not NodeKind.CHEAP:
+                if root.node not in origin:
+                    break
+                found = origin[root.node]
+                if found is not None:
+                    parameters.add(found)
+        else:
+            if len(parameters) <= 1:
+                origin[node] = next(iter(parameters), None)
+    return set(origin)

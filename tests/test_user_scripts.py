@@ -361,7 +361,7 @@ class TestAsynchronousDispatch:
                 """
             )
         )
-        assert out.splitlines() == ["False False", "(256, 64) 4.0"]
+        assert out.splitlines() == ["False False", "(256, 64) 16.0"]
 
 
 def test_memory_statistics_and_device_facts() -> None:

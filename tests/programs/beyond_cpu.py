@@ -187,7 +187,7 @@ def _reduce_with_lowering(ctx: Any, x: Any, *, reducer: str) -> list[Any]:
         use_global_device_ids=ir.BoolAttr.get(True),
     )
     scalar = ctx.avals_in[0].update(shape=())
-    scalar_type = mlir.aval_to_ir_type(scalar)
+    scalar_type = ir.RankedTensorType.get((), ir.RankedTensorType(x.type).element_type)
     block = op.regions[0].blocks.append(scalar_type, scalar_type)
     with ir.InsertionPoint(block):
         body = mlir.lower_fun(REDUCERS[reducer], multiple_results=False)

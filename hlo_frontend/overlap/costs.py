@@ -19,6 +19,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from math import log2, prod
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from typing import Any
 from stretto.collectives.ops import Collective, Kind
 from stretto.runtime.errors import InvalidProgramError
 
-from ..graph import Instruction
+from ..graph import Instruction, trip_count
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,9 @@ class CostTable:
         rates = [compute.flops_per_s, compute.bytes_per_s, *(link.bytes_per_s for link in links)]
         times = [compute.launch_s, *(link.latency_s for link in links)]
         if not all(rate > 0 for rate in rates) or not all(time >= 0 for time in times):
-            raise InvalidProgramError("not a cost table: rates must be positive, times not negative")
+            raise InvalidProgramError(
+                "not a cost table: rates must be positive, times not negative"
+            )
         return cls(compute, links)
 
     @classmethod
@@ -135,7 +138,7 @@ def span(collective: Collective) -> tuple[int, int]:
         return 1, 1
     size = max(len(group) for group in groups)
     widest = min((sorted(group) for group in groups if len(group) == size), default=[0])
-    stride = min((b - a for a, b in zip(widest, widest[1:], strict=False)), default=1)
+    stride = min((b - a for a, b in pairwise(widest)), default=1)
     return stride, size
 
 
@@ -204,8 +207,6 @@ def flops(instruction: Instruction) -> float:
 
 
 def _called_flops(instruction: Instruction) -> float:
-    from ..graph import trip_count
-
     totals = [sum(flops(inner) for inner in called.instructions) for called in instruction.called]
     if instruction.opcode == "while":
         return sum(totals) * (trip_count(instruction) or 1)

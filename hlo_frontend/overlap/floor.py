@@ -1,0 +1,125 @@
+"""A bound below which no order of these tasks can come.
+
+Each resource (compute, each stream) does one task at a time. A task cannot begin before its *head*: the
+heaviest path to it, and for each resource the work of its ancestors on that resource, counted from the
+earliest any of them can begin. Its *tail* is the same seen from the end. For each resource and each
+threshold h, the tasks whose heads are at least h take their whole work after h, and then the shortest of
+their tails. The largest of these sums over all resources is the floor: the total work of the busiest
+resource plus what dependencies keep it idle.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from .model import Graph
+
+# Ancestors are kept as bits of a matrix; beyond this many tasks only paths and totals are used.
+MAX_MATRIX = 8_000
+
+
+@dataclass(frozen=True)
+class Floor:
+    """Seconds. ``exposed`` is ``seconds`` less all compute; ``resource`` is the one that binds."""
+
+    seconds: float
+    compute_seconds: float
+    resource: str
+    resource_seconds: float
+    path_seconds: float
+    heads: tuple[float, ...] = ()
+
+    @property
+    def exposed(self) -> float:
+        return max(0.0, self.seconds - self.compute_seconds)
+
+    @property
+    def unhideable(self) -> float:
+        """What dependencies add to the work of the busiest resource."""
+        return self.seconds - self.resource_seconds
+
+
+def floor(graph: Graph) -> Floor:
+    """The floor of a graph. Takes time and memory of the square of the number of tasks."""
+    tasks = graph.tasks
+    seconds = np.array([task.seconds for task in tasks])
+    stream = np.array([task.stream for task in tasks], dtype=np.int64)
+    before = [task.before for task in tasks]
+    heads = bounds(before, seconds, stream, len(graph.streams))
+    flipped = [tuple(len(tasks) - 1 - s for s in task.after) for task in reversed(tasks)]
+    tails = bounds(flipped, seconds[::-1], stream[::-1], len(graph.streams))[::-1]
+    binding = "path"
+    path = best = float((heads + seconds + tails).max()) if tasks else 0.0
+    names = ["compute", *graph.streams]
+    totals = [float(seconds[stream == r - 1].sum()) for r in range(len(names))]
+    for r, name in enumerate(names):
+        mine = np.flatnonzero(stream == r - 1)
+        bound = one_machine(heads[mine], seconds[mine], tails[mine])
+        if bound > best:
+            best, binding = bound, name
+    busiest = int(np.argmax(totals))
+    return Floor(best, totals[0], binding, totals[busiest], path, tuple(heads.tolist()))
+
+
+def one_machine(heads: np.ndarray, work: np.ndarray, tails: np.ndarray) -> float:
+    """The time one machine needs for jobs with heads and tails, preemption allowed: a lower bound.
+
+    Always running the available job with the longest tail is optimal, so this is exact for one machine.
+    """
+    from heapq import heappop, heappush
+
+    order = np.lexsort((-tails, heads))
+    queue: list[list[float]] = []
+    clock, best, position = 0.0, 0.0, 0
+    while position < len(order) or queue:
+        if not queue:
+            clock = max(clock, float(heads[order[position]]))
+        while position < len(order) and heads[order[position]] <= clock:
+            job = order[position]
+            heappush(queue, [-float(tails[job]), float(work[job])])
+            position += 1
+        until = float(heads[order[position]]) if position < len(order) else float("inf")
+        job_tail, left = queue[0]
+        ran = min(left, until - clock)
+        clock += ran
+        if ran >= left:
+            heappop(queue)
+            best = max(best, clock - job_tail)
+        else:
+            queue[0][1] = left - ran
+    return best
+
+
+def bounds(
+    before: list[tuple[int, ...]], seconds: np.ndarray, stream: np.ndarray, num_streams: int
+) -> np.ndarray:
+    """Heads of all tasks: seconds before which each cannot begin."""
+    count = len(before)
+    heads = np.zeros(count)
+    if count > MAX_MATRIX:
+        for v in range(count):
+            for p in before[v]:
+                heads[v] = max(heads[v], heads[p] + seconds[p])
+        return heads
+    words = (count + 63) // 64
+    above = np.zeros((count, words * 8), dtype=np.uint8)
+    for v in range(count):
+        row = above[v]
+        head = 0.0
+        for p in before[v]:
+            np.bitwise_or(row, above[p], out=row)
+            row[p >> 3] |= 1 << (p & 7)
+            head = max(head, heads[p] + seconds[p])
+        if before[v]:
+            ancestors = np.flatnonzero(np.unpackbits(row, bitorder="little")[:v])
+            lanes = stream[ancestors]
+            for r in range(-1, num_streams):
+                mine = ancestors[lanes == r]
+                if len(mine) < 2:
+                    continue
+                order = mine[np.argsort(-heads[mine], kind="stable")]
+                head = max(head, float((heads[order] + np.cumsum(seconds[order])).max()))
+        heads[v] = head
+    return heads

@@ -1,0 +1,116 @@
+"""What an issue order does: times on every stream, exposed waits, live memory.
+
+The clock is the compute stream's. Compute steps run one after the other in issue order. A start begins
+when its stream is free and everything issued to compute before it has run; streams are FIFO. A wait holds
+compute until its collective has ended: the time held is exposed. Each run of compute steps that no start
+or wait interrupts is a segment and costs one launch.
+
+A value takes memory from the step that makes it (for collectives, the start) until the last step that
+reads it (for collectives, the wait) is over. Times and orders are exact functions of their arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from .model import Graph
+
+
+class Phase(StrEnum):
+    COMPUTE = "compute"
+    START = "start"
+    WAIT = "wait"
+
+
+Step = tuple[int, Phase]  # task, phase
+
+
+@dataclass
+class Timeline:
+    """Times by task; ``exposed`` by collective; memory by step: bytes live while the step runs."""
+
+    seconds: float
+    begin: list[float]
+    end: list[float]
+    exposed: list[float]
+    live: list[int]
+    peak_bytes: int
+
+    @property
+    def exposed_seconds(self) -> float:
+        return sum(self.exposed)
+
+    def live_by_task(self, graph: Graph, steps: Sequence[Step]) -> list[int]:
+        """Bytes live while each task is issued."""
+        by_task = [0] * len(graph.tasks)
+        for (index, phase), live in zip(steps, self.live, strict=True):
+            if phase is not Phase.WAIT:
+                by_task[index] = live
+        return by_task
+
+
+def unscheduled(graph: Graph) -> list[Step]:
+    """The module's own order, every collective waited for where it starts."""
+    steps: list[Step] = []
+    for task in graph.tasks:
+        if task.is_collective:
+            steps += [(task.index, Phase.START), (task.index, Phase.WAIT)]
+        else:
+            steps.append((task.index, Phase.COMPUTE))
+    return steps
+
+
+def replay(graph: Graph, steps: Sequence[Step], launch_s: float = 0.0) -> Timeline:
+    """Run ``steps`` against the clock."""
+    tasks = graph.tasks
+    begin, end = [0.0] * len(tasks), [0.0] * len(tasks)
+    exposed = [0.0] * len(tasks)
+    free = [0.0] * len(graph.streams)
+    clock = 0.0
+    interrupted = True
+    for index, phase in steps:
+        task = tasks[index]
+        if phase is Phase.COMPUTE:
+            if interrupted:
+                clock += launch_s
+            begin[index] = clock
+            clock += task.seconds
+            end[index] = clock
+        elif phase is Phase.START:
+            begin[index] = max(clock, free[task.stream])
+            end[index] = free[task.stream] = begin[index] + task.seconds
+        elif end[index] > clock:
+            exposed[index] = end[index] - clock
+            clock = end[index]
+        interrupted = phase is not Phase.COMPUTE
+    live = memory(graph, steps)
+    return Timeline(max([clock, *free]), begin, end, exposed, live, max(live, default=0))
+
+
+def memory(graph: Graph, steps: Sequence[Step]) -> list[int]:
+    """Bytes live while each step runs: what it and those before it made, less what is dead by then."""
+    sizes, kept = graph.buffers, graph.kept
+    last = [-1] * len(sizes)
+    for position, (index, phase) in enumerate(steps):
+        if phase is not Phase.START:
+            for buffer in graph.tasks[index].reads:
+                last[buffer] = position
+            for buffer in graph.tasks[index].writes:
+                last[buffer] = max(last[buffer], position)
+    freed = [0] * (len(steps) + 1)
+    for buffer, position in enumerate(last):
+        if position >= 0 and not kept[buffer]:
+            freed[position + 1] += sizes[buffer]
+    live: list[int] = []
+    current = graph.base_bytes
+    for position, (index, phase) in enumerate(steps):
+        task = graph.tasks[index]
+        current -= freed[position]
+        if phase is not Phase.WAIT:
+            current += sum(sizes[buffer] for buffer in task.writes) + task.extra_bytes
+        if phase is not Phase.START:
+            freed[position + 1] += task.extra_bytes
+        live.append(current)
+    return live

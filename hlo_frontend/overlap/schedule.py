@@ -1,0 +1,372 @@
+"""The schedule: list scheduling against the clock, improved from both ends.
+
+*One pass* plays the clock forward. Whenever compute is free it takes the most urgent kernel whose inputs
+have arrived; where there is none, it waits for the next arrival. Before a kernel is issued, every stream
+that would run dry while it runs is given its most urgent ready collective, so that starts are issued just
+in time: early enough that no stream idles, not earlier, so that memory is not filled with what nobody
+needs yet. Kernels that nothing urgent depends on (weight gradients) thereby drift behind collectives that
+compute would otherwise wait for.
+
+*Urgency* is a blend of two: the longest way to the end of the program, which hurries along what all else
+waits for, and the module's own order, which lets nothing pile up. Several blends are tried. After each, the
+program is played backward, most recently finished first, which finds how late each task can run; that
+lateness is the urgency of one more forward pass (forward-backward improvement, as in project scheduling).
+Passes with slightly disturbed urgencies follow while the budget lasts.
+
+*Memory.* The module's own order is the fallback at every moment: a task is issued out of turn only if the
+rest could still be run in the module's order within the limit. So passes never get stuck, and prefetched
+values cannot crowd out what the critical path needs.
+
+Invariants: the result depends on the graph and the arguments alone, never on time or hash seeds, so all
+ranks decide alike; budgets are therefore counted in tasks visited, not in seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from random import Random
+
+import numpy as np
+
+from .model import Graph
+from .replay import Phase, Step, Timeline, replay, unscheduled
+
+# Tasks that passes may visit in all: about five seconds of them.
+DEFAULT_BUDGET = 150_000
+# A wait that frees memory is issued once the clock is this share of its time past its predicted end.
+WAIT_MARGIN = 0.25
+# Shares of the program's time by which urgencies are disturbed.
+SPREADS = (0.02, 0.005, 0.05, 0.001)
+# How many of the most urgent tasks are looked at for one that fits.
+ALTERNATIVES = 12
+_LATER = float("inf")
+
+
+@dataclass
+class Schedule:
+    """An issue order and what it does."""
+
+    steps: list[Step]
+    timeline: Timeline
+
+
+# Shares of the module's own order in the urgencies tried.
+BLENDS = (0.0, 1.0, 0.5, 0.9, 0.75)
+
+
+def schedule(
+    graph: Graph,
+    *,
+    launch_s: float = 0.0,
+    memory_limit: float = _LATER,
+    good_enough: float = 0.0,
+    budget: int = DEFAULT_BUDGET,
+    seed: int = 0,
+) -> Schedule:
+    """The best order found: least time, then least memory, within ``memory_limit`` bytes.
+
+    Where no order within the limit is found, the module's own order is kept. ``good_enough`` seconds end
+    the search, as does ``budget``, the number of tasks that may be visited.
+    """
+    steps = unscheduled(graph)
+    best = Schedule(steps, replay(graph, steps, launch_s))
+    if not any(task.is_collective for task in graph.tasks):
+        return best
+    own = best.timeline
+    forward = Player(graph, own.live_by_task(graph, steps))
+    backward = Player(graph)
+    backward.turn_round()
+    random = Random(seed)
+    passes = max(4, budget // len(graph.tasks))
+    tails = longest_tails(graph)
+    turns = [(1.0 - begin / own.seconds) * max(tails) for begin in own.begin]
+    leading = tails
+
+    def play(urgency: Sequence[float]) -> list[float]:
+        """A forward pass; gives the ends of its tasks. Keeps it if it is the best yet."""
+        nonlocal best, leading, passes
+        passes -= 1
+        steps, ends = forward.play(urgency, memory_limit)
+        timeline = replay(graph, steps, launch_s)
+        fits = timeline.peak_bytes <= memory_limit or best.timeline.peak_bytes > memory_limit
+        result = (timeline.seconds, timeline.peak_bytes)
+        if fits and result < (best.timeline.seconds, best.timeline.peak_bytes):
+            best, leading = Schedule(steps, timeline), urgency
+        return ends
+
+    for blend in BLENDS:
+        if passes <= 0 or best.timeline.seconds <= good_enough:
+            return best
+        ends = play([(1.0 - blend) * a + blend * b for a, b in zip(tails, turns, strict=True)])
+        _, lateness = backward.play(ends)
+        passes -= 1
+        play(lateness)
+    while passes > 0 and best.timeline.seconds > good_enough:
+        spread = best.timeline.seconds * SPREADS[passes % len(SPREADS)]
+        play([u + random.uniform(-spread, spread) for u in leading])
+    return best
+
+
+def longest_tails(graph: Graph) -> list[float]:
+    """Seconds of the longest way from each task's begin to the end."""
+    tails = [0.0] * len(graph.tasks)
+    for task in reversed(graph.tasks):
+        tails[task.index] = task.seconds + max((tails[s] for s in task.after), default=0.0)
+    return tails
+
+
+class Player:
+    """Plays a graph forward or, with all edges turned round, backward.
+
+    ``reference`` are the bytes live at each task of the module's own order.
+    """
+
+    def __init__(self, graph: Graph, reference: Sequence[int] = ()) -> None:
+        self.graph = graph
+        tasks = graph.tasks
+        self.seconds = [task.seconds for task in tasks]
+        self.stream = [task.stream for task in tasks]
+        self.before = [task.before for task in tasks]
+        self.after = [task.after for task in tasks]
+        self.made = [sum(graph.buffers[b] for b in t.writes) + t.extra_bytes for t in tasks]
+        self.reference = np.array(reference, dtype=np.int64)
+        self.readers: list[list[int]] = [[] for _ in graph.buffers]
+        for task in tasks:
+            for buffer in task.reads:
+                self.readers[buffer].append(task.index)
+        self.forward = True
+        self.frees_at_wait = [
+            task.is_collective and any(not graph.kept[b] and graph.buffers[b] for b in task.reads)
+            for task in tasks
+        ]
+
+    def turn_round(self) -> None:
+        """Play backward from now on, without regard for memory."""
+        self.before, self.after = self.after, self.before
+        self.forward = False
+
+    def play(
+        self,
+        urgency: Sequence[float],
+        memory_limit: float = _LATER,
+    ) -> tuple[list[Step], list[float]]:
+        """Issue order, and when each task ended. The largest urgency goes first.
+
+        Backward, times count from the end of the program and the order is the reverse of one.
+        """
+        run = _Run(self, urgency, memory_limit if self.forward else _LATER)
+        run.play()
+        return run.steps, run.end
+
+
+class _Run:
+    """State of one pass."""
+
+    def __init__(
+        self,
+        player: Player,
+        urgency: Sequence[float],
+        limit: float,
+    ) -> None:
+        count = len(player.seconds)
+        streams = len(player.graph.streams)
+        self.player = player
+        self.urgency = urgency
+        self.limit = limit
+        self.limited = limit < _LATER
+        self.need = [len(before) for before in player.before]
+        self.arrival = [0.0] * count
+        self.end = [0.0] * count
+        self.steps: list[Step] = []
+        self.clock = 0.0
+        self.kernels: list[tuple[float, int]] = []
+        self.ready: list[list[tuple[float, int]]] = [[] for _ in range(streams)]
+        self.later: list[tuple[float, int]] = []
+        self.free = [0.0] * streams
+        self.waited = [False] * count
+        self.issued = [False] * count
+        self.in_flight: list[tuple[float, int]] = []
+        self.left = count
+        # Memory if all that is left ran in the module's order from here on, by task of that order.
+        self.outlook = player.reference.copy()
+        self.frontier = 0
+        self.live = player.graph.base_bytes
+        self.unread = [len(readers) for readers in player.readers]
+
+    def play(self) -> None:
+        for index, need in enumerate(self.need):
+            if not need:
+                self._reveal(index)
+        while self.left:
+            self._advance()
+            kernel = self._kernel()
+            if kernel is not None:
+                self._fill(self.clock + self.player.seconds[kernel])
+                self._run(kernel)
+                continue
+            self._fill(self._upcoming())
+            upcoming = self._upcoming()
+            if upcoming < _LATER:
+                self.clock = max(self.clock, upcoming)
+            elif self.left:
+                self._force()
+        for _, index in sorted(self.in_flight):
+            self._wait(index)
+
+    def _reveal(self, index: int) -> None:
+        """All that ``index`` needs is on its way."""
+        arrival = self.arrival[index]
+        if arrival > self.clock:
+            heappush(self.later, (arrival, index))
+        else:
+            heappush(self._queue(index), (-self.urgency[index], index))
+
+    def _queue(self, index: int) -> list[tuple[float, int]]:
+        stream = self.player.stream[index]
+        return self.kernels if stream < 0 else self.ready[stream]
+
+    def _advance(self) -> None:
+        """Take note of what has arrived by now."""
+        clock = self.clock
+        while self.later and self.later[0][0] <= clock:
+            _, index = heappop(self.later)
+            heappush(self._queue(index), (-self.urgency[index], index))
+        while self.in_flight and self.in_flight[0][0] <= clock:
+            _, index = heappop(self.in_flight)
+            self._wait(index)
+
+    def _upcoming(self) -> float:
+        """When something next arrives or, where something waits for memory, is freed."""
+        upcoming = self.later[0][0] if self.later else _LATER
+        if self.in_flight and (self.kernels or any(self.ready)):
+            upcoming = min(upcoming, self.in_flight[0][0])
+        return upcoming
+
+    def _kernel(self) -> int | None:
+        """The most urgent kernel that fits, taken from the queue."""
+        if not self.kernels:
+            return None
+        if self._fits(self.kernels[0][1]):
+            return heappop(self.kernels)[1]
+        for entry in sorted(self.kernels)[1:ALTERNATIVES]:
+            if self._fits(entry[1]):
+                self._take(self.kernels, entry)
+                return entry[1]
+        return None
+
+    def _take(self, queue: list[tuple[float, int]], entry: tuple[float, int]) -> None:
+        queue.remove(entry)
+        queue.sort()
+
+    def _fits(self, index: int) -> bool:
+        """Whether the task may run now with the rest in the module's order still within the limit."""
+        made = self.player.made[index]
+        if not made or not self.limited:
+            return True
+        if self.live + made > self.limit:
+            return False
+        between = self.outlook[self._first_unissued() : index]
+        return not len(between) or int(between.max()) + made <= self.limit
+
+    def _first_unissued(self) -> int:
+        while self.frontier < len(self.issued) and self.issued[self.frontier]:
+            self.frontier += 1
+        return self.frontier
+
+    def _fill(self, horizon: float) -> None:
+        """Issue collectives to streams that would idle before ``horizon``."""
+        for stream, queue in enumerate(self.ready):
+            while queue and (self.free[stream] < horizon or self.free[stream] <= self.clock):
+                entry = queue[0]
+                if not self._fits(entry[1]):
+                    fitting = (e for e in sorted(queue)[1:ALTERNATIVES] if self._fits(e[1]))
+                    entry = next(fitting, entry)
+                    if entry is queue[0]:
+                        break
+                self._take(queue, entry)
+                self._start(entry[1])
+
+    def _force(self) -> None:
+        """Nothing fits and nothing is on its way: the module's own order goes on."""
+        waiting = [*self.kernels, *(entry for queue in self.ready for entry in queue)]
+        entry = min(waiting, key=lambda e: e[1])
+        self._take(self._queue(entry[1]), entry)
+        if self.player.stream[entry[1]] < 0:
+            self._run(entry[1])
+        else:
+            self._start(entry[1])
+
+    def _run(self, index: int) -> None:
+        self._await_inputs(index)
+        self.steps.append((index, Phase.COMPUTE))
+        self.clock += self.player.seconds[index]
+        self.end[index] = self.clock
+        self._account(index)
+        self._release(index)
+        self._done(index, self.clock)
+
+    def _start(self, index: int) -> None:
+        player = self.player
+        self._await_inputs(index)
+        self.steps.append((index, Phase.START))
+        stream = player.stream[index]
+        ends = max(self.clock, self.free[stream]) + player.seconds[index]
+        self.end[index] = self.free[stream] = ends
+        if self.limited and player.frees_at_wait[index]:
+            heappush(self.in_flight, (ends + WAIT_MARGIN * player.seconds[index], index))
+        else:
+            heappush(self.in_flight, (_LATER, index))
+        self._account(index)
+        self._done(index, ends)
+
+    def _await_inputs(self, index: int) -> None:
+        for before in self.player.before[index]:
+            if self.player.stream[before] >= 0 and not self.waited[before]:
+                self._wait(before)
+
+    def _wait(self, index: int) -> None:
+        if not self.waited[index]:
+            self.waited[index] = True
+            self.steps.append((index, Phase.WAIT))
+            self._release(index)
+
+    def _account(self, index: int) -> None:
+        """The outlook once ``index`` is issued now instead of in its turn."""
+        self.issued[index] = True
+        if not self.limited:
+            return
+        graph = self.player.graph
+        self.live += self.player.made[index]
+        first = self._first_unissued()
+        task = graph.tasks[index]
+        if index > first:
+            self.outlook[first:index] += self.player.made[index] - task.extra_bytes
+        for buffer in task.reads:
+            if graph.kept[buffer]:
+                continue
+            # Where the last of its readers goes before its turn, it is dead from the next to last on.
+            left = [r for r in self.player.readers[buffer] if not self.issued[r]]
+            last = left[-1] if left else first - 1
+            if last < index:
+                self.outlook[max(first, last + 1) : index + 1] -= graph.buffers[buffer]
+
+    def _release(self, index: int) -> None:
+        if not self.limited:
+            return
+        graph = self.player.graph
+        self.live -= graph.tasks[index].extra_bytes
+        for buffer in graph.tasks[index].reads:
+            self.unread[buffer] -= 1
+            if not self.unread[buffer] and not graph.kept[buffer]:
+                self.live -= graph.buffers[buffer]
+
+    def _done(self, index: int, when: float) -> None:
+        """``index`` will be done at ``when``: tell those that need it."""
+        self.left -= 1
+        for after in self.player.after[index]:
+            self.arrival[after] = max(self.arrival[after], when)
+            self.need[after] -= 1
+            if not self.need[after]:
+                self._reveal(after)

@@ -129,19 +129,25 @@ def _before(block: BlockGraph, listed: list[Node]) -> dict[Node, _Before]:
         if i is None:
             nearest[node], ordered[node] = near, by_order
             continue
-        implied = 0
-        for earlier in _bits(near):
-            implied |= above[earlier]
+        direct, implied = _latest(near, above)
+        tokens, _ = _latest(by_order, above)
         above[i] = near | implied
-        found[node] = _Before(tuple(_bits(near & ~implied)), tuple(_bits(by_order)))
+        found[node] = _Before(direct, tokens)
     return found
 
 
-def _bits(mask: int) -> Iterator[int]:
-    while mask:
-        low = mask & -mask
-        yield low.bit_length() - 1
-        mask ^= low
+def _latest(positions: int, above: list[int]) -> tuple[tuple[int, ...], int]:
+    """The positions that no other of them comes after, and all that come before any of them.
+
+    Positions grow along the order, so the highest one left is never before another.
+    """
+    latest, implied = [], 0
+    while positions:
+        last = positions.bit_length() - 1
+        latest.append(last)
+        implied |= above[last]
+        positions &= ~(above[last] | 1 << last)
+    return tuple(reversed(latest)), implied
 
 
 def reorder(

@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from frontend_support import P, compiled, judge, manual, mesh
 from interpreter import Interpreter
 from jax import lax
-from support import P, compiled, judge, manual, mesh
 
 from stretto.hlo_frontend.compile import CompileSpec, compile_stablehlo
 from stretto.runtime.program import Loop, Run, Start, instructions

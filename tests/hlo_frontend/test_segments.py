@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from frontend_support import P, compiled, judge, manual, mesh
 from interpreter import compile_segment
 from jax import lax
-from support import P, compiled, judge, manual, mesh
 
 from stretto.hlo_frontend.compile import compile_hlo
 from stretto.runtime.program import Loop, Run, instructions

@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from frontend_support import P, compiled, manual, mesh
 from interpreter import Interpreter
 from jax import lax
 from jax.experimental import io_callback
 from jax.sharding import NamedSharding
 from jaxlib import _jax, _xla, xla_client
-from support import P, compiled, manual, mesh
 
 from stretto.hlo_frontend import stablehlo, tap
 from stretto.hlo_frontend.compile import CompileSpec, compile_stablehlo

@@ -156,7 +156,7 @@ def multihost() -> dict[str, Any]:
     return {"ok": np.array(True)}
 
 
-@program("random/sharded", exact=True, **CORE)
+@program("random/sharded", exact=True)
 def random_sharded() -> dict[str, Any]:
     """Partitionable keys give the same numbers however they are sharded."""
     m = mesh(a=2, b=4)

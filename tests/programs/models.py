@@ -17,7 +17,7 @@ from .registry import CORE, program
 LOOSE = 1e-3
 
 
-@program("model/transformer_dp_tp", rtol=LOOSE, **CORE)
+@program("model/transformer_dp_tp", rtol=LOOSE)
 def transformer() -> dict[str, Any]:
     """Two transformer layers, data x tensor parallel by shardings alone, three SGD steps."""
     m = mesh(data=2, model=4)
@@ -99,7 +99,7 @@ def mixture_of_experts() -> dict[str, Any]:
     return {"out": out[0], "dw": out[1]}
 
 
-@program("model/ring_attention", rtol=LOOSE, **CORE)
+@program("model/ring_attention", rtol=LOOSE)
 def ring_attention() -> dict[str, Any]:
     """Keys and values go round the ring in a scan; a running softmax; with gradient."""
     ring = [(i, (i + 1) % 8) for i in range(8)]
@@ -157,7 +157,7 @@ def fsdp() -> dict[str, Any]:
     return {f"loss{i}": v for i, v in enumerate(losses)} | {"w": state[0]["w"]}
 
 
-@program("model/pipeline", rtol=LOOSE, **CORE)
+@program("model/pipeline", rtol=LOOSE)
 def pipeline() -> dict[str, Any]:
     """GPipe in a scan: eight stages, microbatches handed on by ppermute; differentiated through."""
     micro = 5

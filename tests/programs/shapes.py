@@ -253,7 +253,7 @@ def small_programs_expected() -> dict[str, np.ndarray]:
     return {"out": x}
 
 
-@program("many/small_programs", exact=True, expected=small_programs_expected, **CORE)
+@program("many/small_programs", exact=True, expected=small_programs_expected)
 def small_programs() -> dict[str, Any]:
     """Twenty programs, two hundred calls in flight at once: the CPU backend runs out of threads and hangs."""
     m = mesh(x=8)

@@ -54,7 +54,15 @@ class Entry:
         if self.kind == "loop":
             count = "an unknown number of" if self.trip_count is None else str(self.trip_count)
             what = f"loop of {count} iterations"
+        if self.groups:
+            what += f" of devices {_braces(self.groups)}"
         return f"{what} %{self.name}{where}" if self.name else f"{what}{where}"
+
+
+def _braces(groups: Sequence[tuple[int, ...]], limit: int = 64) -> str:
+    """``{0,1},{2,3}``, cut short."""
+    text = ",".join("{" + ",".join(map(str, group)) + "}" for group in groups[:limit])
+    return text if len(text) <= limit else text[:limit] + "…"
 
 
 @dataclass(frozen=True)
@@ -175,6 +183,32 @@ def self_check(schedule: Schedule, owner: Mapping[int, int]) -> None:
     for entry in schedule.entries:
         for child in entry.children:
             self_check(child, owner)
+
+
+def check_matched(schedule: Schedule) -> None:
+    """Raise `OrderConflict` where the program, run by every device alike, has a send without a receive.
+
+    Or a receive without a send, or one in a loop or branch and the other outside of it.
+    """
+    counts: dict[tuple, int] = defaultdict(int)
+    last: dict[tuple, Entry] = {}
+    for entry in schedule.entries:
+        if entry.kind in (Kind.SEND, Kind.RECV):
+            is_send = entry.kind == Kind.SEND
+            key = entry.key if is_send else _send_key(entry.key)
+            for pair in entry.groups:
+                counts[key, pair] += 1 if is_send else -1
+                last[key, pair, is_send] = entry
+        for child in entry.children:
+            check_matched(child)
+    for (key, pair), surplus in counts.items():
+        if surplus:
+            entry = last[key, pair, surplus > 0]
+            lacking = "receive" if surplus > 0 else "send"
+            raise OrderConflict(
+                f"{entry.describe()} has no {lacking} that matches it between devices "
+                f"{pair[0]} and {pair[1]}"
+            )
 
 
 @dataclass

@@ -128,7 +128,13 @@ def compile_and_load(client: Client, source: bytes, options: bytes) -> LoadedExe
         CompileSpec(num_replicas, num_partitions, options),
         pseudo_tokens=client.world.options.pseudo_tokens,
     )
-    loaded = client.executor.load(compiled.program, device_ids, callbacks.of_module(source))
+    loaded = client.executor.load(
+        compiled.program,
+        device_ids,
+        callbacks.of_module(source),
+        schedule=compiled.schedule,
+        with_order=compiled.with_order,
+    )
     return LoadedExecutable(Executable(client, compiled, loaded, source, options), device_ids)
 
 

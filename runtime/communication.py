@@ -63,6 +63,7 @@ class Communication:
         owner: Mapping[int, int],
         lanes: Sequence[Lane],
         instrument: Instrument | None = None,
+        called: str = "",
     ) -> None:
         self.program = program
         self.engine = engine
@@ -72,8 +73,9 @@ class Communication:
         self.owner = owner
         self.lanes = lanes
         self.instrument = instrument
+        self.called = called
         self._starts = {i.event: i for i in instructions(program.body) if isinstance(i, Start)}
-        self._bound = self._bind() if local else {}
+        self._bound = self._bind()
 
     def is_split(self, start: Start) -> bool:
         """Whether the operation is posted at its start and awaited at its wait: send and receive."""
@@ -142,7 +144,7 @@ class Communication:
         lane = self.lanes[start.stream]
         what, count, logical = describe(collective), len(self.logical), self.logical
         name, source = f"{collective.kind} %{collective.name}", collective.source
-        ranks = self._ranks(collective)
+        ranks, called = self._ranks(collective), self.called
         skips = skipped_pairs(collective)
         progress, counters, instrument = lane.progress, lane.counters, self.instrument
         run: Any = bound.run
@@ -156,7 +158,7 @@ class Communication:
                 operands = views()
                 if instrument is not None:
                     instrument.collective_started(collective, start.stream)
-                progress.begin(name, source, sequence, ranks)
+                progress.begin(name, source, sequence, ranks, called)
                 began = perf_counter()
                 try:
                     results = run(operands, **skips(iteration))
@@ -266,7 +268,7 @@ class Communication:
     ) -> Operation:
         outputs, count, logical = start.outputs, len(self.logical), self.logical
         what, name = describe(collective), f"{collective.kind} %{collective.name}"
-        ranks, instrument = self._ranks(collective), self.instrument
+        ranks, instrument, called = self._ranks(collective), self.instrument, self.called
         progress, counters = lane.progress, lane.counters
 
         def receive(frame: Frame) -> None:
@@ -274,7 +276,7 @@ class Communication:
             began = perf_counter()
 
             def await_message() -> Any:
-                progress.begin(name, collective.source, lane.sequence, ranks)
+                progress.begin(name, collective.source, lane.sequence, ranks, called)
                 try:
                     return request.wait()
                 finally:

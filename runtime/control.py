@@ -1,8 +1,9 @@
 """The control plane of a job, seen from one rank: who is alive, who failed, what everybody waits for.
 
 Every rank keeps one connection to the hub on rank 0 (`hub`) and one daemon thread that listens to it,
-so that a rank blocked inside MPI still hears what happened. The thread wakes once a second to look at
-the progress of this rank's streams. Nothing is sent while all is well.
+so that a rank blocked inside MPI still hears what happened. Once a second the thread looks at the progress
+of this rank's streams, and several times at how far its runs have come (`run_log`), which it posts to the
+hub. Nothing else is sent while all is well.
 
 When the job has failed, in whatever way, every rank does the same: it prints one message to stderr,
 keeps the error for `Control.error`, calls those who asked to be told (they fail what is pending), and,
@@ -23,9 +24,10 @@ from time import monotonic
 from typing import TYPE_CHECKING
 
 from . import watchdog
-from .errors import CollectiveTimeout, RankFailed, StrettoError, WorldError
+from .errors import CollectiveMismatch, CollectiveTimeout, RankFailed, StrettoError, WorldError
 from .hub import Hub, read_streams
 from .progress import Progress, Snapshot
+from .run_log import RunLogs
 from .watchdog import Peer
 from .wire import Link, Message
 
@@ -33,6 +35,9 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 TICK = 1.0
+POST_EVERY = 0.05
+POST_EVERY_FOR_RANK = 0.001
+IDLE = 4
 CONNECT_WITHIN = 30.0
 
 
@@ -48,6 +53,7 @@ class Control:
         timeout: float,
         grace: float,
         progress: Sequence[Progress],
+        runs: RunLogs,
     ) -> None:
         self.error: StrettoError | None = None
         self._rank = rank
@@ -57,6 +63,10 @@ class Control:
         self._timeout = timeout
         self._grace = grace
         self._progress = progress
+        self._runs = runs
+        # How often the runs are looked at. Posts of many ranks must not drown the hub.
+        self._interval = max(POST_EVERY, POST_EVERY_FOR_RANK * len(peers))
+        self._next_watch = 0.0
         self._listeners: list[Callable[[StrettoError], None]] = []
         self._lock = threading.Lock()
         self._left: dict[int, tuple[float, tuple[Snapshot, ...]]] = {}
@@ -88,6 +98,7 @@ class Control:
 
     def goodbye(self) -> None:
         """Leave the job in peace: returns when every rank has said so, or when the job has failed."""
+        self._post()
         self._link.send({"type": "goodbye", "streams": self._streams()})
         self._released.wait()
 
@@ -109,9 +120,10 @@ class Control:
     # The thread.
 
     def _listen(self) -> None:
+        interval = self._interval
         while not self._closed:
             try:
-                ready, _, _ = select.select([self._link], [], [], TICK)
+                ready, _, _ = select.select([self._link], [], [], interval)
                 messages = self._link.receive() if ready else []
             except (OSError, ValueError):  # closed by `close`
                 return
@@ -126,7 +138,12 @@ class Control:
                 return
             for message in messages:
                 self._handle(message)
-            self._watch()
+            now = monotonic()
+            if now >= self._next_watch:
+                self._next_watch = now + TICK
+                self._watch()
+            # Without news it is enough to look now and then.
+            interval = self._interval * (1 if self._post() else IDLE)
 
     def _handle(self, message: Message) -> None:
         match message.get("type"):
@@ -137,6 +154,8 @@ class Control:
             case "inquire":
                 line = watchdog.main_thread_line()
                 self._link.send({"type": "state", "streams": self._streams(), "line": line})
+            case "account":
+                self._link.send({"type": "accounts", "sets": self._runs.accounts()})
             case "broken":
                 self._break(message["kind"], message["rank"], message["text"])
                 self._link.send({"type": "told"})
@@ -169,8 +188,11 @@ class Control:
         with self._lock:
             if self.error is not None:
                 return
+            error: StrettoError
             if kind == "timeout":
-                error: StrettoError = CollectiveTimeout(text)
+                error = CollectiveTimeout(text)
+            elif kind == "mismatch":
+                error = CollectiveMismatch(text)
             else:
                 verb = {"died": "died", "left": "left the job too early"}.get(kind, "failed")
                 error = RankFailed(f"{self._peers[rank]} {verb}: {text}")
@@ -193,6 +215,13 @@ class Control:
             never.wait(min(rest, TICK))
         if not self._closed:
             end_process()
+
+    def _post(self) -> bool:
+        """Say how far the runs have come, if that is news."""
+        posts = self._runs.posts()
+        if posts and self.error is None:
+            self._link.send({"type": "runs", "sets": posts})
+        return bool(posts)
 
     def _streams(self) -> tuple[Snapshot, ...]:
         now = monotonic()
@@ -223,6 +252,7 @@ def connect(
     grace: float,
     host: str,
     progress: Sequence[Progress],
+    runs: RunLogs,
 ) -> Control:
     """Join the ranks of ``comm``; collective. Raises the same `WorldError` on every rank."""
     rank = comm.Get_rank()
@@ -260,7 +290,7 @@ def connect(
             f"{peers[0].host} that the other hosts can reach"
         )
     assert link is not None
-    control = Control(rank, peers, link, hub, timeout, grace, progress)
+    control = Control(rank, peers, link, hub, timeout, grace, progress, runs)
     control.start()
     return control
 

@@ -46,6 +46,11 @@ class RankFailed(StrettoError):
 
 
 class CollectiveMismatch(StrettoError):
-    """The ranks' programs need orders of collectives that contradict each other. Catch to report."""
+    """The ranks' programs do not communicate the same things, or in contradictory orders. Catch to report.
+
+    ``agreed``: every process of the program raises it and none waits, so that the job can go on without
+    the program.
+    """
 
     code = "FAILED_PRECONDITION"
+    agreed = False

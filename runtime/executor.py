@@ -17,21 +17,25 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import reduce
+from functools import partial, reduce
 from operator import add
 from typing import Any, Protocol
 
 from stretto.collectives.communicator import Communicator
+from stretto.collectives.order import CommonOrder, Schedule
 
-from . import statistics
+from . import statistics, watchdog
 from .communication import Lane
 from .engine import Engine, LoadedSegment
-from .errors import InvalidProgramError, StrettoError
+from .errors import InvalidProgramError, StrettoError, UnsupportedError
 from .instrument import Counters, Instrument
 from .loaded import Flight, LoadedProgram
+from .negotiation import Agreements, Assembly, Joint, Terms, check_rings
 from .options import Options
 from .program import Program
 from .progress import Progress
+from .run_log import RunLogs, called
+from .schedule import strict
 from .stream import Event, Stream
 from .walk import Walker
 
@@ -57,6 +61,11 @@ class Processes(Protocol):
     def on_failure(self, listener: Callable[[StrettoError], None]) -> None: ...
 
     def progress(self, stream: int = 0) -> Progress: ...
+
+    @property
+    def runs(self) -> RunLogs: ...
+
+    def assembly(self, processes: tuple[int, ...]) -> Assembly: ...
 
 
 class Executor:
@@ -86,17 +95,29 @@ class Executor:
         self._flights: dict[int, Flight] = {}
         self._runs = 0
         self._closed = False
+        self._agreements = Agreements(world.assembly)
         world.on_failure(self._fail_flights)
         statistics.include(self)
         atexit.register(_close_at_exit, weakref.ref(self))
 
     def load(
-        self, program: Program, device_ids: Sequence[int], host_callbacks: Sequence[Any] = ()
+        self,
+        program: Program,
+        device_ids: Sequence[int],
+        host_callbacks: Sequence[Any] = (),
+        *,
+        schedule: Schedule | None = None,
+        with_order: Callable[[CommonOrder], Program] | None = None,
     ) -> LoadedProgram:
-        """Compile the segments and bind the collectives. ``device_ids[i]``: global id of logical id i.
+        """Compile the segments. ``device_ids[i]``: global id of logical id i.
 
-        Every process that owns one of the devices loads the same programs in the same order. Raises
-        `CompileError`, `UnsupportedError`, or `InvalidProgramError` where devices and program disagree.
+        ``schedule`` tells what the program communicates, in which of its orders data and tokens require
+        it; ``with_order`` gives the program in another one. Without them the program's order is the only
+        one.
+
+        Waits for no other process: what several processes run together is agreed on and bound when it
+        first runs (`negotiation`). Raises `CompileError`, `UnsupportedError`, `InvalidProgramError` where
+        devices and program disagree, and `CollectiveMismatch` where the program waits for itself.
         """
         device_ids = tuple(device_ids)
         self._check_devices(program, device_ids)
@@ -107,14 +128,38 @@ class Executor:
             for logical, device in enumerate(device_ids)
             if owner[logical] == self.world.rank
         )
-        segments = self._compile(program, host_callbacks) if local else []
-        with self._lock:
-            while local and len(self._lanes) < program.num_streams:
-                self._lanes.append(self._lane(len(self._lanes)))
-            walker = Walker(
-                program, self.engine, segments, local, owner, self._lanes, self.instrument
+        processes = tuple(sorted(set(owner.values())))
+        schedule = strict(program) if schedule is None else schedule
+        check_rings(program, schedule, owner, alone=len(processes) == 1)
+        line = watchdog.calling_line() if len(processes) > 1 else ""
+        make = partial(self._walker, local, owner, host_callbacks, line)
+        loaded = LoadedProgram(self, make(program), local, bool(host_callbacks))
+        if not local:
+            return loaded
+        if len(processes) > 1 and loaded.communicates:
+
+            def accept(order: CommonOrder | None) -> Program:
+                if order is not None:
+                    if with_order is None:
+                        raise UnsupportedError("the program cannot be given another order")
+                    loaded.walker = make(with_order(order))
+                return loaded.walker.program
+
+            loaded.joint = Joint(
+                Terms(program, schedule, device_ids, line),
+                self.world.rank,
+                owner,
+                self.world.runs.of(processes),
+                self._agreements,
+                accept,
+                loaded.prepare,
+                self._lanes[0],
             )
-        return LoadedProgram(self, walker, local, bool(host_callbacks))
+            return loaded
+        if len(processes) > 1:
+            self.world.runs.of(processes).loaded(program.name, line)
+        loaded.prepare()
+        return loaded
 
     def counters(self) -> Counters:
         """Communication of this process since the start, over all streams."""
@@ -129,6 +174,29 @@ class Executor:
                     return
         for lane in self._lanes:
             lane.communicator.close()
+
+    def _walker(
+        self,
+        local: tuple[tuple[int, int], ...],
+        owner: dict[int, int],
+        host_callbacks: Sequence[Any],
+        line: str,
+        program: Program,
+    ) -> Walker:
+        segments = self._compile(program, host_callbacks) if local else []
+        with self._lock:
+            while local and len(self._lanes) < program.num_streams:
+                self._lanes.append(self._lane(len(self._lanes)))
+        return Walker(
+            program,
+            self.engine,
+            segments,
+            local,
+            owner,
+            self._lanes,
+            self.instrument,
+            called(program.name, line),
+        )
 
     def _check_devices(self, program: Program, device_ids: tuple[int, ...]) -> None:
         available = self.world.size * self.world.local_devices

@@ -4,8 +4,9 @@ It passes on what one rank has to tell the others. It holds the one view of the 
 first failure that arrives is the job's failure, and all ranks are told that one.
 
 Messages from a rank: ``hello`` (token, rank), ``goodbye`` (streams), ``fail`` (kind, rank, text),
-``overdue`` (stream, entry), ``state`` (streams, line), ``told``. To the ranks: ``welcome``, ``left`` (rank,
-streams), ``all left``, ``broken`` (kind, rank, text), ``inquire``, ``all told``.
+``overdue`` (stream, entry), ``state`` (streams, line), ``runs`` and ``accounts`` (sets), ``told``. To the
+ranks: ``welcome``, ``left`` (rank, streams), ``all left``, ``broken`` (kind, rank, text), ``inquire``,
+``account``, ``all told``.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ import threading
 from collections.abc import Sequence
 from time import monotonic
 
-from . import watchdog
+from . import audit, watchdog
+from .audit import Audit
 from .progress import Entry, Snapshot
+from .run_log import Account, read_account, read_post
 from .watchdog import Peer, State
 from .wire import Link, Message
 
@@ -50,6 +53,11 @@ class Hub:
         self._overdue: tuple[int, Entry] | None = None
         self._answers: dict[int, State | None] = {}
         self._deadline = 0.0
+        # Whether the ranks run the same programs: what they post, and accounts that were asked for.
+        self._audit = Audit()
+        self._accounts: dict[int, dict[str, Account]] | None = None
+        self._contradiction = False
+        self._accounts_deadline = 0.0
         listener.settimeout(10.0)
         self._selector.register(listener, selectors.EVENT_READ)
         self._adopt(0, Link(own_end))
@@ -66,16 +74,25 @@ class Hub:
 
     def _serve(self) -> None:
         while self._links:
-            wait = max(0.0, self._deadline - monotonic()) if self._overdue else None
-            for key, _ in self._selector.select(wait):
+            for key, _ in self._selector.select(self._wait()):
                 if key.fileobj is self._listener:
                     self._accept()
                 elif isinstance(key.fileobj, Link):
                     self._read(key.fileobj, key.data)
             if self._overdue and monotonic() >= self._deadline:
                 self._conclude()
+            if not self._broken:
+                self._look(monotonic())
         self._selector.close()
         self._listener.close()
+
+    def _wait(self) -> float | None:
+        """Seconds until there is something to do without being told; None for never."""
+        times = [self._deadline] if self._overdue else []
+        if not self._broken:
+            look = self._audit.next_look() if self._accounts is None else self._accounts_deadline
+            times += [] if look is None else [look]
+        return max(0.0, min(times) - monotonic()) if times else None
 
     def _accept(self) -> None:
         try:
@@ -151,8 +168,44 @@ class Hub:
                 self._tell({"type": "inquire"})
             case "state":
                 self._answer(rank, State(read_streams(message["streams"]), message["line"]))
+            case "runs":
+                posts = {name: read_post(post) for name, post in message["sets"].items()}
+                if self._audit.hear(rank, posts, monotonic()) and not self._broken:
+                    self._contradiction = True
+                    self._ask()
+            case "accounts" if self._accounts is not None:
+                sets = {name: read_account(plain) for name, plain in message["sets"].items()}
+                self._accounts[rank] = sets
+                if self._accounts.keys() >= self._links.keys():
+                    self._compare()
             case "told":
                 self._heard(rank)
+
+    def _look(self, now: float) -> None:
+        """Ask for accounts where a rank has waited too long for others, or go on without some of them."""
+        if self._accounts is None:
+            if self._audit.look(now):
+                self._ask()
+        elif now >= self._accounts_deadline:
+            self._compare()
+
+    def _ask(self) -> None:
+        if self._accounts is None:
+            self._accounts = {}
+            self._accounts_deadline = monotonic() + ANSWER_WITHIN
+            self._tell({"type": "account"})
+
+    def _compare(self) -> None:
+        """The accounts are here: say what they have against each other."""
+        text = audit.explain(self._accounts or {})
+        self._accounts = None
+        if text is None and self._contradiction:
+            text = (
+                "the ranks run different programs, or in different orders; the first that differs is "
+                "too long ago to be named"
+            )
+        if text is not None:
+            self._break("mismatch", -1, text)
 
     def _answer(self, rank: int, state: State | None) -> None:
         if self._overdue:
@@ -191,8 +244,8 @@ class Hub:
 
 def read_entry(plain: Sequence) -> Entry:
     """An `Entry` from its JSON form."""
-    name, source, sequence, ranks, age = plain
-    return Entry(name, source, sequence, tuple(ranks), age)
+    name, source, sequence, ranks, age, program = plain
+    return Entry(name, source, sequence, tuple(ranks), age, program)
 
 
 def read_streams(plain: Sequence[Sequence]) -> tuple[Snapshot, ...]:

@@ -18,7 +18,10 @@ from .value import DeletedError, Landed, Promise, Value
 from .walk import Walker
 
 if TYPE_CHECKING:
+    from stretto.collectives.types import TensorType
+
     from .executor import Executor
+    from .negotiation import Joint
 
 
 class LoadedProgram:
@@ -43,8 +46,14 @@ class LoadedProgram:
         self._num_inputs = len(program.inputs)
         self._engine = executor.engine
         self._single = None
+        # How it is agreed on with the other processes that run it; None if there are none.
+        self.joint: Joint | None = None
         if program.single_segment is not None and local and executor.instrument is None:
             self._single = walker.segments[program.body.instructions[0].segment].run  # type: ignore[union-attr]
+
+    def prepare(self) -> None:
+        """Bind the collectives; waits for the other processes of the program, where there are any."""
+        self.walker.prepare()
 
     @property
     def single(self) -> Callable[[int, list[Any]], list[Any]] | None:
@@ -195,15 +204,25 @@ class Flight:
         """Walk the program. Errors go to the outputs."""
         loaded = self.loaded
         walker, executor = loaded.walker, loaded.executor
-        program, instrument = loaded.program, executor.instrument
-        frame = Frame(len(program.slot_types), walker.positions)
+        instrument = executor.instrument
+        frame: Frame | None = None
         error: BaseException | None = self._failed
         results: list[Any] = []
         try:
             if error is None:
-                for slot, column in zip(program.body.parameters, self._columns, strict=True):
-                    frame.registers[slot] = self._gather(column, slot)
+                arguments = [
+                    self._gather(column, type)
+                    for column, type in zip(self._columns, loaded.input_types, strict=True)
+                ]
                 self._columns = []
+                if loaded.joint is not None:
+                    loaded.joint.begin()
+                    walker = loaded.walker  # the first run may have given it another order
+                program = walker.program
+                frame = Frame(len(program.slot_types), walker.positions)
+                for index, slot in enumerate(program.body.parameters):
+                    frame.registers[slot] = arguments[index]
+                del arguments
                 if instrument is not None:
                     instrument.program_started(program.name, self.run)
                 for operation in walker.operations:
@@ -211,7 +230,8 @@ class Flight:
                 results = walker.results(frame)
         except BaseException as raised:
             error = raised
-            results = [frame.registers[slot] for slot in program.body.results]
+            if frame is not None:
+                results = [frame.registers[slot] for slot in walker.program.body.results]
         if error is not None:
             drop_tracebacks(error)
         self.land(error, results)
@@ -220,9 +240,9 @@ class Flight:
                 drained = lane.stream.submit(lane.drain)
                 drained.add_callback(partial(executor.report_failure_of, drained))
         if instrument is not None:
-            instrument.program_finished(program.name, self.run, error)
+            instrument.program_finished(loaded.program.name, self.run, error)
 
-    def _gather(self, column: list[Any], slot: int) -> list[Any]:
+    def _gather(self, column: list[Any], type_: TensorType) -> list[Any]:
         """A register from what the arguments stood for."""
         column = [entry.result() if type(entry) is Promise else entry for entry in column]
         landed = [type(entry) is Landed for entry in column]
@@ -230,7 +250,6 @@ class Flight:
             return Hosted(entry.host for entry in column)
         if any(landed):
             walker = self.loaded.walker
-            type_ = self.loaded.program.slot_types[slot]
             return [
                 walker.engine.put(entry.host, type_, ordinal) if type(entry) is Landed else entry
                 for entry, ordinal in zip(column, walker.ordinals, strict=True)
@@ -252,7 +271,7 @@ class Flight:
                     promises[index].error = error
                 else:
                     promises[index].content = Landed(entry) if hosted else entry
-        if loaded.communicates:
+        if loaded.communicates and not getattr(error, "agreed", False):
             executor.report(error)
         self.event.set(error=error)
 

@@ -16,7 +16,8 @@ class Entry(NamedTuple):
 
     ``sequence`` counts the collectives of a stream from 1, including those this process has no part in,
     so that it can be compared between ranks. ``ranks`` are the processes that take part. ``age`` is the
-    number of seconds since it began; for a completed one, since it ended.
+    number of seconds since it began; for a completed one, since it ended. ``program`` is the program that
+    it is part of, with the line that calls it.
     """
 
     name: str
@@ -24,10 +25,11 @@ class Entry(NamedTuple):
     sequence: int
     ranks: tuple[int, ...]
     age: float
+    program: str = ""
 
 
-# name, source, sequence, ranks, time.monotonic() of its beginning
-_Raw = tuple[str, str, int, tuple[int, ...], float]
+# name, source, sequence, ranks, program, time.monotonic() of its beginning
+_Raw = tuple[str, str, int, tuple[int, ...], str, float]
 
 
 class Snapshot(NamedTuple):
@@ -49,9 +51,11 @@ class Progress:
         self._last: _Raw | None = None
         self._ended = 0.0
 
-    def begin(self, name: str, source: str, sequence: int, ranks: tuple[int, ...]) -> None:
+    def begin(
+        self, name: str, source: str, sequence: int, ranks: tuple[int, ...], program: str = ""
+    ) -> None:
         """The stream enters a collective."""
-        self._current = (name, source, sequence, ranks, monotonic())
+        self._current = (name, source, sequence, ranks, program, monotonic())
 
     def end(self) -> None:
         """The stream has left the collective it was in, completed or failed."""
@@ -64,10 +68,10 @@ class Progress:
         current = self._current  # read once: the stream may end it meanwhile
         return Snapshot(
             self.stream,
-            _entry(current, now, current[4]) if current else None,
+            _entry(current, now, current[5]) if current else None,
             _entry(self._last, now, self._ended) if self._last else None,
         )
 
 
 def _entry(raw: _Raw, now: float, since: float) -> Entry:
-    return Entry(*raw[:4], age=max(0.0, now - since))
+    return Entry(*raw[:4], age=max(0.0, now - since), program=raw[4])

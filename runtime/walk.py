@@ -35,7 +35,9 @@ from .program import (
 class Walker:
     """The operations of one program for the local devices ``local``: (logical id, ordinal) pairs.
 
-    ``lanes[i]`` serves the program's stream i. ``owner`` maps each logical id to its process.
+    ``lanes[i]`` serves the program's stream i. ``owner`` maps each logical id to its process. ``called``
+    names the program and the line it is called from, for the watchdog. There are no ``operations`` before
+    `prepare`.
     """
 
     def __init__(
@@ -47,16 +49,36 @@ class Walker:
         owner: dict[int, int],
         lanes: Sequence[Lane],
         instrument: Instrument | None = None,
+        called: str = "",
     ) -> None:
         self.program = program
         self.engine = engine
         self.segments = segments
+        self.local = local
+        self.owner = owner
         self.logical = tuple(logical for logical, _ in local)
         self.ordinals = tuple(ordinal for _, ordinal in local)
         self.positions = tuple(range(len(local)))
         self.lanes = lanes
         self.instrument = instrument
-        communication = Communication(program, engine, segments, local, owner, lanes, instrument)
+        self.called = called
+        self.operations: list[Operation] = []
+        self._shared = shared_results(program)
+
+    def prepare(self) -> None:
+        """Bind the collectives, which may wait for the other processes, and translate the program."""
+        if not self.local:
+            return
+        communication = Communication(
+            self.program,
+            self.engine,
+            self.segments,
+            self.local,
+            self.owner,
+            self.lanes,
+            self.instrument,
+            self.called,
+        )
         self._communication = communication
         self._translators: dict[type, Callable[[Any], Operation]] = {
             Run: self._run,
@@ -68,8 +90,7 @@ class Walker:
             LogicalId: self._logical_id,
             Free: self._free,
         }
-        self.operations = self._block(program.body) if local else []
-        self._shared = shared_results(program)
+        self.operations = self._block(self.program.body)
 
     def results(self, frame: Frame) -> list[Any]:
         """The registers of the program's results, each with arrays of its own."""

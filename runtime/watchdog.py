@@ -93,8 +93,9 @@ def report(
 
 
 def describe(entry: Entry) -> str:
-    """``all-reduce.3 (train.py:12)``."""
-    return f"{entry.name} ({entry.source})" if entry.source else entry.name
+    """``all-reduce.3 (train.py:12) of jit_step (called at train.py:30 in main)``."""
+    what = f"{entry.name} ({entry.source})" if entry.source else entry.name
+    return f"{what} of {entry.program}" if entry.program else what
 
 
 def _waits_in(state: State | None, stream: int, entry: Entry) -> bool:
@@ -143,13 +144,23 @@ def main_thread_line() -> str:
     return user_line(frame)
 
 
+def calling_line() -> str:
+    """The line of the user's code that this thread is in; the main thread's if it is in none."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and not _is_user(frame):
+        frame = frame.f_back
+    return user_line(frame) if frame is not None else main_thread_line()
+
+
+def _is_user(frame: FrameType) -> bool:
+    path = frame.f_code.co_filename
+    return not path.startswith(_LIBRARIES) and not path.startswith("<")
+
+
 def user_line(frame: FrameType | None) -> str:
     """The innermost frame that is neither of a library nor of this package; else the innermost."""
     innermost = frame
-    while frame is not None:
-        path = frame.f_code.co_filename
-        if not path.startswith(_LIBRARIES) and not path.startswith("<"):
-            break
+    while frame is not None and not _is_user(frame):
         frame = frame.f_back
     chosen = frame or innermost
     if chosen is None:

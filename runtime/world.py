@@ -19,8 +19,10 @@ from . import exits, joining, options
 from .control import Control, connect
 from .errors import RankFailed, StrettoError, WorldError
 from .launcher import Launcher, detect
+from .negotiation import MpiAssembly
 from .options import Options
 from .progress import Progress
+from .run_log import RunLogs
 from .watchdog import Peer
 
 if TYPE_CHECKING:
@@ -32,7 +34,8 @@ class World:
 
     ``rank`` and ``size`` number the processes; each has ``local_devices`` devices. ``comm`` is a
     duplicate of MPI's world communicator that nobody else uses, or None in a world of one process.
-    ``peers`` tells where each rank runs; ``launcher`` what started this one, if anything did.
+    ``peers`` tells where each rank runs; ``launcher`` what started this one, if anything did. ``runs`` is
+    this rank's account of what it runs together with others.
     """
 
     def __init__(
@@ -50,6 +53,7 @@ class World:
         self.host = socket.gethostname()
         self.peers = tuple(peers or [Peer(0, os.getpid(), self.host)])
         self.launcher = launcher
+        self.runs = RunLogs()
         self._progress: list[Progress] = []
         self._control: Control | None = None
         if comm is not None:
@@ -60,6 +64,7 @@ class World:
                 options.grace,
                 options.control_host,
                 self._progress,
+                self.runs,
             )
 
     @property
@@ -99,6 +104,10 @@ class World:
         progress = Progress(stream)
         self._progress.append(progress)
         return progress
+
+    def assembly(self, processes: tuple[int, ...]) -> MpiAssembly:
+        """These ranks, to agree on what they run. All of them call this, and wait for each other."""
+        return MpiAssembly(self.comm, processes)
 
     def leave(self) -> None:
         """Leave the job, when the process ends: waits for the other ranks, then ends MPI.

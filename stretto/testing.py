@@ -31,6 +31,7 @@ from stretto.runtime.errors import RankFailed, StrettoError
 from stretto.runtime.instrument import Instrument
 from stretto.runtime.options import Options
 from stretto.runtime.progress import Progress
+from stretto.runtime.run_log import RunLogs
 
 __all__ = [
     "MemoryTransport",
@@ -82,6 +83,7 @@ class MemoryWorld:
         self.local_devices = options.local_devices
         self.options = options
         self.streams: list[Progress] = []
+        self.runs = RunLogs()
         self._transport = transport
 
     @property
@@ -94,9 +96,37 @@ class MemoryWorld:
     def on_failure(self, listener: Callable[[StrettoError], None]) -> None:
         self._transport.listeners.append(listener)
 
+    def assembly(self, processes: tuple[int, ...]) -> MemoryAssembly:
+        """These ranks, to agree on what they run."""
+        return MemoryAssembly(self._transport, self.rank, processes)
+
     def progress(self, stream: int = 0) -> Progress:
         self.streams.append(Progress(stream))
         return self.streams[-1]
+
+
+class MemoryAssembly:
+    """Processes that exchange a few bytes."""
+
+    def __init__(self, transport: MemoryTransport, rank: int, processes: tuple[int, ...]) -> None:
+        self._transport = transport
+        self._rank = rank
+        self._processes = processes
+        self._count = 0
+
+    def all_equal(self, digest: bytes) -> bool:
+        return len(set(self.exchange(digest).values())) == 1
+
+    def exchange(self, data: bytes) -> dict[int, bytes]:
+        self._count += 1
+        given = self._transport.exchanges[self._processes, self._count]
+        with self._transport.changed:
+            given[self._rank] = data
+            self._transport.changed.notify_all()
+            self._transport.wait_for(
+                lambda: len(given) == len(self._processes), f"processes {self._processes}"
+            )
+        return dict(sorted(given.items()))
 
 
 @dataclass
@@ -119,6 +149,7 @@ class MemoryTransport:
         self.num_processes = num_processes
         self.changed = threading.Condition()
         self.meetings: dict[Any, _Meeting] = defaultdict(_Meeting)
+        self.exchanges: dict[Any, dict[int, bytes]] = defaultdict(dict)
         self.mail: dict[Any, deque[list[Array]]] = defaultdict(deque)
         self.error: StrettoError | None = None
         self.listeners: list[Callable[[StrettoError], None]] = []

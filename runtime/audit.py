@@ -1,0 +1,157 @@
+"""Whether the ranks run the same programs in the same order: what follows from their accounts.
+
+`Audit` is the hub's: it takes in how far each rank has come and notices that two of them contradict each
+other. `difference` and `unmet` say what the contradiction is, from the ranks' accounts. All are pure: no
+messages, no clock of their own.
+
+Two ranks contradict each other if their run of the same number, in the same set of processes, is not the same
+program; or if one of them must agree on it with the other, while the other takes it as agreed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from .run_log import Account, Local, Post, Ran, read
+
+# A rank that has waited this long for others to agree on a program is asked about.
+PATIENCE = 0.3
+_KEPT = 8192
+_LISTED = 16
+
+
+@dataclass
+class _Set:
+    """What is known of the runs of one set of processes, from whichever rank said it first."""
+
+    history: dict[int, int] = field(default_factory=dict)
+    first: dict[int, bool] = field(default_factory=dict)
+    # Ranks that wait for the others to agree: number of the run, since when, whether asked about.
+    waiting: dict[int, tuple[int, float, bool]] = field(default_factory=dict)
+
+    def contradicts(self, post: Post) -> bool:
+        for number, history in post.hashes:
+            if self._note(self.history, number, history):
+                return True
+        if post.history is not None and self._note(self.history, post.number, post.history):
+            return True
+        return self._note(self.first, post.number, post.first)
+
+    @staticmethod
+    def _note(known: dict, number: int, value: int) -> bool:
+        if known.setdefault(number, value) != value:
+            return True
+        if len(known) > _KEPT:
+            for old in sorted(known)[: _KEPT // 2]:
+                del known[old]
+        return False
+
+
+class Audit:
+    """Takes in posts and says when the ranks should be asked for their accounts."""
+
+    def __init__(self) -> None:
+        self._sets: dict[str, _Set] = {}
+
+    def hear(self, rank: int, posts: Mapping[str, Post], now: float) -> bool:
+        """Take in what a rank says at time ``now`` (seconds); whether that contradicts another rank."""
+        found = False
+        for name, post in posts.items():
+            known = self._sets.setdefault(name, _Set())
+            known.waiting.pop(rank, None)
+            if post.history is None:
+                known.waiting[rank] = post.number, now, False
+            found |= known.contradicts(post)
+        return found
+
+    def next_look(self) -> float | None:
+        """When `look` should be called next, or None."""
+        times = [
+            since
+            for s in self._sets.values()
+            for _, since, asked in s.waiting.values()
+            if not asked
+        ]
+        return min(times) + PATIENCE if times else None
+
+    def look(self, now: float) -> bool:
+        """Whether a rank has waited so long for others that all should be asked, once for each wait."""
+        found = False
+        for known in self._sets.values():
+            for rank, (number, since, asked) in known.waiting.items():
+                if not asked and now >= since + PATIENCE:
+                    known.waiting[rank] = number, since, True
+                    found = True
+        return found
+
+
+def explain(accounts: Mapping[int, Mapping[str, Account]]) -> str | None:
+    """What the ranks' accounts, by rank and set, have against each other; None if nothing."""
+    for name in sorted({name for sets in accounts.values() for name in sets}):
+        here = {rank: sets[name] for rank, sets in accounts.items() if name in sets}
+        found = difference({rank: a.runs for rank, a in here.items()}, name) or unmet(here, name)
+        if found:
+            return found
+    return None
+
+
+def difference(runs: Mapping[int, Iterable[Ran]], name: str) -> str | None:
+    """The first run that is not the same on all ranks. ``name`` is that of the set of processes."""
+    by_number: dict[int, dict[int, Ran]] = {}
+    for rank, listed in runs.items():
+        for ran in listed:
+            by_number.setdefault(ran.number, {})[rank] = ran
+    head = "the ranks run different programs, or in different orders: "
+    tail = "All processes of an array's devices must run the same programs on it, in the same order"
+    for number in sorted(by_number):
+        ranks = by_number[number]
+        firsts = {ran.first for ran in ranks.values()}
+        identities = {ran.identity for ran in ranks.values() if ran.identity is not None}
+        if len(firsts) > 1 or len(identities) > 1:
+            lines = [
+                f"  rank {rank}: {ranks[rank].what}{_note(ranks[rank], len(firsts) > 1)}"
+                for rank in sorted(ranks)[:_LISTED]
+            ]
+            return "\n".join([f"{head}run {number} of processes {name} is", *lines, tail])
+        histories = {ran.history for ran in ranks.values() if ran.history is not None}
+        if len(histories) > 1:
+            lines = [f"  rank {rank}: {ranks[rank].what}" for rank in sorted(ranks)[:_LISTED]]
+            text = f"{head}they differ before run {number} of processes {name}, which is"
+            return "\n".join([text, *lines, tail])
+    return None
+
+
+def _note(ran: Ran, firsts_differ: bool) -> str:
+    if not firsts_differ:
+        return ""
+    return ", for the first time" if ran.first else ", which has run before"
+
+
+def unmet(accounts: Mapping[int, Account], name: str) -> str | None:
+    """A rank that waits for others to agree on a program that does not communicate with them."""
+    for rank, account in sorted(accounts.items()):
+        if not account.runs or account.runs[-1].history is not None:
+            continue
+        waiting = account.runs[-1]
+        before = waiting.number - 1
+        if _without(account, waiting.program, before):
+            continue
+        for other in read(name):
+            theirs = accounts.get(other)
+            if theirs is None or (theirs.runs[-1].number if theirs.runs else 0) != before:
+                continue
+            loaded = _without(theirs, waiting.program, before)
+            if loaded is not None:
+                return (
+                    "the ranks do not communicate the same things:\n"
+                    f"  rank {rank}: {waiting.what} has collectives with processes {name}\n"
+                    f"  rank {other}: {loaded.what} has none"
+                )
+    return None
+
+
+def _without(account: Account, program: str, number: int) -> Local | None:
+    """A program of this name without collectives that was loaded after this many runs."""
+    found = [e for e in account.local if (e.program, e.number) == (program, number)]
+    return found[-1] if found else None

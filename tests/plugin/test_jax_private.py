@@ -1,0 +1,109 @@
+"""JAX's private names that the plugin uses: each test says what to look at when it fails.
+
+A failure here means that JAX has moved something. Read the function of `stretto.plugin.jax_private` that
+uses the name, and the place in JAX that the test mentions; then run tests/plugin on that JAX.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import jax
+import jax._src.callback
+import jax._src.compiler
+import jax._src.config
+import jax._src.interpreters.mlir
+import jax._src.interpreters.pxla
+import jax._src.source_info_util
+import jax._src.traceback_util
+import jax._src.xla_bridge
+import pytest
+
+from stretto.plugin import jax_private
+
+
+def _original(function: Any) -> Any:
+    return getattr(function, "__wrapped_for_stretto__", function)
+
+
+def test_register_plugin() -> None:
+    """Takes a capsule as ``c_api``; ``options`` that are not None keep those of a distributed job."""
+    parameters = inspect.signature(jax._src.xla_bridge.register_plugin).parameters
+    assert {"plugin_name", "c_api", "options"} <= set(parameters)
+    source = inspect.getsource(jax._src.xla_bridge.make_pjrt_c_api_client)
+    assert "if options is not None:\n    distribute_options.update" in source
+
+
+def test_backend_factories_and_the_list_without_warning() -> None:
+    """``_nonexperimental_plugins`` only silences a warning: without it, drop that line."""
+    assert isinstance(jax._src.xla_bridge._backend_factories, dict)
+    assert isinstance(jax._src.xla_bridge._nonexperimental_plugins, set)
+
+
+def test_platforms_option() -> None:
+    """Read after plugins were initialized (``xla_bridge.backends``), so that `add_platform` has effect."""
+    assert hasattr(jax._src.config.jax_platforms, "value")
+    source = inspect.getsource(jax._src.xla_bridge.backends)
+    assert source.index("_discover_and_register_pjrt_plugins") < source.index("jax_platforms")
+
+
+def test_lower_jaxpr_to_module() -> None:
+    """Where a module's lowering begins; ``pxla._cached_lowering_to_hlo`` calls it by its module."""
+    parameters = inspect.signature(
+        _original(jax._src.interpreters.mlir.lower_jaxpr_to_module)
+    ).parameters
+    for name in ("platforms", "backend"):
+        assert parameters[name].kind is inspect.Parameter.KEYWORD_ONLY
+    assert "mlir.lower_jaxpr_to_module(" in inspect.getsource(jax._src.interpreters.pxla)
+
+
+def test_no_backend_means_that_of_the_platform() -> None:
+    """With ``backend=None`` a rule that asks gets the backend of the lowering platform, ours is hidden."""
+    source = inspect.getsource(jax._src.interpreters.mlir.ModuleContext.get_backend)
+    assert "return xb.get_backend(self.platforms[0])" in source
+
+
+def test_platform_tables() -> None:
+    """Used for modules lowered for several platforms, and by JAX's own checks."""
+    mlir = jax._src.interpreters.mlir
+    assert isinstance(mlir._platform_specific_lowerings["cpu"], dict)
+    assert isinstance(mlir._platforms_with_donation, list)
+    assert "cpu" in mlir._platforms_with_donation
+
+
+def test_backend_compile_and_load() -> None:
+    """Gets the list of Python callables beside the module; ``compile_or_get_cached`` calls it."""
+    function = _original(jax._src.compiler.backend_compile_and_load)
+    assert list(inspect.signature(function).parameters) == [
+        "backend",
+        "module",
+        "executable_devices",
+        "options",
+        "host_callbacks",
+    ]
+
+
+def test_custom_call_of_callbacks() -> None:
+    """`callbacks` looks for the target's name, and the custom call indexes the list of callables."""
+    source = inspect.getsource(jax._src.callback.emit_python_callback)
+    assert "_python_{device}_callback" in source
+    assert "index" in source
+
+
+def test_exclusions() -> None:
+    """Files kept out of source lines and filtered tracebacks."""
+    for module in (jax._src.source_info_util, jax._src.traceback_util):
+        assert list(inspect.signature(module.register_exclusion).parameters) == ["path"]
+
+
+@pytest.mark.parametrize("name", ["lower_jaxpr_to_module", "backend_compile_and_load"])
+def test_wrapping_twice_wraps_once(name: str) -> None:
+    jax.devices("stretto")  # has wrapped both
+    module = (
+        jax._src.compiler if name == "backend_compile_and_load" else jax._src.interpreters.mlir
+    )
+    before = getattr(module, name)
+    jax_private.lower_as_cpu()
+    jax_private.hand_over_callbacks()
+    assert getattr(module, name) is before

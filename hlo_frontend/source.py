@@ -134,13 +134,13 @@ def in_fork(work: Callable[[], Result]) -> Result:
             os.close(reading)
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # stack traces of a crash help nobody
             try:
-                answer: tuple[bool, object] = (True, work())
+                outcome: tuple[bool, object] = (True, work())
             except StrettoError as error:
-                answer = (False, error)
+                outcome = (False, error)
             except Exception as error:
-                answer = (False, InvalidProgramError(f"{type(error).__name__}: {error}"))
+                outcome = (False, InvalidProgramError(f"{type(error).__name__}: {error}"))
             with os.fdopen(writing, "wb") as pipe:
-                pickle.dump(answer, pipe)
+                pickle.dump(outcome, pipe)
             code = 0
         finally:
             os._exit(code)
@@ -157,6 +157,7 @@ def in_fork(work: Callable[[], Result]) -> Result:
     if not data:
         raise InvalidProgramError("XLA ended the process on reading the module")
     succeeded, answer = pickle.loads(data)
-    if succeeded:
-        return answer
-    raise answer
+    if not succeeded:
+        raise answer
+    result: Result = answer
+    return result

@@ -33,6 +33,7 @@ import numpy as np
 from stretto.collectives.communicator import Array, BoundCollective, Communicator, Reducer, Request
 from stretto.collectives.hierarchy import create_communicator
 from stretto.collectives.ops import Collective, Kind
+from stretto.collectives.order import CommonOrder
 from stretto.collectives.types import TensorType
 from stretto.runtime import launcher, options
 from stretto.runtime.engine import create_engine
@@ -174,7 +175,10 @@ def _random(type: TensorType, rng: np.random.Generator) -> np.ndarray:
 
 @dataclass
 class Counts(Instrument):
-    """What this rank has done. Written by the dispatch thread and by streams, one field by one of them."""
+    """What this rank has done. Written by the dispatch thread and by streams, one field by one of them.
+
+    ``program`` is the one that runs: the ranks may have agreed on another order than the file's.
+    """
 
     program: Program
     collectives: Counter[str] = field(default_factory=Counter)
@@ -292,7 +296,17 @@ def execute(
         instrument=counts,
     )
     try:
-        loaded = executor.load(program, range(program.num_devices))
+
+        def with_order(order: CommonOrder) -> Program:
+            counts.program = compiled.with_order(order)
+            return counts.program
+
+        loaded = executor.load(
+            program,
+            range(program.num_devices),
+            schedule=compiled.schedule,
+            with_order=with_order,
+        )
         rows = [
             [
                 _placed(given.of(i, type, device, program.num_devices), type, ordinal, engine)

@@ -276,3 +276,64 @@ def test_devices_follow_from_groups_where_the_header_is_silent() -> None:
     by_replica = by_replica.replace("f32[16,2]", "f32[12,2]").replace("{2,3}", "{2,0}")
     explained = json.loads(stretto("explain", "-", "--json", data=by_replica.encode()).stdout)
     assert (explained["replicas"], explained["partitions"]) == (3, 1)
+
+
+def different(first: str, second: str, compute: str) -> str:
+    """A gather and a scatter, independent of each other, in this order in the file."""
+    lines = {
+        "gathered": "gathered = f32[16] all-gather(p), dimensions={0}, channel_id=1, "
+        "replica_groups={{0,1}}, use_global_device_ids=true",
+        "scattered": "scattered = f32[4] reduce-scatter(q), dimensions={0}, to_apply=sum, "
+        "channel_id=1, replica_groups={{0,1}}, use_global_device_ids=true",
+    }
+    types = {"gathered": "f32[16]", "scattered": "f32[4]"}
+    return f"""HloModule m, num_partitions=2
+
+sum {{
+  left = f32[] parameter(0)
+  right = f32[] parameter(1)
+  ROOT both = f32[] add(left, right)
+}}
+
+ENTRY e {{
+  p = f32[8] parameter(0)
+  q = f32[8] parameter(1)
+  {lines[first]}
+  {lines[second]}
+  a = {types[first]} {compute}({first}, {first})
+  b = {types[second]} {compute}({second}, {second})
+  ROOT out = ({types[first]}, {types[second]}) tuple(a, b)
+}}
+"""
+
+
+@pytest.mark.mpi
+def test_ranks_with_files_of_their_own(tmp_path: Path) -> None:
+    """Two programs that share nothing but their collectives, listed in opposite order."""
+    texts = (
+        different("gathered", "scattered", "add"),
+        different("scattered", "gathered", "multiply"),
+    )
+    out = tmp_path / "out.npz"
+    for rank, text in enumerate(texts):
+        (tmp_path / f"{rank}.hlo").write_text(text)
+    code = """
+import os, sys
+from stretto.cli import main
+from stretto.runtime.launcher import detect
+folder, out = sys.argv[1:]
+file = f"{folder}/{detect().rank}.hlo"
+sys.exit(main(["run", file, "--arguments", "random:5", "--results", out, "--json"]))
+"""
+    done = run_ranks(2, ["-c", code, str(tmp_path), str(out)], env={"STRETTO_LOCAL_DEVICES": "1"})
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert sorted(report["order"]) == ["gathered", "scattered"]
+    assert report["arithmetic"] == 4
+    p, q = drawn(0, (8,)), drawn(1, (8,))
+    gathered, summed = p[:2].reshape(-1), q[0] + q[1]
+    with np.load(out) as results:
+        np.testing.assert_array_equal(results["0.0"], 2 * gathered)
+        np.testing.assert_array_equal(results["1.0"], 2 * summed[:4])
+        np.testing.assert_array_equal(results["0.1"], summed[4:] ** 2)
+        np.testing.assert_array_equal(results["1.1"], gathered**2)

@@ -3,6 +3,9 @@
 A `Pool` gives C-contiguous numpy arrays aligned to `ALIGNMENT` bytes. Their memory comes back to the pool
 when the array and everything that views it are gone, whichever thread drops the last of them.
 
+Arrays of a few bytes are slots of shared slabs: a lease would take longer than the message they are for.
+Slabs are not counted and go back to the heap with the last of their arrays.
+
 Invariants: memory is in one place only, with an array or in a free list; the pool keeps at most
 ``keep`` bytes of it that nobody uses. A returned block never takes a lock that its thread may hold: it goes
 to a queue first, since garbage collection may return one in the middle of `Pool.empty`.
@@ -15,7 +18,9 @@ import mmap
 import os
 import threading
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import repeat
 from math import prod
 from typing import Any
 
@@ -24,6 +29,8 @@ import numpy as np
 ALIGNMENT = 64  # what XLA's CPU client needs to take host memory as it is
 _SMALL = 1 << 16  # blocks below this are carved from the C heap, others are mapped pages
 _HUGE_PAGE = 1 << 21
+_TINY = 4 * ALIGNMENT  # arrays up to this size are slots of a slab
+_SLAB = 1 << 15
 
 
 @dataclass(frozen=True)
@@ -49,17 +56,23 @@ class Pool:
         self._in_use = 0
         self._kept = 0
         self._peak = 0
+        self._slots: Iterator[tuple[memoryview, int]] = iter(())
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         """An array with whatever content its memory had."""
-        return np.ndarray(shape, dtype, self._lease(prod(shape) * dtype.itemsize))
+        nbytes = prod(shape) * dtype.itemsize
+        if nbytes > _TINY:
+            return np.ndarray(shape, dtype, self._lease(nbytes))
+        slot = next(self._slots, None)
+        if slot is None:
+            slot = self._new_slab()
+        return np.ndarray(shape, dtype, *slot)
 
     def zeros(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         """An array all of whose bits are zero."""
-        nbytes = prod(shape) * dtype.itemsize
-        lease = self._lease(nbytes)
-        lease[:nbytes] = 0
-        return np.ndarray(shape, dtype, lease)
+        array = self.empty(shape, dtype)
+        array.reshape(-1).view(np.uint8)[:] = 0
+        return array
 
     def copy(self, array: np.ndarray) -> np.ndarray:
         """A C-contiguous copy."""
@@ -103,6 +116,13 @@ class Pool:
         lease = _Lease(size, np.uint8, block)
         lease.pool = self
         return lease
+
+    def _new_slab(self) -> tuple[memoryview, int]:
+        """The first slot of a new slab. Each slot is taken once: an iterator in C is atomic."""
+        slots = zip(repeat(_heap_block(_SLAB)), range(0, _SLAB, _TINY), strict=False)
+        first = next(slots)
+        self._slots = slots
+        return first
 
     def give_back(self, size: int, block: Any) -> None:
         """Take a block back from an array that is gone."""
@@ -148,6 +168,10 @@ def _new_block(size: int) -> Any:
         if size >= _HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
             block.madvise(mmap.MADV_HUGEPAGE)
         return block
+    return _heap_block(size)
+
+
+def _heap_block(size: int) -> memoryview:
     raw = bytearray(size + ALIGNMENT)
     address = ctypes.addressof(ctypes.c_char.from_buffer(raw))
     offset = -address % ALIGNMENT

@@ -37,6 +37,8 @@ Requests = list[MPI.Request]
 _LARGE_PART = 1 << 15
 # Up to this many bytes in all, each process gathers all operands and reduces them itself.
 _SMALL_GATHER = 1 << 16
+# In teams of at most this many, direct messages beat MPI's collectives with counts and displacements.
+_FEW = 16
 # Bytes of one part reduced at a time, so that what was received is still in the cache.
 _BLOCK = 1 << 20
 # Tags at the upper end belong to permutes, one for each stream.
@@ -89,6 +91,22 @@ def native(dtype: str, reduction: Reduction) -> tuple[MPI.Datatype, MPI.Op] | No
 def as_bytes(array: np.ndarray) -> np.ndarray:
     """The content of a contiguous array as flat u8; mpi4py does not know the dtypes of ml_dtypes."""
     return array.reshape(-1).view(np.uint8)
+
+
+def swap(
+    comm: MPI.Intracomm,
+    sends: Sequence[tuple[np.ndarray, int]],
+    receives: Sequence[tuple[np.ndarray, int]],
+    tag: int,
+) -> None:
+    """Send and receive (bytes, rank) messages, all at once; returns when they are through."""
+    if len(sends) == len(receives) == 1:
+        (send, target), (receive, source) = sends[0], receives[0]
+        comm.Sendrecv([send, MPI.BYTE], target, tag, [receive, MPI.BYTE], source, tag)
+        return
+    requests = [comm.Irecv([content, MPI.BYTE], source, tag) for content, source in receives]
+    requests += [comm.Isend([content, MPI.BYTE], target, tag) for content, target in sends]
+    MPI.Request.Waitall(requests)
 
 
 class Team:
@@ -169,47 +187,41 @@ class Team:
         partial's own memory.
         """
         combine, wire_dtype = combiner(dtype, reduction), ELEMENT_TYPES[wire].numpy
-        itemsize, size, index = wire_dtype.itemsize, self.size, self.index
-        block = min(max(1, _BLOCK // itemsize), max(lengths, default=0))
-        mine = lengths[index]
-        steps = []
-        for begin in range(0, max(lengths), max(block, 1)):
-            sends = [max(0, min(block, n - begin)) for n in lengths]
-            length = max(0, min(block, mine - begin))
-            receives = [length] * size
-            sends[index] = receives[index] = 0
-            steps.append(
-                (
-                    begin,
-                    length,
-                    (
-                        [n * itemsize for n in sends],
-                        [
-                            (s + min(begin, n)) * itemsize
-                            for s, n in zip(starts, lengths, strict=True)
-                        ],
-                    ),
-                    ([n * itemsize for n in receives], [q * block * itemsize for q in range(size)]),
-                )
+        size, index = self.size, self.index
+        block = min(_BLOCK // wire_dtype.itemsize, max(lengths))
+        begins = range(0, max(lengths), max(block, 1))
+        others = [q for q in range(size) if q != index]
+        start, mine = starts[index], lengths[index]
+        # by step: (process, elements to send), and the elements received from each
+        steps = [
+            (
+                [
+                    (q, slice(starts[q] + begin, starts[q] + min(begin + block, lengths[q])))
+                    for q in others
+                    if begin < lengths[q]
+                ],
+                slice(begin, max(begin, min(begin + block, mine))),
             )
-        start, call = starts[index], self.comm.Alltoallv
+            for begin in begins
+        ]
+        swap = self.swap
 
         def run(partial: np.ndarray, out: np.ndarray) -> None:
             received = pool.empty((size, block), wire_dtype)
-            received_bytes, partial_bytes = as_bytes(received), as_bytes(partial)
-            for begin, length, send, receive in steps:
-                call(
-                    [partial_bytes, send, MPI.BYTE],
-                    [received_bytes, receive, MPI.BYTE],
+            for sends, part in steps:
+                length = part.stop - part.start
+                swap(
+                    [(as_bytes(partial[piece]), q) for q, piece in sends],
+                    [(as_bytes(received[q, :length]), q) for q in others] if length else [],
                 )
                 if length:
                     pieces = list(received[:, :length])
-                    own = partial[start + begin : start + begin + length]
+                    own = partial[start + part.start : start + part.stop]
                     if index < 2:
                         pieces[index] = own
                     else:  # what is written may be the same memory, and is so before this is read
                         np.copyto(pieces[index], own)
-                    combine(pieces, out[begin : begin + length])
+                    combine(pieces, out[part])
 
         return run
 
@@ -220,17 +232,31 @@ class Team:
 
         It takes this process's bytes, or None on all processes if they are in their place already.
         """
-        call, layout = self.comm.Allgatherv, (list(counts), list(displacements))
-        if not sum(counts):
+        counts, displacements = list(counts), list(displacements)
+        if not any(counts):
             return lambda send, out: None
+        index, others = self.index, [q for q in range(self.size) if q != self.index]
+        places = [slice(d, d + n) for n, d in zip(counts, displacements, strict=True)]
+        uniform = [q * counts[0] for q in range(self.size)] == displacements and len(
+            set(counts)
+        ) == 1
+        swap, comm = self.swap, self.comm
 
-        def run(send: np.ndarray | None, out: np.ndarray) -> None:
-            call(
-                MPI.IN_PLACE if send is None else [send, MPI.BYTE],
-                [out, layout, MPI.BYTE],
-            )
+        def by_messages(send: np.ndarray | None, out: np.ndarray) -> None:
+            if send is not None:
+                np.copyto(out[places[index]], send)
+            own = out[places[index]]
+            swap([(own, q) for q in others], [(out[places[q]], q) for q in others])
 
-        return run
+        def by_mpi(send: np.ndarray | None, out: np.ndarray) -> None:
+            source = MPI.IN_PLACE if send is None else [send, MPI.BYTE]
+            if uniform:
+                comm.Allgather(source, [out, counts[0], MPI.BYTE])
+            else:
+                comm.Allgatherv(source, [out, (counts, displacements), MPI.BYTE])
+
+        few = self.size <= _FEW and sum(counts) >= _SMALL_GATHER
+        return by_messages if few else by_mpi
 
     def exchange(
         self,
@@ -240,14 +266,39 @@ class Team:
         receive_displacements: Sequence[int],
     ) -> Callable[[np.ndarray, np.ndarray], None]:
         """Plan an all-to-all of bytes between the processes, this one included."""
-        sends = (list(send_counts), list(send_displacements))
-        receives = (list(receive_counts), list(receive_displacements))
-        call = self.comm.Alltoallv
+        if self.size > _FEW:
+            sends = (list(send_counts), list(send_displacements))
+            receives = (list(receive_counts), list(receive_displacements))
+            call = self.comm.Alltoallv
 
-        def run(send: np.ndarray, out: np.ndarray) -> None:
-            call([send, sends, MPI.BYTE], [out, receives, MPI.BYTE])
+            def by_mpi(send: np.ndarray, out: np.ndarray) -> None:
+                call([send, sends, MPI.BYTE], [out, receives, MPI.BYTE])
 
-        return run
+            return by_mpi
+
+        def places(
+            counts: Sequence[int], displacements: Sequence[int]
+        ) -> tuple[slice, list[tuple[int, slice]]]:
+            slices = [slice(d, d + n) for n, d in zip(counts, displacements, strict=True)]
+            others = [(q, s) for q, s in enumerate(slices) if q != index and s.stop > s.start]
+            return slices[index], others
+
+        index, swap = self.index, self.swap
+        own_from, sent = places(send_counts, send_displacements)
+        own_to, received = places(receive_counts, receive_displacements)
+
+        def by_messages(send: np.ndarray, out: np.ndarray) -> None:
+            if own_to.stop > own_to.start:
+                np.copyto(out[own_to], send[own_from])
+            swap([(send[s], q) for q, s in sent], [(out[s], q) for q, s in received])
+
+        return by_messages
+
+    def swap(
+        self, sends: Sequence[tuple[np.ndarray, int]], receives: Sequence[tuple[np.ndarray, int]]
+    ) -> None:
+        """Send and receive bytes, at most once to and from each process, named by index."""
+        swap(self.comm, sends, receives, 0)
 
     def broadcast(self, content: np.ndarray, root: int) -> None:
         """Bytes from the process at index ``root``, in place."""
@@ -280,7 +331,7 @@ class MpiWorld:
     def _tag_bound(self) -> int:
         return self.comm.Get_attr(MPI.TAG_UB) or 32767
 
-    @property
+    @cached_property
     def permute_tag(self) -> int:
         """The tag of this stream's permutes: they are posted in the same order on both sides."""
         return self._tag_bound - self.stream % _PERMUTE_TAGS
@@ -289,6 +340,17 @@ class MpiWorld:
         """The tag of a send from ``source`` to ``target``, which number the devices of their processes."""
         number = (channel * devices + source) * devices + target
         return number % (self._tag_bound + 1 - _PERMUTE_TAGS)
+
+    def swap(
+        self, sends: Sequence[tuple[np.ndarray, int]], receives: Sequence[tuple[np.ndarray, int]]
+    ) -> None:
+        """Send and receive (array, process) messages of a permute; returns when they are through."""
+        swap(
+            self.comm,
+            [(as_bytes(array), q) for array, q in sends],
+            [(as_bytes(array), q) for array, q in receives],
+            self.permute_tag,
+        )
 
     def post_receive(self, array: np.ndarray, process: int, tag: int) -> MPI.Request:
         return self.comm.Irecv([as_bytes(array), MPI.BYTE], process, tag)

@@ -181,12 +181,6 @@ class _PointToPoint:
 class BoundPermute(_PointToPoint):
     """collective-permute: every pair's target gets its source's operands, everyone else zeros."""
 
-    def __init__(
-        self, collective: Collective, owner: Mapping[int, int], process: int, mpi: MpiWorld | None
-    ) -> None:
-        super().__init__(collective, owner, process, mpi)
-        self.tag = mpi.permute_tag if mpi is not None else 0
-
     def run(self, operands: Operands, skip: frozenset[int] | None = None) -> Results:
         skip = skip or _NOTHING
         process, mpi = self.process, self.mpi
@@ -207,18 +201,16 @@ class BoundPermute(_PointToPoint):
                     sends.append((source, target_at))
             elif target in operands:
                 receives.append((target, source_at))
-        requests: list[Any] = []
+        for target, _ in receives:
+            results[target] = [pool.empty(t.shape, t.numpy) for t in self.types]
         if sends or receives:
             assert mpi is not None
-            for target, peer in receives:
-                arrays = results[target] = [pool.empty(t.shape, t.numpy) for t in self.types]
-                requests += [mpi.post_receive(array, peer, self.tag) for array in arrays]
-            for source, peer in sends:
-                requests += [mpi.post_send(array, peer, self.tag) for array in operands[source]]
+            mpi.swap(
+                [(array, peer) for source, peer in sends for array in operands[source]],
+                [(array, peer) for target, peer in receives for array in results[target]],
+            )
         for source, target in local:
             results[target] = [pool.copy(array) for array in operands[source]]
-        if requests:
-            mpi.wait(requests)  # type: ignore[union-attr]
         for target in operands:
             if target not in results:
                 results[target] = zeros(self.types)

@@ -13,11 +13,14 @@ PATH = {"PYTHONPATH": str(SCRIPT.parents[1])}
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("devices", ["1,1", "2,2", "2,1", "4,4", "1,1,1,1", "2,1,3"])
-def test_collectives_over_processes(devices):
+@pytest.mark.parametrize(
+    ("devices", "every"),
+    [("1,1", 1), ("2,2", 1), ("2,1", 1), ("4,4", 1), ("1,1,1,1", 4), ("2,1,3", 3)],
+)
+def test_collectives_over_processes(devices, every):
     counts = devices.split(",")
-    done = run_ranks(len(counts), [str(SCRIPT), devices], env=PATH, timeout=120)
+    done = run_ranks(len(counts), [str(SCRIPT), devices, str(every)], env=PATH, timeout=120)
     assert done.returncode == 0, done.stderr + done.stdout
     match = re.search(r"^checked (\d+)$", done.stdout, re.MULTILINE)
     assert match, done.stdout + done.stderr
-    assert int(match[1]) > 400
+    assert int(match[1]) > 150

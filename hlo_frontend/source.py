@@ -1,6 +1,6 @@
 """HLO files: text or serialized protos, gzipped or not, and for how many devices they are.
 
-`compile_guarded` compiles in a forked process first: XLA's parser and importer may end the process on
+`in_fork` lets a forked process read and compile: XLA's parser and importer may end the process on
 input that contradicts itself, and that must not take a caller along who reads files of unknown origin.
 """
 

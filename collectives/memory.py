@@ -71,7 +71,7 @@ class Pool:
     def zeros(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         """An array all of whose bits are zero."""
         array = self.empty(shape, dtype)
-        array.reshape(-1).view(np.uint8)[:] = 0
+        as_bytes(array)[:] = 0
         return array
 
     def copy(self, array: np.ndarray) -> np.ndarray:
@@ -152,6 +152,11 @@ class _Lease(np.ndarray):
         # Views of a lease are leases too, but have no pool.
         if self.pool is not None:
             self.pool.give_back(self.size, self.base)
+
+
+def as_bytes(array: np.ndarray) -> np.ndarray:
+    """The content of a contiguous array as flat u8; mpi4py does not know the dtypes of ml_dtypes."""
+    return array.reshape(-1).view(np.uint8)
 
 
 def size_class(nbytes: int) -> int:

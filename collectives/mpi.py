@@ -24,7 +24,7 @@ from itertools import pairwise
 import numpy as np
 from mpi4py import MPI
 
-from .memory import pool
+from .memory import as_bytes, pool
 from .ops import Reduction
 from .reduce import combiner
 from .types import ELEMENT_TYPES
@@ -86,11 +86,6 @@ def native(dtype: str, reduction: Reduction) -> tuple[MPI.Datatype, MPI.Op] | No
     table = _PRED if dtype == "pred" else _INTEGER if dtype[0] in "su" else _INEXACT
     op = table.get(reduction)
     return None if op is None else (_MPI_TYPES[dtype], op)
-
-
-def as_bytes(array: np.ndarray) -> np.ndarray:
-    """The content of a contiguous array as flat u8; mpi4py does not know the dtypes of ml_dtypes."""
-    return array.reshape(-1).view(np.uint8)
 
 
 def swap(

@@ -396,7 +396,9 @@ def _check_complete(
             counterpart = level[other][0].entries[min(unmatched)]
             lines.append(f"rank {other}: {counterpart.describe()}")
         else:
-            lines.append(f"rank {other}: nothing that matches it")
+            place = level[other][0].entries[position : position + 1]
+            instead = "".join(f"; in its place: {entry.describe()}" for entry in place)
+            lines.append(f"rank {other}: nothing that matches it{instead}")
     raise OrderConflict("the ranks do not communicate the same things:\n  " + "\n  ".join(lines))
 
 

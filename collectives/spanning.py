@@ -16,7 +16,7 @@ import numpy as np
 
 from .communicator import Reducer
 from .local import check_parts, check_ragged_targets, is_leading, part, ragged_rows, root_of
-from .memory import pool
+from .memory import as_bytes, pool
 from .ops import Collective, Kind
 from .plan import (
     LARGE,

@@ -34,7 +34,7 @@ AllReduce = Callable[[np.ndarray, np.ndarray], None]
 Requests = list[MPI.Request]
 
 # Above this many bytes for each process, reducing by parts beats MPI_Allreduce (MPICH 5, shared memory).
-_LARGE_PART = 1 << 15
+_LARGE_PART = 1 << 18
 # Up to this many bytes in all, each process gathers all operands and reduces them itself.
 _SMALL_GATHER = 1 << 16
 # In teams of at most this many, direct messages beat MPI's collectives with counts and displacements.

@@ -399,7 +399,7 @@ def every_case(devices: int, seed: int = 0) -> Iterator[Case]:
     for form in (forms[0], forms[-1]):  # large enough for a message of their own
         for dtype in ("f32", "bf16", "s32", "f8e4m3fn", "pred"):
             for reduction in (Reduction.SUM, Reduction.MAX):
-                big = (70001,)
+                big = (300001,)
                 yield case(Kind.ALL_REDUCE, form, dtype, big, reduction=reduction)
                 yield case(Kind.REDUCE_SCATTER, form, dtype, (30011,), reduction=reduction)
             yield case(Kind.ALL_GATHER, form, dtype, (30011,))

@@ -103,8 +103,7 @@ def bounds(
             for p in before[v]:
                 heads[v] = max(heads[v], heads[p] + seconds[p])
         return heads
-    words = (count + 63) // 64
-    above = np.zeros((count, words * 8), dtype=np.uint8)
+    above = np.zeros((count, 8 * ((count + 63) // 64)), dtype=np.uint8)
     for v in range(count):
         row = above[v]
         head = 0.0
@@ -123,3 +122,27 @@ def bounds(
                 head = max(head, float((heads[order] + np.cumsum(seconds[order])).max()))
         heads[v] = head
     return heads
+
+
+def independent_compute(graph: Graph) -> list[float]:
+    """For each task, the seconds of kernels that neither come before it nor wait for it.
+
+    Beyond `MAX_MATRIX` tasks, all kernels but the task's direct neighbours count.
+    """
+    count = len(graph.tasks)
+    work = np.array([0.0 if task.is_collective else task.seconds for task in graph.tasks])
+    if count > MAX_MATRIX:
+        near = [sum(work[i] for i in (*t.before, *t.after)) for t in graph.tasks]
+        return (work.sum() - work - np.array(near)).tolist()
+    above = np.zeros((count, count), dtype=bool)
+    for task in graph.tasks:
+        row = above[task.index]
+        for before in task.before:
+            row |= above[before]
+            row[before] = True
+    related = np.zeros(count)
+    for start in range(0, count, 512):
+        block = above[start : start + 512].astype(np.float64)
+        related[start : start + 512] += block @ work
+        related += work[start : start + 512] @ block
+    return (work.sum() - work - related).tolist()

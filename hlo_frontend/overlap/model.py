@@ -1,7 +1,9 @@
 """What there is to schedule: a block as a graph of tasks, each a kernel or a collective.
 
 Loops whose trip count is known are laid out iteration after iteration, so that work may move across
-their boundaries; loops that cannot be, and branches, are one opaque task each.
+their boundaries; loops that cannot be, and branches, are one opaque task each. Opaque tasks and kernels
+with unknown side effects are fences: what stands before one in the module stays before it, what stands
+after it stays after it.
 
 *Kernels.* A post-SPMD module is unfused, so instructions are gathered into the kernels that a compiler
 would make of them. Ops that only rename data (reshapes, layout changes, contiguous slices) and
@@ -17,11 +19,10 @@ no collective start earlier.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from stretto.collectives.ops import Collective
-from stretto.runtime.errors import UnsupportedError
 
 from ..graph import Instruction
 from ..values import BlockGraph, Node, NodeKind, Value
@@ -89,15 +90,16 @@ class Op:
 class Task:
     """A kernel, a collective, or an opaque loop or branch.
 
-    ``seconds`` is its time on ``stream``; stream -1 is compute. ``latency_s`` is the part of a
-    collective's time that does not grow with its size. ``members`` are the collectives of a bucket.
+    ``seconds`` is its time on ``stream``; stream -1 is compute. ``moved_bytes`` go over the wire or to and
+    from memory. ``latency_s`` is the part of a collective's time that does not grow with its size.
+    ``extra_bytes`` are used while the task runs or is in flight. A bucket has an op for each member.
     """
 
     index: int
     ops: list[Op]
     seconds: float = 0.0
     stream: int = -1
-    wire_bytes: float = 0.0
+    moved_bytes: float = 0.0
     latency_s: float = 0.0
     collective: Collective | None = None
     before: tuple[int, ...] = ()
@@ -105,7 +107,6 @@ class Task:
     reads: tuple[int, ...] = ()
     writes: tuple[int, ...] = ()
     extra_bytes: int = 0
-    is_fence: bool = False
 
     @property
     def is_collective(self) -> bool:
@@ -144,8 +145,16 @@ class Graph:
         return totals
 
 
-def build(block: BlockGraph, costs: CostTable, donated: Iterable[int] = ()) -> Graph:
-    """The task graph of a block. ``donated`` are positions of parameters that may be freed."""
+def build(
+    block: BlockGraph,
+    costs: CostTable,
+    donated: Iterable[int] = (),
+    opaque: Callable[[Node], float] = lambda node: 0.0,
+) -> Graph:
+    """The task graph of a block. ``donated`` are positions of parameters that may be freed.
+
+    ``opaque`` tells the seconds of a loop or branch that is not laid out.
+    """
     layout = _Layout(costs)
     given_up = set(donated)
     env: dict[Value, Ref] = {}
@@ -158,7 +167,7 @@ def build(block: BlockGraph, costs: CostTable, donated: Iterable[int] = ()) -> G
     results = layout.lay_out(block, env, ())
     for ref in results:
         ref.buffer.kept = True
-    return _tasks(layout.ops, initial, costs)
+    return _tasks(layout.ops, initial, costs, opaque)
 
 
 class _Layout:
@@ -213,7 +222,7 @@ class _Layout:
     def _append(
         self, node: Node, reads: Sequence[Ref], order: tuple[Op, ...], iteration: tuple[int, ...]
     ) -> Op:
-        fences = node.kind is NodeKind.COMPUTE and node.has_side_effect
+        fences = node.blocks or (node.kind is NodeKind.COMPUTE and node.has_side_effect)
         if fences:
             order = (*order, *self.since_fence)
         if self.fence is not None:
@@ -364,7 +373,9 @@ def _predecessors(op: Op) -> Iterator[Op]:
     yield from op.order
 
 
-def _tasks(ops: list[Op], initial: list[Buffer], costs: CostTable) -> Graph:
+def _tasks(
+    ops: list[Op], initial: list[Buffer], costs: CostTable, opaque: Callable[[Node], float]
+) -> Graph:
     before = [sorted({p.index for p in _predecessors(op)}) for op in ops]
     after: list[list[int]] = [[] for _ in ops]
     for index, earlier in enumerate(before):
@@ -385,7 +396,7 @@ def _tasks(ops: list[Op], initial: list[Buffer], costs: CostTable) -> Graph:
     ranked = _topological(tasks, ops, before)
     graph = Graph(ranked, [], [], [], 0)
     _connect(graph, ops, before, initial)
-    _price(graph, costs)
+    _price(graph, costs, opaque)
     return graph
 
 
@@ -521,7 +532,7 @@ def _connect(graph: Graph, ops: list[Op], before: list[list[int]], initial: list
         task.reads, task.writes = tuple(reads), tuple(writes)
 
 
-def _price(graph: Graph, costs: CostTable) -> None:
+def _price(graph: Graph, costs: CostTable, opaque: Callable[[Node], float]) -> None:
     streams: dict[object, int] = {}
     for task in graph.tasks:
         node = task.ops[0].node
@@ -536,15 +547,13 @@ def _price(graph: Graph, costs: CostTable) -> None:
             task.collective = collective
             task.stream = streams[key]
             task.seconds = charge.seconds
-            task.wire_bytes = charge.wire_bytes
+            task.moved_bytes = charge.wire_bytes
             task.latency_s = charge.link.latency_s if charge.link else 0.0
         elif node.is_runtime:
-            raise UnsupportedError(
-                f"{node.instruction.describe()}: opaque control flow is scheduled on its own"
-            )
+            task.seconds = opaque(node)
         else:
-            task.is_fence = any(op.node.has_side_effect for op in task.ops)
-            task.seconds = costs.compute.seconds(*kernel_cost(task))
+            flops_needed, task.moved_bytes = kernel_cost(task)
+            task.seconds = costs.compute.seconds(flops_needed, task.moved_bytes)
 
 
 def _stream_of(collective: Collective) -> tuple[object, str]:

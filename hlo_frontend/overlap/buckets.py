@@ -1,0 +1,242 @@
+"""Buckets: small collectives of one kind merged into one, where that lowers the predicted time.
+
+A bucket has members of one kind, stream (groups), dtype and native reducer. It saves the latency of all
+but one of them and pays for copies: every operand into the packed buffer, every result out of it, read and
+written at the rate of memory, on the bucket's stream; the packed buffers take memory while it is in flight.
+
+Members are neighbours in the order in which the best schedule found so far issues them. A merge is made
+only if no member depends on another, directly or through buckets made before: the ancestors of a bucket are
+those of all of its members, so hiding kernels that lie between two members keep them apart.
+
+A plan of buckets is kept only if its schedule takes less time. A bucket that hides less than its members did
+(one of them was hidden, and it is exposed longer than all of them were together) is dissolved, and the plan
+scheduled anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from heapq import heapify, heappop, heappush
+
+from stretto.collectives.ops import Kind
+
+from .costs import CostTable
+from .model import Graph, Task
+from .schedule import Schedule
+
+MERGED_KINDS = frozenset({Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.ALL_REDUCE})
+# Sizes of buckets tried, in multiples of the time that a link's latency takes.
+SIZES = (32.0, 8.0)
+# How often a plan is scheduled anew after buckets that expose what was hidden were dissolved.
+ROUNDS = 3
+# What is exposed for less than this share of its time counts as hidden.
+HIDDEN = 0.01
+
+
+@dataclass
+class Bucketed:
+    """A graph with buckets, its schedule, and the tasks of the original graph in each new task."""
+
+    graph: Graph
+    schedule: Schedule
+    members: list[tuple[int, ...]]
+
+
+Scheduler = Callable[[Graph], Schedule]
+
+
+def bucket(graph: Graph, first: Schedule, costs: CostTable, scheduler: Scheduler) -> Bucketed:
+    """The best of the plans tried, or the graph as it is. ``first`` is the schedule without buckets."""
+    best = Bucketed(graph, first, [(task.index,) for task in graph.tasks])
+    for size in SIZES:
+        merged = plan(graph, first, costs, size)
+        for left in range(ROUNDS, -1, -1):
+            if not merged:
+                break
+            bucketed, members = merge(graph, merged, costs)
+            found = Bucketed(bucketed, scheduler(bucketed), members)
+            worse = _exposed_by_merging(graph, found, first)
+            # Late in the search, exposure only moves from one collective to the next.
+            lower = found.schedule.timeline.seconds < best.schedule.timeline.seconds
+            if lower and (not worse or not left):
+                best = found
+            if not worse:
+                break
+            merged = [group for group in merged if group not in worse]
+    return best
+
+
+def _exposed_by_merging(graph: Graph, found: Bucketed, first: Schedule) -> set[tuple[int, ...]]:
+    worse = set()
+    for task, members in zip(found.graph.tasks, found.members, strict=True):
+        if len(members) > 1:
+            exposed = [first.timeline.exposed[m] for m in members]
+            hidden = any(
+                seconds <= HIDDEN * graph.tasks[m].seconds
+                for m, seconds in zip(members, exposed, strict=True)
+            )
+            now = found.schedule.timeline.exposed[task.index]
+            if hidden and now > sum(exposed) + HIDDEN * task.seconds:
+                worse.add(members)
+    return worse
+
+
+def plan(graph: Graph, schedule: Schedule, costs: CostTable, size: float) -> list[tuple[int, ...]]:
+    """Groups of tasks to merge, each about as long as ``size`` latencies of its link."""
+    begin = schedule.timeline.begin
+    queues: dict[object, list[int]] = {}
+    for task in graph.tasks:
+        key = _key(task)
+        if key is not None:
+            queues.setdefault(key, []).append(task.index)
+    above = _ancestors(graph)
+    groups: list[tuple[int, ...]] = []
+    for queue in queues.values():
+        queue.sort(key=lambda i: (begin[i], i))
+        current: list[int] = []
+        for index in [*queue, -1]:
+            if index >= 0 and _may_join(graph, current, index, above, costs, size):
+                current.append(index)
+                continue
+            if len(current) > 1:
+                groups.append(tuple(sorted(current)))
+                _close(above, current)
+            current = [index]
+    return sorted(groups)
+
+
+def _key(task: Task) -> object:
+    collective = task.collective
+    if collective is None or collective.kind not in MERGED_KINDS or not task.latency_s:
+        return None
+    if collective.kind is not Kind.ALL_GATHER and collective.reduction is None:
+        return None
+    dtypes = {operand.dtype for operand in collective.operands}
+    if len(dtypes) != 1:
+        return None
+    return task.stream, collective.kind, dtypes.pop(), collective.reduction
+
+
+def _copied_bytes(task: Task) -> int:
+    assert task.collective is not None
+    return sum(t.nbytes for t in (*task.collective.operands, *task.collective.results))
+
+
+def _may_join(
+    graph: Graph,
+    current: Sequence[int],
+    index: int,
+    above: list[int],
+    costs: CostTable,
+    size: float,
+) -> bool:
+    if not current:
+        return True
+    tasks = [graph.tasks[i] for i in (*current, index)]
+    copies = 2.0 * sum(_copied_bytes(task) for task in tasks) / costs.compute.bytes_per_s
+    latency = tasks[0].latency_s
+    moved = sum(task.seconds - task.latency_s for task in tasks)
+    if copies >= latency * len(current) or moved > size * latency:
+        return False
+    mask = sum(1 << i for i in current)
+    return not above[index] & mask and not any(above[i] >> index & 1 for i in current)
+
+
+def _ancestors(graph: Graph) -> list[int]:
+    """Bits of the tasks above each task."""
+    above: list[int] = []
+    for task in graph.tasks:
+        mask = 0
+        for before in task.before:
+            mask |= above[before] | 1 << before
+        above.append(mask)
+    return above
+
+
+def _close(above: list[int], group: Sequence[int]) -> None:
+    """Whoever is below one member is from now on below all of them and their ancestors."""
+    members = sum(1 << i for i in group)
+    union = members
+    for index in group:
+        union |= above[index]
+    for index, mask in enumerate(above):
+        if mask & members:
+            above[index] = mask | union
+    for index in group:
+        above[index] = (above[index] | union) & ~members
+
+
+def merge(
+    graph: Graph, groups: Sequence[Sequence[int]], costs: CostTable
+) -> tuple[Graph, list[tuple[int, ...]]]:
+    """The graph with each group as one task, and the original tasks in each new one."""
+    home = list(range(len(graph.tasks)))
+    for group in groups:
+        for index in group:
+            home[index] = group[0]
+    members: dict[int, list[int]] = {}
+    for index, root in enumerate(home):
+        members.setdefault(root, []).append(index)
+    before = {
+        root: {home[b] for m in ms for b in graph.tasks[m].before} - {root}
+        for root, ms in members.items()
+    }
+    order = _order(before)
+    number = {root: i for i, root in enumerate(order)}
+    tasks: list[Task] = []
+    for root in order:
+        task = graph.tasks[root]
+        mine = [graph.tasks[m] for m in members[root]]
+        after = {home[a] for t in mine for a in t.after} - {root}
+        merged = replace(
+            task if len(mine) == 1 else _packed(mine, costs),
+            index=number[root],
+            before=tuple(sorted(number[b] for b in before[root])),
+            after=tuple(sorted(number[a] for a in after)),
+        )
+        tasks.append(merged)
+    found = replace(graph, tasks=tasks)
+    return found, [tuple(members[root]) for root in order]
+
+
+def _order(before: dict[int, set[int]]) -> list[int]:
+    waiting = {root: len(needs) for root, needs in before.items()}
+    gives: dict[int, list[int]] = {root: [] for root in before}
+    for root, needs in before.items():
+        for need in needs:
+            gives[need].append(root)
+    ready = [root for root, count in waiting.items() if not count]
+    heapify(ready)
+    order: list[int] = []
+    while ready:
+        root = heappop(ready)
+        order.append(root)
+        for after in gives[root]:
+            waiting[after] -= 1
+            if not waiting[after]:
+                heappush(ready, after)
+    if len(order) != len(before):
+        raise AssertionError("buckets depend on each other")
+    return order
+
+
+def _packed(tasks: Sequence[Task], costs: CostTable) -> Task:
+    collectives = [task.collective for task in tasks if task.collective is not None]
+    copied = sum(_copied_bytes(task) for task in tasks)
+    latency = max(task.latency_s for task in tasks)
+    moving = sum(task.seconds - task.latency_s for task in tasks)
+    return replace(
+        tasks[0],
+        ops=[op for task in tasks for op in task.ops],
+        seconds=latency + moving + 2.0 * copied / costs.compute.bytes_per_s,
+        moved_bytes=sum(task.moved_bytes for task in tasks),
+        collective=replace(
+            collectives[0],
+            operands=tuple(t for c in collectives for t in c.operands),
+            results=tuple(t for c in collectives for t in c.results),
+        ),
+        reads=tuple(dict.fromkeys(b for task in tasks for b in task.reads)),
+        writes=tuple(dict.fromkeys(b for task in tasks for b in task.writes)),
+        extra_bytes=copied,
+    )

@@ -19,6 +19,7 @@ from cpython.buffer cimport PyBuffer_FillInfo
 from cpython.list cimport PyList_GET_ITEM
 from cpython.pycapsule cimport PyCapsule_New
 from cpython.ref cimport Py_DECREF, Py_INCREF, PyObject
+from cpython.weakref cimport PyWeakref_CheckRef, PyWeakref_NewRef
 from libc.stdint cimport int32_t, int64_t, intptr_t, uint64_t, uintptr_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy, memset

@@ -17,8 +17,9 @@ always_ready.error = NULL
 cdef class Event(Handle):
     """Something that will be done. Made of values, or completed by `complete`.
 
-    ``values`` are awaited in turn; one that was given up meanwhile counts as done. Callbacks of an event
-    that ``may_be_late`` are called by a thread that does so for many (`later`); those of others at once.
+    ``values`` are awaited in turn, or weak references to values; one that was given up meanwhile counts as
+    done. Callbacks of an event that ``may_be_late`` are called by a thread that does so for many (`later`);
+    those of others at once.
     """
 
     cdef event_t c
@@ -60,8 +61,9 @@ cdef class Event(Handle):
         if values is None:
             return False
         for value in values:
+            value = strong(value)
             try:
-                if not value.is_ready():
+                if value is not None and not value.is_ready():
                     return False
             except Exception:
                 pass  # `settle` finds out
@@ -72,6 +74,9 @@ cdef class Event(Handle):
         """Wait for the values, and be done."""
         cdef object failure = None
         for value in values:
+            value = strong(value)
+            if value is None:
+                continue
             try:
                 value.block()
             except Exception as error:
@@ -124,6 +129,11 @@ cdef class Event(Handle):
     def when_done(self, function):
         """Call ``function()`` once it is done."""
         Waiter(function).attach(self)
+
+
+cdef inline object strong(object value):
+    """The value itself, of a weak reference what it refers to."""
+    return value() if PyWeakref_CheckRef(value) else value
 
 
 # Takes an event to be completed when its values are; set by `install`.

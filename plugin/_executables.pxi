@@ -25,22 +25,6 @@ cdef class Executable(Handle):
         self.c.num_replicas, self.c.num_partitions, self.c.num_outputs = replicas, partitions, outputs
 
 
-cdef void* completion(list outputs, issued) except NULL:
-    """Event, owned by the caller, for the end of a run that gave these values on one device.
-
-    ``issued`` is the run's own event, or None if all of it was issued by the time it returned.
-    """
-    cdef Event event
-    if outputs:
-        event = Event(tuple(outputs), True)
-    elif issued is None:
-        return &always_ready
-    else:
-        event = Event()
-        issued.add_callback(lambda: event.complete(issued.error))
-    return event.hand_out()
-
-
 cdef class LoadedExecutable(Handle):
     """A program ready to run on the local devices among its own; its subclass in Python has the details."""
 
@@ -54,6 +38,7 @@ cdef class LoadedExecutable(Handle):
     cdef tuple donated
     cdef tuple devices
     cdef size_t num_parameters
+    cdef bint has_callbacks
     cdef size_t smallest  # output, the cheapest to hold on to until the run is over
 
     def __cinit__(self, *args, **kwargs):
@@ -62,8 +47,8 @@ cdef class LoadedExecutable(Handle):
         self.pointer = &self.c
 
     def prepare(
-        self, run, copy, single, engine, size_t num_parameters, tuple donated not None,
-        list output_types not None, list output_memories not None, tuple devices not None,
+        self, run, copy, single, engine, bint has_callbacks, size_t num_parameters,
+        tuple donated not None, list output_types not None, list output_memories not None, tuple devices not None,
     ):
         """What `Execute` needs.
 
@@ -75,7 +60,7 @@ cdef class LoadedExecutable(Handle):
         """
         self.run, self.copy, self.engine, self.num_parameters = run, copy, engine, num_parameters
         self.single = single if len(devices) == 1 and not donated else None
-        self.donated, self.devices = donated, devices
+        self.donated, self.devices, self.has_callbacks = donated, devices, has_callbacks
         self.output_types, self.output_memories = output_types, output_memories
         self.smallest = 0
         for i in range(len(output_types)):
@@ -166,7 +151,7 @@ cdef class LoadedExecutable(Handle):
                 event = Event()
                 event.complete(error)
         else:
-            event = Event((buffer.alive(),), True)
+            event = Event((self.watched(buffer.alive()),), True)
         return event.hand_out()
 
     cdef inline void* output(self, value, array, size_t i, list memories) except NULL:
@@ -210,8 +195,31 @@ cdef class LoadedExecutable(Handle):
                 value = <object>PyList_GET_ITEM(outputs, i)
                 (<void***>args.output_lists)[d][i] = self.output(value, None, i, memories)
             if args.device_complete_events != NULL:
-                (<void**>args.device_complete_events)[d] = completion(outputs, issued)
+                (<void**>args.device_complete_events)[d] = self.completion(outputs, issued)
         return 0
+
+    cdef inline object watched(self, value):
+        """A value as an event is to hold it, which is not to keep the array alive for that alone.
+
+        Where Python functions are called, what counts is that they have been, even if nobody wants the
+        result.
+        """
+        return value if self.has_callbacks else PyWeakref_NewRef(value, None)
+
+    cdef void* completion(self, list outputs, issued) except NULL:
+        """Event, owned by the caller, for the end of a run that gave these values on one device.
+
+        ``issued`` is the run's own event, or None if all of it was issued by the time it returned.
+        """
+        cdef Event event
+        if outputs:
+            event = Event(tuple([self.watched(value) for value in outputs]), True)
+        elif issued is None:
+            return &always_ready
+        else:
+            event = Event()
+            issued.add_callback(lambda: event.complete(issued.error))
+        return event.hand_out()
 
 
 cdef void* execute(void* a) noexcept nogil:

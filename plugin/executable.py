@@ -12,15 +12,20 @@ from functools import cached_property
 from importlib.metadata import version
 from typing import Any
 
+from stretto.hlo_frontend import stablehlo
 from stretto.hlo_frontend.compile import CompiledModule, CompileSpec, compile_stablehlo
-from stretto.hlo_frontend.schema import CompileOptionsProto, DeviceAssignmentProto
+from stretto.hlo_frontend.schema import (
+    CompileOptionsProto,
+    DeviceAssignmentProto,
+    HloModuleProtoWithConfig,
+)
 from stretto.runtime.errors import InvalidProgramError
 from stretto.runtime.executor import LoadedProgram
 
-from . import _capi, abi, callbacks
+from . import _capi, abi, callbacks, jax_private
 from .client import Client
 from .device import MEMORY_KINDS
-from .structs import STRUCTS, read_bytes
+from .structs import STRUCTS, NamedValues, read_bytes
 from .table import entry
 from .topology import Text, pointers
 
@@ -67,8 +72,19 @@ class Executable(_capi.Executable):  # type: ignore[misc]
         digest = hashlib.sha256()
         for part in (version("stretto"), version("jaxlib"), self.client.engine.name):
             digest.update(part.encode() + b"\0")
-        digest.update(self.options + b"\0" + self.source)
+        # Where the program was written does not make it another program. Of the options, those that are
+        # read count: the others hold maps, which are serialized in any order.
+        module = stablehlo.parse(self.source).operation.get_asm(enable_debug_info=False)
+        options = CompileOptionsProto.FromString(self.options)
+        options.DiscardUnknownFields()
+        digest.update(options.SerializeToString(deterministic=True) + b"\0" + module.encode())
         return Text(digest.hexdigest())
+
+    @cached_property
+    def cost_analysis(self) -> NamedValues:
+        """XLA's estimate for the partitioned program on one device: flops, bytes accessed and the like."""
+        hlo = HloModuleProtoWithConfig.FromString(self.optimized_program).hlo_module
+        return NamedValues(jax_private.cost_analysis(hlo.SerializeToString()))
 
     def serialized(self) -> bytes:
         """What `PJRT_Executable_DeserializeAndLoad` takes. Raises ``NotImplementedError``."""
@@ -98,6 +114,7 @@ class LoadedExecutable(_capi.LoadedExecutable):  # type: ignore[misc]
             client.copy,
             executable.loaded.single,
             client.engine,
+            callbacks.needed_by(executable.source),
             len(program.inputs),
             tuple(program.donated),
             executable.output_types,
@@ -280,6 +297,12 @@ def output_memory_kinds(args: Any) -> None:
 @entry("PJRT_Executable_SizeOfGeneratedCodeInBytes")
 def size_of_generated_code(args: Any) -> None:
     args.size_in_bytes = -1  # engines do not tell
+
+
+@entry("PJRT_Executable_GetCostAnalysis")
+def get_cost_analysis(args: Any) -> None:
+    properties = _capi.take(args.executable).cost_analysis
+    args.properties, args.num_properties = properties.address, properties.count
 
 
 @entry("PJRT_Executable_GetCompiledMemoryStats")

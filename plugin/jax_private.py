@@ -66,6 +66,29 @@ def lower_as_cpu() -> None:
     mlir.lower_jaxpr_to_module = lower_jaxpr_to_module
 
 
+def lower_beyond_cpu() -> None:
+    """Lower what JAX lowers for GPUs alone, though nothing about it is a GPU's: send, receive, broadcast.
+
+    The rules become those of cpu, which stretto is lowered as. JAX's own CPU backend then refuses such a
+    program when it compiles it, instead of JAX when it lowers it.
+    """
+    from jax._src.interpreters import mlir
+    from jax._src.lax import parallel
+
+    def as_gpu(rule: Any) -> Any:
+        def lower(ctx: Any, *operands: Any, **parameters: Any) -> Any:
+            module = ctx.module_context.replace(platforms=("cuda",))
+            return rule(ctx.replace(module_context=module), *operands, **parameters)
+
+        return lower
+
+    for name in ("psend", "precv", "pbroadcast"):
+        primitive = getattr(parallel, f"{name}_p")
+        if primitive not in mlir._platform_specific_lowerings["cpu"]:
+            rule = mlir._platform_specific_lowerings["cuda"][primitive].rule
+            mlir.register_lowering(primitive, as_gpu(rule), platform="cpu")
+
+
 def hide_from_source_lines() -> None:
     """Keep this file out of the source lines that JAX gives to operations and errors."""
     from jax._src import source_info_util, traceback_util
@@ -116,3 +139,13 @@ def hand_over_callbacks() -> None:
 
     backend_compile_and_load.__wrapped_for_stretto__ = original  # type: ignore[attr-defined]
     compiler.backend_compile_and_load = backend_compile_and_load
+
+
+def cost_analysis(hlo: bytes) -> dict[str, float]:
+    """XLA's cost analysis of a serialized HloModuleProto, by JAX's CPU backend."""
+    from jax._src import xla_bridge
+    from jaxlib import _jax
+    from jaxlib._hlo import XlaComputation
+
+    module = XlaComputation(hlo).get_hlo_module()
+    return dict(_jax.hlo_module_cost_analysis(xla_bridge.get_backend("cpu"), module))

@@ -23,6 +23,7 @@ def initialize() -> None:
     jax_private.register(_capi.capsule())
     jax_private.hide_from_source_lines()
     jax_private.lower_as_cpu()
+    jax_private.lower_beyond_cpu()
     jax_private.share_cpu_lowerings()
     jax_private.allow_donation()
     jax_private.hand_over_callbacks()

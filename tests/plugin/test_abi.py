@@ -63,9 +63,7 @@ def test_layouts(header: Path, tmp_path: Path) -> None:
         expected += [name, str(ctypes.sizeof(struct))]
         for kind, field in fields:
             c_field = _c_field(name, kind, field)
-            lines.append(
-                f'printf("{name}.{field} %zu\\n", offsetof(struct {name}, {c_field}));'
-            )
+            lines.append(f'printf("{name}.{field} %zu\\n", offsetof(struct {name}, {c_field}));')
             expected += [f"{name}.{field}", str(getattr(struct, field).offset)]
     found = _run_c(
         tmp_path,

@@ -91,6 +91,14 @@ def test_custom_call_of_callbacks() -> None:
     assert "index" in source
 
 
+def test_cost_analysis() -> None:
+    """``jaxlib._jax.hlo_module_cost_analysis(client, HloModule)``."""
+    with jax.default_device(jax.devices("cpu")[0]):
+        hlo = jax.jit(lambda a: a @ a).lower(jax.numpy.ones((4, 4))).compiler_ir("hlo")
+    cost = jax_private.cost_analysis(hlo.as_serialized_hlo_module_proto())
+    assert cost["flops"] == 2 * 4**3
+
+
 def test_exclusions() -> None:
     """Files kept out of source lines and filtered tracebacks."""
     for module in (jax._src.source_info_util, jax._src.traceback_util):
@@ -100,9 +108,7 @@ def test_exclusions() -> None:
 @pytest.mark.parametrize("name", ["lower_jaxpr_to_module", "backend_compile_and_load"])
 def test_wrapping_twice_wraps_once(name: str) -> None:
     jax.devices("stretto")  # has wrapped both
-    module = (
-        jax._src.compiler if name == "backend_compile_and_load" else jax._src.interpreters.mlir
-    )
+    module = jax._src.compiler if name == "backend_compile_and_load" else jax._src.interpreters.mlir
     before = getattr(module, name)
     jax_private.lower_as_cpu()
     jax_private.hand_over_callbacks()

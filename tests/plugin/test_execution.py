@@ -1,0 +1,285 @@
+"""Running programs on one device and on several: results, donation, callbacks, errors, what JAX asks."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax, shard_map
+from jax.experimental import io_callback, serialize_executable
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+pytestmark = pytest.mark.usefixtures("on_stretto")
+
+
+def _mesh(devices: list[jax.Device]) -> Mesh:
+    return Mesh(np.array(devices), ("x",))
+
+
+def test_devices(devices: list[jax.Device]) -> None:
+    assert [d.id for d in devices] == [0, 1, 2, 3]
+    assert {d.platform for d in devices} == {"stretto"}
+    assert {d.device_kind for d in devices} == {"stretto"}
+    assert {d.process_index for d in devices} == {0}
+    assert repr(devices[2]) == "StrettoDevice(id=2)"
+    version = devices[0].client.platform_version.lower()
+    assert not any(word in version for word in ("cuda", "rocm", "oneapi"))
+
+
+def test_runs_where_its_arguments_are(devices: list[jax.Device]) -> None:
+    increment = jax.jit(lambda a: a + 1)
+    for device in devices:
+        result = increment(jax.device_put(np.arange(3.0), device))
+        assert result.devices() == {device}
+        np.testing.assert_array_equal(np.asarray(result), [1, 2, 3])
+
+
+def test_no_arguments_no_results_many_results() -> None:
+    assert int(jax.jit(lambda: jnp.int32(7))()) == 7
+    assert jax.jit(lambda a: ())(1.0) == ()
+    results = jax.jit(lambda a: [a + i for i in range(40)])(jnp.arange(3))
+    for i, result in enumerate(results):
+        np.testing.assert_array_equal(np.asarray(result), np.arange(3) + i)
+
+
+def test_partitioned_program(devices: list[jax.Device], cpu: jax.Device) -> None:
+    mesh = Mesh(np.array(devices).reshape(2, 2), ("a", "b"))
+    rng = np.random.default_rng(1)
+    left, right = rng.random((8, 6), np.float32), rng.random((6, 4), np.float32)
+
+    def f(a: jax.Array, b: jax.Array) -> jax.Array:
+        return jnp.tanh(a @ b).sum(0)
+
+    placed = (
+        jax.device_put(left, NamedSharding(mesh, PartitionSpec("a", "b"))),
+        jax.device_put(right, NamedSharding(mesh, PartitionSpec("b", None))),
+    )
+    result = jax.jit(f)(*placed)
+    with jax.default_device(cpu):
+        expected = np.asarray(jax.jit(f)(left, right))
+    np.testing.assert_allclose(np.asarray(result), expected, rtol=1e-5)
+
+
+def test_collective_over_some_of_the_devices(devices: list[jax.Device]) -> None:
+    mesh = _mesh([devices[3], devices[1]])  # in this order
+    f = shard_map(
+        lambda a: lax.all_gather(a * (lax.axis_index("x") + 1), "x"),
+        mesh=mesh,
+        in_specs=PartitionSpec("x"),
+        out_specs=PartitionSpec(None, "x"),
+    )
+    placed = jax.device_put(np.array([1.0, 10.0]), NamedSharding(mesh, PartitionSpec("x")))
+    np.testing.assert_array_equal(np.asarray(jax.jit(f)(placed)), [[1, 1], [20, 20]])
+
+
+class TestDonation:
+    def test_a_donated_argument_is_deleted(self) -> None:
+        argument = jnp.arange(1000.0)
+        result = jax.jit(lambda a: a + 1, donate_argnums=0)(argument)
+        assert argument.is_deleted()
+        np.testing.assert_array_equal(np.asarray(result), np.arange(1000.0) + 1)
+        with pytest.raises(RuntimeError, match="deleted"):
+            np.asarray(argument)
+
+    def test_memory_is_reused(self) -> None:
+        step = jax.jit(lambda a: a.at[0].add(1), donate_argnums=0)
+        state = step(jnp.zeros(1 << 16))
+        address = state.unsafe_buffer_pointer()
+        for _ in range(3):
+            state = step(state)
+        assert state.unsafe_buffer_pointer() == address
+        assert float(state[0]) == 4
+
+    def test_memory_of_numpy_is_not_written_to(self) -> None:
+        host = np.zeros(1 << 16, np.float32)
+        result = jax.jit(lambda a: a + 1, donate_argnums=0)(jax.device_put(host, may_alias=True))
+        assert float(result[0]) == 1
+        assert not host.any()
+
+    def test_a_view_of_a_donated_argument_keeps_its_content(self) -> None:
+        argument = jnp.arange(50_000.0) + 0
+        view = np.asarray(argument)
+        result = jax.jit(lambda a: a * 2, donate_argnums=0)(argument)
+        np.testing.assert_array_equal(np.asarray(result), np.arange(50_000.0) * 2)
+        np.testing.assert_array_equal(view, np.arange(50_000.0))
+
+    def test_in_a_program_over_devices(self, devices: list[jax.Device]) -> None:
+        sharding = NamedSharding(_mesh(devices), PartitionSpec("x"))
+        argument = jax.device_put(np.arange(8.0, dtype=np.float32), sharding)
+
+        @partial(jax.jit, donate_argnums=0)
+        def f(a: jax.Array) -> jax.Array:
+            return a + a.sum()
+
+        result = f(argument)
+        assert argument.is_deleted()
+        np.testing.assert_array_equal(np.asarray(result), np.arange(8.0) + 28)
+
+
+class TestErrors:
+    @pytest.fixture(autouse=True)
+    def _healthy_tokens(self, devices: list[jax.Device]) -> Iterator[None]:
+        """JAX keeps the token of each device's last program with callbacks, and with it its error."""
+        yield
+        f = jax.jit(lambda a: jax.pure_callback(np.sin, a, a))
+        mesh = _mesh(devices)
+        spec = PartitionSpec("x")
+        g = jax.jit(shard_map(f, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
+        jax.block_until_ready(g(np.zeros(len(devices), np.float32)))
+        jax.effects_barrier()
+
+    def test_a_failing_callback_reaches_the_array(self) -> None:
+        def fail(_: object) -> object:
+            raise ValueError("the reason")
+
+        def f(a: jax.Array) -> jax.Array:
+            return jax.pure_callback(fail, a, a) + 1
+
+        with pytest.raises(Exception, match="the reason"):
+            jax.block_until_ready(jax.jit(f)(1.0))
+
+    def test_and_what_is_computed_from_it(self, devices: list[jax.Device]) -> None:
+        def fail(_: object) -> object:
+            raise ValueError("the reason")
+
+        mesh = _mesh(devices)
+
+        @jax.jit
+        @partial(
+            shard_map,
+            mesh=mesh,
+            in_specs=PartitionSpec("x"),
+            out_specs=PartitionSpec(),
+            check_vma=False,
+        )
+        def f(a: jax.Array) -> jax.Array:
+            return lax.psum(jax.pure_callback(fail, a, a), "x")
+
+        with pytest.raises(Exception, match="the reason"):
+            jax.block_until_ready(f(jnp.arange(4.0)) + 1)
+
+    def test_a_deleted_argument(self) -> None:
+        argument = jnp.arange(3.0)
+        argument.delete()
+        with pytest.raises((RuntimeError, ValueError), match="deleted"):
+            jax.jit(lambda a: a + 1)(argument)
+
+    def test_too_many_devices(self, devices: list[jax.Device]) -> None:
+        with pytest.raises(ValueError, match="devices"):
+            jax.make_mesh((len(devices) + 1,), ("x",), devices=devices)
+
+    def test_work_goes_on_after_an_error(self) -> None:
+        def fail(_: object) -> object:
+            raise ValueError("the reason")
+
+        with pytest.raises(Exception, match="the reason"):
+            jax.block_until_ready(jax.jit(lambda a: jax.pure_callback(fail, a, a))(1.0))
+        assert float(jax.jit(lambda a: a + 1)(1.0)) == 2
+
+
+class TestCallbacks:
+    def test_pure_callback(self) -> None:
+        result = jax.jit(lambda a: jax.pure_callback(np.sin, a, a))(jnp.arange(4.0))
+        np.testing.assert_allclose(np.asarray(result), np.sin(np.arange(4.0, dtype=np.float32)))
+
+    def test_each_program_has_its_own(self) -> None:
+        lowered = [
+            jax.jit(lambda a, k=k: jax.pure_callback(lambda v: v + k, a, a)).lower(jnp.float32(0))
+            for k in range(3)
+        ]
+        compiled = [program.compile() for program in reversed(lowered)]
+        assert [float(program(jnp.float32(0))) for program in compiled] == [2, 1, 0]
+
+    def test_ordered_and_unordered_effects(self) -> None:
+        seen: list[int] = []
+
+        @jax.jit
+        def f(a: jax.Array) -> None:
+            for i in range(5):
+                io_callback(lambda v, i=i: seen.append(int(v) + i), None, a, ordered=True)
+
+        f(10)
+        jax.effects_barrier()
+        assert seen == [10, 11, 12, 13, 14]
+        jax.jit(lambda a: jax.debug.callback(seen.append, a))(1)
+        jax.effects_barrier()
+        assert len(seen) == 6
+
+    def test_debug_print(self, capfd: pytest.CaptureFixture[str]) -> None:
+        jax.jit(lambda a: jax.debug.print("a is {}", a))(jnp.int32(3))
+        jax.effects_barrier()
+        assert "a is 3" in capfd.readouterr().out
+
+    def test_on_another_device_than_the_first(self, devices: list[jax.Device]) -> None:
+        argument = jax.device_put(np.float32(2), devices[2])
+        result = jax.jit(lambda a: jax.pure_callback(np.square, a, a))(argument)
+        assert float(result) == 4
+
+
+class TestLoweredAsCpu:
+    def test_platform_dependent(self) -> None:
+        f = jax.jit(
+            lambda a: lax.platform_dependent(a, cpu=lambda v: v + 1, default=lambda v: v - 1)
+        )
+        assert float(f(1.0)) == 2
+
+    def test_linear_algebra(self) -> None:
+        matrix = np.random.default_rng(2).random((5, 5), np.float32) + np.eye(5, dtype=np.float32)
+        np.testing.assert_allclose(
+            np.asarray(jnp.linalg.inv(matrix)), np.linalg.inv(matrix), rtol=2e-3
+        )
+        values, vectors = jnp.linalg.eigh(matrix + matrix.T)
+        np.testing.assert_allclose(
+            np.asarray(vectors * values @ vectors.T), matrix + matrix.T, atol=1e-4
+        )
+        assert jnp.linalg.eigvals(matrix).dtype == np.complex64  # the rule exists for cpu alone
+
+    def test_source_lines_are_the_programs(self) -> None:
+        text = jax.jit(lambda a: a + 1).lower(1.0).as_text(debug_info=True)
+        assert "test_execution.py" in text
+        assert "jax_private.py" not in text
+
+
+class TestWhatJaxAsks:
+    def test_compiled(self) -> None:
+        compiled = jax.jit(lambda a: a @ a).lower(jnp.ones((4, 4))).compile()
+        assert compiled.memory_analysis().argument_size_in_bytes == 64
+        assert compiled.memory_analysis().output_size_in_bytes == 64
+        assert compiled.cost_analysis()["flops"] >= 112
+        assert "HloModule" in compiled.as_text()
+
+    def test_fingerprints(self) -> None:
+        def fingerprint(k: int) -> bytes:
+            executable = jax.jit(lambda a: a + k).lower(1.0).compile().runtime_executable()
+            return executable.fingerprint
+
+        assert fingerprint(1) == fingerprint(1) != fingerprint(2)
+
+    def test_serialized_and_loaded(self, devices: list[jax.Device]) -> None:
+        sharding = NamedSharding(_mesh(devices), PartitionSpec("x"))
+        argument = jax.device_put(np.arange(4.0, dtype=np.float32), sharding)
+        compiled = jax.jit(lambda a: a / a.sum()).lower(argument).compile()
+        loaded = serialize_executable.deserialize_and_load(
+            *serialize_executable.serialize(compiled), backend="stretto", execution_devices=devices
+        )
+        np.testing.assert_array_equal(np.asarray(loaded(argument)), np.asarray(compiled(argument)))
+
+    def test_calls_from_many_threads(self) -> None:
+        f = jax.jit(lambda a: a * 2)
+        results: list[float] = []
+
+        def work(k: int) -> None:
+            for _ in range(50):
+                results.append(float(f(jnp.float32(k))) / 2 - k)
+
+        threads = [threading.Thread(target=work, args=(k,)) for k in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert results == [0.0] * 200

@@ -1,0 +1,157 @@
+"""Transfers, memories and sharing of memory, against numpy."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from jax.sharding import SingleDeviceSharding
+
+from stretto.collectives.types import ELEMENT_TYPES, TensorType
+
+pytestmark = pytest.mark.usefixtures("on_stretto")
+
+
+def _content(name: str, shape: tuple[int, ...]) -> np.ndarray:
+    """Values that every element type can hold."""
+    type = TensorType(name, shape)
+    bits = np.arange(type.size).reshape(shape) % 2
+    return (bits + 1 if name == "f8e8m0fnu" else bits).astype(type.numpy)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _x64() -> object:
+    with jax.enable_x64(True):
+        yield
+
+
+@pytest.mark.parametrize("name", ELEMENT_TYPES)
+@pytest.mark.parametrize("shape", [(), (0,), (3,), (3, 4), (2, 0, 5)])
+def test_every_dtype_there_and_back(name: str, shape: tuple[int, ...]) -> None:
+    host = _content(name, shape)
+    array = jax.device_put(host)
+    assert array.dtype == host.dtype
+    assert array.shape == shape
+    np.testing.assert_array_equal(np.asarray(array), host)
+
+
+@pytest.mark.parametrize("name", ELEMENT_TYPES)
+def test_every_dtype_through_a_program(name: str) -> None:
+    host = _content(name, (3, 4))
+    transposed = jax.jit(lambda a: a.T)(host)
+    assert transposed.dtype == host.dtype
+    np.testing.assert_array_equal(np.asarray(transposed), host.T)
+
+
+@pytest.mark.parametrize("name", ["pred", "s4", "bf16", "f32", "c128"])
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda a: a.T,
+        lambda a: a[::-1],
+        lambda a: a[::2, ::-1],
+        lambda a: np.broadcast_to(a[:1], a.shape),
+        lambda a: a[1:, 1:],
+        np.asfortranarray,
+    ],
+    ids=["transposed", "reversed", "strided", "broadcast", "offset", "fortran"],
+)
+def test_strides(name: str, view: object) -> None:
+    host = view(_content(name, (6, 5)) if name != "f32" else np.arange(30, dtype="f").reshape(6, 5))
+    np.testing.assert_array_equal(np.asarray(jax.device_put(host)), host)
+
+
+def test_a_copy_does_not_change_with_its_source() -> None:
+    host = np.arange(64.0)
+    array = jnp.array(host)
+    host[:] = -1
+    np.testing.assert_array_equal(np.asarray(array), np.arange(64.0))
+
+
+def test_memory_lent_for_good_is_released_at_the_end() -> None:
+    class Owned(np.ndarray):
+        pass
+
+    raw = np.zeros(1024 + 64, np.uint8)
+    start = -raw.ctypes.data % 64
+    host = raw[start : start + 1024].view(Owned)
+    gone = weakref.ref(host)
+    array = jax.device_put(host, may_alias=True)
+    del host, raw
+    assert int(np.asarray(array).sum()) == 0
+    del array
+    for _ in range(3):
+        gc.collect()
+        jax.device_put(0.0)  # jaxlib drops what it holds of Python at its next call
+    assert gone() is None
+
+
+def test_views_share_memory_and_are_read_only() -> None:
+    array = jnp.arange(8.0)
+    view = np.asarray(array)
+    assert view.ctypes.data == array.unsafe_buffer_pointer()
+    with pytest.raises(ValueError, match="read-only"):
+        view[0] = 1
+
+
+def test_a_view_outlives_its_array() -> None:
+    array = jnp.arange(100_000.0) + 1
+    view = np.asarray(array)
+    array.delete()
+    del array
+    others = [jnp.full(100_000, 7.0) for _ in range(3)]
+    np.testing.assert_array_equal(view, np.arange(100_000.0) + 1)
+    assert len(others) == 3
+
+
+def test_copies_between_devices(devices: list[jax.Device]) -> None:
+    array = jax.device_put(np.arange(10.0), devices[0])
+    moved = jax.device_put(array, devices[3])
+    assert moved.devices() == {devices[3]}
+    array.delete()
+    np.testing.assert_array_equal(np.asarray(moved), np.arange(10.0))
+
+
+def test_to_and_from_the_cpu_backend(devices: list[jax.Device], cpu: jax.Device) -> None:
+    there = jax.device_put(jax.device_put(np.arange(5.0), cpu), devices[1])
+    back = jax.device_put(there * 2, cpu)
+    assert back.devices() == {cpu}
+    np.testing.assert_array_equal(np.asarray(back), np.arange(5.0) * 2)
+
+
+def test_memory_kinds(on_stretto: jax.Device) -> None:
+    kinds = [memory.kind for memory in on_stretto.addressable_memories()]
+    assert kinds == ["device", "pinned_host", "unpinned_host"]
+    assert on_stretto.default_memory().kind == "device"
+    for kind in kinds:
+        array = jax.device_put(np.arange(3.0), SingleDeviceSharding(on_stretto, memory_kind=kind))
+        assert array.sharding.memory_kind == kind
+        np.testing.assert_array_equal(np.asarray(array), np.arange(3.0))
+        back = jax.device_put(array, SingleDeviceSharding(on_stretto, memory_kind="device"))
+        assert back.sharding.memory_kind == "device"
+    with pytest.raises(Exception, match="can address the following memory kinds: device, pinned"):
+        on_stretto.memory("registers")
+
+
+def test_memory_statistics_follow_the_arrays(on_stretto: jax.Device) -> None:
+    before = on_stretto.memory_stats()["bytes_in_use"]
+    array = jnp.zeros(1 << 20, jnp.uint8) + jnp.uint8(1)
+    array.block_until_ready()
+    assert on_stretto.memory_stats()["bytes_in_use"] - before >= 1 << 20
+    del array
+    assert on_stretto.memory_stats()["bytes_in_use"] - before < 1 << 20
+
+
+def test_large_arrays() -> None:
+    host = np.random.default_rng(0).random((1 << 20) + 3, np.float32)
+    np.testing.assert_array_equal(np.asarray(jax.device_put(host) * 1), host)
+
+
+def test_pieces_of_small_dtypes_keep_their_values() -> None:
+    host = np.arange(-8, 8).astype(ml_dtypes.int4)
+    np.testing.assert_array_equal(np.asarray(jax.device_put(host)[3:11]), host[3:11])

@@ -12,8 +12,6 @@ from collections.abc import Sequence
 from functools import wraps
 from typing import Any
 
-from . import callbacks
-
 PLATFORM = "stretto"
 
 
@@ -122,6 +120,8 @@ def hand_over_callbacks() -> None:
     """
     from jax._src import compiler
     from jaxlib.mlir import ir
+
+    from . import callbacks
 
     original = compiler.backend_compile_and_load
     if hasattr(original, "__wrapped_for_stretto__"):

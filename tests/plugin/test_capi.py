@@ -1,0 +1,229 @@
+"""The table of functions, called as jaxlib calls it: through its addresses."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import sys
+import weakref
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from stretto.plugin import _capi, abi, table
+from stretto.plugin.structs import STRUCTS, read_bytes
+
+_HEAD = 2 * ctypes.sizeof(ctypes.c_void_p) + ctypes.sizeof(STRUCTS["PJRT_Api_Version"])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _installed(devices: list[jax.Device]) -> None:
+    assert devices  # the client exists, and with it the handlers
+
+
+def _address(name: str) -> int:
+    offset = _HEAD + abi.FUNCTIONS.index(name) * ctypes.sizeof(ctypes.c_void_p)
+    return ctypes.c_void_p.from_address(_capi.table_address() + offset).value or 0
+
+
+def call(name: str, **fields: Any) -> Any:
+    """Call a function; its arguments as it left them. Raises ``RuntimeError`` with code and message."""
+    args = STRUCTS[f"{name}_Args"]()
+    args.struct_size = ctypes.sizeof(args)
+    for field, value in fields.items():
+        setattr(args, field, value)
+    function = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(_address(name))
+    error = function(ctypes.addressof(args))
+    if error:
+        code, message = call("PJRT_Error_GetCode", error=error).code, _message(error)
+        call("PJRT_Error_Destroy", error=error)
+        raise RuntimeError(f"{code} {message}")
+    return args
+
+
+def _message(error: int) -> str:
+    args = call("PJRT_Error_Message", error=error)
+    return read_bytes(args.message, args.message_size).decode()
+
+
+def test_every_slot_is_filled() -> None:
+    assert all(_address(name) for name in abi.FUNCTIONS)
+    size = ctypes.c_size_t.from_address(_capi.table_address()).value
+    assert size == _HEAD + len(abi.FUNCTIONS) * ctypes.sizeof(ctypes.c_void_p)
+
+
+def test_what_is_not_implemented_says_its_name() -> None:
+    missing = [
+        name
+        for name, handler in zip(abi.FUNCTIONS, table.handlers(), strict=True)
+        if handler is None and name.startswith(("PJRT_CopyToDeviceStream", "PJRT_Compile"))
+    ]
+    assert len(missing) == 6
+    for name in missing:
+        code = abi.ERROR_CODES["UNIMPLEMENTED"]
+        with pytest.raises(RuntimeError, match=f"{code} stretto does not implement {name}$"):
+            call(name)
+
+
+def test_null_handles_are_errors_or_nothing() -> None:
+    for name in ("PJRT_Buffer_Destroy", "PJRT_Event_Destroy", "PJRT_Executable_Destroy"):
+        call(name)
+    with pytest.raises(RuntimeError, match="null handle"):
+        call("PJRT_Client_PlatformName")
+
+
+def test_handles_live_until_they_are_destroyed() -> None:
+    handle = _capi.Bytes(b"text")
+    gone = weakref.ref(handle)
+    pointer = _capi.give(handle)
+    del handle
+    gc.collect()
+    assert _capi.take(pointer).data == b"text"
+    call("PJRT_Executable_Destroy", executable=pointer)
+    assert gone() is None
+
+
+class TestEvents:
+    def test_the_ready_event(self) -> None:
+        ready = _capi.ready_event()
+        assert call("PJRT_Event_IsReady", event=ready).is_ready
+        call("PJRT_Event_Await", event=ready)
+        call("PJRT_Event_Error", event=ready)
+        call("PJRT_Event_Destroy", event=ready)
+        assert call("PJRT_Event_IsReady", event=ready).is_ready
+
+    def test_created_and_set(self) -> None:
+        event = call("PJRT_Event_Create").event
+        assert not call("PJRT_Event_IsReady", event=event).is_ready
+        calls: list[Any] = []
+        callback = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p)(
+            lambda error, argument: calls.append((error, argument))
+        )
+        pointer = ctypes.cast(callback, ctypes.c_void_p).value
+        call("PJRT_Event_OnReady", event=event, callback=pointer, user_arg=17)
+        assert calls == []
+        call("PJRT_Event_Set", event=event, error_code=0)
+        assert calls == [(None, 17)]
+        call("PJRT_Event_OnReady", event=event, callback=pointer, user_arg=18)
+        assert calls == [(None, 17), (None, 18)]
+        with pytest.raises(RuntimeError, match="set already"):
+            call("PJRT_Event_Set", event=event, error_code=0)
+        call("PJRT_Event_Destroy", event=event)
+
+    def test_a_failed_one_gives_its_error_each_time(self) -> None:
+        event = call("PJRT_Event_Create").event
+        text = ctypes.create_string_buffer(b"out of luck")
+        call(
+            "PJRT_Event_Set",
+            event=event,
+            error_code=abi.ERROR_CODES["DATA_LOSS"],
+            error_message=ctypes.addressof(text),
+            error_message_size=11,
+        )
+        for name in ("PJRT_Event_Await", "PJRT_Event_Error", "PJRT_Event_Await"):
+            with pytest.raises(RuntimeError, match="15 out of luck"):
+                call(name, event=event)
+        call("PJRT_Event_Destroy", event=event)
+
+
+class TestTransferManager:
+    """jaxlib's asynchronous transfers, which JAX itself does not use on this platform."""
+
+    @pytest.fixture
+    def client(self, devices: list[jax.Device]) -> int:
+        """The client's pointer, from a device that knows its client."""
+        (device,) = (o for o in gc.get_objects() if isinstance(o, _capi.Device) and o.id == 0)
+        return _capi.lend(device.client)
+
+    @staticmethod
+    def _manager(client: int, extents: tuple[int, ...], dtype: str) -> int:
+        dims = (ctypes.c_int64 * len(extents))(*extents)
+        spec = STRUCTS["PJRT_ShapeSpec"](
+            dims=ctypes.addressof(dims),
+            num_dims=len(extents),
+            element_type=abi.BUFFER_TYPES[dtype],
+        )
+        memory = call("PJRT_Client_AddressableMemories", client=client).addressable_memories
+        return call(
+            "PJRT_Client_CreateBuffersForAsyncHostToDevice",
+            client=client,
+            shape_specs=ctypes.addressof(spec),
+            num_shape_specs=1,
+            memory=ctypes.c_void_p.from_address(memory).value,
+        ).transfer_manager
+
+    def test_content_comes_in_pieces(self, client: int) -> None:
+        manager = self._manager(client, (2, 3), "s32")
+        query = "PJRT_AsyncHostToDeviceTransferManager_"
+        assert call(query + "BufferCount", transfer_manager=manager).buffer_count == 1
+        assert (
+            call(query + "BufferSize", transfer_manager=manager, buffer_index=0).buffer_size == 24
+        )
+        buffer = call(query + "RetrieveBuffer", transfer_manager=manager, buffer_index=0).buffer_out
+        ready = call("PJRT_Buffer_ReadyEvent", buffer=buffer).event
+        assert not call("PJRT_Event_IsReady", event=ready).is_ready
+        host = np.arange(6, dtype=np.int32)
+        for offset, last in ((12, False), (0, True)):
+            call(
+                query + "TransferData",
+                transfer_manager=manager,
+                buffer_index=0,
+                data=host.ctypes.data + offset,
+                offset=offset,
+                transfer_size=12,
+                is_last_transfer=last,
+            )
+        assert call("PJRT_Event_IsReady", event=ready).is_ready
+        out = np.zeros((2, 3), np.int32)
+        event = call(
+            "PJRT_Buffer_ToHostBuffer", src=buffer, dst=out.ctypes.data, dst_size=out.nbytes
+        ).event
+        call("PJRT_Event_Await", event=event)
+        np.testing.assert_array_equal(out, [[0, 1, 2], [3, 4, 5]])
+        with pytest.raises(RuntimeError, match=r"bytes 12 to 36 of an array of 24 bytes"):
+            call(
+                query + "TransferData",
+                transfer_manager=manager,
+                data=host.ctypes.data,
+                offset=12,
+                transfer_size=24,
+            )
+        for name, field, pointer in (
+            ("PJRT_Event_Destroy", "event", ready),
+            ("PJRT_Event_Destroy", "event", event),
+            ("PJRT_Buffer_Destroy", "buffer", buffer),
+            (query + "Destroy", "transfer_manager", manager),
+        ):
+            call(name, **{field: pointer})
+
+    def test_content_that_never_comes(self, client: int) -> None:
+        manager = self._manager(client, (2,), "f32")
+        query = "PJRT_AsyncHostToDeviceTransferManager_"
+        buffer = call(query + "RetrieveBuffer", transfer_manager=manager, buffer_index=0).buffer_out
+        text = ctypes.create_string_buffer(b"lost")
+        call(
+            query + "SetBufferError",
+            transfer_manager=manager,
+            buffer_index=0,
+            error_code=abi.ERROR_CODES["DATA_LOSS"],
+            error_message=ctypes.addressof(text),
+            error_message_size=4,
+        )
+        ready = call("PJRT_Buffer_ReadyEvent", buffer=buffer).event
+        with pytest.raises(RuntimeError, match="15 lost"):
+            call("PJRT_Event_Await", event=ready)
+        call("PJRT_Event_Destroy", event=ready)
+        call("PJRT_Buffer_Destroy", buffer=buffer)
+        call(query + "Destroy", transfer_manager=manager)
+
+
+def test_the_table_is_exported() -> None:
+    library = ctypes.CDLL(_capi.__file__)
+    library.GetPjrtApi.restype = ctypes.c_void_p
+    assert library.GetPjrtApi() == _capi.table_address()
+
+
+def test_the_interpreter_knows_the_module_once() -> None:
+    assert sys.modules["stretto.plugin._capi"] is _capi

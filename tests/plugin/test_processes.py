@@ -1,0 +1,235 @@
+"""What only a process of its own shows: registration, start, exit, and memory after many calls."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+
+def run_python(
+    code: str, *arguments: str, platforms: str | None = "stretto", local_devices: int = 2
+) -> subprocess.CompletedProcess[str]:
+    """Run code in a fresh process; ``platforms`` None leaves JAX_PLATFORMS unset."""
+    env = {k: v for k, v in os.environ.items() if k not in ("JAX_PLATFORMS", "XLA_FLAGS")}
+    if platforms is not None:
+        env["JAX_PLATFORMS"] = platforms
+    env["STRETTO_LOCAL_DEVICES"] = str(local_devices)
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def check(done: subprocess.CompletedProcess[str]) -> str:
+    assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+class TestRegistration:
+    @pytest.mark.parametrize("platforms", [None, "cpu"])
+    def test_nothing_changes_for_who_does_not_ask(self, platforms: str | None) -> None:
+        code = """
+import sys, jax
+from jax._src.interpreters import mlir
+lower = mlir.lower_jaxpr_to_module
+assert {d.platform for d in jax.devices()} == {"cpu"}
+assert jax.default_backend() == "cpu"
+assert mlir.lower_jaxpr_to_module is lower
+assert "stretto" not in mlir._platforms_with_donation
+heavy = ("mpi4py", "stretto.plugin._capi", "stretto.runtime", "stretto.hlo_frontend")
+found = [m for m in sys.modules if m.startswith(heavy)]
+assert not found, found
+"""
+        done = run_python(code, platforms=platforms)
+        check(done)
+        assert "stretto" not in done.stderr
+
+    def test_alone_it_brings_the_cpu_along(self) -> None:
+        code = """
+import jax
+assert jax.default_backend() == "stretto"
+assert [d.platform for d in jax.devices()] == ["stretto"] * 2
+assert jax.devices("cpu")[0].platform == "cpu"
+assert jax.process_count() == 1
+import sys
+assert not [m for m in sys.modules if m.startswith("mpi4py")]
+"""
+        done = run_python(code)
+        check(done)
+        assert done.stderr == ""
+
+    def test_it_can_come_second(self) -> None:
+        code = """
+import jax
+assert jax.default_backend() == "cpu"
+assert len(jax.devices("stretto")) == 2
+assert float(jax.jit(lambda a: a + 1)(jax.device_put(1.0, jax.devices("stretto")[1]))) == 2
+"""
+        check(run_python(code, platforms="cpu,stretto"))
+
+    def test_an_option_in_the_program(self) -> None:
+        code = """
+import jax
+jax.config.update("jax_platforms", "stretto")
+assert jax.default_backend() == "stretto"
+assert jax.devices("cpu")
+"""
+        check(run_python(code, platforms=None))
+
+    def test_bad_options_say_which(self) -> None:
+        done = run_python("import jax; jax.devices()", local_devices=0)
+        assert done.returncode == 1
+        assert "STRETTO_LOCAL_DEVICES is 0: expected a whole number of devices" in done.stderr
+
+
+EXIT_WITH_LIVE_ARRAYS = """
+import sys
+import jax, jax.numpy as jnp, numpy as np
+a = jnp.arange(1000.0)
+b = jax.jit(lambda v: v @ jnp.outer(v, v))(a)
+class Cycle:
+    pass
+cycle = Cycle()
+cycle.self, cycle.array = cycle, jnp.ones(5)
+view, buffer = np.asarray(a), memoryview(np.asarray(b))
+pending = jax.jit(lambda m: jnp.linalg.inv(m @ m.T + jnp.eye(500)))(jnp.ones((500, 500)))
+donated = jax.jit(lambda v: v + 1, donate_argnums=0)(jnp.ones(1000))
+for _ in range(3):
+    try:
+        jax.devices()[0].memory("nope")
+    except Exception as error:
+        kept = error
+def fail():
+    local = jnp.ones(10) + 1
+    raise ValueError("on its way")
+try:
+    fail()
+except ValueError as error:
+    kept_too = error
+if sys.argv[1:] == ["raise"]:
+    fail()
+if sys.argv[1:] == ["exit"]:
+    sys.exit(7)
+"""
+
+
+class TestExit:
+    def test_with_live_arrays(self) -> None:
+        done = run_python(EXIT_WITH_LIVE_ARRAYS)
+        check(done)
+        assert done.stderr == ""
+
+    def test_with_an_uncaught_exception(self) -> None:
+        done = run_python(EXIT_WITH_LIVE_ARRAYS, "raise")
+        assert done.returncode == 1
+        assert done.stderr.rstrip().endswith("ValueError: on its way")
+
+    def test_with_a_code_of_its_own(self) -> None:
+        assert run_python(EXIT_WITH_LIVE_ARRAYS, "exit").returncode == 7
+
+    def test_with_failed_arrays(self) -> None:
+        code = """
+import jax, jax.numpy as jnp
+def fail(_):
+    raise RuntimeError("the reason")
+try:
+    jax.block_until_ready(jax.jit(lambda a: jax.pure_callback(fail, a, a))(1.0))
+except Exception as error:
+    kept = error
+else:
+    raise SystemExit("no error")
+"""
+        check(run_python(code))
+
+    def test_with_work_under_way_on_all_devices(self) -> None:
+        code = """
+import jax, jax.numpy as jnp, numpy as np
+from jax import lax, shard_map
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+mesh = Mesh(np.array(jax.devices()), ("x",))
+f = jax.jit(shard_map(
+    lambda a: lax.fori_loop(0, 50, lambda i, c: lax.psum(jnp.sin(c), "x"), a),
+    mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=False))
+a = jax.device_put(np.ones(1 << 16, np.float32), NamedSharding(mesh, P("x")))
+for _ in range(5):
+    a = f(a)
+"""
+        check(run_python(code))
+
+
+def test_an_exception_on_its_way_survives_destructors() -> None:
+    """jaxlib calls into the plugin while it unwinds; the table must leave the exception alone."""
+    code = """
+import jax, jax.numpy as jnp
+f = jax.jit(lambda a: a + 1)
+for i in range(300):
+    try:
+        hold = [f(jnp.ones(3)) for _ in range(3)]
+        raise KeyError(i)
+    except KeyError as error:
+        assert error.args == (i,)
+        del hold
+    try:
+        f(jnp.ones(2), jnp.ones(3))
+    except TypeError:
+        pass
+    else:
+        raise SystemExit("no error")
+"""
+    check(run_python(code))
+
+
+def test_memory_stays_flat() -> None:
+    code = """
+import gc
+import jax, jax.numpy as jnp, numpy as np
+from jax import lax, shard_map
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+increment = jax.jit(lambda a: a + 1)
+step = jax.jit(lambda a: a * 2, donate_argnums=0)
+mesh = Mesh(np.array(jax.devices()), ("x",))
+total = jax.jit(shard_map(lambda a: lax.psum(a, "x"), mesh=mesh, in_specs=P("x"), out_specs=P()))
+small, host = jnp.zeros(1000), np.zeros(1000, np.float32)
+spread = jax.device_put(np.zeros(1000, np.float32), NamedSharding(mesh, P("x")))
+
+def donate():
+    step(step(jnp.zeros(1000)))
+
+def lookup():
+    try:
+        jax.devices()[0].memory("nope")
+    except Exception:
+        pass
+
+def resident():
+    gc.collect()
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * 4096
+
+for name, call, count in (
+    ("jit", lambda: increment(small), 10_000),
+    ("wait", lambda: increment(small).block_until_ready(), 2_000),
+    ("read", lambda: np.asarray(increment(small)), 2_000),
+    ("put", lambda: jax.device_put(host), 2_000),
+    ("donate", donate, 1_000),
+    ("psum", lambda: total(spread).block_until_ready(), 500),
+    ("error", lookup, 1_000),
+):
+    for _ in range(count // 4):
+        call()
+    before = resident()
+    for _ in range(count):
+        call()
+    growth = (resident() - before) / count
+    # One leaked array would be 4,000 bytes a call, one handle about 200.
+    assert growth < 150, f"{name}: {growth:.0f} bytes a call"
+"""
+    check(run_python(code))

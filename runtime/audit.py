@@ -90,7 +90,7 @@ def explain(accounts: Mapping[int, Mapping[str, Account]]) -> str | None:
     """What the ranks' accounts, by rank and set, have against each other; None if nothing."""
     for name in sorted({name for sets in accounts.values() for name in sets}):
         here = {rank: sets[name] for rank, sets in accounts.items() if name in sets}
-        found = difference({rank: a.runs for rank, a in here.items()}, name) or unmet(here, name)
+        found = unmet(here, name) or difference({rank: a.runs for rank, a in here.items()}, name)
         if found:
             return found
     return None
@@ -138,11 +138,10 @@ def unmet(accounts: Mapping[int, Account], name: str) -> str | None:
         if _without(account, waiting.program, before):
             continue
         for other in read(name):
-            theirs = accounts.get(other)
-            if theirs is None or (theirs.runs[-1].number if theirs.runs else 0) != before:
-                continue
+            theirs = accounts.get(other, Account((), ()))
             loaded = _without(theirs, waiting.program, before)
-            if loaded is not None:
+            same = [ran for ran in theirs.runs if ran.number == waiting.number]
+            if loaded is not None and not any(ran.program == waiting.program for ran in same):
                 return (
                     "the ranks do not communicate the same things:\n"
                     f"  rank {rank}: {waiting.what} has collectives with processes {name}\n"

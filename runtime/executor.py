@@ -138,11 +138,10 @@ class Executor:
             return loaded
         if len(processes) > 1 and loaded.communicates:
 
-            def accept(order: CommonOrder | None) -> Program:
-                if order is not None:
-                    if with_order is None:
-                        raise UnsupportedError("the program cannot be given another order")
-                    loaded.walker = make(with_order(order))
+            def reorder(order: CommonOrder) -> Program:
+                if with_order is None:
+                    raise UnsupportedError("the program cannot be given another order")
+                loaded.walker = make(with_order(order))
                 return loaded.walker.program
 
             loaded.joint = Joint(
@@ -151,7 +150,7 @@ class Executor:
                 owner,
                 self.world.runs.of(processes),
                 self._agreements,
-                accept,
+                reorder,
                 loaded.prepare,
                 self._lanes[0],
             )

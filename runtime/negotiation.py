@@ -140,18 +140,18 @@ class Agreements:
 
 @dataclass(frozen=True)
 class Agreement:
-    """``identity`` is common to the processes; ``order`` this process's, None for the program's own."""
+    """``identity`` is common to the processes. ``equal``: they had nothing to settle."""
 
     identity: int
-    order: CommonOrder | None = None
+    equal: bool
 
 
 class Joint:
     """A loaded program that several processes run together.
 
-    ``accept(order)`` gives the program as it will run: in this order, or as it is for None. ``bind()`` makes
-    it ready to run, and may wait for the other processes. ``lane`` is the stream whose progress tells the
-    watchdog that this process waits; nothing else runs on it meanwhile.
+    ``reorder(order)`` gives the program another order, in which it will run. ``bind()`` makes it ready to run,
+    and may wait for the other processes. ``lane`` is the stream whose progress tells the watchdog that this
+    process waits; nothing else runs on it meanwhile.
     """
 
     def __init__(
@@ -161,7 +161,7 @@ class Joint:
         owner: Mapping[int, int],
         log: RunLog,
         agreements: Agreements,
-        accept: Callable[[CommonOrder | None], Program],
+        reorder: Callable[[CommonOrder], Program],
         bind: Callable[[], None],
         lane: Lane,
     ) -> None:
@@ -170,7 +170,7 @@ class Joint:
         self._owner = owner
         self._log = log
         self._agreements = agreements
-        self._accept = accept
+        self._reorder = reorder
         self._bind = bind
         self._lane = lane
         self._refused: str | None = None
@@ -192,7 +192,6 @@ class Joint:
         key = (log.processes, terms.fingerprint())
         agreement = self._agreements.known.get(key)
         if agreement is not None:
-            self._accept(agreement.order)
             self._bind()
             self._record = Record(terms.program.name, terms.line, agreement.identity)
             log.ran(self._record)
@@ -212,7 +211,8 @@ class Joint:
             self._bind()
         finally:
             lane.progress.end()
-        self._agreements.known[key] = agreement
+        if agreement.equal:
+            self._agreements.known[key] = agreement
         self._record = Record(terms.program.name, terms.line, agreement.identity)
         log.settle(self._record, log.number, log.history)
 
@@ -227,8 +227,7 @@ class Joint:
                 check_rings(self._terms.program, self._terms.schedule, self._owner, alone=True)
             except CollectiveMismatch as conflict:
                 raise _NoAgreementError(str(conflict), identity, number, history) from None
-            self._accept(None)
-            return Agreement(identity)
+            return Agreement(identity, equal=True)
         offers = {
             rank: Offer.read(data) for rank, data in assembly.exchange(self._offer(digest)).items()
         }
@@ -239,13 +238,13 @@ class Joint:
             order = common_order(offers, self._owner)[self._rank]
         except OrderConflict as conflict:
             raise _NoAgreementError(str(conflict), identity, number, history) from None
-        report, order = self._follow(order)
+        report = self._follow(order)
         reports = {rank: json.loads(data) for rank, data in assembly.exchange(report).items()}
         problem = differences_in_streams(reports)
         if problem:
             text = f"{self._terms.what} cannot run: {problem}"
             raise _NoAgreementError(text, identity, number, history)
-        return Agreement(identity, order)
+        return Agreement(identity, equal=False)
 
     def _offer(self, digest: bytes) -> bytes:
         terms, log = self._terms, self._log
@@ -260,19 +259,18 @@ class Joint:
             log.account().runs,
         ).to_bytes()
 
-    def _follow(self, order: CommonOrder) -> tuple[bytes, CommonOrder | None]:
-        """Accept the common order; gives what to tell the others, and the order that was accepted."""
-        terms = self._terms
+    def _follow(self, order: CommonOrder) -> bytes:
+        """Take the common order; gives what to tell the others about it."""
+        program = self._terms.program
         kept = all(p == tuple(range(len(p))) for p in order.values())
-        as_listed = certificate(strict(terms.program)) == certificate(terms.schedule)
-        chosen = None if kept and as_listed and terms.program.num_streams == 1 else order
-        try:
-            program = self._accept(chosen)
-        except Exception as error:
-            problem = f"{type(error).__name__}: {error}"
-            return json.dumps({"problem": problem}).encode(), chosen
+        as_listed = certificate(strict(program)) == certificate(self._terms.schedule)
+        if not (kept and as_listed and program.num_streams == 1):
+            try:
+                program = self._reorder(order)
+            except Exception as error:
+                return json.dumps({"problem": f"{type(error).__name__}: {error}"}).encode()
         streams = streams_of(program, self._rank, self._owner)
-        return json.dumps({"problem": "", "streams": streams}).encode(), chosen
+        return json.dumps({"problem": "", "streams": streams}).encode()
 
 
 class _NoAgreementError(Exception):

@@ -19,11 +19,15 @@ their data, and by the schedule that all ranks agree on.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend import source_info_util
+
+# Operations are the user's: their source lines, in errors and traces, are those of the calls of this file.
+source_info_util.register_exclusion(__file__)
 
 AxisName = Any
 Token = jax.Array
@@ -38,56 +42,56 @@ def create_token(_: object = None) -> Token:
     return jax.lax.pcast(token, axes, to="varying") if axes else token
 
 
-def _after(token: Token, x: Any) -> Any:
-    """``x``, available once ``token`` is."""
-    x, _ = jax.lax.optimization_barrier((x, token))
-    return x
+def _chained(collective: Callable[[Any], Any], x: Any, token: Token) -> tuple[Any, Token]:
+    """``collective(x)`` after ``token``, and a token that comes after it.
 
-
-def _then(y: Any, token: Token) -> tuple[Any, Token]:
-    """``y``, and a token that comes after it."""
-    _, token = jax.lax.optimization_barrier((y, token))
+    Everything that enters a barrier must be used where it leaves: compilers drop the rest of a barrier,
+    and the order with it.
+    """
+    x, token = jax.lax.optimization_barrier((x, token))
+    y, token = jax.lax.optimization_barrier((collective(x), token))
     return y, token
 
 
 def psum(x: Any, axis_name: AxisName, *, token: Token, **kwargs: Any) -> tuple[Any, Token]:
     """`jax.lax.psum` in the chain of ``token``."""
-    return _then(jax.lax.psum(_after(token, x), axis_name, **kwargs), token)
+    return _chained(lambda x: jax.lax.psum(x, axis_name, **kwargs), x, token)
 
 
 def pmax(x: Any, axis_name: AxisName, *, token: Token, **kwargs: Any) -> tuple[Any, Token]:
     """`jax.lax.pmax` in the chain of ``token``."""
-    return _then(jax.lax.pmax(_after(token, x), axis_name, **kwargs), token)
+    return _chained(lambda x: jax.lax.pmax(x, axis_name, **kwargs), x, token)
 
 
 def pmin(x: Any, axis_name: AxisName, *, token: Token, **kwargs: Any) -> tuple[Any, Token]:
     """`jax.lax.pmin` in the chain of ``token``."""
-    return _then(jax.lax.pmin(_after(token, x), axis_name, **kwargs), token)
+    return _chained(lambda x: jax.lax.pmin(x, axis_name, **kwargs), x, token)
 
 
 def all_gather(x: Any, axis_name: AxisName, *, token: Token, **kwargs: Any) -> tuple[Any, Token]:
     """`jax.lax.all_gather` in the chain of ``token``."""
-    return _then(jax.lax.all_gather(_after(token, x), axis_name, **kwargs), token)
+    return _chained(lambda x: jax.lax.all_gather(x, axis_name, **kwargs), x, token)
 
 
 def psum_scatter(x: Any, axis_name: AxisName, *, token: Token, **kwargs: Any) -> tuple[Any, Token]:
     """`jax.lax.psum_scatter` in the chain of ``token``."""
-    return _then(jax.lax.psum_scatter(_after(token, x), axis_name, **kwargs), token)
+    return _chained(lambda x: jax.lax.psum_scatter(x, axis_name, **kwargs), x, token)
 
 
 def all_to_all(
     x: Any, axis_name: AxisName, split_axis: int, concat_axis: int, *, token: Token, **kwargs: Any
 ) -> tuple[Any, Token]:
     """`jax.lax.all_to_all` in the chain of ``token``."""
-    y = jax.lax.all_to_all(_after(token, x), axis_name, split_axis, concat_axis, **kwargs)
-    return _then(y, token)
+    return _chained(
+        lambda x: jax.lax.all_to_all(x, axis_name, split_axis, concat_axis, **kwargs), x, token
+    )
 
 
 def ppermute(
     x: Any, axis_name: AxisName, perm: Sequence[tuple[int, int]], *, token: Token
 ) -> tuple[Any, Token]:
     """`jax.lax.ppermute` in the chain of ``token``."""
-    return _then(jax.lax.ppermute(_after(token, x), axis_name, perm), token)
+    return _chained(lambda x: jax.lax.ppermute(x, axis_name, perm), x, token)
 
 
 def send(x: Any, axis_name: AxisName, perm: Sequence[tuple[int, int]], *, token: Token) -> Token:
@@ -96,8 +100,7 @@ def send(x: Any, axis_name: AxisName, perm: Sequence[tuple[int, int]], *, token:
     A send does not wait for its receiver. Every send needs the `recv` of the same ``perm``. Runs where
     JAX's platform has send and receive: stretto, and GPUs.
     """
-    sent = _single_sided("psend")(_after(token, x), axis_name, perm)
-    return _then(jax.tree.leaves(sent), token)[1]
+    return _chained(lambda x: _single_sided("psend")(x, axis_name, perm), x, token)[1]
 
 
 def recv(
@@ -108,9 +111,11 @@ def recv(
     token: Token,
 ) -> tuple[jax.Array, Token]:
     """Receive what `send` sent along ``perm``; zeros on devices that are no target of it."""
-    compiler_token = _after(token, jax.lax.create_token())
-    y = _single_sided("precv")(compiler_token, out_shape, axis_name, perm)
-    return _then(y, token)
+    return _chained(
+        lambda start: _single_sided("precv")(start, out_shape, axis_name, perm),
+        jax.lax.create_token(),
+        token,
+    )
 
 
 def _single_sided(name: str) -> Any:

@@ -26,8 +26,8 @@ from .schedule import Schedule, schedule
 # How far above the module's own peak memory may go.
 MEMORY_FACTOR = 1.1
 # Tasks that all passes may visit in all, and the shares of the three rounds of search.
-BUDGET = 240_000
-_FIRST, _EACH_PLAN = 0.2, 0.08
+BUDGET = 150_000
+_FIRST, _EACH_PLAN, _LAST = 0.25, 0.1, 0.5
 # A schedule this close to the floor is not searched further.
 GOOD_ENOUGH = 1.0005
 
@@ -105,7 +105,7 @@ def plan_block(
     if found.graph is not graph:
         merged_bound = floor(found.graph)
     if best.timeline.seconds > merged_bound.seconds * GOOD_ENOUGH:
-        last = search(found.graph, 1.0 - _FIRST, merged_bound.seconds * GOOD_ENOUGH)
+        last = search(found.graph, _LAST, merged_bound.seconds * GOOD_ENOUGH)
         best = min(best, last, key=lambda s: (s.timeline.seconds, s.timeline.peak_bytes))
     return Plan(graph, found.graph, found.members, best, before, merged_bound, bound, limit, inner)
 

@@ -7,6 +7,10 @@ in time: early enough that no stream idles, not earlier, so that memory is not f
 needs yet. Kernels that nothing urgent depends on (weight gradients) thereby drift behind collectives that
 compute would otherwise wait for.
 
+*Patience.* A long kernel that nothing waits for can hold up an urgent one whose input arrives a moment
+later. A patient pass leaves compute idle for up to a share of the long kernel's time instead. That pays
+where a stream is the bottleneck, and costs where compute is; so it is one of the things tried.
+
 *Urgency* is a blend of two: the longest way to the end of the program, which hurries along what all else
 waits for, and the module's own order, which lets nothing pile up. Several blends are tried. After each, the
 program is played backward, most recently finished first, which finds how late each task can run; that
@@ -37,6 +41,8 @@ from .replay import Phase, Step, Timeline, replay, unscheduled
 DEFAULT_BUDGET = 150_000
 # A wait that frees memory is issued once the clock is this share of its time past its predicted end.
 WAIT_MARGIN = 0.25
+# Shares of a kernel's time for which compute may idle to run a more urgent one before it.
+PATIENCES = (0.2, 0.5, 1.0)
 # Shares of the program's time by which urgencies are disturbed.
 SPREADS = (0.02, 0.005, 0.05, 0.001)
 # How many of the most urgent tasks are looked at for one that fits.
@@ -82,30 +88,33 @@ def schedule(
     passes = max(4, budget // len(graph.tasks))
     tails = longest_tails(graph)
     turns = [(1.0 - begin / own.seconds) * max(tails) for begin in own.begin]
-    leading = tails
+    leading, patience = tails, 0.0
 
-    def play(urgency: Sequence[float]) -> list[float]:
+    def play(urgency: Sequence[float], patient: float) -> list[float]:
         """A forward pass; gives the ends of its tasks. Keeps it if it is the best yet."""
-        nonlocal best, leading, passes
+        nonlocal best, leading, passes, patience
         passes -= 1
-        steps, ends = forward.play(urgency, memory_limit)
+        steps, ends = forward.play(urgency, memory_limit, patient)
         timeline = replay(graph, steps, launch_s)
         fits = timeline.peak_bytes <= memory_limit or best.timeline.peak_bytes > memory_limit
         result = (timeline.seconds, timeline.peak_bytes)
         if fits and result < (best.timeline.seconds, best.timeline.peak_bytes):
-            best, leading = Schedule(steps, timeline), urgency
+            best, leading, patience = Schedule(steps, timeline), urgency, patient
         return ends
 
     for blend in BLENDS:
         if passes <= 0 or best.timeline.seconds <= good_enough:
             return best
-        ends = play([(1.0 - blend) * a + blend * b for a, b in zip(tails, turns, strict=True)])
-        _, lateness = backward.play(ends)
+        blended = [(1.0 - blend) * a + blend * b for a, b in zip(tails, turns, strict=True)]
+        _, lateness = backward.play(play(blended, 0.0))
         passes -= 1
-        play(lateness)
+        play(lateness, 0.0)
+    for patient in PATIENCES:
+        if passes > 0 and best.timeline.seconds > good_enough:
+            play(leading, patient)
     while passes > 0 and best.timeline.seconds > good_enough:
         spread = best.timeline.seconds * SPREADS[passes % len(SPREADS)]
-        play([u + random.uniform(-spread, spread) for u in leading])
+        play([u + random.uniform(-spread, spread) for u in leading], patience)
     return best
 
 
@@ -151,12 +160,13 @@ class Player:
         self,
         urgency: Sequence[float],
         memory_limit: float = _LATER,
+        patience: float = 0.0,
     ) -> tuple[list[Step], list[float]]:
         """Issue order, and when each task ended. The largest urgency goes first.
 
         Backward, times count from the end of the program and the order is the reverse of one.
         """
-        run = _Run(self, urgency, memory_limit if self.forward else _LATER)
+        run = _Run(self, urgency, memory_limit if self.forward else _LATER, patience)
         run.play()
         return run.steps, run.end
 
@@ -169,12 +179,14 @@ class _Run:
         player: Player,
         urgency: Sequence[float],
         limit: float,
+        patience: float,
     ) -> None:
         count = len(player.seconds)
         streams = len(player.graph.streams)
         self.player = player
         self.urgency = urgency
         self.limit = limit
+        self.patience = patience
         self.limited = limit < _LATER
         self.need = [len(before) for before in player.before]
         self.arrival = [0.0] * count
@@ -245,16 +257,27 @@ class _Run:
         return upcoming
 
     def _kernel(self) -> int | None:
-        """The most urgent kernel that fits, taken from the queue."""
+        """The most urgent kernel that fits and holds up nothing more urgent, taken from the queue."""
         if not self.kernels:
             return None
-        if self._fits(self.kernels[0][1]):
+        if self._fits(self.kernels[0][1]) and not self._holds_up(self.kernels[0]):
             return heappop(self.kernels)[1]
         for entry in sorted(self.kernels)[1:ALTERNATIVES]:
-            if self._fits(entry[1]):
+            if self._fits(entry[1]) and not self._holds_up(entry):
                 self._take(self.kernels, entry)
                 return entry[1]
         return None
+
+    def _holds_up(self, entry: tuple[float, int]) -> bool:
+        if not self.patience or not self.later:
+            return False
+        arrival, awaited = self.later[0]
+        seconds = self.player.seconds[entry[1]]
+        return (
+            self.clock + seconds > arrival
+            and arrival - self.clock < self.patience * seconds
+            and self.urgency[awaited] > -entry[0]
+        )
 
     def _take(self, queue: list[tuple[float, int]], entry: tuple[float, int]) -> None:
         queue.remove(entry)

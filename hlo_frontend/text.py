@@ -8,6 +8,8 @@ from jaxlib import _hlo
 
 from stretto.runtime.errors import InvalidProgramError
 
+from .text_elements import spell_out_elements
+
 _POSITION = re.compile(r"was parsing (\d+):(\d+)")
 _INSTRUCTION = re.compile(r"^[ \t]*((?:ROOT[ \t]+)?%?([\w.-]+)[ \t]*=.*)$", re.MULTILINE)
 
@@ -17,6 +19,9 @@ def parse_hlo_text(text: str) -> bytes:
     try:
         return _hlo.hlo_module_from_text(text).as_serialized_hlo_module_proto()
     except Exception as error:
+        older = spell_out_elements(text)
+        if older != text:
+            return parse_hlo_text(older)
         where = _instruction(text, str(error))
         raise InvalidProgramError(f"{where}cannot parse HLO text: {error}") from error
 

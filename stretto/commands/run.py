@@ -37,7 +37,7 @@ from stretto.collectives.order import CommonOrder
 from stretto.collectives.types import TensorType
 from stretto.runtime import launcher, options
 from stretto.runtime.engine import create_engine
-from stretto.runtime.errors import InvalidProgramError, StrettoError
+from stretto.runtime.errors import CollectiveMismatch, InvalidProgramError, StrettoError
 from stretto.runtime.executor import Executor
 from stretto.runtime.instrument import Instrument
 from stretto.runtime.program import Program
@@ -84,6 +84,9 @@ def run(arguments: argparse.Namespace) -> int:
     assert compiled is not None
     try:
         outputs, counts = execute(compiled, world, given)
+    except CollectiveMismatch as error:  # every rank has it
+        complain("run", arguments.file, error)
+        return 1
     except StrettoError as error:
         if world.size > 1:
             raise

@@ -129,28 +129,29 @@ def _note(ran: Ran, firsts_differ: bool) -> str:
 
 
 def unmet(accounts: Mapping[int, Account], name: str) -> str | None:
-    """A rank that waits for others to agree on a program that does not communicate with them."""
+    """A rank that waits for others to agree on a program that does not communicate with them.
+
+    Said of another rank only if it has loaded a program of that name without collectives that the waiting
+    one has not, and has none with collectives that it has yet to run.
+    """
     for rank, account in sorted(accounts.items()):
         if not account.runs or account.runs[-1].history is not None:
             continue
         waiting = account.runs[-1]
-        before = waiting.number - 1
-        if _without(account, waiting.program, before):
-            continue
+        own = _without(account, waiting.program)
         for other in read(name):
-            theirs = accounts.get(other, Account((), ()))
-            loaded = _without(theirs, waiting.program, before)
-            same = [ran for ran in theirs.runs if ran.number == waiting.number]
-            if loaded is not None and not any(ran.program == waiting.program for ran in same):
+            theirs = accounts.get(other, Account())
+            local = _without(theirs, waiting.program)
+            same = {ran.program for ran in theirs.runs if ran.number == waiting.number}
+            if len(local) > len(own) and waiting.program not in {*same, *theirs.pending}:
                 return (
                     "the ranks do not communicate the same things:\n"
                     f"  rank {rank}: {waiting.what} has collectives with processes {name}\n"
-                    f"  rank {other}: {loaded.what} has none"
+                    f"  rank {other}: {local[-1].what} has none"
                 )
     return None
 
 
-def _without(account: Account, program: str, number: int) -> Local | None:
-    """A program of this name without collectives that was loaded after this many runs."""
-    found = [e for e in account.local if (e.program, e.number) == (program, number)]
-    return found[-1] if found else None
+def _without(account: Account, program: str) -> list[Local]:
+    """The programs of this name without collectives."""
+    return [local for local in account.local if local.program == program]

@@ -136,6 +136,9 @@ class Executor:
         loaded = LoadedProgram(self, make(program), local, bool(host_callbacks))
         if not local:
             return loaded
+        if len(processes) > 1:
+            runs = self.world.runs.of(processes)
+            runs.loaded(program.name, line, loaded.communicates)
         if len(processes) > 1 and loaded.communicates:
 
             def reorder(order: CommonOrder) -> Program:
@@ -148,15 +151,13 @@ class Executor:
                 Terms(program, schedule, device_ids, line),
                 self.world.rank,
                 owner,
-                self.world.runs.of(processes),
+                runs,
                 self._agreements,
                 reorder,
                 loaded.prepare,
                 self._lanes[0],
             )
             return loaded
-        if len(processes) > 1:
-            self.world.runs.of(processes).loaded(program.name, line)
         loaded.prepare()
         return loaded
 

@@ -149,9 +149,9 @@ class Agreement:
 class Joint:
     """A loaded program that several processes run together.
 
-    ``reorder(order)`` gives the program another order, in which it will run. ``bind()`` makes it ready to run,
-    and may wait for the other processes. ``lane`` is the stream whose progress tells the watchdog that this
-    process waits; nothing else runs on it meanwhile.
+    ``reorder(order)`` gives the program another order, in which it will run. ``bind()`` makes it ready to
+    run, and may wait for the other processes. ``lane`` is the stream whose progress tells the watchdog that
+    this process waits; nothing else runs on it meanwhile.
     """
 
     def __init__(
@@ -185,6 +185,7 @@ class Joint:
             raise mismatch(self._refused)
         else:
             self._begin_first()
+            self._forget()
 
     def _begin_first(self) -> None:
         terms, log = self._terms, self._log
@@ -192,6 +193,7 @@ class Joint:
         key = (log.processes, terms.fingerprint())
         agreement = self._agreements.known.get(key)
         if agreement is not None:
+            log.ended_waiting(terms.program.name)
             self._bind()
             self._record = Record(terms.program.name, terms.line, agreement.identity)
             log.ran(self._record)
@@ -207,6 +209,7 @@ class Joint:
                 self._refused = str(refused)
                 record = Record(terms.program.name, terms.line, refused.identity)
                 log.settle(record, refused.number, refused.history)
+                self._forget()
                 raise mismatch(self._refused) from None
             self._bind()
         finally:
@@ -215,6 +218,10 @@ class Joint:
             self._agreements.known[key] = agreement
         self._record = Record(terms.program.name, terms.line, agreement.identity)
         log.settle(self._record, log.number, log.history)
+
+    def _forget(self) -> None:
+        """Drop what only the first run needs: it refers to the loaded program, which refers to this."""
+        del self._terms, self._reorder, self._bind
 
     def _agree(self, digest: bytes) -> Agreement:
         log = self._log
@@ -242,8 +249,7 @@ class Joint:
         reports = {rank: json.loads(data) for rank, data in assembly.exchange(report).items()}
         problem = differences_in_streams(reports)
         if problem:
-            text = f"{self._terms.what} cannot run: {problem}"
-            raise _NoAgreementError(text, identity, number, history)
+            raise _NoAgreementError(f"{_head(offers)}{problem}", identity, number, history)
         return Agreement(identity, equal=False)
 
     def _offer(self, digest: bytes) -> bytes:
@@ -357,6 +363,14 @@ class Offer:
         )
 
 
+def _head(offers: Mapping[int, Offer]) -> str:
+    whats = {offer.what for offer in offers.values()}
+    if len(whats) == 1:
+        return f"{whats.pop()} cannot run: "
+    listed = "; ".join(f"rank {rank} runs {offers[rank].what}" for rank in sorted(offers))
+    return f"the programs of the ranks ({listed}) cannot run together: "
+
+
 def common_order(offers: Mapping[int, Offer], owner: Mapping[int, int]) -> dict[int, CommonOrder]:
     """The common order, by rank. Raises `OrderConflict` that says what cannot be agreed on."""
     if len({(offer.number, offer.history) for offer in offers.values()}) > 1:
@@ -366,12 +380,7 @@ def common_order(offers: Mapping[int, Offer], owner: Mapping[int, int]) -> dict[
         }
         text = audit.difference(runs, ", ".join(map(str, sorted(offers))))
         raise OrderConflict(text or "the ranks have run different programs before this one")
-    whats = {offer.what for offer in offers.values()}
-    if len(whats) == 1:
-        head = f"{whats.pop()} cannot run: "
-    else:
-        listed = "; ".join(f"rank {rank} runs {offers[rank].what}" for rank in sorted(offers))
-        head = f"the programs of the ranks ({listed}) cannot run together: "
+    head = _head(offers)
     first = min(offers)
     for rank, offer in sorted(offers.items()):
         if offer.device_ids != offers[first].device_ids:

@@ -10,6 +10,7 @@ one tuple, appended by one operation.
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -50,9 +51,8 @@ class Ran(NamedTuple):
 
 
 class Local(NamedTuple):
-    """A program for these processes that does not communicate, loaded after ``number`` runs."""
+    """A program for these processes that does not communicate."""
 
-    number: int
     program: str
     line: str
 
@@ -77,16 +77,29 @@ class Post(NamedTuple):
 
 
 class Account(NamedTuple):
-    """The last runs of a rank in one set of processes, oldest first, and what it loaded beside them."""
+    """The last runs of a rank in one set of processes, oldest first, and what it has loaded beside.
 
-    runs: tuple[Ran, ...]
-    local: tuple[Local, ...]
+    ``local`` does not communicate; ``pending`` are names of programs that do and have not run yet.
+    """
+
+    runs: tuple[Ran, ...] = ()
+    local: tuple[Local, ...] = ()
+    pending: tuple[str, ...] = ()
 
 
 class RunLog:
     """The runs of one set of processes, in ascending order, on one of them."""
 
-    __slots__ = ("_hashes", "_local", "_posted", "_recent", "history", "number", "processes")
+    __slots__ = (
+        "_hashes",
+        "_local",
+        "_pending",
+        "_posted",
+        "_recent",
+        "history",
+        "number",
+        "processes",
+    )
 
     def __init__(self, processes: tuple[int, ...]) -> None:
         self.processes = processes
@@ -96,6 +109,7 @@ class RunLog:
         self._recent: deque[tuple[int, Record, bool, int | None]] = deque(maxlen=KEPT)
         self._hashes: deque[tuple[int, int]] = deque(maxlen=KEPT)
         self._local: deque[Local] = deque(maxlen=KEPT)
+        self._pending: deque[str] = deque()
         self._posted: Any = None
 
     def ran(self, record: Record) -> None:
@@ -108,6 +122,7 @@ class RunLog:
 
     def begin(self, program: str, line: str) -> None:
         """A program that the processes have yet to agree on is about to run."""
+        self.ended_waiting(program)
         self.number += 1
         self._recent.append((self.number, Record(program, line, 0), True, None))
 
@@ -119,9 +134,17 @@ class RunLog:
         if not number % INTERVAL:
             self._hashes.append((number, history))
 
-    def loaded(self, program: str, line: str) -> None:
-        """A program for these processes that does not communicate has been loaded."""
-        self._local.append(Local(self.number, program, line))
+    def loaded(self, program: str, line: str, communicates: bool) -> None:
+        """A program for these processes has been loaded."""
+        if communicates:
+            self._pending.append(program)
+        else:
+            self._local.append(Local(program, line))
+
+    def ended_waiting(self, program: str) -> None:
+        """A program that was loaded runs for the first time, or never will."""
+        with contextlib.suppress(ValueError):
+            self._pending.remove(program)
 
     def post(self) -> Post | None:
         """How far it is, if that is news."""
@@ -138,7 +161,7 @@ class RunLog:
             Ran(n, r.program, r.line, None if h is None else r.identity, first, h)
             for n, r, first, h in self._recent.copy()
         )
-        return Account(runs, tuple(self._local.copy()))
+        return Account(runs, tuple(self._local.copy()), tuple(self._pending.copy()))
 
 
 class RunLogs:
@@ -191,8 +214,8 @@ def read(text: str) -> tuple[int, ...]:
 
 def read_account(plain: Sequence) -> Account:
     """An `Account` from its JSON form."""
-    runs, local = plain
-    return Account(tuple(Ran(*r) for r in runs), tuple(Local(*e) for e in local))
+    runs, local, pending = plain
+    return Account(tuple(Ran(*r) for r in runs), tuple(Local(*e) for e in local), tuple(pending))
 
 
 def read_post(plain: Sequence) -> Post:

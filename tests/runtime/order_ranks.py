@@ -331,6 +331,17 @@ def ring(rank: int) -> None:
     report("there and back", result=run(there_and_back).tolist())
 
 
+def loaded_anew(rank: int) -> None:
+    """One rank loads a program again that the other still has."""
+    direct = Direct()
+    text = gather_and_scatter(0, tokens=True)
+    loaded = direct.load(text)
+    direct.run(loaded)
+    if rank == 0:
+        loaded = direct.load(text)
+    report("loaded anew", result=direct.run(loaded, 3))
+
+
 def silent(rank: int) -> None:
     """One rank's program has no collective at all."""
     run(healthy)

@@ -126,6 +126,11 @@ def test_the_ring_of_sends_and_receives_works() -> None:
     assert [r["result"] for r in ranks["there and back"]] == [[x[0] + 8, x[1] + 8], [0.0, 0.0]]
 
 
+def test_a_rank_may_load_a_program_anew_that_the_other_still_has() -> None:
+    ranks = cases("loaded_anew")["loaded anew"]
+    assert ranks[0]["result"][0][:8] == ranks[1]["result"][0][:8] == [0, 1, 2, 3, 20, 21, 22, 23]
+
+
 def ends(behaviour: str, **environment: str) -> list[str]:
     """What the ranks of a job that fails say to stderr, each in one piece."""
     done = launch(behaviour, STRETTO_GRACE="1", **environment)

@@ -105,7 +105,7 @@ def loss(c: Config, params: Tree, tokens: jax.Array) -> jax.Array:
     return -jnp.take_along_axis(logits, tokens[:, 1:, None], -1).mean()
 
 
-def train_step(c: Config, mesh: Mesh) -> Callable[[Tree, jax.Array], tuple[Tree, jax.Array]]:
+def train_step(c: Config, mesh: Mesh) -> Any:
     """jitted: (parameters, first moments, second moments), tokens -> the same, loss. The state is donated."""
     shardings = {k: NamedSharding(mesh, spec) for k, (_, spec) in shapes(c).items()}
     state_shardings = (shardings, shardings, shardings)

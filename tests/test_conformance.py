@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from support import judge
 FULL = bool(os.environ.get("STRETTO_TEST_FULL"))
 
 
-def cases() -> list[pytest.param]:
+def cases() -> list[Any]:
     """(program, form) pairs, forms outermost so that a session works through one launch at a time."""
     return [
         pytest.param(form, name, marks=[pytest.mark.mpi] if judge.FORMS[form].processes > 1 else [])
@@ -36,7 +37,8 @@ def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     """Outcomes by form, for the programs that this session collected, each form launched once."""
     directory: Path = tmp_path_factory.mktemp("conformance")
     chosen: dict[str, list[str]] = {}
-    for item in request.session.items:
+    items: list[Any] = request.session.items
+    for item in items:
         if item.path == Path(__file__) and item.name.startswith("test_program["):
             form, name = item.callspec.params["form"], item.callspec.params["name"]
             chosen.setdefault(form, []).append(name)

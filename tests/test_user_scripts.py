@@ -322,7 +322,7 @@ class TestMemory:
 
 class TestAsynchronousDispatch:
     def test_calls_return_before_the_work_is_done(self) -> None:
-        """A program of a second or so is not ready when its call, and one that depends on it, have returned."""
+        """A long program is not ready when its call, and one that depends on it, have returned."""
         out = passes(
             script(
                 """

@@ -103,7 +103,7 @@ def zero_trips() -> dict[str, Any]:
     def f(x: jax.Array, n: jax.Array) -> jax.Array:
         return lax.fori_loop(0, n, lambda i, v: lax.ppermute(v, "x", RING), x)
 
-    n = np.int32(0)
+    n = np.zeros((), np.int32)
     return {"out": manual(mesh(x=8), f, small((8, 3)), n, in_specs=(P("x"), P()), out_specs=P("x"))}
 
 

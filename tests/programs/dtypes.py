@@ -6,6 +6,7 @@ show; ``reduce_random`` adds rounding where users meet it.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -102,24 +103,24 @@ def register() -> None:
         options: dict[str, Any] = {"x64": dtype in WIDE, "exact": True}
         if dtype in EVERYWHERE:
             options["forms"] = ALL_FORMS
-        add(Program(f"moves/{dtype}", lambda d=dtype: moves(d), **options))
+        add(Program(f"moves/{dtype}", partial(moves, dtype), **options))
         if dtype != "bool":
-            add(Program(f"sums/{dtype}", lambda d=dtype: sums(d), **options))
+            add(Program(f"sums/{dtype}", partial(sums, dtype), **options))
         if dtype in COMPARABLE:
-            add(Program(f"extremes/{dtype}", lambda d=dtype: extremes(d), **options))
+            add(Program(f"extremes/{dtype}", partial(extremes, dtype), **options))
     for dtype in ("float8_e8m0fnu", "float4_e2m1fn"):
-        add(Program(f"moves/{dtype}", lambda d=dtype: moves(d), exact=True))
+        add(Program(f"moves/{dtype}", partial(moves, dtype), exact=True))
     for dtype in ("float32", "bfloat16", "float16", "float64", "complex64", "complex128"):
         x64 = dtype in WIDE
-        add(Program(f"mean/{dtype}", lambda d=dtype: mean(d), x64=x64))
-        add(Program(f"reduce_random/{dtype}", lambda d=dtype: reduce_random(d), x64=x64))
+        add(Program(f"mean/{dtype}", partial(mean, dtype), x64=x64))
+        add(Program(f"reduce_random/{dtype}", partial(reduce_random, dtype), x64=x64))
     for dtype in ("float32", "bfloat16", "float16", "float64", "float8_e5m2"):
         x64 = dtype in WIDE
         add(
             Program(
                 f"special_floats/{dtype}",
-                lambda d=dtype: special_floats(d),
-                expected=lambda d=dtype: special_expected(d),
+                partial(special_floats, dtype),
+                expected=partial(special_expected, dtype),
                 exact=True,
                 x64=x64,
             )

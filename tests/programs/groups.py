@@ -3,11 +3,11 @@ uneven, permuted, reversed and partial device sets."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
 from jax import lax
-from jax.sharding import Mesh
 
 from .common import manual, mesh, small, takes_part
 from .registry import ALL_FORMS, Program, add
@@ -33,8 +33,11 @@ MESHES: dict[str, tuple[dict[str, int], tuple[int, ...] | None, tuple[str, ...]]
 CORE_MESHES = ("first_of_two", "second_of_two", "shuffled_of_two", "even_devices")
 
 
-def collectives(m: Mesh, axes: tuple[str, ...], dtype: str) -> dict[str, Any]:
+def collectives(
+    shape: dict[str, int], order: tuple[int, ...] | None, axes: tuple[str, ...], dtype: str
+) -> dict[str, Any]:
     """All kinds over ``axes`` of the mesh, on a local shape divisible by the group's size."""
+    m = mesh(order=order, **shape)
     if not takes_part(m):
         return {}
     size = 1
@@ -75,7 +78,7 @@ def index_groups(groups: list[list[int]]) -> dict[str, Any]:
     """Every collective that takes axis_index_groups."""
 
     def f(x: jax.Array) -> tuple[jax.Array, ...]:
-        g = {"axis_index_groups": groups}
+        g: dict[str, Any] = {"axis_index_groups": groups}
         return (
             lax.psum(x, "x", **g),
             lax.pmin(x, "x", **g),
@@ -108,7 +111,7 @@ def register() -> None:
             add(
                 Program(
                     f"groups/{name}/{dtype}",
-                    lambda a=axes, o=order, v=over, d=dtype: collectives(mesh(order=o, **a), v, d),
+                    partial(collectives, axes, order, over, dtype),
                     exact=True,
                     forms=forms,
                     only_full=dtype != "float32" and name not in CORE_MESHES,
@@ -116,10 +119,10 @@ def register() -> None:
             )
     for name, groups in INDEX_GROUPS.items():
         forms = ALL_FORMS if name == "unordered" else Program.forms
-        run = lambda g=groups: index_groups(g)  # noqa: E731
+        run = partial(index_groups, groups)
         add(Program(f"index_groups/{name}", run, exact=True, forms=forms))
     for name, groups in UNEVEN.items():
-        run = lambda g=groups: uneven_groups(g)  # noqa: E731
+        run = partial(uneven_groups, groups)
         add(Program(f"index_groups/{name}", run, exact=True, forms=ALL_FORMS))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -51,8 +52,8 @@ for name in (*ALL_DTYPES, "float8_e8m0fnu", "float4_e2m1fn", "int2", "uint2"):
     add(
         Program(
             f"roundtrip/{name}",
-            lambda d=name: roundtrip(d),
-            expected=lambda d=name: roundtrip_expected(d),
+            partial(roundtrip, name),
+            expected=partial(roundtrip_expected, name),
             exact=True,
             x64=name in WIDE,
             forms=(ONE_PROCESS,),
@@ -73,7 +74,7 @@ for name in ALL_DTYPES:
     add(
         Program(
             f"compute/{name}",
-            lambda d=name: compute(d),
+            partial(compute, name),
             exact=True,
             x64=name in WIDE,
             forms=(ONE_PROCESS,),

@@ -179,8 +179,7 @@ def pipeline() -> dict[str, Any]:
         return run(w, x), jax.grad(lambda u: (run(u, x) ** 2).sum())(w)
 
     arrays = (0.5 * normal((8, 6, 6), seed=92), normal((micro, 3, 6), seed=93))
-    specs = {"in_specs": (P("x"), P()), "out_specs": (P(), P("x"))}
-    out = manual(mesh(x=8), f, *arrays, **specs)
+    out = manual(mesh(x=8), f, *arrays, in_specs=(P("x"), P()), out_specs=(P(), P("x")))
     return {"out": out[0], "dw": out[1]}
 
 

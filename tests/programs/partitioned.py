@@ -57,7 +57,7 @@ def simple(
     def run() -> dict[str, Any]:
         m = mesh(a=2, b=4)
         placed = [place(m, spec, value) for value, spec in arrays]
-        shardings = {} if out is None else {"out_shardings": NamedSharding(m, out)}
+        shardings: dict[str, Any] = {} if out is None else {"out_shardings": NamedSharding(m, out)}
         results = jax.jit(f, **shardings)(*placed)
         return {str(i): r for i, r in enumerate(jax.tree.leaves(results))}
 
@@ -103,7 +103,7 @@ simple(
     "dynamic_slice",
     lambda x, i: lax.dynamic_update_slice(x, lax.dynamic_slice(x, (i, 3), (4, 9)) * 2, (i + 2, 11)),
     (MATRIX, BOTH),
-    (np.int32(5), P()),
+    (np.full((), 5, np.int32), P()),
     exact=True,
 )
 simple("fft", lambda x: jnp.fft.fft2(x).real, (MATRIX, ROWS))
@@ -207,7 +207,7 @@ def nested_shard_map() -> dict[str, Any]:
     )
 
     @jax.jit
-    def f(x: jax.Array) -> jax.Array:
+    def f(x: jax.Array) -> tuple[jax.Array, jax.Array]:
         def body(c: jax.Array, _: None) -> tuple[jax.Array, jax.Array]:
             c = local(c) % 9 + jnp.flip(c, 0)
             return c, c.sum()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -48,7 +49,7 @@ for axis in (0, 1, 2):
         add(
             Program(
                 f"all_gather/{kind}/axis{axis}",
-                lambda a=axis, t=tiled: gather(a, t),
+                partial(gather, axis, tiled),
                 **EXACT,
                 **core,
             )
@@ -56,7 +57,7 @@ for axis in (0, 1, 2):
         add(
             Program(
                 f"psum_scatter/{kind}/axis{axis}",
-                lambda a=axis, t=tiled: scatter(a, t),
+                partial(scatter, axis, tiled),
                 **EXACT,
                 **(CORE if axis == 0 else {}),
             )
@@ -69,7 +70,7 @@ for split in (0, 1, 2):
             add(
                 Program(
                     f"all_to_all/{kind}/{split}to{concat}",
-                    lambda s=split, c=concat, t=tiled: exchange(s, c, t),
+                    partial(exchange, split, concat, tiled),
                     only_full=not diagonal,
                     **EXACT,
                 )

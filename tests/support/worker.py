@@ -43,7 +43,7 @@ def record(value: Any) -> dict[str, Any]:
 def run(program: Program) -> dict[str, Any]:
     """Run under the program's configuration. Errors in flight surface here, as the copies wait."""
     with jax.enable_x64(program.x64):
-        before = jax.config.jax_use_shardy_partitioner
+        before = jax.config.values["jax_use_shardy_partitioner"]
         jax.config.update("jax_use_shardy_partitioner", program.shardy)
         try:
             return {name: record(value) for name, value in program.run().items()}

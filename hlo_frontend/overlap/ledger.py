@@ -126,10 +126,10 @@ class _Reasons:
         ahead = self.ahead.get(task.index)
         if ahead is not None and timeline.end[ahead] >= begin - slack:
             return f"not earlier: its stream is busy with {tasks[ahead].name}"
-        needs = max(task.before, key=lambda b: timeline.end[b], default=None)
-        if needs is None:
+        if begin <= slack:
             return "not earlier: it starts with the program"
-        if timeline.end[needs] >= begin - slack:
+        needs = max(task.before, key=lambda b: timeline.end[b], default=None)
+        if needs is not None and timeline.end[needs] >= begin - slack:
             return f"not earlier: it needs {tasks[needs].name}"
         return "not earlier: memory is at its limit, or its stream was kept for more urgent ones"
 

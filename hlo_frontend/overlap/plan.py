@@ -26,7 +26,7 @@ from .schedule import Schedule, schedule
 # How far above the module's own peak memory may go.
 MEMORY_FACTOR = 1.1
 # Tasks that all passes may visit in all, and the shares of the three rounds of search.
-BUDGET = 150_000
+BUDGET = 120_000
 _FIRST, _EACH_PLAN, _LAST = 0.25, 0.1, 0.5
 # A schedule this close to the floor is not searched further.
 GOOD_ENOUGH = 1.0005

@@ -37,8 +37,9 @@ import numpy as np
 from .model import Graph
 from .replay import Phase, Step, Timeline, replay, unscheduled
 
-# Tasks that passes may visit in all: about five seconds of them.
+# Tasks that passes may visit in all, and passes in all: small graphs need no more.
 DEFAULT_BUDGET = 150_000
+MOST_PASSES = 48
 # A wait that frees memory is issued once the clock is this share of its time past its predicted end.
 WAIT_MARGIN = 0.25
 # Shares of a kernel's time for which compute may idle to run a more urgent one before it.
@@ -78,14 +79,14 @@ def schedule(
     """
     steps = unscheduled(graph)
     best = Schedule(steps, replay(graph, steps, launch_s))
-    if not any(task.is_collective for task in graph.tasks):
+    if not any(task.is_collective for task in graph.tasks) or not best.timeline.seconds:
         return best
     own = best.timeline
     forward = Player(graph, own.live_by_task(graph, steps))
     backward = Player(graph)
     backward.turn_round()
     random = Random(seed)
-    passes = max(4, budget // len(graph.tasks))
+    passes = min(MOST_PASSES, max(4, budget // len(graph.tasks)))
     tails = longest_tails(graph)
     turns = [(1.0 - begin / own.seconds) * max(tails) for begin in own.begin]
     leading, patience = tails, 0.0

@@ -1,0 +1,126 @@
+"""Prices against values worked out by hand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from overlap_support import FAR, NEAR, block, module, table
+
+from stretto.collectives.ops import Collective, Kind
+from stretto.collectives.types import TensorType
+from stretto.hlo_frontend.overlap.costs import Compute, CostTable, Link, flops, span, wire_bytes
+from stretto.runtime.errors import InvalidProgramError
+
+SMALL, LARGE = TensorType("f32", (8,)), TensorType("f32", (32,))
+GROUPS = ((0, 8, 16, 24), (1, 9, 17, 25))
+
+
+@pytest.mark.parametrize(
+    ("kind", "operand", "result", "expected"),
+    [
+        (Kind.ALL_GATHER, SMALL, LARGE, 0.75 * 128),
+        (Kind.REDUCE_SCATTER, LARGE, SMALL, 0.75 * 128),
+        (Kind.ALL_REDUCE, LARGE, LARGE, 1.5 * 128),
+        (Kind.ALL_TO_ALL, LARGE, LARGE, 0.75 * 128),
+        (Kind.BROADCAST, LARGE, LARGE, 128),
+    ],
+)
+def test_wire_bytes_of_a_ring_of_four(
+    kind: Kind, operand: TensorType, result: TensorType, expected: float
+) -> None:
+    collective = Collective(kind, (operand,), (result,), groups=GROUPS)
+    assert span(collective) == (8, 4)
+    assert wire_bytes(collective, 4) == expected
+    costs = CostTable(Compute(1.0, 1.0), (Link(8, 4, 5.0, 2.0),))
+    assert costs.collective(collective).seconds == 5.0 + expected / 2.0
+
+
+def test_point_to_point_moves_all_and_spans_what_its_pairs_connect() -> None:
+    ring = ((0, 2), (2, 4), (4, 0), (1, 3), (3, 5), (5, 1))
+    permute = Collective(Kind.PERMUTE, (SMALL,), (SMALL,), pairs=ring)
+    assert span(permute) == (2, 3)
+    assert wire_bytes(permute, 3) == 32
+    receive = Collective(Kind.RECV, (), (LARGE,), pairs=((0, 1),))
+    assert span(receive) == (1, 2)
+    assert wire_bytes(receive, 2) == 128
+
+
+def test_groups_of_one_are_copies_and_need_no_link() -> None:
+    alone = Collective(Kind.ALL_REDUCE, (LARGE,), (LARGE,), groups=((0,), (1,)))
+    charge = CostTable(Compute(1.0, 64.0), ()).collective(alone)
+    assert (charge.seconds, charge.wire_bytes) == (2 * 128 / 64, 0.0)
+
+
+def test_a_group_without_an_entry_is_an_error_that_names_stride_and_size() -> None:
+    gather = Collective(Kind.ALL_GATHER, (SMALL,), (LARGE,), groups=GROUPS, name="gather.7")
+    with pytest.raises(InvalidProgramError, match=r"gather\.7.*axis_stride 8.*group_size 4"):
+        table().collective(gather)
+
+
+def test_a_table_is_read_from_json(tmp_path: Path) -> None:
+    path = tmp_path / "costs.json"
+    link = {"axis_stride": 1, "group_size": 2, "latency_s": 1e-5, "bytes_per_s": 1e9}
+    compute = {"flops_per_s": 1e12, "bytes_per_s": 1e11, "launch_s": 1e-6}
+    path.write_text(json.dumps({"compute": compute, "links": [link]}))
+    assert CostTable.read(path) == CostTable(Compute(1e12, 1e11, 1e-6), (Link(1, 2, 1e-5, 1e9),))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        "[]",
+        '{"compute": {"flops_per_s": 1}, "links": []}',
+        '{"compute": {"flops_per_s": 0, "bytes_per_s": 1, "launch_s": 0}, "links": []}',
+        '{"compute": {"flops_per_s": 1, "bytes_per_s": 1, "speed": 0}, "links": []}',
+        '{"compute": {"flops_per_s": 1, "bytes_per_s": 1}, "links": [{"axis_stride": 1}]}',
+    ],
+)
+def test_what_is_not_a_cost_table_is_an_error(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "costs.json"
+    path.write_text(text)
+    with pytest.raises(InvalidProgramError):
+        CostTable.read(path)
+
+
+def test_flops_by_hand() -> None:
+    found = module(
+        """
+        %x = f32[2,6,6,3] parameter(0)
+        %k = f32[3,3,3,5] parameter(1)
+        %c = f32[2,4,4,5] convolution(%x, %k), window={size=3x3}, dim_labels=b01f_01io->b01f
+        %a = f32[4,7] parameter(2)
+        %b = f32[7,9] parameter(3)
+        %d = f32[4,9] dot(%a, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+        %z = f32[] constant(0)
+        %r = f32[4] reduce(%d, %z), dimensions={1}, to_apply=%sum
+        %t = f32[9,4] transpose(%d), dimensions={1,0}
+        %e = f32[4] exponential(%r)
+        ROOT %out = (f32[2,4,4,5], f32[9,4], f32[4]) tuple(%c, %t, %e)
+        """
+    )
+    by_name = {i.name: flops(i) for i in found.entry.instructions}
+    assert by_name["c"] == 2 * (2 * 4 * 4 * 5) * (3 * 3 * 3)
+    assert by_name["d"] == 2 * (4 * 9) * 7
+    assert by_name["r"] == 4 * 9 + 1
+    assert (by_name["t"], by_name["e"]) == (0, 4)
+
+
+def test_streams_are_sets_of_groups_with_point_to_point_apart() -> None:
+    from stretto.hlo_frontend.overlap.model import build
+
+    found = module(
+        f"""
+        %x = f32[32] parameter(0)
+        %a = f32[64] all-gather(%x), {NEAR}, dimensions={{0}}
+        %b = f32[64] all-gather(%x), {FAR}, dimensions={{0}}
+        %c = f32[32] all-reduce(%x), {NEAR}, to_apply=%sum
+        %p = f32[32] collective-permute(%x), channel_id=1, source_target_pairs={{{{0,1}},{{1,0}}}}
+        ROOT %out = (f32[64], f32[64], f32[32], f32[32]) tuple(%a, %b, %c, %p)
+        """
+    )
+    graph = build(block(found), table())
+    streams = {task.name: graph.streams[task.stream] for task in graph.tasks}
+    assert streams == {"a": "stride1x2", "b": "stride2x2", "c": "stride1x2", "p": "p2p"}

@@ -1,0 +1,106 @@
+"""The ledger and the JSON of schedules, the command, and the independent replay that judges them."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+from overlap_support import DOT, NEAR, SUM, entry_of, module, planned, table
+
+from stretto.hlo_frontend.overlap.__main__ import main
+from stretto.testing_replay import ReplayError, check_common_order, replay_steps
+
+BODY = f"""
+    %x = f32[8,8] parameter(0)
+    %w = f32[64] parameter(1)
+    %a = f32[8,8] dot(%x, %x), {DOT}
+    %g = f32[128] all-gather(%w), {NEAR}, dimensions={{0}}
+    %m = f32[8,16] reshape(%g)
+    ROOT %c = f32[8,16] dot(%a, %m), {DOT}
+"""
+
+
+def test_a_half_hidden_gather() -> None:
+    _, data, _ = planned(module(BODY), table(), memory_factor=2.0)
+    entry = entry_of(data, "g")
+    assert (entry["seconds"], entry["exposed"], entry["hideable"]) == (2.0, 1.0, 1.0)
+    assert entry["hidden_by"] == [{"name": "a", "seconds": 1.0}]
+    assert entry["why"] == (
+        "not earlier: it starts with the program; "
+        "not later: c needs it and no other work was left to do"
+    )
+    summary = data["summary"]
+    counts = ("collectives", "hideable", "overlapped", "fully_hidden", "buckets")
+    assert [summary[key] for key in counts] == [1, 1, 1, 0, 0]
+    times = ("exposed_ms", "exposed_floor_ms", "predicted_ms", "compute_ms", "unscheduled_ms")
+    assert [summary[key] for key in times] == [1000.0, 1000.0, 4000.0, 3000.0, 5000.0]
+
+
+def test_steps_in_issue_order() -> None:
+    _, data, _ = planned(module(BODY), table(), memory_factor=2.0)
+    shown = [
+        (s["name"], s["kind"], s["stream"], s["seconds"], s["bytes"], s["depends_on"], s["after"])
+        for s in data["steps"]
+    ]
+    assert shown == [
+        ("g", "start", "stride1x2", 2.0, 256, [], []),
+        ("a", "compute", "compute", 1.0, 2 * 256, [], []),
+        ("g", "wait", "stride1x2", 0.0, 0, ["g"], [0]),
+        ("c", "compute", "compute", 2.0, 256 + 2 * 512, ["a", "g"], [1, 2]),
+    ]
+    assert [s["memory_delta"] for s in data["steps"]] == [512, 256, 0, 512]
+    assert [s["collective"] for s in data["steps"]] == ["g", None, "g", None]
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    costs = tmp_path / "costs.json"
+    link = {"axis_stride": 1, "group_size": 2, "latency_s": 0.0, "bytes_per_s": 128.0}
+    compute = {"flops_per_s": 1024.0, "bytes_per_s": 1e30, "launch_s": 0.0}
+    costs.write_text(json.dumps({"compute": compute, "links": [link]}))
+    text = tmp_path / "m.hlo.gz"
+    text.write_bytes(gzip.compress(f"HloModule m\n{SUM}\nENTRY %main {{{BODY}}}\n".encode()))
+    assert main([str(text), "--costs", str(costs), "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert replay_steps(data["steps"]).seconds * 1e3 == data["summary"]["predicted_ms"]
+    assert main([str(text), "--costs", str(costs)]) == 0
+    assert "exposed" in capsys.readouterr().out
+
+    costs.write_text(json.dumps({"compute": compute, "links": []}))
+    assert main([str(text), "--costs", str(costs)]) == 2
+    assert "axis_stride 1 and group_size 2" in capsys.readouterr().err
+    assert main([str(tmp_path / "missing"), "--costs", str(costs)]) == 2
+
+
+def test_the_replay_refuses_what_cannot_run() -> None:
+    def step(name: str, kind: str, after: list[int], stream: str = "compute") -> dict:
+        return {
+            "name": name,
+            "kind": kind,
+            "stream": stream,
+            "seconds": 1.0,
+            "collective": None if kind == "compute" else name,
+            "members": [name],
+            "after": after,
+            "memory_delta": 1,
+        }
+
+    a, s, w = step("a", "compute", []), step("g", "start", [0], "s"), step("g", "wait", [1], "s")
+    good = [a, s, w, step("b", "compute", [2])]
+    assert replay_steps(good).seconds == 3.0
+    assert replay_steps(good).exposed_seconds == 1.0
+    with pytest.raises(ReplayError, match="before its wait"):
+        replay_steps([a, s, step("b", "compute", [1]), w])
+    with pytest.raises(ReplayError, match="never waited for: g"):
+        replay_steps([a, s])
+    with pytest.raises(ReplayError, match="not in flight"):
+        replay_steps([a, s, w, w])
+    with pytest.raises(ReplayError, match="comes before step 1"):
+        replay_steps([step("b", "compute", [1]), a])
+    check_common_order([good, good])
+    with pytest.raises(ReplayError, match="different orders"):
+        check_common_order([good, [a, step("h", "start", [0], "s"), step("h", "wait", [1], "s")]])
+    two = [step("g", "start", [], "s"), step("h", "start", [], "s")]
+    fifo = [*two, step("h", "wait", [1], "s"), step("g", "wait", [0], "s")]
+    assert replay_steps(fifo).exposed_by == {2: 2.0, 3: 0.0}

@@ -1,0 +1,190 @@
+"""Kernels, buffers and loops of the task graph, against what they should be by hand."""
+
+from __future__ import annotations
+
+import pytest
+from overlap_support import DOT, NEAR, block, module, table
+
+from stretto.hlo_frontend.overlap.loops import trips_of
+from stretto.hlo_frontend.overlap.model import Graph, build
+from stretto.hlo_frontend.overlap.replay import replay, unscheduled
+from stretto.hlo_frontend.values import NodeKind
+
+
+def kernels(graph: Graph) -> list[list[str]]:
+    return [[op.instruction.name for op in task.ops] for task in graph.tasks]
+
+
+def test_connected_elementwise_ops_are_one_kernel_that_moves_its_ends_once() -> None:
+    found = module(
+        """
+        %x = f32[16] parameter(0)
+        %y = f32[16] parameter(1)
+        %a = f32[16] add(%x, %y)
+        %b = f32[16] multiply(%a, %x)
+        ROOT %c = f32[16] exponential(%b)
+        """
+    )
+    graph = build(block(found), table(bytes_per_s=64.0))
+    assert kernels(graph) == [["a", "b", "c"]]
+    assert graph.tasks[0].moved_bytes == 3 * 64
+    assert graph.compute_seconds == 3.0
+
+
+def test_renamed_and_broadcast_values_are_read_at_their_source() -> None:
+    found = module(
+        """
+        %x = f32[4,16] parameter(0)
+        %s = f32[16] parameter(1)
+        %row = f32[1,16] slice(%x), slice={[2:3], [0:16]}
+        %flat = f32[16] reshape(%row)
+        %m = f32[16] multiply(%flat, %s)
+        %wide = f32[64,16] broadcast(%m), dimensions={1}
+        ROOT %e = f32[64,16] exponential(%wide)
+        """
+    )
+    graph = build(block(found), table(bytes_per_s=1.0))
+    assert kernels(graph) == [["m", "e"]]
+    assert graph.tasks[0].moved_bytes == 64 + 64 + 64 * 64
+
+
+def test_a_dot_is_a_kernel_of_its_own_between_those_around_it() -> None:
+    found = module(
+        f"""
+        %x = f32[8,8] parameter(0)
+        %a = f32[8,8] negate(%x)
+        %d = f32[8,8] dot(%a, %a), {DOT}
+        %b = f32[8,8] add(%d, %a)
+        ROOT %c = f32[8,8] negate(%b)
+        """
+    )
+    assert kernels(build(block(found), table())) == [["a"], ["d"], ["b", "c"]]
+
+
+def test_what_a_collective_needs_is_not_tied_to_what_it_does_not() -> None:
+    found = module(
+        f"""
+        %x = f32[8,8] parameter(0)
+        %a = f32[8,8] negate(%x)
+        %r = f32[8,8] all-reduce(%a), {NEAR}, to_apply=%sum
+        %b = f32[8,8] exponential(%a)
+        %c = f32[8,8] negate(%b)
+        ROOT %d = f32[8,8] add(%c, %r)
+        """
+    )
+    graph = build(block(found), table())
+    assert kernels(graph) == [["a"], ["r"], ["b", "c", "d"]]
+    assert [task.before for task in graph.tasks] == [(), (0,), (0, 1)]
+
+
+def test_unknown_side_effects_are_fences() -> None:
+    found = module(
+        f"""
+        %x = f32[32] parameter(0)
+        %a = f32[32] negate(%x)
+        %f = f32[32] custom-call(%x), custom_call_target="log", custom_call_has_side_effect=true
+        %g = f32[64] all-gather(%x), {NEAR}, dimensions={{0}}
+        ROOT %out = (f32[32], f32[32], f32[64]) tuple(%a, %f, %g)
+        """
+    )
+    graph = build(block(found), table())
+    assert kernels(graph) == [["a"], ["f"], ["g"]]
+    assert [task.before for task in graph.tasks] == [(), (0,), (1,)]
+
+
+LOOP = """
+%cond (q: (s32[], f32[8,8])) -> pred[] {{
+  %q = (s32[], f32[8,8]) parameter(0)
+  %j = s32[] get-tuple-element(%q), index=0
+  %n = s32[] constant({bound})
+  ROOT %t = pred[] compare({compared}), direction={direction}
+}}
+
+%body (p: (s32[], f32[8,8])) -> (s32[], f32[8,8]) {{
+  %p = (s32[], f32[8,8]) parameter(0)
+  %i = s32[] get-tuple-element(%p), index=0
+  %y = f32[8,8] get-tuple-element(%p), index=1
+  %one = s32[] constant({step})
+  %next = s32[] add(%i, %one)
+  %r = f32[8,8] all-reduce(%y), channel_id=1, replica_groups={{{{0,1}},{{2,3}}}}, use_global_device_ids=true, to_apply=%sum
+  %d = f32[8,8] dot(%r, %r), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}
+  ROOT %both = (s32[], f32[8,8]) tuple(%next, %d)
+}}
+"""  # noqa: E501
+CALL = """
+%start = s32[] {start}
+%x = f32[8,8] parameter(0)
+%init = (s32[], f32[8,8]) tuple(%start, %x)
+%loop = (s32[], f32[8,8]) while(%init), condition=%cond, body=%body
+ROOT %res = f32[8,8] get-tuple-element(%loop), index=1
+"""
+
+
+def loop_module(start: str, bound: int, step: int, direction: str, compared: str = "%j, %n"):
+    text = LOOP.format(bound=bound, step=step, direction=direction, compared=compared)
+    return module(CALL.format(start=start), text)
+
+
+@pytest.mark.parametrize(
+    ("start", "bound", "step", "direction"),
+    [
+        (0, 5, 1, "LT"),
+        (2, 9, 3, "LT"),
+        (2, 8, 3, "LE"),
+        (7, 0, -2, "GT"),
+        (7, 1, -2, "GE"),
+        (5, 5, 1, "LT"),
+        (9, 5, 1, "LT"),
+    ],
+)
+def test_trip_counts_are_those_of_running_the_loop(
+    start: int, bound: int, step: int, direction: str
+) -> None:
+    test = {"LT": int.__lt__, "LE": int.__le__, "GT": int.__gt__, "GE": int.__ge__}[direction]
+    counter, trips = start, 0
+    while test(counter, bound):
+        counter, trips = counter + step, trips + 1
+    (node,) = [
+        n
+        for n in block(loop_module(f"constant({start})", bound, step, direction)).nodes
+        if n.kind is NodeKind.LOOP
+    ]
+    assert trips_of(node) == trips
+    swapped = {"LT": "GT", "GT": "LT", "LE": "GE", "GE": "LE"}[direction]
+    flipped = loop_module(f"constant({start})", bound, step, swapped, "%n, %j")
+    (node,) = [n for n in block(flipped).nodes if n.kind is NodeKind.LOOP]
+    assert trips_of(node) == trips
+
+
+def test_a_loop_of_known_length_is_laid_out() -> None:
+    graph = build(block(loop_module("constant(0)", 3, 1, "LT")), table())
+    work = [(t.name, t.ops[0].iteration) for t in graph.tasks if t.name in ("r", "d")]
+    assert work == [("r", (0,)), ("d", (0,)), ("r", (1,)), ("d", (1,)), ("r", (2,)), ("d", (2,))]
+    counting = 3 * 1 / 1024  # one addition an iteration
+    assert replay(graph, unscheduled(graph)).seconds == 3 * (1.0 + 2.0) + counting
+
+
+def test_a_loop_of_unknown_length_is_one_task_and_a_fence() -> None:
+    found = loop_module("parameter(1)", 3, 1, "LT")
+    (node,) = [n for n in block(found).nodes if n.kind is NodeKind.LOOP]
+    assert trips_of(node) is None
+    graph = build(block(found), table(), opaque=lambda node: 7.0)
+    assert kernels(graph) == [["loop"]]
+    assert graph.compute_seconds == 7.0
+
+
+def test_memory_counts_what_lies_between_kernels_until_its_last_reader_is_done() -> None:
+    found = module(
+        f"""
+        %x = f32[8,8] parameter(0)
+        %a = f32[8,8] dot(%x, %x), {DOT}
+        %b = f32[8,8] dot(%a, %a), {DOT}
+        %c = f32[8,8] dot(%b, %x), {DOT}
+        ROOT %d = f32[8,8] dot(%c, %c), {DOT}
+        """
+    )
+    one = 8 * 8 * 4
+    kept = build(block(found), table())
+    assert replay(kept, unscheduled(kept)).live == [2 * one, 3 * one, 3 * one, 3 * one]
+    given_up = build(block(found), table(), donated=[0])
+    assert replay(given_up, unscheduled(given_up)).live == [2 * one, 3 * one, 3 * one, 2 * one]

@@ -87,6 +87,26 @@ def lower_beyond_cpu() -> None:
             mlir.register_lowering(primitive, as_gpu(rule), platform="cpu")
 
 
+def lower_tokens_in_barriers() -> None:
+    """Let tokens of the compiler, which order sends and receives, pass optimization barriers.
+
+    From jax 0.12 on JAX does so itself; before, it asks a token for its sharding.
+    """
+    from jax._src import core
+    from jax._src.interpreters import mlir
+
+    original = mlir.lower_with_sharding_in_types
+    if hasattr(core.AbstractToken, "sharding") or hasattr(original, "__wrapped_for_stretto__"):
+        return
+
+    @wraps(original)
+    def lower_with_sharding_in_types(ctx: Any, op: Any, aval: Any, *more: Any) -> Any:
+        return op if isinstance(aval, core.AbstractToken) else original(ctx, op, aval, *more)
+
+    lower_with_sharding_in_types.__wrapped_for_stretto__ = original  # type: ignore[attr-defined]
+    mlir.lower_with_sharding_in_types = lower_with_sharding_in_types
+
+
 def hide_from_source_lines() -> None:
     """Keep this file out of the source lines that JAX gives to operations and errors."""
     from jax._src import source_info_util, traceback_util

@@ -24,6 +24,7 @@ def initialize() -> None:
     jax_private.hide_from_source_lines()
     jax_private.lower_as_cpu()
     jax_private.lower_beyond_cpu()
+    jax_private.lower_tokens_in_barriers()
     jax_private.share_cpu_lowerings()
     jax_private.allow_donation()
     jax_private.hand_over_callbacks()

@@ -13,8 +13,10 @@ import jax
 import jax._src.callback
 import jax._src.compiler
 import jax._src.config
+import jax._src.core
 import jax._src.interpreters.mlir
 import jax._src.interpreters.pxla
+import jax._src.lax.parallel
 import jax._src.source_info_util
 import jax._src.traceback_util
 import jax._src.xla_bridge
@@ -113,3 +115,21 @@ def test_wrapping_twice_wraps_once(name: str) -> None:
     jax_private.lower_as_cpu()
     jax_private.hand_over_callbacks()
     assert getattr(module, name) is before
+
+
+@pytest.mark.parametrize("name", ["psend", "precv", "pbroadcast"])
+def test_rules_of_gpus_alone(name: str) -> None:
+    """Registered for ``gpu``, which is ``cuda`` and others; the rule asks for the module's platforms."""
+    mlir = jax._src.interpreters.mlir
+    primitive = getattr(jax._src.lax.parallel, f"{name}_p")
+    assert callable(mlir._platform_specific_lowerings["cuda"][primitive].rule)
+    assert "platforms" in inspect.signature(mlir.ModuleContext).parameters
+    assert callable(mlir.ModuleContext.replace)
+    assert callable(mlir.LoweringRuleContext.replace)
+
+
+def test_tokens_in_barriers() -> None:
+    """Before jax 0.12 the rule of optimization barriers asks this function about every result."""
+    function = _original(jax._src.interpreters.mlir.lower_with_sharding_in_types)
+    assert list(inspect.signature(function).parameters)[:3] == ["ctx", "op", "aval"]
+    assert hasattr(jax._src.core, "AbstractToken")

@@ -328,6 +328,13 @@ def ring(rank: int) -> None:
         back = [(1, 0)]
         return lax.precv(lax.psend(there + 1, "i", back), shape, "i", back)
 
+    def chained_swap(x: jax.Array) -> jax.Array:
+        token = sl.send(x, "i", both, token=sl.create_token())
+        shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        y, token = sl.recv(shape, "i", both, token=token)
+        return sl.psum(y, "i", token=token)[0]
+
+    report("chained ring", result=run(chained_swap).tolist())
     report("there and back", result=run(there_and_back).tolist())
 
 

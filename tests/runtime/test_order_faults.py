@@ -122,6 +122,7 @@ def test_the_ring_of_sends_and_receives_works() -> None:
     x = np.arange(32.0).reshape(4, 8).sum(1)
     ranks = cases("ring")
     assert [r["result"] for r in ranks["ring"]] == [[x[2], x[3]], [x[0], x[1]]]
+    assert [r["result"] for r in ranks["chained ring"]] == [[x[0] + x[2], x[1] + x[3]]] * 2
     # Only the source of the way back is a target of the way there.
     assert [r["result"] for r in ranks["there and back"]] == [[x[0] + 8, x[1] + 8], [0.0, 0.0]]
 

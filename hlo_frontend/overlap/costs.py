@@ -11,7 +11,7 @@ those a ring moves through one device, for a group of n:
     broadcast             all of the operand
 
 Compute costs ``max(flops / flops_per_s, bytes / bytes_per_s)``, plus ``launch_s`` for each segment.
-A post-SPMD module is not fused yet: what counts as one kernel is decided in `model`.
+A post-SPMD module is not fused yet: what counts as one kernel is decided in `kernels`.
 """
 
 from __future__ import annotations

@@ -18,8 +18,9 @@ from ..values import BlockGraph, Node, NodeKind
 from .buckets import Bucketed, bucket
 from .costs import CostTable
 from .floor import Floor, floor
+from .kernels import build
 from .loops import trips_of
-from .model import Graph, Op, Task, build
+from .model import Graph, Op, Task
 from .replay import Phase, Step, Timeline, replay, unscheduled
 from .schedule import Schedule, schedule
 
@@ -88,24 +89,27 @@ def plan_block(
     limit = before.peak_bytes * memory_factor
     bound = floor(graph)
 
-    def search(candidate: Graph, share: float, good_enough: float = 0.0) -> Schedule:
+    def search(
+        candidate: Graph, share: float, good_enough: float = 0.0, like: Schedule | None = None
+    ) -> Schedule:
         return schedule(
             candidate,
             launch_s=launch,
             memory_limit=limit,
             good_enough=good_enough,
             budget=int(share * budget),
+            like=like,
         )
 
     first = search(graph, _FIRST, bound.seconds * GOOD_ENOUGH)
     found = Bucketed(graph, first, [(task.index,) for task in graph.tasks])
     if buckets:
-        found = bucket(graph, first, costs, lambda candidate: search(candidate, _EACH_PLAN))
+        found = bucket(graph, first, costs, lambda g: search(g, _EACH_PLAN, like=first))
     best, merged_bound = found.schedule, bound
     if found.graph is not graph:
         merged_bound = floor(found.graph)
     if best.timeline.seconds > merged_bound.seconds * GOOD_ENOUGH:
-        last = search(found.graph, _LAST, merged_bound.seconds * GOOD_ENOUGH)
+        last = search(found.graph, _LAST, merged_bound.seconds * GOOD_ENOUGH, best)
         best = min(best, last, key=lambda s: (s.timeline.seconds, s.timeline.peak_bytes))
     return Plan(graph, found.graph, found.members, best, before, merged_bound, bound, limit, inner)
 

@@ -51,16 +51,22 @@ ALTERNATIVES = 12
 _LATER = float("inf")
 
 
+# Shares of the module's own order in the urgencies tried.
+BLENDS = (0.0, 1.0, 0.5, 0.9, 0.75)
+
+
 @dataclass
 class Schedule:
-    """An issue order and what it does."""
+    """An issue order and what it does.
+
+    ``blend`` is the share of the module's own order that served best, ``tight`` whether memory had to be
+    watched: where the search for a similar graph should begin.
+    """
 
     steps: list[Step]
     timeline: Timeline
-
-
-# Shares of the module's own order in the urgencies tried.
-BLENDS = (0.0, 1.0, 0.5, 0.9, 0.75)
+    blend: float = BLENDS[0]
+    tight: bool = False
 
 
 def schedule(
@@ -70,12 +76,14 @@ def schedule(
     memory_limit: float = _LATER,
     good_enough: float = 0.0,
     budget: int = DEFAULT_BUDGET,
+    like: Schedule | None = None,
     seed: int = 0,
 ) -> Schedule:
     """The best order found: least time, then least memory, within ``memory_limit`` bytes.
 
     Where no order within the limit is found, the module's own order is kept. ``good_enough`` seconds end
-    the search, as does ``budget``, the number of tasks that may be visited.
+    the search, as does ``budget``, the number of tasks that may be visited. ``like`` is the schedule of a
+    similar graph.
     """
     steps = unscheduled(graph)
     best = Schedule(steps, replay(graph, steps, launch_s))
@@ -89,31 +97,43 @@ def schedule(
     passes = min(MOST_PASSES, max(4, budget // len(graph.tasks)))
     tails = longest_tails(graph)
     turns = [(1.0 - begin / own.seconds) * max(tails) for begin in own.begin]
-    leading, patience = tails, 0.0
+    leading: Sequence[float] = tails
+    patience = 0.0
+    blend = like.blend if like else BLENDS[0]
+    tight = like is not None and like.tight
 
     def play(urgency: Sequence[float], patient: float) -> list[float]:
         """A forward pass; gives the ends of its tasks. Keeps it if it is the best yet."""
-        nonlocal best, leading, passes, patience
+        nonlocal best, leading, passes, patience, tight
         passes -= 1
-        steps, ends = forward.play(urgency, memory_limit, patient)
+        steps, ends = forward.play(urgency, memory_limit if tight else _LATER, patient)
         timeline = replay(graph, steps, launch_s)
+        if timeline.peak_bytes > memory_limit and not tight:
+            tight = True
+            return play(urgency, patient)
         fits = timeline.peak_bytes <= memory_limit or best.timeline.peak_bytes > memory_limit
         result = (timeline.seconds, timeline.peak_bytes)
         if fits and result < (best.timeline.seconds, best.timeline.peak_bytes):
-            best, leading, patience = Schedule(steps, timeline), urgency, patient
+            best, leading, patience = Schedule(steps, timeline, blend), urgency, patient
+        best.tight = tight
         return ends
 
-    for blend in BLENDS:
-        if passes <= 0 or best.timeline.seconds <= good_enough:
+    def unfinished() -> bool:
+        return passes > 0 and best.timeline.seconds > good_enough
+
+    for share in sorted(BLENDS, key=lambda share: share != blend):
+        if not unfinished():
             return best
+        blend = share
         blended = [(1.0 - blend) * a + blend * b for a, b in zip(tails, turns, strict=True)]
-        _, lateness = backward.play(play(blended, 0.0))
+        _, lateness = backward.play(play(blended, patience))
         passes -= 1
-        play(lateness, 0.0)
-    for patient in PATIENCES:
-        if passes > 0 and best.timeline.seconds > good_enough:
-            play(leading, patient)
-    while passes > 0 and best.timeline.seconds > good_enough:
+        play(lateness, patience)
+        if share == (like.blend if like else BLENDS[1]):
+            for patient in PATIENCES:
+                if unfinished():
+                    play(leading, patient)
+    while unfinished():
         spread = best.timeline.seconds * SPREADS[passes % len(SPREADS)]
         play([u + random.uniform(-spread, spread) for u in leading], patience)
     return best
@@ -147,6 +167,7 @@ class Player:
             for buffer in task.reads:
                 self.readers[buffer].append(task.index)
         self.forward = True
+        # In flight, these hold inputs that nothing else needs: they are waited for soon after their end.
         self.frees_at_wait = [
             task.is_collective and any(not graph.kept[b] and graph.buffers[b] for b in task.reads)
             for task in tasks
@@ -156,6 +177,7 @@ class Player:
         """Play backward from now on, without regard for memory."""
         self.before, self.after = self.after, self.before
         self.forward = False
+        self.frees_at_wait = [False] * len(self.seconds)
 
     def play(
         self,
@@ -338,7 +360,7 @@ class _Run:
         stream = player.stream[index]
         ends = max(self.clock, self.free[stream]) + player.seconds[index]
         self.end[index] = self.free[stream] = ends
-        if self.limited and player.frees_at_wait[index]:
+        if player.frees_at_wait[index]:
             heappush(self.in_flight, (ends + WAIT_MARGIN * player.seconds[index], index))
         else:
             heappush(self.in_flight, (_LATER, index))
@@ -390,7 +412,8 @@ class _Run:
         """``index`` will be done at ``when``: tell those that need it."""
         self.left -= 1
         for after in self.player.after[index]:
-            self.arrival[after] = max(self.arrival[after], when)
+            if when > self.arrival[after]:  # noqa: PLR1730, the hottest line there is
+                self.arrival[after] = when
             self.need[after] -= 1
             if not self.need[after]:
                 self._reveal(after)

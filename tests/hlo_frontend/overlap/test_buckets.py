@@ -9,7 +9,8 @@ from overlap_support import DOT, NEAR, block, entry_of, module, order, planned, 
 from test_schedule import check, graphs
 
 from stretto.hlo_frontend.overlap.buckets import merge, plan
-from stretto.hlo_frontend.overlap.model import Graph, build
+from stretto.hlo_frontend.overlap.kernels import build
+from stretto.hlo_frontend.overlap.model import Graph
 from stretto.hlo_frontend.overlap.replay import replay, unscheduled
 from stretto.hlo_frontend.overlap.schedule import Schedule
 

@@ -109,7 +109,7 @@ def test_flops_by_hand() -> None:
 
 
 def test_streams_are_sets_of_groups_with_point_to_point_apart() -> None:
-    from stretto.hlo_frontend.overlap.model import build
+    from stretto.hlo_frontend.overlap.kernels import build
 
     found = module(
         f"""

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 from overlap_support import DOT, NEAR, block, module, table
 
+from stretto.hlo_frontend.overlap.kernels import build
 from stretto.hlo_frontend.overlap.loops import trips_of
-from stretto.hlo_frontend.overlap.model import Graph, build
+from stretto.hlo_frontend.overlap.model import Graph
 from stretto.hlo_frontend.overlap.replay import replay, unscheduled
 from stretto.hlo_frontend.values import NodeKind
 

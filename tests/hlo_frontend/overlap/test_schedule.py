@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from overlap_support import DOT, FAR, NEAR, block, entry_of, module, order, planned, table
 
 from stretto.hlo_frontend.overlap.floor import floor, independent_compute
-from stretto.hlo_frontend.overlap.model import Graph, Task, build
+from stretto.hlo_frontend.overlap.kernels import build
+from stretto.hlo_frontend.overlap.model import Graph, Task
 from stretto.hlo_frontend.overlap.plan import overlap_order
 from stretto.hlo_frontend.overlap.replay import Phase, Step, replay, unscheduled
 from stretto.hlo_frontend.overlap.schedule import schedule

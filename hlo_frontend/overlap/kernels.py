@@ -1,0 +1,268 @@
+"""Ops to tasks: which instructions are one kernel, what lies between kernels, and what each task costs.
+
+A post-SPMD module is unfused, so instructions are gathered into the kernels that a compiler would make of
+them. Dots, convolutions, scatters, sorts and the like are kernels of their own. All other ops fuse with
+those they are connected to, as far as no collective and no kernel of the first kind lies between; an op
+whose readers are all in one kernel joins it. A kernel reads each of its inputs once and writes each of its
+outputs once; what stays inside takes no memory.
+
+Why tasks form no cycle: ops that fuse have the same collectives above and below them and the same number of
+single kernels above them in sequence. Anything on a path between two such ops has these in common with them
+too, and is fused with them. An op that joins its readers has no way out but through them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from heapq import heapify, heappop, heappush
+
+from stretto.collectives.ops import Collective
+
+from ..values import BlockGraph, Node, NodeKind
+from .costs import CostTable, flops, span
+from .layout import lay_out
+from .model import IN_PLACE, Buffer, Graph, Op, Task
+
+# Ops that are kernels of their own.
+_KERNELS = frozenset(
+    {
+        "dot", "convolution", "scatter", "sort", "fft", "cholesky", "triangular-solve", "custom-call",
+        "reduce-window", "select-and-scatter", "while", "conditional", "call", "fusion", "topk",
+        "rng-bit-generator", "rng", "scaled-dot", "dynamic-update-slice",
+    }
+)  # fmt: skip
+
+
+def build(
+    block: BlockGraph,
+    costs: CostTable,
+    donated: Iterable[int] = (),
+    opaque: Callable[[Node], float] = lambda node: 0.0,
+) -> Graph:
+    """The task graph of a block. ``donated`` are positions of parameters that may be freed.
+
+    ``opaque`` tells the seconds of a loop or branch that is not laid out.
+    """
+    ops, initial = lay_out(block, donated)
+    return _tasks(ops, initial, costs, opaque)
+
+
+def _predecessors(op: Op) -> Iterator[Op]:
+    for ref in op.reads:
+        yield from ref.before
+    yield from op.order
+
+
+def _tasks(
+    ops: list[Op], initial: list[Buffer], costs: CostTable, opaque: Callable[[Node], float]
+) -> Graph:
+    before = [sorted({p.index for p in _predecessors(op)}) for op in ops]
+    after: list[list[int]] = [[] for _ in ops]
+    for index, earlier in enumerate(before):
+        for e in earlier:
+            after[e].append(index)
+    cluster = _cluster(ops, before, after)
+
+    numbers: dict[int, int] = {}
+    tasks: list[Task] = []
+    for op in ops:
+        root = cluster[op.index]
+        if root not in numbers:
+            numbers[root] = len(tasks)
+            tasks.append(Task(len(tasks), []))
+        op.task = numbers[root]
+        tasks[op.task].ops.append(op)
+    # A kernel is numbered by its last op, so that tasks are in topological order.
+    ranked = _topological(tasks, ops, before)
+    graph = Graph(ranked, [], [], [], 0)
+    _connect(graph, ops, before, initial)
+    _price(graph, costs, opaque)
+    return graph
+
+
+def _is_single(op: Op) -> bool:
+    return op.node.kind is not NodeKind.COMPUTE or (
+        op.instruction.opcode in _KERNELS or op.node.has_side_effect
+    )
+
+
+def _cluster(ops: list[Op], before: list[list[int]], after: list[list[int]]) -> list[int]:
+    """Representative op of each op's task."""
+    count = len(ops)
+    above, below, level = [0] * count, [0] * count, [0] * count
+    single = [_is_single(op) for op in ops]
+    bits = 0
+    bit: dict[int, int] = {}
+    for op in ops:
+        if op.node.is_runtime:
+            bit[op.index] = 1 << bits
+            bits += 1
+    for i in range(count):
+        mask, deepest = 0, 0
+        for p in before[i]:
+            mask |= above[p] | bit.get(p, 0)
+            deepest = max(deepest, level[p] + single[p])
+        above[i], level[i] = mask, deepest
+    for i in range(count - 1, -1, -1):
+        mask = 0
+        for s in after[i]:
+            mask |= below[s] | bit.get(s, 0)
+        below[i] = mask
+
+    parent = list(range(count))
+
+    def find(i: int) -> int:
+        while parent[i] != i:
+            parent[i] = parent[parent[i]]
+            i = parent[i]
+        return i
+
+    key: list[object] = [None] * count
+    for i in range(count - 1, -1, -1):
+        if single[i]:
+            continue
+        alike = [s for s in after[i] if above[s] == above[i] and below[s] == below[i]]
+        level[i] = min((level[s] for s in alike), default=level[i])
+        if ops[i].instruction.opcode != "reduce":
+            # An op that only one kernel reads is computed there.
+            readers = {None if single[s] else key[s] for s in after[i]}
+            if len(readers) == 1 and None not in readers and not any(b.kept for b in ops[i].writes):
+                key[i] = readers.pop()
+                for s in after[i]:
+                    parent[find(i)] = find(s)
+                continue
+        key[i] = (above[i], below[i], level[i])
+        for s in alike:
+            if not single[s] and key[s] == key[i]:
+                parent[find(i)] = find(s)
+    return [find(i) for i in range(count)]
+
+
+def _topological(tasks: list[Task], ops: list[Op], before: list[list[int]]) -> list[Task]:
+    """Number tasks so that each comes after those it needs, in the module's order where free."""
+    needs: list[set[int]] = [set() for _ in tasks]
+    gives: list[set[int]] = [set() for _ in tasks]
+    for op in ops:
+        for p in before[op.index]:
+            other = ops[p].task
+            if other != op.task:
+                needs[op.task].add(other)
+                gives[other].add(op.task)
+    waiting = [len(n) for n in needs]
+    last = [task.ops[-1].index for task in tasks]
+    ready = [(last[i], i) for i in range(len(tasks)) if not waiting[i]]
+    heapify(ready)
+    ranked: list[Task] = []
+    while ready:
+        _, i = heappop(ready)
+        ranked.append(tasks[i])
+        for s in gives[i]:
+            waiting[s] -= 1
+            if not waiting[s]:
+                heappush(ready, (last[s], s))
+    assert len(ranked) == len(tasks), "tasks form a cycle"
+    renumber = {task.index: i for i, task in enumerate(ranked)}
+    for task in ranked:
+        old = task.index
+        task.before = tuple(sorted(renumber[n] for n in needs[old]))
+        task.after = tuple(sorted(renumber[n] for n in gives[old]))
+    for i, task in enumerate(ranked):
+        task.index = i
+        for op in task.ops:
+            op.task = i
+    return ranked
+
+
+def _connect(graph: Graph, ops: list[Op], before: list[list[int]], initial: list[Buffer]) -> None:
+    """Number the buffers that lie between tasks; what stays inside a kernel takes no memory."""
+    readers: dict[Buffer, set[int]] = {}
+    for op in ops:
+        for ref in op.reads:
+            readers.setdefault(ref.buffer, set()).add(op.task)
+    number: dict[Buffer, int] = {}
+
+    def add(buffer: Buffer) -> int:
+        if buffer not in number:
+            number[buffer] = len(graph.buffers)
+            graph.buffers.append(buffer.nbytes)
+            graph.kept.append(buffer.kept)
+        return number[buffer]
+
+    for buffer in initial:
+        graph.base_bytes += buffer.nbytes
+        graph.initial.append(add(buffer))
+    for task in graph.tasks:
+        reads: dict[int, None] = {}
+        writes: dict[int, None] = {}
+        for op in task.ops:
+            for buffer in op.writes:
+                others = readers.get(buffer, set()) - {task.index}
+                if others or buffer.kept or buffer.producer is not op:
+                    op.escapes = True
+                    if buffer.producer is op:
+                        writes[add(buffer)] = None
+        for op in task.ops:
+            for ref in op.reads:
+                buffer = ref.buffer
+                outside = buffer.producer is None or buffer.producer.task != task.index
+                if outside and buffer.nbytes:
+                    reads[add(buffer)] = None
+        task.reads, task.writes = tuple(reads), tuple(writes)
+
+
+def _price(graph: Graph, costs: CostTable, opaque: Callable[[Node], float]) -> None:
+    streams: dict[object, int] = {}
+    for task in graph.tasks:
+        node = task.ops[0].node
+        if node.collective is not None:
+            collective = node.collective
+            charge = costs.collective(collective)
+            key, label = _stream_of(collective)
+            if key not in streams:
+                streams[key] = len(streams)
+                taken = sum(name.split("#")[0] == label for name in graph.streams)
+                graph.streams.append(f"{label}#{taken}" if taken else label)
+            task.collective = collective
+            task.stream = streams[key]
+            task.seconds = charge.seconds
+            task.moved_bytes = charge.wire_bytes
+            task.latency_s = charge.link.latency_s if charge.link else 0.0
+        elif node.is_runtime:
+            task.seconds = opaque(node)
+        else:
+            flops_needed, task.moved_bytes = kernel_cost(task)
+            task.seconds = costs.compute.seconds(flops_needed, task.moved_bytes)
+
+
+def _stream_of(collective: Collective) -> tuple[object, str]:
+    """What a stream is: a set of groups, or the point-to-point transfers over a set of devices."""
+    stride, size = span(collective)
+    if collective.is_point_to_point:
+        members = tuple(sorted({m for pair in collective.pairs for m in pair}))
+        return ("p2p", members), "p2p"
+    return collective.groups, f"stride{stride}x{size}"
+
+
+def kernel_cost(task: Task) -> tuple[float, float]:
+    """(flops, bytes moved) of a kernel: each input read once, each output written once."""
+    total = sum(flops(op.instruction) for op in task.ops)
+    read: dict[Buffer, int] = {}
+    moved = 0
+    inside = {op.index for op in task.ops}
+    for op in task.ops:
+        partial = op.instruction.opcode in ("gather", "slice", "dynamic-slice")
+        in_place = op.instruction.opcode in IN_PLACE
+        for position, ref in enumerate(op.reads):
+            producer = ref.buffer.producer
+            if producer is not None and producer.index in inside and producer is not op:
+                continue
+            nbytes = ref.nbytes
+            if partial and position == 0:
+                nbytes = min(nbytes, op.written_bytes)
+            elif in_place and position == 0:
+                nbytes = 0
+            whole = max(ref.buffer.nbytes, nbytes)
+            read[ref.buffer] = min(whole, read.get(ref.buffer, 0) + nbytes)
+        if op.escapes:
+            moved += op.written_bytes
+    return total, float(moved + sum(read.values()))

@@ -1,0 +1,229 @@
+"""Blocks to ops: renamed values are resolved, loops of known length laid out, fences put in order.
+
+Loops whose trip count is known are laid out iteration after iteration, so that work may move across
+their boundaries; loops that cannot be, and branches, are one opaque op each. Opaque ops and those with
+unknown side effects are fences: what stands before one in the module stays before it, what stands after it
+stays after it.
+
+Ops that only rename data (reshapes, layout changes, contiguous slices) and broadcasts make no op: whoever
+reads them reads their source, through a `Ref` that lists them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from ..graph import Instruction
+from ..values import BlockGraph, Node, NodeKind, Value
+from .loops import trips_of
+from .model import IN_PLACE, Buffer, Op, Ref
+
+# Loops are laid out up to this many instructions in all; those that do not fit are opaque.
+MAX_LAID_OUT = 60_000
+
+# Ops that rename data. A slice is one where it is contiguous, a transposition where the layouts agree.
+_VIEWS = frozenset({"reshape", "bitcast", "bitcast-convert"})
+_SLICES = frozenset({"slice", "dynamic-slice"})
+
+
+def lay_out(block: BlockGraph, donated: Iterable[int]) -> tuple[list[Op], list[Buffer]]:
+    """The ops of a block and the buffers of its parameters. Donated ones may be freed, others are kept."""
+    layout = _Layout()
+    given_up = set(donated)
+    env: dict[Value, Ref] = {}
+    initial: list[Buffer] = []
+    for position, parameter in enumerate(block.parameters):
+        assert parameter.type is not None
+        buffer = Buffer(parameter.type.nbytes, None, position not in given_up)
+        initial.append(buffer)
+        env[parameter] = Ref((), buffer, buffer.nbytes)
+    for ref in layout.lay_out(block, env, ()):
+        ref.buffer.kept = True
+    return layout.ops, initial
+
+
+class _Layout:
+    """Walks blocks and makes ops; renaming nodes become part of the references to their sources."""
+
+    def __init__(self) -> None:
+        self.ops: list[Op] = []
+        self.fence: Op | None = None
+        self.since_fence: list[Op] = []
+        self._materialized: dict[int, set[Node]] = {}
+
+    def lay_out(
+        self,
+        block: BlockGraph,
+        env: dict[Value, Ref],
+        iteration: tuple[int, ...],
+        outer: tuple[Op, ...] = (),
+    ) -> list[Ref]:
+        """Append the block's ops; gives its results. ``outer`` come before all of them."""
+        done: dict[Node, tuple[Op, ...]] = {}
+        materialized = self._materialized_broadcasts(block)
+        for node in block.nodes:
+            order = self._order(node, done) + outer
+            reads = [
+                self._read(value, env, done) for value in node.operands if value.type is not None
+            ]
+            if node.kind is NodeKind.LOOP:
+                last = self._loop(node, reads, order, iteration, env)
+                if last is not None:
+                    done[node] = last
+                    continue
+            source = reads[0] if reads and _renames(node, node in materialized) else None
+            if source is not None:
+                before = tuple(dict.fromkeys([*(o for r in reads for o in r.before), *order]))
+                op = Op(-1, node, iteration, renames=tuple(o for r in reads for o in r.renames))
+                (result,) = node.results
+                assert result.type is not None
+                nbytes = min(result.type.nbytes, source.nbytes)
+                env[result] = Ref(before, source.buffer, nbytes, (op,))
+                done[node] = before
+                continue
+            op = self._append(node, reads, order, iteration)
+            done[node] = (op,)
+            for result in node.results:
+                if result.type is None:
+                    continue
+                buffer = self._written(op, result, reads)
+                env[result] = Ref((op,), buffer, result.type.nbytes)
+        return [self._read(value, env, done) for value in block.results]
+
+    def _append(
+        self, node: Node, reads: Sequence[Ref], order: tuple[Op, ...], iteration: tuple[int, ...]
+    ) -> Op:
+        fences = node.blocks or (node.kind is NodeKind.COMPUTE and node.has_side_effect)
+        if fences:
+            order = (*order, *self.since_fence)
+        if self.fence is not None:
+            order = (*order, self.fence)
+        op = Op(
+            len(self.ops),
+            node,
+            iteration,
+            tuple(reads),
+            tuple(dict.fromkeys(order)),
+            renames=tuple(dict.fromkeys(o for r in reads for o in r.renames)),
+        )
+        self.ops.append(op)
+        if fences:
+            self.fence, self.since_fence = op, []
+        else:
+            self.since_fence.append(op)
+        return op
+
+    def _written(self, op: Op, result: Value, reads: Sequence[Ref]) -> Buffer:
+        """The buffer of a result. An update in place stays where it is unless that is an input."""
+        assert result.type is not None
+        opcode = op.instruction.opcode
+        if opcode in IN_PLACE and reads and reads[0].buffer.producer is not None:
+            op.writes = (*op.writes, reads[0].buffer)
+            op.written_bytes += sum(r.nbytes for r in reads[1:])
+            return reads[0].buffer
+        buffer = Buffer(result.type.nbytes, op)
+        op.writes = (*op.writes, buffer)
+        op.written_bytes += buffer.nbytes
+        return buffer
+
+    def _read(self, value: Value, env: dict[Value, Ref], done: dict[Node, tuple[Op, ...]]) -> Ref:
+        root = value.root
+        if root.node is not None and root.node.kind is NodeKind.CHEAP:
+            ref = Ref((), _nothing(), 0)
+        else:
+            ref = env[root]
+        extra = [op for node in value.order for op in done.get(node, ())]
+        if extra:
+            ref = Ref(
+                tuple(dict.fromkeys([*ref.before, *extra])), ref.buffer, ref.nbytes, ref.renames
+            )
+        return ref
+
+    def _order(self, node: Node, done: dict[Node, tuple[Op, ...]]) -> tuple[Op, ...]:
+        if not node.order:
+            return ()
+        return tuple(op for before in node.order for op in done.get(before, ()))
+
+    def _materialized_broadcasts(self, block: BlockGraph) -> set[Node]:
+        """Broadcasts and slices that a collective, a loop or the block's result takes as arrays."""
+        found = self._materialized.get(id(block))
+        if found is None:
+            found = set()
+            wanted = {v.root for v in block.results}
+            for node in block.nodes:
+                if node.is_runtime:
+                    wanted.update(v.root for v in node.operands)
+            for node in reversed(block.nodes):
+                if any(result in wanted for result in node.results):
+                    found.add(node)
+                    if _renames(node, True):
+                        wanted.add(node.operands[0].root)
+            self._materialized[id(block)] = found
+        return found
+
+    def _loop(
+        self,
+        node: Node,
+        reads: list[Ref],
+        order: tuple[Op, ...],
+        iteration: tuple[int, ...],
+        env: dict[Value, Ref],
+    ) -> tuple[Op, ...] | None:
+        """Lay out a loop of known length. Gives its last iteration's ops, or None if it is opaque."""
+        trips = trips_of(node)
+        body = node.blocks[1]
+        if trips is None or trips * len(body.nodes) > MAX_LAID_OUT - len(self.ops):
+            return None
+        carried = reads
+        first = len(self.ops)
+        for step in range(trips):
+            first = len(self.ops)
+            inner: dict[Value, Ref] = dict(zip(body.parameters, carried, strict=True))
+            carried = self.lay_out(body, inner, (*iteration, step), order)
+        for result, ref in zip(node.results, carried, strict=True):
+            env[result] = ref
+        return tuple(op for op in self.ops[first:] if op.node.is_runtime) + tuple(
+            op for ref in carried for op in ref.before
+        )
+
+
+def _nothing() -> Buffer:
+    return Buffer(0, None, True)
+
+
+def _renames(node: Node, materialized: bool) -> bool:
+    """Whether a node's result is its first operand under another name."""
+    if node.kind is not NodeKind.COMPUTE or len(node.results) != 1:
+        return False
+    instruction = node.instruction
+    opcode = instruction.opcode
+    if opcode in _VIEWS:
+        return True
+    if opcode in _SLICES:
+        return _is_contiguous_slice(instruction)
+    if opcode == "broadcast":
+        return not materialized
+    if opcode == "transpose":
+        return _keeps_layout(instruction)
+    if opcode == "reduce-precision":
+        # XLA's code of bf16, whose own 8 and 7 bits this spells out.
+        return instruction.shape.element_type == 16
+    return False
+
+
+def _is_contiguous_slice(instruction: Instruction) -> bool:
+    """Whether all dimensions below the outermost cut one are taken whole (row-major)."""
+    taken = instruction.shape.dimensions
+    whole = instruction.operands[0].shape.dimensions
+    cut = [i for i, (a, b) in enumerate(zip(taken, whole, strict=True)) if a != b]
+    return not cut or all(taken[i] == 1 for i in range(cut[-1]))
+
+
+def _keeps_layout(instruction: Instruction) -> bool:
+    """Whether a transposition leaves every element where it is: its layout is permuted alike."""
+    before = list(instruction.operands[0].shape.layout.minor_to_major)
+    after = list(instruction.shape.layout.minor_to_major)
+    permutation = list(instruction.proto.dimensions)
+    if len(before) != len(permutation) or len(after) != len(permutation):
+        return False
+    return [permutation[d] for d in after] == before

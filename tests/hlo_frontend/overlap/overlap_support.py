@@ -8,12 +8,17 @@ from __future__ import annotations
 
 from typing import Any
 
+from hypothesis import strategies as st
+
 from stretto.hlo_frontend.collectives import CollectiveReader
 from stretto.hlo_frontend.flatten import flatten
 from stretto.hlo_frontend.graph import Instruction, Module
 from stretto.hlo_frontend.overlap.costs import Compute, CostTable, Link
+from stretto.hlo_frontend.overlap.kernels import build
 from stretto.hlo_frontend.overlap.ledger import to_json
+from stretto.hlo_frontend.overlap.model import Graph, Task
 from stretto.hlo_frontend.overlap.plan import Plan, plan_module
+from stretto.hlo_frontend.overlap.replay import Phase, Step
 from stretto.hlo_frontend.text import parse_hlo_text
 from stretto.hlo_frontend.values import BlockGraph
 from stretto.testing_replay import Replayed, replay_steps
@@ -100,3 +105,97 @@ def order(data: dict[str, Any]) -> list[str]:
 
 def entry_of(data: dict[str, Any], name: str) -> dict[str, Any]:
     return next(c for c in data["collectives"] if name in c["members"])
+
+
+def chain_of_gathers(count: int) -> str:
+    """A dot with each gathered weight and one more, ``count`` times."""
+    lines = ["%x0 = f32[8,8] parameter(0)"]
+    for i in range(count):
+        lines += [
+            f"%w{i} = f32[32] parameter({i + 1})",
+            f"%g{i} = f32[64] all-gather(%w{i}), {NEAR}, dimensions={{0}}",
+            f"%m{i} = f32[8,8] reshape(%g{i})",
+            f"%y{i} = f32[8,8] dot(%x{i}, %m{i}), {DOT}",
+            f"{'ROOT ' if i == count - 1 else ''}%x{i + 1} = f32[8,8] dot(%y{i}, %y{i}), {DOT}",
+        ]
+    return "\n".join(lines)
+
+
+@st.composite
+def graphs(draw: st.DrawFn, most: int) -> Graph:
+    """Random tasks on compute and two streams, with random edges and a buffer each."""
+    count = draw(st.integers(1, most))
+    template = build(block(module(chain_of_gathers(1))), table())
+    collective = next(t.collective for t in template.tasks if t.is_collective)
+    tasks, buffers = [], []
+    for index in range(count):
+        before = tuple(b for b in range(index) if draw(st.integers(0, 3)) == 0)
+        stream = draw(st.integers(-1, 1))
+        buffers.append(draw(st.integers(0, 5)))
+        tasks.append(
+            Task(
+                index,
+                template.tasks[0].ops,
+                seconds=float(draw(st.integers(0, 6))),
+                stream=stream,
+                collective=collective if stream >= 0 else None,
+                before=before,
+                reads=before,
+                writes=(index,),
+            )
+        )
+    for task in tasks:
+        task.after = tuple(t.index for t in tasks if task.index in t.before)
+    return Graph(tasks, buffers, [not t.after for t in tasks], ["near", "far"], 0)
+
+
+def check(graph: Graph, steps: list[Step]) -> None:
+    """Each task once, after all that it needs; each collective waited for once, before its readers."""
+    done, started = set(), set()
+    for index, phase in steps:
+        task = graph.tasks[index]
+        if phase is Phase.WAIT:
+            assert index in started and index not in done
+        else:
+            assert index not in started and set(task.before) <= done
+            assert task.is_collective == (phase is Phase.START)
+            started.add(index)
+        if phase is not Phase.START:
+            done.add(index)
+    assert done == set(range(len(graph.tasks)))
+
+
+LOOP = """
+%cond (q: (s32[], f32[8,8])) -> pred[] {{
+  %q = (s32[], f32[8,8]) parameter(0)
+  %j = s32[] get-tuple-element(%q), index=0
+  %n = s32[] constant({bound})
+  ROOT %t = pred[] compare({compared}), direction={direction}
+}}
+
+%body (p: (s32[], f32[8,8])) -> (s32[], f32[8,8]) {{
+  %p = (s32[], f32[8,8]) parameter(0)
+  %i = s32[] get-tuple-element(%p), index=0
+  %y = f32[8,8] get-tuple-element(%p), index=1
+  %one = s32[] constant({step})
+  %next = s32[] add(%i, %one)
+  %r = f32[8,8] all-reduce(%y), channel_id=1, replica_groups={{{{0,1}},{{2,3}}}}, use_global_device_ids=true, to_apply=%sum
+  %d = f32[8,8] dot(%r, %r), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}
+  ROOT %both = (s32[], f32[8,8]) tuple(%next, %d)
+}}
+"""  # noqa: E501
+CALL = """
+%start = s32[] {start}
+%x = f32[8,8] parameter(0)
+%init = (s32[], f32[8,8]) tuple(%start, %x)
+%loop = (s32[], f32[8,8]) while(%init), condition=%cond, body=%body
+ROOT %res = f32[8,8] get-tuple-element(%loop), index=1
+"""
+
+
+def loop_module(
+    start: str, bound: int, step: int, direction: str, compared: str = "%j, %n"
+) -> Module:
+    """A loop over (counter, array) with an all-reduce and a dot in its body; ``start`` is the counter's."""
+    text = LOOP.format(bound=bound, step=step, direction=direction, compared=compared)
+    return module(CALL.format(start=start), text)

@@ -5,8 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 from hypothesis import given, settings
-from overlap_support import DOT, NEAR, block, entry_of, module, order, planned, table
-from test_schedule import check, graphs
+from overlap_support import (
+    DOT,
+    NEAR,
+    block,
+    check,
+    entry_of,
+    graphs,
+    module,
+    order,
+    planned,
+    table,
+)
 
 from stretto.hlo_frontend.overlap.buckets import merge, plan
 from stretto.hlo_frontend.overlap.kernels import build

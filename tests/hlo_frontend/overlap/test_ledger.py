@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
-from overlap_support import DOT, NEAR, SUM, entry_of, module, planned, table
+from overlap_support import DOT, NEAR, SUM, entry_of, loop_module, module, planned, table
 
 from stretto.hlo_frontend.overlap.__main__ import main
 from stretto.testing_replay import ReplayError, check_common_order, replay_steps
@@ -104,3 +104,15 @@ def test_the_replay_refuses_what_cannot_run() -> None:
     two = [step("g", "start", [], "s"), step("h", "start", [], "s")]
     fifo = [*two, step("h", "wait", [1], "s"), step("g", "wait", [0], "s")]
     assert replay_steps(fifo).exposed_by == {2: 2.0, 3: 0.0}
+
+
+def test_a_loop_of_unknown_length_has_a_ledger_of_its_own() -> None:
+    found = loop_module("parameter(1)", 3, 1, "LT")
+    plan, data, _ = planned(found, table(), memory_factor=2.0)
+    (step,) = data["steps"]
+    assert (step["name"], step["kind"]) == ("loop", "compute")
+    condition, body = data["summary"]["inner"]["loop"]
+    assert condition["collectives"] == 0
+    assert (body["collectives"], body["exposed_ms"]) == (1, pytest.approx(2000.0, rel=1e-2))
+    assert step["seconds"] * 1e3 == condition["predicted_ms"] + body["predicted_ms"]
+    assert [len(plans) for plans in plan.inner.values()] == [2]

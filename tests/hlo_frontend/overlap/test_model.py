@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from overlap_support import DOT, NEAR, block, module, table
+from overlap_support import DOT, NEAR, block, loop_module, module, table
 
 from stretto.hlo_frontend.overlap.kernels import build
 from stretto.hlo_frontend.overlap.loops import trips_of
@@ -91,39 +91,6 @@ def test_unknown_side_effects_are_fences() -> None:
     graph = build(block(found), table())
     assert kernels(graph) == [["a"], ["f"], ["g"]]
     assert [task.before for task in graph.tasks] == [(), (0,), (1,)]
-
-
-LOOP = """
-%cond (q: (s32[], f32[8,8])) -> pred[] {{
-  %q = (s32[], f32[8,8]) parameter(0)
-  %j = s32[] get-tuple-element(%q), index=0
-  %n = s32[] constant({bound})
-  ROOT %t = pred[] compare({compared}), direction={direction}
-}}
-
-%body (p: (s32[], f32[8,8])) -> (s32[], f32[8,8]) {{
-  %p = (s32[], f32[8,8]) parameter(0)
-  %i = s32[] get-tuple-element(%p), index=0
-  %y = f32[8,8] get-tuple-element(%p), index=1
-  %one = s32[] constant({step})
-  %next = s32[] add(%i, %one)
-  %r = f32[8,8] all-reduce(%y), channel_id=1, replica_groups={{{{0,1}},{{2,3}}}}, use_global_device_ids=true, to_apply=%sum
-  %d = f32[8,8] dot(%r, %r), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}
-  ROOT %both = (s32[], f32[8,8]) tuple(%next, %d)
-}}
-"""  # noqa: E501
-CALL = """
-%start = s32[] {start}
-%x = f32[8,8] parameter(0)
-%init = (s32[], f32[8,8]) tuple(%start, %x)
-%loop = (s32[], f32[8,8]) while(%init), condition=%cond, body=%body
-ROOT %res = f32[8,8] get-tuple-element(%loop), index=1
-"""
-
-
-def loop_module(start: str, bound: int, step: int, direction: str, compared: str = "%j, %n"):
-    text = LOOP.format(bound=bound, step=step, direction=direction, compared=compared)
-    return module(CALL.format(start=start), text)
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,22 @@ from itertools import permutations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from overlap_support import DOT, FAR, NEAR, block, entry_of, module, order, planned, table
+from overlap_support import (
+    DOT,
+    FAR,
+    NEAR,
+    chain_of_gathers,
+    check,
+    entry_of,
+    graphs,
+    module,
+    order,
+    planned,
+    table,
+)
 
 from stretto.hlo_frontend.overlap.floor import floor, independent_compute
-from stretto.hlo_frontend.overlap.kernels import build
-from stretto.hlo_frontend.overlap.model import Graph, Task
+from stretto.hlo_frontend.overlap.model import Graph
 from stretto.hlo_frontend.overlap.plan import overlap_order
 from stretto.hlo_frontend.overlap.replay import Phase, Step, replay, unscheduled
 from stretto.hlo_frontend.overlap.schedule import schedule
@@ -105,19 +116,6 @@ def test_a_reduce_scatter_between_gathers_of_its_stream() -> None:
     starts = [name for name in order(data) if name.startswith("start")]
     assert starts == ["start g1", "start g2", "start s"]
     assert (replayed.seconds, replayed.exposed_seconds) == (4.0, 0.0)
-
-
-def chain_of_gathers(count: int) -> str:
-    lines = ["%x0 = f32[8,8] parameter(0)"]
-    for i in range(count):
-        lines += [
-            f"%w{i} = f32[32] parameter({i + 1})",
-            f"%g{i} = f32[64] all-gather(%w{i}), {NEAR}, dimensions={{0}}",
-            f"%m{i} = f32[8,8] reshape(%g{i})",
-            f"%y{i} = f32[8,8] dot(%x{i}, %m{i}), {DOT}",
-            f"{'ROOT ' if i == count - 1 else ''}%x{i + 1} = f32[8,8] dot(%y{i}, %y{i}), {DOT}",
-        ]
-    return "\n".join(lines)
 
 
 @pytest.mark.parametrize("factor", [1.0, 1.2, 1.5, 3.0])
@@ -219,50 +217,6 @@ def test_the_order_places_every_instruction_that_runs() -> None:
 def test_the_same_module_has_the_same_schedule() -> None:
     orders = {tuple(order(planned(module(chain_of_gathers(5)), table())[1])) for _ in range(2)}
     assert len(orders) == 1
-
-
-@st.composite
-def graphs(draw: st.DrawFn, most: int) -> Graph:
-    """Random tasks on compute and two streams, with random edges and a buffer each."""
-    count = draw(st.integers(1, most))
-    template = build(block(module(chain_of_gathers(1))), table())
-    collective = next(t.collective for t in template.tasks if t.is_collective)
-    tasks, buffers = [], []
-    for index in range(count):
-        before = tuple(b for b in range(index) if draw(st.integers(0, 3)) == 0)
-        stream = draw(st.integers(-1, 1))
-        buffers.append(draw(st.integers(0, 5)))
-        tasks.append(
-            Task(
-                index,
-                template.tasks[0].ops,
-                seconds=float(draw(st.integers(0, 6))),
-                stream=stream,
-                collective=collective if stream >= 0 else None,
-                before=before,
-                reads=before,
-                writes=(index,),
-            )
-        )
-    for task in tasks:
-        task.after = tuple(t.index for t in tasks if task.index in t.before)
-    return Graph(tasks, buffers, [not t.after for t in tasks], ["near", "far"], 0)
-
-
-def check(graph: Graph, steps: list[Step]) -> None:
-    """Each task once, after all that it needs; each collective waited for once, before its readers."""
-    done, started = set(), set()
-    for index, phase in steps:
-        task = graph.tasks[index]
-        if phase is Phase.WAIT:
-            assert index in started and index not in done
-        else:
-            assert index not in started and set(task.before) <= done
-            assert task.is_collective == (phase is Phase.START)
-            started.add(index)
-        if phase is not Phase.START:
-            done.add(index)
-    assert done == set(range(len(graph.tasks)))
 
 
 @given(graphs(14), st.sampled_from([1.0, 1.1, 2.0, 100.0]))

@@ -11,7 +11,7 @@ from pathlib import Path
 from fresh import in_fresh_processes
 from harness import options, show
 
-MODES = ("8 layers", "8 layers scanned")
+MODES = ("8 layers", "8 layers scanned", "8 layers of stacked weights")
 
 
 def worker(mode: str) -> None:
@@ -19,7 +19,9 @@ def worker(mode: str) -> None:
     import jax
     import models
 
-    config = dataclasses.replace(models.SMALL, scan=mode.endswith("scanned"))
+    config = dataclasses.replace(
+        models.SMALL, scan=mode.endswith("scanned"), stacked=mode.endswith("stacked weights")
+    )
     mesh = models.mesh_of(jax.devices())
     jax.block_until_ready(jax.jit(lambda x: x + 1)(1.0))
     step = models.train_step(config, mesh)

@@ -21,7 +21,11 @@ Tree = Any
 
 @dataclass(frozen=True)
 class Config:
-    """Sizes of the model and of one batch. ``scan``: one traced layer, else every layer by itself."""
+    """Sizes of the model and of one batch.
+
+    ``scan``: one traced layer, else every layer by itself. ``stacked``: without a scan too, one array
+    holds a weight of all layers, and each layer reads its slice.
+    """
 
     layers: int = 8
     width: int = 256
@@ -32,6 +36,7 @@ class Config:
     batch: int = 8
     length: int = 64
     scan: bool = False
+    stacked: bool = False
 
     @property
     def head(self) -> int:
@@ -44,7 +49,7 @@ LARGE = Config(width=512, hidden=1408, heads=8, kv_heads=4, vocab=8192, length=6
 
 
 def shapes(c: Config) -> dict[str, tuple[tuple[int, ...], P]]:
-    """Shape and sharding of every parameter; those of layers carry the layer as first dimension."""
+    """Shape and sharding of every parameter: by layer (``wq.3``), or with the layer as first dimension."""
     kv = c.kv_heads * c.head
     layer = {
         "wq": ((c.width, c.width), P(None, "fsdp", "tp")),
@@ -57,7 +62,14 @@ def shapes(c: Config) -> dict[str, tuple[tuple[int, ...], P]]:
         "norm1": ((c.width,), P(None, None)),
         "norm2": ((c.width,), P(None, None)),
     }
-    result = {k: ((c.layers, *shape), spec) for k, (shape, spec) in layer.items()}
+    if c.scan or c.stacked:
+        result = {k: ((c.layers, *shape), spec) for k, (shape, spec) in layer.items()}
+    else:
+        result = {
+            f"{k}.{i}": (shape, P(*spec[1:]))
+            for i in range(c.layers)
+            for k, (shape, spec) in layer.items()
+        }
     result["embed"] = ((c.vocab, c.width), P("tp", "fsdp"))
     result["head"] = ((c.width, c.vocab), P("fsdp", "tp"))
     return result
@@ -91,16 +103,22 @@ def layer(c: Config, x: jax.Array, p: Tree) -> jax.Array:
     return x + (jax.nn.silu(h @ p["gate"]) * (h @ p["up"])) @ p["down"]
 
 
+def of_layer(layers: Tree, i: int) -> Tree:
+    """The weights of layer ``i``, by their bare names."""
+    if "wq" in layers:
+        return {k: v[i] for k, v in layers.items()}
+    return {k.partition(".")[0]: v for k, v in layers.items() if k.endswith(f".{i}")}
+
+
 def loss(c: Config, params: Tree, tokens: jax.Array) -> jax.Array:
-    outer = {"embed", "head"}
     x = params["embed"][tokens]
-    stacked = {k: v for k, v in params.items() if k not in outer}
+    layers = {k: v for k, v in params.items() if k not in ("embed", "head")}
     step = jax.checkpoint(lambda h, p: layer(c, h, p))
     if c.scan:
-        x = lax.scan(lambda h, p: (step(h, p), None), x, stacked)[0]
+        x = lax.scan(lambda h, p: (step(h, p), None), x, layers)[0]
     else:
         for i in range(c.layers):
-            x = step(x, {k: v[i] for k, v in stacked.items()})
+            x = step(x, of_layer(layers, i))
     logits = jax.nn.log_softmax(x[:, :-1] @ params["head"])
     return -jnp.take_along_axis(logits, tokens[:, 1:, None], -1).mean()
 

@@ -270,10 +270,24 @@ def uses_shardy(module: ir.Module) -> bool:
     return any(operation.operation.name == "sdy.mesh" for operation in module.body.operations)
 
 
+def has_token_barriers(module: ir.Module) -> bool:
+    """Whether an optimization barrier takes a ``bool[]``: the tokens of `stretto.lax`."""
+    return any(
+        operation.name == "stablehlo.optimization_barrier"
+        and any(str(operand.type) == "tensor<i1>" for operand in operation.operands)
+        for operation in operations(module)
+    )
+
+
 def is_local(module: ir.Module) -> bool:
-    """Whether a module for one device can be given to an engine without partitioning it."""
+    """Whether a module for one device can be given to an engine without XLA looking at it first.
+
+    XLA is needed to partition it, and to inline calls when the user said it should.
+    """
     for operation in operations(module):
         name = operation.name
+        if name == "func.call" and "inlineable" in _frontend_attributes(operation):
+            return False
         if name in _DISTRIBUTED or (name.startswith("sdy.") and name != "sdy.mesh"):
             return False
         if name == "stablehlo.custom_call":
@@ -281,6 +295,49 @@ def is_local(module: ir.Module) -> bool:
             if target in _DISTRIBUTED_CALLS or target.endswith(("-start", "-done")):
                 return False
     return True
+
+
+def _frontend_attributes(operation: Any) -> ir.DictAttr | dict[str, Any]:
+    attributes = operation.attributes
+    if "mhlo.frontend_attributes" not in attributes:
+        return {}
+    return ir.DictAttr(attributes["mhlo.frontend_attributes"])
+
+
+def settle_layouts(module: ir.Module) -> None:
+    """Choose the layouts that are left to the compiler: row-major, as all arrays are.
+
+    Raises `UnsupportedError` where the program asks for another one.
+    """
+    function = main(module)
+    for key, what in (("arg_attrs", "argument"), ("res_attrs", "result")):
+        if key not in function.attributes:
+            continue
+        asked = False
+        for index, attributes in enumerate(ir.ArrayAttr(function.attributes[key])):
+            named = ir.DictAttr(attributes)
+            if _LAYOUT_MODE in named:
+                asked = True
+                _check_layout(ir.StringAttr(named[_LAYOUT_MODE]).value, f"{what} {index}")
+        if asked:
+            with module.context:
+                _drop_attribute(function, _LAYOUT_MODE)
+
+
+_LAYOUT_MODE = "mhlo.layout_mode"
+
+
+def _check_layout(mode: str, what: str) -> None:
+    """``mode``: ``default``, ``auto``, or dimensions from minor to major such as ``{1,0}``."""
+    if mode in ("default", "auto"):
+        return
+    numbers = mode.strip("{}")
+    order = [int(n) for n in numbers.split(",") if n.strip().isdigit()]
+    if ":" in mode or order != sorted(order, reverse=True):
+        raise UnsupportedError(
+            f"{what} of the program is to have the layout {mode}; stretto's arrays are row-major. "
+            "Leave the layout out, or transpose the array"
+        )
 
 
 def with_aliases(

@@ -37,8 +37,8 @@ DISABLED_PASSES: dict[str, str] = {
     "dot-library-rewriter": "fuses dots for XLA:CPU's libraries",
     "fusion": "CPU fusions",
     "fusion-wrapper": "CPU fusions of single ops",
+    "layout-assignment": "chooses layouts for XLA's CPU kernels; here all arrays are row-major",
     "copy-insertion": "copies for buffers that are not assigned here",
-    "algsimp": "turns reshapes into bitcasts between layouts",
     "reshape-decomposer": "turns reshapes into bitcasts and copies",
     "cse_barrier_expander": "drops optimization barriers, which carry order",
 }
@@ -50,6 +50,8 @@ DISABLED_PASSES |= {
     for name in PRIMITIVE_CODES
     if name.startswith(("f8", "f4"))
 }
+# Drops what enters a barrier and is not used where it leaves, and so a chain of tokens from its end.
+_DROPS_TOKENS = "algsimp"
 _STAGE_PRE_SCHEDULER = 0
 _STOP = "stretto has taken the HLO"
 
@@ -91,7 +93,9 @@ def _hook(serialized: bytes) -> bytes | None:
     raise RuntimeError(_STOP)
 
 
-def _options(serialized: bytes, num_replicas: int, num_partitions: int) -> Any:
+def _options(
+    serialized: bytes, num_replicas: int, num_partitions: int, *, keep_tokens: bool
+) -> Any:
     """The caller's compile options, for our client, with CPU-specific passes switched off."""
     try:
         CompileOptionsProto.FromString(serialized)  # jaxlib takes what it cannot read for defaults
@@ -116,6 +120,8 @@ def _options(serialized: bytes, num_replicas: int, num_partitions: int) -> Any:
     overrides = dict(options.env_option_overrides)
     disabled = [p for p in str(overrides.get("xla_disable_hlo_passes", "")).split(",") if p]
     disabled += [p for p in DISABLED_PASSES if p not in disabled]
+    if keep_tokens:
+        disabled.append(_DROPS_TOKENS)
     overrides["xla_disable_hlo_passes"] = ",".join(disabled)
     options.env_option_overrides = list(overrides.items())
     return options
@@ -131,7 +137,8 @@ def optimized_hlo(
     `InvalidProgramError` or `UnsupportedError` with XLA's reason.
     """
     count = num_replicas * num_partitions
-    compile_options = _options(options, num_replicas, num_partitions)
+    keep_tokens = stablehlo.has_token_barriers(module)
+    compile_options = _options(options, num_replicas, num_partitions, keep_tokens=keep_tokens)
     if not options:
         compile_options.executable_build_options.use_shardy_partitioner = stablehlo.uses_shardy(
             module

@@ -27,11 +27,6 @@ def text_of(f, *arguments) -> str:
     return f.lower(*arguments).as_text()
 
 
-def opcodes(text: str, partitions: int) -> set[str]:
-    module = Module.parse(tap.optimized_hlo(stablehlo.parse(text), 1, partitions))
-    return {i.opcode for c in module.computations for i in c.instructions}
-
-
 def test_private_symbols_are_as_expected():
     """If this fails: see what `tap` uses in the new jaxlib, and adapt that one file."""
     assert "(name: str, stage: int, callback: object) -> None" in (
@@ -55,9 +50,27 @@ def test_hlo_is_not_tied_to_a_cpu():
         P("x"),
         P("x"),
     )
-    found = opcodes(text_of(f, np.ones((16, 4), jnp.bfloat16)), 4)
+    hlo = tap.optimized_hlo(stablehlo.parse(text_of(f, np.ones((16, 4), jnp.bfloat16))), 1, 4)
+    found = {i.opcode for c in Module.parse(hlo).computations for i in c.instructions}
     assert "all-to-all" in found
-    assert not found & {"fusion", "bitcast", "convert", "custom-call"}
+    assert not found & {"fusion", "convert", "custom-call"}
+
+
+def test_only_chains_of_tokens_keep_what_leaves_a_barrier_unused():
+    over = mesh(4)
+
+    def sum_behind(token):
+        def body(x):
+            x, _ = lax.optimization_barrier((jnp.sin(x), token))
+            return lax.psum(x, "x")
+
+        f = manual(body, over, P("x"), P())
+        module = Module.parse(tap.optimized_hlo(stablehlo.parse(text_of(f, np.ones(8))), 1, 4))
+        instructions = [i for c in module.computations for i in c.instructions]
+        return [len(i.proto.shape.tuple_shapes) for i in instructions if i.opcode == "opt-barrier"]
+
+    assert sum_behind(np.bool_(False)) == [2]
+    assert sum_behind(np.float32(0)) == [1]
 
 
 @pytest.mark.parametrize("text", ["", "garbage", "module {}", "ML\xefR"])
@@ -149,7 +162,7 @@ def test_options_of_the_caller_are_honoured():
     build = options.executable_build_options
     build.use_shardy_partitioner = True
     build.allow_spmd_sharding_propagation_to_output = [True]
-    made = tap._options(options.SerializeAsString(), 2, 4)
+    made = tap._options(options.SerializeAsString(), 2, 4, keep_tokens=False)
     overrides = dict(made.env_option_overrides)
     disabled = overrides["xla_disable_hlo_passes"].split(",")
     assert disabled[:2] == ["fusion", "cse"] and set(tap.DISABLED_PASSES) <= set(disabled)

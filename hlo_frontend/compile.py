@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
+from google.protobuf.message import DecodeError
 from jaxlib import _jax
 
 from stretto.collectives.order import CommonOrder, Schedule
@@ -24,7 +26,7 @@ from .lower import lower
 from .passes.order import order
 from .passes.pseudo_tokens import remove_pseudo_tokens
 from .schedule import reorder, schedule_of, token_edges
-from .schema import HloModuleProto, HloModuleProtoWithConfig
+from .schema import CompileOptionsProto, HloModuleProto, HloModuleProtoWithConfig
 from .text import parse_hlo_text
 from .values import BlockGraph
 
@@ -78,8 +80,9 @@ def compile_stablehlo(
         )
     parsed = stablehlo.parse(module)
     stablehlo.replace_boundary_tokens(parsed)
+    stablehlo.settle_layouts(parsed)
     single = spec.num_replicas * spec.num_partitions == 1
-    if single and stablehlo.is_local(parsed):
+    if single and not _names_xla_options(spec.options) and stablehlo.is_local(parsed):
         return _whole(parsed)
     signature = stablehlo.signature(parsed, types=False)
     hlo = tap.optimized_hlo(parsed, spec.num_replicas, spec.num_partitions, spec.options)
@@ -89,6 +92,14 @@ def compile_stablehlo(
         input_memory_kinds=_padded(signature.input_memory_kinds, len(compiled.program.inputs)),
         output_memory_kinds=_padded(signature.output_memory_kinds, len(compiled.program.outputs)),
     )
+
+
+def _names_xla_options(options: bytes) -> bool:
+    """Whether the user set options of XLA, which are XLA's to check and to follow."""
+    try:
+        return bool(CompileOptionsProto.FromString(options).env_option_overrides)
+    except DecodeError as error:
+        raise InvalidProgramError(f"cannot read the compile options: {error}") from error
 
 
 def compile_hlo(
@@ -204,8 +215,19 @@ def _array_paths(shape: object, path: tuple[int, ...]) -> list[tuple[int, ...]]:
 def _with_config(serialized: bytes, num_replicas: int, num_partitions: int) -> bytes:
     wrapped = HloModuleProtoWithConfig()
     wrapped.hlo_module.CopyFrom(HloModuleProto.FromString(serialized))
-    wrapped.config.entry_computation_layout.CopyFrom(wrapped.hlo_module.host_program_shape)
+    layout = wrapped.config.entry_computation_layout
+    layout.CopyFrom(wrapped.hlo_module.host_program_shape)
+    for shape in (*layout.parameters, layout.result):
+        _make_row_major(shape)
     wrapped.config.replica_count = num_replicas
     wrapped.config.num_partitions = num_partitions
     wrapped.config.use_spmd_partitioning = num_partitions > 1
     return wrapped.SerializeToString()
+
+
+def _make_row_major(shape: Any) -> None:
+    """Give the arrays of a ShapeProto the layout that all arrays have here; XLA prefers others for some."""
+    for part in shape.tuple_shapes:
+        _make_row_major(part)
+    if shape.HasField("layout"):
+        shape.layout.minor_to_major[:] = range(len(shape.dimensions) - 1, -1, -1)

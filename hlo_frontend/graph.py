@@ -108,6 +108,15 @@ class Computation:
                 return True
         return False
 
+    @cached_property
+    def has_side_effect(self) -> bool:
+        """Whether it does, here or in what it calls, something that shows elsewhere than in its result."""
+        return any(
+            instruction.proto.custom_call_has_side_effect
+            or any(called.has_side_effect for called in instruction.called)
+            for instruction in self.instructions
+        )
+
 
 class Module:
     """An HLO module. Raises `InvalidProgramError` where references inside it lead nowhere."""

@@ -106,7 +106,13 @@ class Node:
 
     @property
     def has_side_effect(self) -> bool:
-        return self.is_runtime or self.instruction.proto.custom_call_has_side_effect
+        """Whether it must be run though nobody may want its results."""
+        instruction = self.instruction
+        return (
+            self.is_runtime
+            or instruction.proto.custom_call_has_side_effect
+            or any(called.has_side_effect for called in instruction.called)
+        )
 
 
 _RUNTIME = (NodeKind.COLLECTIVE, NodeKind.LOOP, NodeKind.BRANCH)

@@ -53,10 +53,10 @@ cdef class LoadedExecutable(Handle):
         """What `Execute` needs.
 
         ``run(arguments)`` takes a list of values for each local device and gives such lists of results, and
-        an event that is set once the run has been issued, or None. ``single(ordinal, arrays)`` is the
-        engine's way to do the same for one device, with arrays that are there, or None. ``copy(value)``
-        copies a value; ``donated`` are the parameters that a run consumes; ``output_memories`` has a
-        list for each of ``devices``, the local ones in the order of the arguments.
+        an event that is set once the run has been issued (with callbacks: has called), or None.
+        ``single(ordinal, arrays)`` is the engine's way to do the same for one device, with arrays that are
+        there, or None. ``copy(value)`` copies a value; ``donated`` are the parameters that a run consumes;
+        ``output_memories`` has a list for each of ``devices``, the local ones in the order of the arguments.
         """
         self.run, self.copy, self.engine, self.num_parameters = run, copy, engine, num_parameters
         self.single = single if len(devices) == 1 and not donated else None
@@ -151,7 +151,8 @@ cdef class LoadedExecutable(Handle):
                 event = Event()
                 event.complete(error)
         else:
-            event = Event((self.watched(buffer.alive()),), True)
+            # A weak reference: an event is not to keep an array alive.
+            event = Event((PyWeakref_NewRef(buffer.alive(), None),), True)
         return event.hand_out()
 
     cdef inline void* output(self, value, array, size_t i, list memories) except NULL:
@@ -198,22 +199,18 @@ cdef class LoadedExecutable(Handle):
                 (<void**>args.device_complete_events)[d] = self.completion(outputs, issued)
         return 0
 
-    cdef inline object watched(self, value):
-        """A value as an event is to hold it, which is not to keep the array alive for that alone.
-
-        Where Python functions are called, what counts is that they have been, even if nobody wants the
-        result.
-        """
-        return value if self.has_callbacks else PyWeakref_NewRef(value, None)
-
     cdef void* completion(self, list outputs, issued) except NULL:
         """Event, owned by the caller, for the end of a run that gave these values on one device.
 
-        ``issued`` is the run's own event, or None if all of it was issued by the time it returned.
+        ``issued`` is the run's own event, or None if all of it was issued by the time it returned. Where
+        Python functions are called, what counts is that they have been, even if nobody wants the results.
         """
         cdef Event event
-        if outputs:
-            event = Event(tuple([self.watched(value) for value in outputs]), True)
+        if self.has_callbacks and issued is not None:
+            event = Event()
+            issued.add_callback(lambda: event.complete(issued.error))
+        elif outputs:
+            event = Event(tuple([PyWeakref_NewRef(value, None) for value in outputs]), True)
         elif issued is None:
             return &always_ready
         else:

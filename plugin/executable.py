@@ -114,7 +114,7 @@ class LoadedExecutable(_capi.LoadedExecutable):  # type: ignore[misc]
             client.copy,
             executable.loaded.single,
             client.engine,
-            callbacks.needed_by(executable.source),
+            executable.loaded.has_host_callbacks,
             len(program.inputs),
             tuple(program.donated),
             executable.output_types,

@@ -107,6 +107,23 @@ def lower_tokens_in_barriers() -> None:
     mlir.lower_with_sharding_in_types = lower_with_sharding_in_types
 
 
+def call_what_was_exported() -> None:
+    """Let programs for stretto, lowered as for cpu, call what was exported for stretto."""
+    from jax._src.export import _export
+    from jax._src.interpreters import mlir
+
+    original = _export._call_exported_lowering
+
+    def lower(ctx: Any, *operands: Any, exported: Any) -> Any:
+        module, exported_for = ctx.module_context, exported.platforms
+        as_cpu = tuple(module.platforms) == ("cpu",) and "cpu" not in exported_for
+        if as_cpu and PLATFORM in exported_for:
+            ctx = ctx.replace(module_context=module.replace(platforms=(PLATFORM,)))
+        return original(ctx, *operands, exported=exported)
+
+    mlir.register_lowering(_export.call_exported_p, lower)
+
+
 def hide_from_source_lines() -> None:
     """Keep this file out of the source lines that JAX gives to operations and errors."""
     from jax._src import source_info_util, traceback_util

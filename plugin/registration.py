@@ -25,6 +25,7 @@ def initialize() -> None:
     jax_private.lower_as_cpu()
     jax_private.lower_beyond_cpu()
     jax_private.lower_tokens_in_barriers()
+    jax_private.call_what_was_exported()
     jax_private.share_cpu_lowerings()
     jax_private.allow_donation()
     jax_private.hand_over_callbacks()

@@ -32,6 +32,10 @@ class LoadedSegment(Protocol):
 
         Inputs may be pending too. Donated inputs are consumed. A failure of the computation reaches
         ``Engine.block`` of the outputs; a failure to enqueue raises.
+
+        A segment compiled with host callbacks may also have ``run_with_end(ordinal, inputs)``, which gives
+        the outputs and an object whose ``block_until_ready()`` waits until the callables have been called
+        and raises their error. Without it, nobody waits for callables that give no results.
         """
         ...
 

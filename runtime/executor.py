@@ -196,6 +196,7 @@ class Executor:
             self._lanes,
             self.instrument,
             called(program.name, line),
+            bool(host_callbacks),
         )
 
     def _check_devices(self, program: Program, device_ids: tuple[int, ...]) -> None:

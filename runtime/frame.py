@@ -29,13 +29,14 @@ class Hosted(list):
 class Frame:
     """One walk of a program: its registers and what changes on the way."""
 
-    __slots__ = ("active", "events", "iteration", "registers")
+    __slots__ = ("active", "ends", "events", "iteration", "registers")
 
     def __init__(self, num_slots: int, active: tuple[int, ...]) -> None:
         self.registers: list[Any] = [None] * num_slots
         self.active = active
         self.iteration = 0  # of the innermost loop
         self.events: dict[int, Event] = {}
+        self.ends: list[Any] = []  # of runs that call back into Python, to be waited for
 
 
 def named(error: BaseException, what: str) -> BaseException:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from .errors import InvalidProgramError
 from .frame import Frame, Hosted, drop_tracebacks
 from .program import Block, Branch, Loop, Run, Start, instructions
-from .stream import Event
+from .stream import Event, completions
 from .value import DeletedError, Landed, Promise, Value
 from .walk import Walker
 
@@ -48,7 +48,12 @@ class LoadedProgram:
         self._single = None
         # How it is agreed on with the other processes that run it; None if there are none.
         self.joint: Joint | None = None
-        if program.single_segment is not None and local and executor.instrument is None:
+        if (
+            program.single_segment is not None
+            and local
+            and executor.instrument is None
+            and not has_host_callbacks
+        ):
             self._single = walker.segments[program.body.instructions[0].segment].run  # type: ignore[union-attr]
 
     def prepare(self) -> None:
@@ -75,7 +80,8 @@ class LoadedProgram:
         self, arguments: Sequence[Sequence[Value]]
     ) -> tuple[list[list[Value]], Event | None]:
         """The same, with an event that is set once all is issued (its ``error`` says whether the run
-        failed); None if that is so already.
+        failed); None if that is so already. Where the program calls back into Python, it is set once
+        everything has been called.
         """
         if self._single is not None and (not self.donates or self.executor.dispatch.idle):
             outputs = self._run_single(arguments)
@@ -182,19 +188,20 @@ class LoadedProgram:
             self.executor.fly(flight)
         if self.donates:
             self._delete_donated(arguments)
-        return outputs, flight.event
+        return outputs, flight.end if self.has_host_callbacks else flight.event
 
 
 class Flight:
     """One run of a program, from its arguments to its outputs."""
 
-    __slots__ = ("_columns", "_failed", "event", "loaded", "promises", "run")
+    __slots__ = ("_columns", "_failed", "end", "event", "loaded", "promises", "run")
 
     def __init__(
         self, loaded: LoadedProgram, columns: list[list[Any]], failed: Exception | None
     ) -> None:
         self.loaded = loaded
-        self.event = Event()
+        self.event = Event()  # all is issued
+        self.end = Event() if loaded.has_host_callbacks else self.event  # and called back
         self.promises = [[Promise(self.event) for _ in loaded.output_types] for _ in loaded.local]
         self.run = loaded.executor.next_run()
         self._columns = columns
@@ -234,7 +241,7 @@ class Flight:
                 results = [frame.registers[slot] for slot in walker.program.body.results]
         if error is not None:
             drop_tracebacks(error)
-        self.land(error, results)
+        self.land(error, results, () if frame is None else frame.ends)
         for lane in walker.lanes:
             if lane.sends:
                 drained = lane.stream.submit(lane.drain)
@@ -256,8 +263,16 @@ class Flight:
             ]
         return column
 
-    def land(self, error: BaseException | None, results: Sequence[Any] = ()) -> None:
-        """Deliver the outputs; those that are not issued get the error. Only the first call counts."""
+    def land(
+        self,
+        error: BaseException | None,
+        results: Sequence[Any] = (),
+        ends: Sequence[Any] = (),
+    ) -> None:
+        """Deliver the outputs; those that are not issued get the error. Only the first call counts.
+
+        ``ends`` are those of runs that call back into Python.
+        """
         loaded = self.loaded
         executor = loaded.executor
         if not executor.claim(self):
@@ -274,6 +289,24 @@ class Flight:
         if loaded.communicates and not getattr(error, "agreed", False):
             executor.report(error)
         self.event.set(error=error)
+        if self.end is self.event:
+            return
+        if error is None and ends:
+            completions.submit(partial(_wait_for, tuple(ends), self.end))
+        else:
+            self.end.set(error=error)
+
+
+def _wait_for(ends: Sequence[Any], event: Event) -> None:
+    """Set the event once all ends have come; its error is the first of theirs."""
+    failure: BaseException | None = None
+    for end in ends:
+        try:
+            end.block_until_ready()
+        except Exception as error:
+            drop_tracebacks(error)
+            failure = failure or error
+    event.set(error=failure)
 
 
 def segment_runs(block: Block, times: int = 1) -> Iterator[tuple[int, int]]:

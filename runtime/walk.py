@@ -36,8 +36,8 @@ class Walker:
     """The operations of one program for the local devices ``local``: (logical id, ordinal) pairs.
 
     ``lanes[i]`` serves the program's stream i. ``owner`` maps each logical id to its process. ``called``
-    names the program and the line it is called from, for the watchdog. There are no ``operations`` before
-    `prepare`.
+    names the program and the line it is called from, for the watchdog. ``with_ends``: frames collect the
+    ends of runs of segments, for programs that call back. There are no ``operations`` before `prepare`.
     """
 
     def __init__(
@@ -50,6 +50,7 @@ class Walker:
         lanes: Sequence[Lane],
         instrument: Instrument | None = None,
         called: str = "",
+        with_ends: bool = False,
     ) -> None:
         self.program = program
         self.engine = engine
@@ -62,6 +63,7 @@ class Walker:
         self.lanes = lanes
         self.instrument = instrument
         self.called = called
+        self.with_ends = with_ends
         self.operations: list[Operation] = []
         self._shared = shared_results(program)
 
@@ -140,12 +142,12 @@ class Walker:
     def _run(self, instruction: Run) -> Operation:
         segment = self.program.segments[instruction.segment]
         what = f"segment {segment.name or instruction.segment} of {self.program.name}"
-        run, land = self.segments[instruction.segment].run, self.land
+        loaded, land = self.segments[instruction.segment], self.land
         inputs, outputs, donated = instruction.inputs, instruction.outputs, instruction.donated
         ordinals, count = self.ordinals, len(self.ordinals)
         instrument, program = self.instrument, self.program.name
 
-        def issue(frame: Frame) -> None:
+        def issue(frame: Frame, run: Callable[..., list[Any]] = loaded.run) -> None:
             registers = frame.registers
             columns = []
             for slot in inputs:
@@ -167,7 +169,7 @@ class Walker:
             for slot, result in zip(outputs, results, strict=True):
                 registers[slot] = result
 
-        def issue_one(frame: Frame) -> None:
+        def issue_one(frame: Frame, run: Callable[..., list[Any]] = loaded.run) -> None:
             registers = frame.registers
             arguments = []
             for slot in inputs:
@@ -184,7 +186,20 @@ class Walker:
             for slot, array in zip(outputs, arrays, strict=True):
                 registers[slot] = [array]
 
-        return issue_one if count == 1 and instrument is None else issue
+        chosen = issue_one if count == 1 and instrument is None else issue
+        run_with_end = getattr(loaded, "run_with_end", None) if self.with_ends else None
+        if run_with_end is None:
+            return chosen
+
+        def issue_noting_ends(frame: Frame) -> None:
+            def run(ordinal: int, arrays: list[Any]) -> list[Any]:
+                outputs, end = run_with_end(ordinal, arrays)
+                frame.ends.append(end)
+                return outputs
+
+            chosen(frame, run)
+
+        return issue_noting_ends
 
     def _loop(self, loop: Loop) -> Operation:
         return self._counted_loop(loop) if loop.trip_count is not None else self._while(loop)

@@ -59,6 +59,22 @@ def _aval(type: TensorType) -> core.ShapedArray:
     return core.ShapedArray(type.shape, type.numpy)
 
 
+class _End:
+    """The end of one run."""
+
+    __slots__ = ("_token",)
+
+    def __init__(self, token: Any) -> None:
+        self._token = token
+
+    def block_until_ready(self) -> None:
+        """Wait for it. Raises `XlaError` if the run failed."""
+        try:
+            self._token.block_until_ready()
+        except JaxRuntimeError as error:
+            raise _translate(error, XlaError) from error
+
+
 class XlaCpuSegment:
     """A segment compiled for device 0 and, once it has run there, for other devices."""
 
@@ -83,6 +99,15 @@ class XlaCpuSegment:
             return executable.execute(inputs)
         except JaxRuntimeError as error:
             raise _translate(error, XlaError) from error
+
+    def run_with_end(self, ordinal: int, inputs: list[Array]) -> tuple[list[Array], Any]:
+        """`run`, and the token of the run, which is ready when all of it is over."""
+        try:
+            results = self._load(ordinal).execute_sharded(inputs, with_tokens=True)
+            arrays = [array for (array,) in results.disassemble_into_single_device_arrays()]
+        except JaxRuntimeError as error:
+            raise _translate(error, XlaError) from error
+        return arrays, _End(results.consume_token())
 
     @property
     def executable(self) -> Any:

@@ -1,0 +1,145 @@
+"""The environment: one release of JAX, stretto as users install it, and a view of the checkout's tests.
+
+All of it lies below ``.cache/jax_suite`` in the repository, one folder for each release of JAX. It is made
+once; stretto is installed anew whenever its sources have changed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import venv
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+INSIDE = Path(__file__).resolve().parent / "inside"
+_SOURCES = ("stretto", "collectives", "runtime", "hlo_frontend", "plugin")
+_REQUIREMENTS = (
+    "absl-py",
+    "cloudpickle",
+    "hypothesis",
+    "mpi4py>=4",
+    "mpich>=4.3",
+    "portpicker",
+    "protobuf>=5",
+    "pytest>=8",
+    "rich>=13",
+    "scipy",
+    "setuptools>=77",
+    "Cython>=3.1",
+    "wheel",
+)
+
+
+class SetupError(Exception):
+    """The environment cannot be made; the message says what to do."""
+
+
+@dataclass(frozen=True)
+class Environment:
+    """Where things are. ``tests`` holds links to the checkout's tests, and nothing else of JAX's sources,
+    which would be imported in place of the release."""
+
+    jax: str
+    python: Path
+    folder: Path
+    checkout: Path
+
+    @property
+    def tests(self) -> Path:
+        return self.folder / "tests"
+
+    @property
+    def baselines(self) -> Path:
+        return self.folder / "cpu"
+
+    def variables(self, platform: str, devices: int) -> dict[str, str]:
+        """The environment variables of a process that runs tests on ``devices`` devices."""
+        kept = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("JAX_", "XLA_", "STRETTO_", "PYTHON", "PYTEST_"))
+        }
+        kept |= {
+            "PATH": f"{self.python.parent}{os.pathsep}{kept.get('PATH', '')}",
+            "PYTHONPATH": str(INSIDE),
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+            "JAX_PLATFORMS": "cpu" if platform == "cpu" else f"{platform},cpu",
+        }
+        if platform != "cpu":
+            kept["STRETTO_LOCAL_DEVICES"] = str(devices)
+        return kept
+
+
+def version_of(checkout: Path) -> str:
+    """The release that a checkout's tests belong to. Raises `SetupError`."""
+    path = checkout / "jax/version.py"
+    found = re.search(r'^_version = "([0-9.]+)"', path.read_text(), re.M) if path.exists() else None
+    if found is None:
+        raise SetupError(f"{path} does not tell the version of JAX: name its release with --jax")
+    return found[1]
+
+
+def make(checkout: Path, jax: str) -> Environment:
+    """The environment for a checkout's tests, up to date. Raises `SetupError`."""
+    if not (checkout / "tests").is_dir():
+        raise SetupError(f"{checkout} has no folder `tests`: name a checkout of JAX's repository")
+    folder = ROOT / ".cache/jax_suite" / jax
+    python = folder / "venv/bin/python"
+    if not python.exists():
+        print(f"== making an environment with jax {jax}", flush=True)
+        venv.create(folder / "venv", clear=True, with_pip=True)
+    marks = folder / "installed"
+    marks.mkdir(exist_ok=True)
+    wanted = " ".join((jax, *_REQUIREMENTS))
+    if _read(marks / "requirements") != wanted:
+        try:
+            _pip(python, f"jax=={jax}", f"jaxlib=={jax}", *_REQUIREMENTS)
+        except SetupError:
+            shutil.rmtree(folder / "venv")  # a release may need another Python
+            raise
+        (marks / "requirements").write_text(wanted)
+        (marks / "sources").unlink(missing_ok=True)
+    sources = _hash_of_sources()
+    if _read(marks / "sources") != sources:
+        print("== building and installing stretto", flush=True)
+        _pip(python, "--no-build-isolation", "--no-deps", "--force-reinstall", str(ROOT))
+        (marks / "sources").write_text(sources)
+    environment = Environment(jax, python, folder, checkout)
+    _link(checkout, environment.tests)
+    return environment
+
+
+def _read(path: Path) -> str:
+    return path.read_text() if path.exists() else ""
+
+
+def _pip(python: Path, *what: str) -> None:
+    command = [str(python), "-m", "pip", "install", "--quiet", *what]
+    if subprocess.run(command, check=False, stdout=sys.stderr).returncode:
+        raise SetupError(f"failed: {' '.join(command)}")
+
+
+def _hash_of_sources() -> str:
+    digest = hashlib.sha256()
+    files = [ROOT / "pyproject.toml", ROOT / "setup.py"]
+    files += [p for top in _SOURCES for p in sorted((ROOT / top).rglob("*.p[yx]*"))]
+    for path in files:
+        if "__pycache__" not in path.parts:
+            digest.update(str(path.relative_to(ROOT)).encode())
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _link(checkout: Path, view: Path) -> None:
+    view.mkdir(exist_ok=True)
+    for name in ("tests", "conftest.py", "pyproject.toml"):
+        link = view / name
+        link.unlink(missing_ok=True)
+        link.symlink_to(checkout.resolve() / name)

@@ -1,0 +1,106 @@
+"""Runs a file for several processes: by JAX's own launcher, or with ranks started by mpiexec.
+
+JAX's launcher joins its processes through `jax.distributed`. Under mpiexec the file's tests run as in any
+other MPI program, without it; files that use it are not for mpiexec. A test passed if it passed in all
+processes; what absl prints while tests run is what tells, so that a crash costs one test.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+from .environment import INSIDE, Environment
+from .results import CRASHED, EXIT, FAILED, PASSED, SKIPPED, FileResult, Outcome
+from .selection import DEVICES_PER_PROCESS, NUM_PROCESSES, Selection
+
+LAUNCHER, MPIEXEC = "jax.distributed", "mpiexec"
+
+# What absl prints for each test: "[ RUN      ] Class.test", then one of the others.
+_LINE = re.compile(r"^\[ +(RUN|OK|FAILED|SKIPPED) +\] (\w+)\.(\S+)", re.M)
+_OUTCOMES = {"OK": PASSED, "FAILED": FAILED, "SKIPPED": SKIPPED, "RUN": CRASHED}
+_SEVERITY = (SKIPPED, PASSED, FAILED, CRASHED)
+
+
+def allows_mpiexec(path: Path) -> bool:
+    """Whether a file's tests get by without `jax.distributed`, which mpiexec makes unnecessary."""
+    source = path.read_text()
+    return not re.search(r"\bdistributed\b|multihost_utils|key_value|wait_at_barrier", source)
+
+
+def run(
+    environment: Environment,
+    selection: Selection,
+    platform: str,
+    logs: Path,
+    limit: float,
+    how: str,
+) -> FileResult:
+    """Run all tests of the file; ``limit`` is in seconds for the whole of it."""
+    folder = logs / f"{selection.name.replace('/', '.')}.{platform}.{how}"
+    folder.mkdir(parents=True, exist_ok=True)
+    for old in folder.iterdir():
+        old.unlink()
+    variables = environment.variables(platform, DEVICES_PER_PROCESS)
+    variables["TEST_UNDECLARED_OUTPUTS_DIR"] = str(folder)
+    if how == MPIEXEC:
+        command = [str(environment.python.parent / "mpiexec"), "-n", str(NUM_PROCESSES)]
+        command += [str(environment.python), str(INSIDE / "jax_suite_rank.py"), str(folder)]
+    else:
+        command = [str(environment.python)]
+    command += [selection.file, f"--num_processes={NUM_PROCESSES}", "--jax_test_dut=cpu"]
+    began = time.monotonic()
+    with (folder / "launcher.log").open("wb") as log:
+        process = subprocess.Popen(
+            command,
+            cwd=environment.tests,
+            env=variables,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        try:
+            code: int | None = process.wait(limit)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            _end(process)
+    result = FileResult(_outcomes(folder), time.monotonic() - began)
+    if code is None:
+        result.tests[EXIT] = Outcome(CRASHED, detail=f"took more than {limit:.0f} s; see {folder}")
+    elif code and not result.count(FAILED) + result.count(CRASHED):
+        result.tests[EXIT] = Outcome(CRASHED, detail=f"exit code {code}; see {folder}")
+    return result
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Stop a launcher, which stops its workers, and then what is left of them."""
+    if process.poll() is None:
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(20)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _outcomes(folder: Path) -> dict[str, Outcome]:
+    """The worst of what each test did in any process; in one that did not get to it, it crashed."""
+    ranks: list[dict[str, str]] = []
+    for rank in range(NUM_PROCESSES):
+        log = folder / f"jax_{rank}_stderr.log"
+        text = log.read_text(errors="replace") if log.exists() else ""
+        ranks.append({f"{c}::{t}": _OUTCOMES[o] for o, c, t in _LINE.findall(text)})
+    names = {name for rank in ranks for name in rank}
+    merged = {}
+    for name in sorted(names):
+        worst = max((rank.get(name, CRASHED) for rank in ranks), key=_SEVERITY.index)
+        detail = "" if worst in (PASSED, SKIPPED) else f"see {folder}"
+        merged[name] = Outcome(worst, detail=detail)
+    return merged

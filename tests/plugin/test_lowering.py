@@ -1,0 +1,132 @@
+"""What JAX programs ask of the platform beyond running: effects that end, exports, options, layouts."""
+
+from __future__ import annotations
+
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export
+from jax.experimental import io_callback
+from jax.experimental.layout import Format, Layout
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+
+pytestmark = pytest.mark.usefixtures("on_stretto")
+
+
+def _slow_zero(device: jax.Device | NamedSharding) -> jax.Array:
+    """Zeros that the engine takes a while to compute, on a thread of its own."""
+    large = jax.device_put(np.zeros((4, 1500, 1500), np.float32), device)
+    return jax.jit(lambda a: (a @ a @ a @ a)[:, 0, 0])(large)
+
+
+def test_the_barrier_waits_for_callables_that_give_nothing(devices: list[jax.Device]) -> None:
+    seen: list[int] = []
+    f = jax.jit(lambda a: jax.debug.callback(lambda value: seen.append(int(value[0])), a + 7))
+    f(_slow_zero(devices[0]))
+    jax.effects_barrier()
+    assert seen == [7]
+
+
+def test_also_where_the_program_gives_something_else(devices: list[jax.Device]) -> None:
+    """The segment that calls back gives nothing; what the program gives is there before it."""
+    seen: list[int] = []
+    mesh = Mesh(np.array(devices), ("x",))
+    spec = PartitionSpec("x")
+
+    def f(slow: jax.Array, a: jax.Array) -> jax.Array:
+        jax.debug.callback(lambda value: seen.append(int(value)), slow[0] + 7)
+        return jax.lax.psum(a, "x")
+
+    g = jax.jit(
+        jax.shard_map(f, mesh=mesh, in_specs=spec, out_specs=PartitionSpec(), check_vma=False)
+    )
+    result = g(_slow_zero(NamedSharding(mesh, spec)), np.arange(4, dtype=np.int32))
+    jax.effects_barrier()
+    assert seen == [7] * 4
+    np.testing.assert_array_equal(np.asarray(result), [6])
+
+
+def test_a_callback_in_a_branch_whose_result_nobody_wants(devices: list[jax.Device]) -> None:
+    """Partitioned, a callback for one device lies in a conditional that gives nothing."""
+    sharding = NamedSharding(Mesh(np.array(devices), ("x",)), PartitionSpec("x"))
+    called = threading.Event()
+    seen: list[int] = []
+
+    def take(value: np.ndarray) -> None:
+        seen.append(int(value.sum()))
+        called.set()
+
+    def f(a: jax.Array) -> jax.Array:
+        io_callback(take, None, a)
+        return a
+
+    jax.block_until_ready(jax.jit(f, in_shardings=sharding)(np.arange(4)))
+    jax.effects_barrier()
+    assert called.wait(30) and seen == [6]
+
+
+def test_what_was_exported_for_stretto_can_be_called_here() -> None:
+    exported = export.export(jax.jit(lambda a: jnp.sin(a) * 2), platforms=["stretto"])(
+        jax.ShapeDtypeStruct((3,), np.float32)
+    )
+    assert exported.platforms == ("stretto",)
+    argument = np.arange(3, dtype=np.float32)
+    result = jax.jit(lambda a: exported.call(a) + 1)(argument)
+    np.testing.assert_allclose(np.asarray(result), np.sin(argument) * 2 + 1, rtol=1e-6)
+
+
+def test_and_what_was_exported_for_cpu() -> None:
+    exported = export.export(jax.jit(lambda a: a + 1), platforms=["cpu"])(np.float32(0))
+    assert float(jax.jit(exported.call)(np.float32(2))) == 3
+
+
+def test_what_was_exported_for_others_cannot() -> None:
+    exported = export.export(jax.jit(lambda a: a + 1), platforms=["tpu"])(np.float32(0))
+    with pytest.raises(ValueError, match="was exported for platforms"):
+        jax.jit(exported.call)(np.float32(2))
+
+
+def test_options_of_xla_are_checked_for_one_device_too() -> None:
+    good = jax.jit(lambda a: a + 1, compiler_options={"xla_embed_ir_in_executable": True})
+    assert float(good(1.0)) == 2
+    with pytest.raises(Exception, match="No such compile option: 'no_such_option'"):
+        jax.jit(lambda a: a + 1, compiler_options={"no_such_option": "1"})(1.0)
+
+
+class TestLayouts:
+    """Arrays are row-major, and programs say so."""
+
+    def test_left_to_the_compiler(self, devices: list[jax.Device]) -> None:
+        argument = np.arange(32, dtype=np.int32).reshape(8, 4)
+        mesh = Mesh(np.array(devices), ("x",))
+        placements = (
+            Format(Layout.AUTO),
+            Format(Layout.AUTO, NamedSharding(mesh, PartitionSpec("x"))),
+        )
+        for placement in placements:
+            f = jax.jit(lambda a: (a * 2, a.T), in_shardings=placement, out_shardings=placement)
+            compiled = f.lower(argument).compile()
+            (taken,), _ = compiled.input_formats
+            results = compiled(jax.device_put(argument, taken.sharding))
+            for result, format_, expected in zip(
+                results, compiled.output_formats, (argument * 2, argument.T), strict=True
+            ):
+                assert format_.layout.major_to_minor == (0, 1)
+                assert result.format.layout.major_to_minor == (0, 1)
+                np.testing.assert_array_equal(np.asarray(result), expected)
+
+    def test_row_major(self) -> None:
+        device = jax.devices("stretto")[0]
+        argument = np.arange(6, dtype=np.int32).reshape(2, 3)
+        placement = Format(Layout((0, 1)), SingleDeviceSharding(device))
+        result = jax.jit(lambda a: a + 1, in_shardings=placement)(argument)
+        np.testing.assert_array_equal(np.asarray(result), argument + 1)
+
+    def test_others_are_refused(self) -> None:
+        device = jax.devices("stretto")[0]
+        placement = Format(Layout((1, 0)), SingleDeviceSharding(device))
+        with pytest.raises(Exception, match=r"argument 0 .* layout .*row-major"):
+            jax.jit(lambda a: a + 1, in_shardings=placement)(np.zeros((2, 3)))

@@ -76,9 +76,9 @@ class Collective:
     tuple_form: bool = False
     dynamic_root: bool = False
     channel: int = 0
-    # One inclusive (lo, hi) pair of loop iterations for each of `pairs`, or empty: always.
-    # (1, 0) is never.
-    valid_iterations: tuple[tuple[int, int], ...] = field(default=())
+    # For each of `pairs`: first and last of each run of iterations of the loop around it in which it
+    # moves data, (lo, hi, lo, hi, …), ascending. (1, 0) is never; empty for all pairs: always.
+    valid_iterations: tuple[tuple[int, ...], ...] = field(default=())
     name: str = ""
     source: str = ""
 

@@ -126,7 +126,9 @@ def entry_of(collective: Collective, after: tuple[int, ...] = (), reducer: str =
     if c.dynamic_root:
         parts.append("dynamic_root")
     if c.valid_iterations:
-        parts.append("valid=" + ",".join(f"{lo}:{hi}" for lo, hi in c.valid_iterations))
+        parts.append(
+            "valid=" + ",".join(":".join(map(str, bounds)) for bounds in c.valid_iterations)
+        )
     return Entry(
         kind=str(c.kind),
         key=" ".join(parts),

@@ -14,6 +14,28 @@ from .groups import parse_pairs, replica_groups, source_target_pairs
 PAIRS_ATTRIBUTE = "_xla_send_recv_source_target_pairs"
 VALIDATION_ATTRIBUTE = "_xla_send_recv_validation"
 
+NEVER = (1, 0)
+
+
+def validation_text(instruction: Instruction, wrappers: Sequence[Instruction] = ()) -> str | None:
+    """What the attribute of valid iterations says, on an op, its done, or the async ops around it.
+
+    Raises `InvalidProgramError` where it is there more than once and says different things.
+    """
+    found: str | None = None
+    starts = [instruction, *wrappers]
+    dones = [start.computation.dones.get(start) for start in starts]
+    for place in [*starts, *(done for done in dones if done is not None)]:
+        text = place.attributes.get(VALIDATION_ATTRIBUTE)
+        if text is None:
+            continue
+        if found is not None and text.split() != found.split():
+            raise instruction.invalid(
+                f"{VALIDATION_ATTRIBUTE} is {found} on it or its start, and {text} on {place.name}"
+            )
+        found = text
+    return found
+
 
 class CollectiveReader:
     """Reads collectives of a program for given numbers of replicas and partitions."""
@@ -27,10 +49,13 @@ class CollectiveReader:
         instruction: Instruction,
         operands: Sequence[TensorType],
         results: Sequence[TensorType],
+        *,
+        validation: str | None = None,
     ) -> tuple[Collective, Computation | None]:
         """The collective, and its reducer where that has no native form.
 
-        ``operands`` and ``results`` are the instruction's arrays, without tokens.
+        ``operands`` and ``results`` are the instruction's arrays, without tokens. ``validation`` is the
+        text of its valid iterations (see `validation_text`).
         """
         kind = Kind(instruction.opcode.removesuffix("-start"))
         base = Collective(
@@ -41,9 +66,11 @@ class CollectiveReader:
             source=instruction.source,
         )
         if kind in (Kind.SEND, Kind.RECV):
-            return self._point_to_point(instruction, base), None
+            return self._point_to_point(instruction, base, validation), None
         if kind is Kind.PERMUTE:
-            return self._permute(instruction, base), None
+            return self._permute(instruction, base, validation), None
+        if validation is not None:
+            raise instruction.invalid(f"has {VALIDATION_ATTRIBUTE}, but no source-target pairs")
         groups = replica_groups(instruction, self.num_replicas, self.num_partitions)
         collective = replace(base, groups=tuple(groups))
         reducer = None
@@ -55,15 +82,19 @@ class CollectiveReader:
         check = _CHECKS.get(kind)
         return (check(instruction, collective) if check else collective), reducer
 
-    def _permute(self, instruction: Instruction, base: Collective) -> Collective:
+    def _permute(
+        self, instruction: Instruction, base: Collective, validation: str | None
+    ) -> Collective:
         if instruction.proto.dynamic_slice_sizes:
             raise instruction.unsupported("the in-place form with slice sizes is not supported")
         if base.operands != base.results:
             raise instruction.invalid("operands and results differ in type")
         pairs = [(p.source, p.target) for p in instruction.proto.source_target_pairs]
-        return self._with_pairs(instruction, base, pairs)
+        return self._with_pairs(instruction, base, pairs, validation)
 
-    def _point_to_point(self, instruction: Instruction, base: Collective) -> Collective:
+    def _point_to_point(
+        self, instruction: Instruction, base: Collective, validation: str | None
+    ) -> Collective:
         if instruction.proto.is_host_transfer:
             raise instruction.unsupported("transfers to the host are not supported; use a callback")
         text = instruction.attributes.get(PAIRS_ATTRIBUTE)
@@ -73,30 +104,40 @@ class CollectiveReader:
             )
         pairs = parse_pairs(instruction, text)
         return replace(
-            self._with_pairs(instruction, base, pairs), channel=instruction.proto.channel_id
+            self._with_pairs(instruction, base, pairs, validation),
+            channel=instruction.proto.channel_id,
         )
 
     def _with_pairs(
-        self, instruction: Instruction, base: Collective, pairs: list[tuple[int, int]]
+        self,
+        instruction: Instruction,
+        base: Collective,
+        pairs: list[tuple[int, int]],
+        validation: str | None,
     ) -> Collective:
         flat = source_target_pairs(instruction, pairs, self.num_replicas, self.num_partitions)
         return replace(
             base,
             pairs=tuple(flat),
-            valid_iterations=self._valid_iterations(instruction, len(pairs)),
+            valid_iterations=self._valid_iterations(instruction, len(pairs), validation),
         )
 
     def _valid_iterations(
-        self, instruction: Instruction, num_pairs: int
+        self, instruction: Instruction, num_pairs: int, text: str | None
     ) -> tuple[tuple[int, int], ...]:
         """Bounds for each pair, repeated for each replica or partition as the pairs are."""
-        text = instruction.attributes.get(VALIDATION_ATTRIBUTE)
         if text is None:
             return ()
         copies = self.num_replicas if instruction.proto.channel_id > 0 else self.num_partitions
         if text.strip('" ') == "invalid":
-            return ((1, 0),) * (num_pairs * copies)
-        bounds = parse_pairs(instruction, text)
+            return (NEVER,) * (num_pairs * copies)
+        bounds = parse_pairs(instruction, text.strip('" '))
+        for low, high in bounds:
+            if (low, high) != NEVER and not 0 <= low <= high:
+                raise instruction.invalid(
+                    f"{VALIDATION_ATTRIBUTE} has the bounds {{{low},{high}}}: expected first and last "
+                    "iteration, counted from 0, or {1,0} for never"
+                )
         if len(bounds) != num_pairs:
             raise instruction.invalid(
                 f"{VALIDATION_ATTRIBUTE} has {len(bounds)} bounds for {num_pairs} pairs"

@@ -25,6 +25,8 @@ from .graph import Module
 from .lower import lower
 from .passes.order import order
 from .passes.pseudo_tokens import remove_pseudo_tokens
+from .passes.valid import ValidPolicy, ValidReport
+from .passes.valid import apply as find_valid_iterations
 from .schedule import reorder, schedule_of, token_edges
 from .schema import CompileOptionsProto, HloModuleProto, HloModuleProtoWithConfig
 from .text import parse_hlo_text
@@ -40,6 +42,9 @@ class CompileSpec:
     options: bytes = b""
 
 
+_PROVED = ValidPolicy()
+
+
 def _nothing_to_order(order: CommonOrder) -> Program:
     raise InvalidProgramError("the program has no collectives to order")
 
@@ -53,7 +58,8 @@ class CompiledModule:
     where the program names none. ``schedule`` is what the program communicates, in its order;
     ``with_order`` gives the same program with its collectives in another order, and raises
     `InvalidProgramError` where that contradicts the program's data or tokens. ``tokens`` gives, by
-    name of each collective, those that tokens put right before it.
+    name of each collective, those that tokens put right before it. ``valid`` tells what was found about
+    transfers in loops.
     """
 
     program: Program
@@ -63,15 +69,21 @@ class CompiledModule:
     schedule: Schedule = field(default_factory=Schedule)
     with_order: Callable[[CommonOrder], Program] = field(repr=False, default=_nothing_to_order)
     tokens: Callable[[], dict[str, tuple[str, ...]]] = field(repr=False, default=dict)
+    valid: ValidReport = field(repr=False, default_factory=ValidReport)
 
 
 def compile_stablehlo(
-    module: bytes | str, spec: CompileSpec, *, pseudo_tokens: bool = True
+    module: bytes | str,
+    spec: CompileSpec,
+    *,
+    pseudo_tokens: bool = True,
+    valid: ValidPolicy = _PROVED,
 ) -> CompiledModule:
     """Partition and lower StableHLO (text, bytecode, portable artifact).
 
     ``pseudo_tokens``: whether scalars that only order collectives become order (see
-    `passes.pseudo_tokens`). Raises `InvalidProgramError` or `UnsupportedError`.
+    `passes.pseudo_tokens`). ``valid``: how iterations are found in which transfers are made (see
+    `passes.valid`). Raises `InvalidProgramError` or `UnsupportedError`.
     """
     if spec.num_replicas < 1 or spec.num_partitions < 1:
         raise InvalidProgramError(
@@ -86,7 +98,7 @@ def compile_stablehlo(
         return _whole(parsed)
     signature = stablehlo.signature(parsed, types=False)
     hlo = tap.optimized_hlo(parsed, spec.num_replicas, spec.num_partitions, spec.options)
-    compiled = _compiled(hlo, spec.num_replicas, spec.num_partitions, pseudo_tokens)
+    compiled = _compiled(hlo, spec.num_replicas, spec.num_partitions, pseudo_tokens, valid)
     return replace(
         compiled,
         input_memory_kinds=_padded(signature.input_memory_kinds, len(compiled.program.inputs)),
@@ -103,23 +115,35 @@ def _names_xla_options(options: bytes) -> bool:
 
 
 def compile_hlo(
-    hlo: bytes | str, num_replicas: int, num_partitions: int, *, pseudo_tokens: bool = True
+    hlo: bytes | str,
+    num_replicas: int,
+    num_partitions: int,
+    *,
+    pseudo_tokens: bool = True,
+    valid: ValidPolicy = _PROVED,
 ) -> CompiledModule:
     """Lower HLO that is partitioned already: text, or a serialized ``HloModuleProto``."""
     if num_replicas < 1 or num_partitions < 1:
         raise InvalidProgramError("a program needs at least one replica and one partition")
     serialized = parse_hlo_text(hlo) if isinstance(hlo, str) else hlo
-    return _compiled(serialized, num_replicas, num_partitions, pseudo_tokens)
+    return _compiled(serialized, num_replicas, num_partitions, pseudo_tokens, valid)
 
 
 def _compiled(
-    serialized: bytes, num_replicas: int, num_partitions: int, pseudo_tokens: bool
+    serialized: bytes,
+    num_replicas: int,
+    num_partitions: int,
+    pseudo_tokens: bool,
+    policy: ValidPolicy,
 ) -> CompiledModule:
+    reports: list[ValidReport] = []
+
     def planned() -> tuple[Module, BlockGraph, BlockPlan]:
         module = Module.parse(serialized)
         entry = flatten(module.entry, CollectiveReader(num_replicas, num_partitions))
         if pseudo_tokens:
             remove_pseudo_tokens(entry)
+        reports.append(find_valid_iterations(entry, num_replicas, num_partitions, policy))
         return module, entry, plan_block(entry)
 
     def lowered(module: Module, plan: BlockPlan) -> Program:
@@ -144,6 +168,7 @@ def _compiled(
         schedule,
         with_order,
         tokens,
+        reports[0],
     )
 
 

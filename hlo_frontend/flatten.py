@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from stretto.collectives.types import TensorType
 
-from .collectives import CollectiveReader
+from .collectives import VALIDATION_ATTRIBUTE, CollectiveReader, validation_text
 from .graph import (
     ASYNC_WRAPPERS,
     COLLECTIVES,
@@ -41,9 +41,14 @@ _REFUSED = {
 Env = dict[Instruction, list[Value]]
 
 
-def flatten(computation: Computation, reader: CollectiveReader) -> BlockGraph:
-    """The block graph of a whole computation. Raises `UnsupportedError` naming the instruction."""
-    builder = _Builder(reader)
+def flatten(
+    computation: Computation, reader: CollectiveReader, *, in_loop: bool = False
+) -> BlockGraph:
+    """The block graph of a whole computation. Raises `UnsupportedError` naming the instruction.
+
+    ``in_loop``: whether the computation runs inside of a loop's condition or body.
+    """
+    builder = _Builder(reader, in_loop)
     arguments: list[list[Value]] = []
     parameters: list[Value] = []
     for parameter in computation.parameters:
@@ -55,8 +60,10 @@ def flatten(computation: Computation, reader: CollectiveReader) -> BlockGraph:
 
 
 class _Builder:
-    def __init__(self, reader: CollectiveReader) -> None:
+    def __init__(self, reader: CollectiveReader, in_loop: bool) -> None:
         self.reader = reader
+        self.in_loop = in_loop
+        self.wrappers: list[Instruction] = []  # asynchronous ops around what is being inlined
         self.nodes: list[Node] = []
         self.ids: dict[str, Value] = {}
 
@@ -217,7 +224,10 @@ def _call(builder: _Builder, instruction: Instruction, env: Env) -> list[Value]:
 def _async_start(builder: _Builder, instruction: Instruction, env: Env) -> list[Value]:
     """The wrapped computation's results; what wraps a single instruction is that instruction."""
     (called,) = instruction.called
-    return builder.inline(called, [env[operand] for operand in instruction.operands])
+    builder.wrappers.append(instruction)
+    results = builder.inline(called, [env[operand] for operand in instruction.operands])
+    builder.wrappers.pop()
+    return results
 
 
 def _while(builder: _Builder, instruction: Instruction, env: Env) -> list[Value]:
@@ -226,7 +236,10 @@ def _while(builder: _Builder, instruction: Instruction, env: Env) -> list[Value]
     body, condition = instruction.called
     leaves = _leaves(instruction, env)
     node = builder.runtime_node(NodeKind.LOOP, instruction, leaves, env)
-    node.blocks = (flatten(condition, builder.reader), flatten(body, builder.reader))
+    node.blocks = (
+        flatten(condition, builder.reader, in_loop=True),
+        flatten(body, builder.reader, in_loop=True),
+    )
     results = _results_with_tokens(node, leaf_types(instruction.shape, instruction))
     # What the body hands on as it came is the same value after the loop as before it.
     body_graph = node.blocks[1]
@@ -259,7 +272,9 @@ def _conditional(builder: _Builder, instruction: Instruction, env: Env) -> list[
     selector, *arguments = instruction.operands
     node = builder.runtime_node(NodeKind.BRANCH, instruction, _leaves(instruction, env), env)
     (node.selector,) = env[selector]
-    node.blocks = tuple(flatten(called, builder.reader) for called in instruction.called)
+    node.blocks = tuple(
+        flatten(called, builder.reader, in_loop=builder.in_loop) for called in instruction.called
+    )
     if len(arguments) != len(node.blocks):
         raise instruction.invalid("has not one operand for each branch")
     return _results_with_tokens(node, leaf_types(instruction.shape, instruction))
@@ -280,7 +295,14 @@ def _collective(builder: _Builder, instruction: Instruction, env: Env) -> list[V
         types = (*leaf_types(payload, instruction), None)
     operands = [v.type for v in node.operands if v.type is not None]
     results = [t for t in types if t is not None]
-    node.collective, node.reducer = builder.reader.read(instruction, operands, results)
+    validation = validation_text(instruction, builder.wrappers)
+    if validation is not None and not builder.in_loop:
+        raise instruction.invalid(
+            f"has {VALIDATION_ATTRIBUTE}, but is in no loop whose iterations it could count"
+        )
+    node.collective, node.reducer = builder.reader.read(
+        instruction, operands, results, validation=validation
+    )
     return _results_with_tokens(node, types)
 
 

@@ -95,6 +95,18 @@ class Computation:
     root: Instruction = field(default=None, repr=False)  # type: ignore[assignment]
 
     @cached_property
+    def dones(self) -> dict[Instruction, Instruction]:
+        """By each start, send and receive of the computation: its done."""
+        ends: dict[Instruction, Instruction] = {}
+        for instruction in self.instructions:
+            if instruction.opcode.endswith("-done") and len(instruction.operands) == 1:
+                (begun,) = instruction.operands
+                while begun.opcode == "async-update":
+                    (begun,) = begun.operands
+                ends[begun] = instruction
+        return ends
+
+    @cached_property
     def needs_runtime(self) -> bool:
         """Whether a collective or a device's own id occurs here or in anything called from here.
 

@@ -35,6 +35,7 @@ TABLE: dict[str, str] = {
     "HloInstructionProto": (
         "name:1:string opcode:2:string shape:3:ShapeProto metadata:7:OpMetadata literal:8:bytes "
         "parameter_number:9:int64 fusion_kind:11:string tuple_index:13:int64 dimensions:14:int64* "
+        "slice_dimensions:17:SliceDimensions* padding_config:21:PaddingConfig "
         "convolution_dimension_numbers:16:ConvolutionDimensionNumbers "
         "dynamic_slice_sizes:20:int64* channel_id:26:int64 custom_call_target:28:string "
         "dot_dimension_numbers:30:DotDimensionNumbers comparison_direction:63:string "
@@ -56,6 +57,11 @@ TABLE: dict[str, str] = {
     ),
     "ConvolutionDimensionNumbers": "kernel_output_feature_dimension:4:int64",
     "OpSharding": "",
+    "SliceDimensions": "start:1:int64 limit:2:int64 stride:3:int64",
+    "PaddingConfig": "dimensions:1:PaddingConfigDimension*",
+    "PaddingConfigDimension": (
+        "edge_padding_low:1:int64 edge_padding_high:2:int64 interior_padding:3:int64"
+    ),
     "Payload": "value:1:bytes/ id:2:int64/",
     "ReplicaGroup": "replica_ids:1:int64*",
     "SourceTarget": "source:1:int64 target:2:int64",
@@ -100,7 +106,10 @@ TABLE: dict[str, str] = {
         "use_shardy_partitioner:34:bool"
     ),
     "HloModuleProtoWithConfig": "hlo_module:1:HloModuleProto config:2:HloModuleConfigProto",
-    "LiteralProto": "shape:1:ShapeProto s32s:4:int32* s64s:5:int64*",
+    "LiteralProto": (
+        "shape:1:ShapeProto preds:2:bool* u8s:3:bytes s32s:4:int32* s64s:5:int64* u32s:6:uint32* "
+        "u64s:7:uint64* s8s:15:bytes u16s:16:bytes s16s:17:bytes"
+    ),
     "CompileOptionsProto": (
         "argument_layouts:1:bytes* executable_build_options:3:ExecutableBuildOptionsProto "
         "compile_portable_executable:4:bool env_option_overrides:7:EnvOptionOverridesEntry*"
@@ -125,6 +134,8 @@ _SCALARS = {
     "bool": _Field.TYPE_BOOL,
     "int32": _Field.TYPE_INT32,
     "int64": _Field.TYPE_INT64,
+    "uint32": _Field.TYPE_UINT32,
+    "uint64": _Field.TYPE_UINT64,
 }
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from stretto.hlo_frontend import stablehlo
 from stretto.hlo_frontend.compile import CompiledModule, CompileSpec, compile_stablehlo
+from stretto.hlo_frontend.passes.valid import ValidPolicy
 from stretto.hlo_frontend.schema import (
     CompileOptionsProto,
     DeviceAssignmentProto,
@@ -144,6 +145,7 @@ def compile_and_load(client: Client, source: bytes, options: bytes) -> LoadedExe
         source,
         CompileSpec(num_replicas, num_partitions, options),
         pseudo_tokens=client.world.options.pseudo_tokens,
+        valid=ValidPolicy.of(client.world.options),
     )
     loaded = client.executor.load(
         compiled.program,

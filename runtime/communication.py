@@ -312,9 +312,14 @@ def skipped_pairs(collective: Collective) -> Callable[[int], dict[str, frozenset
     if not valid:
         nothing: dict[str, frozenset[int]] = {}
         return lambda iteration: nothing
-    edges = sorted({edge for low, high in valid for edge in (low, high + 1) if low <= high})
+    runs = [list(zip(bounds[::2], bounds[1::2], strict=True)) for bounds in valid]
+    edges = sorted({e for pairs in runs for lo, hi in pairs for e in (lo, hi + 1) if lo <= hi})
     calls = [
-        {"skip": frozenset(k for k, (low, high) in enumerate(valid) if not low <= since <= high)}
-        for since in [-1, *edges]  # between two edges nothing changes
+        {
+            "skip": frozenset(
+                k for k, pairs in enumerate(runs) if not any(lo <= at <= hi for lo, hi in pairs)
+            )
+        }
+        for at in [-1, *edges]  # between two edges nothing changes
     ]
     return lambda iteration: calls[bisect_right(edges, iteration)]

@@ -89,6 +89,8 @@ class Executor:
         self.options = options or world.options
         self.instrument = instrument
         self._communicators = communicators or _hierarchies(world)
+        if self.options.poison_skipped:
+            self._communicators = _poisoned(self._communicators)
         self._lanes: list[Lane] = []
         self._lock = threading.Lock()
         self.dispatch = Stream("stretto-dispatch")
@@ -292,6 +294,12 @@ def _hierarchies(world: Processes) -> Callable[[int], Communicator]:
     from stretto.collectives.hierarchy import create_communicator
 
     return lambda stream: create_communicator(world.comm, stream)
+
+
+def _poisoned(communicators: Callable[[int], Communicator]) -> Callable[[int], Communicator]:
+    from stretto.collectives.poison import PoisonedCommunicator
+
+    return lambda stream: PoisonedCommunicator(communicators(stream))
 
 
 def _close_at_exit(reference: weakref.ref[Executor]) -> None:

@@ -36,6 +36,10 @@ class Options:
     makes every process a world of its own.
     ``control_host``: address at which rank 0 listens for the other ranks; empty: found by itself.
     ``pseudo_tokens``: whether scalars that only order collectives become order (`docs/order.md`).
+    ``trust_valid_iterations``: honour ``_xla_send_recv_validation`` without proof.
+    ``derive_valid_iterations``: leave out transfers of loops that nobody reads (`docs/pipelines.md`).
+    ``poison_skipped``: fill what is received where a transfer is left out with NaN, to see that nobody
+    reads it. For debugging.
     ``origins``: for each field that was not left at its default, where its value came from.
     """
 
@@ -46,6 +50,9 @@ class Options:
     launcher: str = "auto"
     control_host: str = ""
     pseudo_tokens: bool = True
+    trust_valid_iterations: bool = False
+    derive_valid_iterations: bool = True
+    poison_skipped: bool = False
     origins: Mapping[str, str] = field(
         default_factory=lambda: MappingProxyType({}), compare=False, repr=False
     )
@@ -99,6 +106,9 @@ VARIABLES: dict[str, tuple[str, Callable[[str], Any]]] = {
     "launcher": ("STRETTO_LAUNCHER", str),
     "control_host": ("STRETTO_CONTROL_HOST", str),
     "pseudo_tokens": ("STRETTO_PSEUDO_TOKENS", _switch),
+    "trust_valid_iterations": ("STRETTO_TRUST_VALID_ITERATIONS", _switch),
+    "derive_valid_iterations": ("STRETTO_DERIVE_VALID_ITERATIONS", _switch),
+    "poison_skipped": ("STRETTO_POISON_SKIPPED", _switch),
 }
 
 LAUNCHERS = ("auto", "mpi", "none")
@@ -111,6 +121,9 @@ _EXPECTED = {
     "launcher": f"expected one of {', '.join(LAUNCHERS)}",
     "control_host": "expected a host name or an address",
     "pseudo_tokens": "expected 0 or 1",
+    "trust_valid_iterations": "expected 0 or 1",
+    "derive_valid_iterations": "expected 0 or 1",
+    "poison_skipped": "expected 0 or 1",
 }
 
 
@@ -124,6 +137,9 @@ def _problem(name: str, value: Any) -> str:
         "launcher": lambda v: v in LAUNCHERS,
         "control_host": lambda v: isinstance(v, str),
         "pseudo_tokens": lambda v: isinstance(v, bool),
+        "trust_valid_iterations": lambda v: isinstance(v, bool),
+        "derive_valid_iterations": lambda v: isinstance(v, bool),
+        "poison_skipped": lambda v: isinstance(v, bool),
     }[name](value)
     return "" if accepted else _EXPECTED[name]
 

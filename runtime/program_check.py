@@ -146,6 +146,14 @@ class _Checker:
             self._fail(
                 f"{what} has {len(valid)} valid iterations for {len(collective.pairs)} pairs"
             )
+        for bounds in valid:
+            if bounds != (1, 0) and not (
+                bounds
+                and len(bounds) % 2 == 0
+                and bounds[0] >= 0
+                and list(bounds) == sorted(bounds)
+            ):
+                self._fail(f"{what} has the valid iterations {bounds}, which are no intervals")
         if collective.kind in (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER):
             if (collective.reduction is None) == (collective.reducer is None):
                 self._fail(f"{what} needs either a reduction or a reducer")

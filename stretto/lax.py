@@ -18,12 +18,14 @@ their data, and by the schedule that all ranks agree on.
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend import source_info_util
 
 # Operations are the user's: their source lines, in errors and traces, are those of the calls of this file.
@@ -88,10 +90,45 @@ def all_to_all(
 
 
 def ppermute(
-    x: Any, axis_name: AxisName, perm: Sequence[tuple[int, int]], *, token: Token
-) -> tuple[Any, Token]:
-    """`jax.lax.ppermute` in the chain of ``token``."""
-    return _chained(lambda x: jax.lax.ppermute(x, axis_name, perm), x, token)
+    x: Any,
+    axis_name: AxisName,
+    perm: Sequence[tuple[int, int]],
+    *,
+    token: Token | None = None,
+    valid_iterations: Sequence[tuple[int, int]] | None = None,
+) -> Any:
+    """`jax.lax.ppermute`, in the chain of ``token`` if one is given: then with a new token.
+
+    ``valid_iterations``: for each pair of ``perm`` the first and the last iteration, counted from 0 at each
+    entry of the loop around it, in which the pair moves data; (1, 0) is never. In all others no message is
+    sent and the target has zeros. stretto refuses to compile bounds that it cannot prove to leave out
+    nothing that is read (``STRETTO_TRUST_VALID_ITERATIONS=1`` takes them as they are), other platforms
+    pay no attention to them. The permute that ``grad`` makes of it has no bounds: without any, stretto finds
+    them itself. Raises ``ValueError`` where there is not one pair of bounds for each pair of ``perm``.
+    """
+    perm = list(perm)
+    if valid_iterations is None:
+        permuted = functools.partial(jax.lax.ppermute, axis_name=axis_name, perm=perm)
+    else:
+        text = _bounds(perm, list(valid_iterations), axis_name)
+
+        def permuted(x: Any) -> Any:
+            return set_xla_metadata(
+                jax.lax.ppermute(x, axis_name, perm), _xla_send_recv_validation=text
+            )
+
+    return permuted(x) if token is None else _chained(permuted, x, token)
+
+
+def _bounds(
+    perm: Sequence[tuple[int, int]], valid: Sequence[tuple[int, int]], axis_name: AxisName
+) -> str:
+    """Bounds as the attribute spells them: once for each position on the mesh's other axes, as pairs are."""
+    if len(valid) != len(perm):
+        raise ValueError(f"valid_iterations has {len(valid)} bounds for {len(perm)} pairs of perm")
+    copies = jax.sharding.get_abstract_mesh().size // jax.lax.axis_size(axis_name)
+    spelled = ",".join(f"{{{int(low)},{int(high)}}}" for low, high in valid)
+    return "{" + ",".join([spelled] * copies) + "}"
 
 
 def send(x: Any, axis_name: AxisName, perm: Sequence[tuple[int, int]], *, token: Token) -> Token:

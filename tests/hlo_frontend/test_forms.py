@@ -135,21 +135,6 @@ def test_sends_are_awaited_after_receives_that_follow_them():
     assert made.collectives[0].pairs == ((0, 1), (1, 0))
 
 
-@pytest.mark.parametrize(
-    ("attribute", "expected"),
-    [("{{0,6},{1,0}}", ((0, 6), (1, 0))), ('"invalid"', ((1, 0), (1, 0)))],
-)
-def test_valid_iterations(attribute, expected):
-    made = program(
-        f"""
-        p = f32[8] parameter(0)
-        ROOT r = f32[8] collective-permute(p), channel_id=1, source_target_pairs={{{{0,1}},{{1,0}}}},
-          frontend_attributes={{_xla_send_recv_validation={attribute}}}
-        """
-    )
-    assert made.collectives[0].valid_iterations == expected
-
-
 def test_control_dependencies_order_collectives():
     body = """
         p = f32[8] parameter(0)

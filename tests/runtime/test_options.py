@@ -21,10 +21,13 @@ def test_every_variable_sets_its_field() -> None:
         "launcher": "none",
         "control_host": "10.0.0.1",
         "pseudo_tokens": "0",
+        "trust_valid_iterations": "1",
+        "derive_valid_iterations": "0",
+        "poison_skipped": "1",
     }
     assert texts.keys() == VARIABLES.keys()
     options = Options.from_environment({VARIABLES[n][0]: text for n, text in texts.items()})
-    assert options == Options(4, "null", 2.5, 0.0, "none", "10.0.0.1", False)
+    assert options == Options(4, "null", 2.5, 0.0, "none", "10.0.0.1", False, True, False, True)
     for name, (variable, _) in VARIABLES.items():
         assert options.origin(name) == variable
 

@@ -1,0 +1,362 @@
+"""From what is live to valid iterations: attributes are checked, missing ones are found.
+
+An attribute is honoured exactly as it is written if all that it leaves out may be left out, and refused by an
+error with the way from a received value to a result if not. `ValidPolicy.trust` honours it unproved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import numpy as np
+
+from stretto.collectives.ops import Kind
+from stretto.runtime.errors import InvalidProgramError
+
+from ...collectives import NEVER, VALIDATION_ATTRIBUTE
+from ...graph import trip_count
+from ...values import BlockGraph, Node, NodeKind
+from .liveness import Liveness, Place
+from .trace import Forward, GaveUpError, Trace, Transfer, all_nodes, is_transfer
+
+Bounds = tuple[int, ...]
+LAST = (1 << 63) - 1  # the last iteration of a loop whose trip count is not known
+MOST_STEPS = 12  # of a path that an error names
+
+
+class ValidOptions(Protocol):
+    """The options of the runtime that concern valid iterations."""
+
+    @property
+    def derive_valid_iterations(self) -> bool: ...
+
+    @property
+    def trust_valid_iterations(self) -> bool: ...
+
+    @property
+    def poison_skipped(self) -> bool: ...
+
+
+@dataclass(frozen=True)
+class ValidPolicy:
+    """``derive``: find valid iterations of loops that have none (STRETTO_DERIVE_VALID_ITERATIONS).
+
+    ``trust``: honour attributes without proof (STRETTO_TRUST_VALID_ITERATIONS). ``dead_only``: leave out
+    only what nobody reads, not zeros that are read: for runs that fill what is left out with NaN.
+    """
+
+    derive: bool = True
+    trust: bool = False
+    dead_only: bool = False
+
+    @classmethod
+    def of(cls, options: ValidOptions) -> ValidPolicy:
+        """What the options in force ask for."""
+        return cls(
+            derive=options.derive_valid_iterations,
+            trust=options.trust_valid_iterations,
+            dead_only=options.poison_skipped,
+        )
+
+
+@dataclass(frozen=True)
+class LoopReport:
+    """A loop that communicates. ``sent`` of ``transfers``: messages of one entry, over all pairs.
+
+    ``idle``: share of the loop's floating point operations whose result nobody reads. ``busy``: for each
+    device one flag an iteration, whether most of what it computes there is read; empty if not known.
+    ``why``: why the loop was not followed, or an empty string.
+    """
+
+    name: str
+    source: str
+    trips: int
+    transfers: int
+    sent: int
+    idle: float = 0.0
+    busy: tuple[tuple[bool, ...], ...] = ()
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class ValidReport:
+    """What `apply` found. ``gave_up``: why there is no proof, or an empty string."""
+
+    loops: tuple[LoopReport, ...] = ()
+    gave_up: str = ""
+    visits: int = 0
+
+
+@dataclass
+class _Proof:
+    entry: BlockGraph
+    forward: Forward
+    trace: Trace | None = None
+    liveness: Liveness | None = None
+    gave_up: str = ""
+    attributed: frozenset[Node] = frozenset()
+
+    def find(self) -> None:
+        try:
+            self.trace = self.forward.program(self.entry)
+            self.liveness = Liveness(self.forward)
+            self.liveness.program(self.trace)
+        except GaveUpError as error:
+            self.trace = self.liveness = None
+            self.gave_up = f"the program is too large to be followed: {error}"
+
+
+def apply(
+    entry: BlockGraph, num_replicas: int, num_partitions: int, policy: ValidPolicy
+) -> ValidReport:
+    """Set the valid iterations of a program's transfers, in place.
+
+    Raises `InvalidProgramError` for an attribute that leaves out what is read, naming the way to the
+    result that it would change.
+    """
+    looped = list(_looped(entry, False))
+    attributed = [node for node in looped if _given(node)]
+    _check_ends(entry)
+    if not looped or not (policy.derive or (attributed and not policy.trust)):
+        return ValidReport()
+    proof = _Proof(
+        entry,
+        Forward(num_replicas, num_partitions, follow_zeros=not policy.dead_only),
+        attributed=frozenset(attributed),
+    )
+    proof.find()
+    if not policy.trust or policy.dead_only:
+        for node in attributed:
+            _check(proof, node, policy)
+    if policy.derive and proof.liveness is not None:
+        for node in looped:
+            if node not in proof.attributed:
+                _derive(proof, node)
+        _make_ends_agree(proof)
+    return ValidReport(tuple(_reports(proof, entry)), proof.gave_up, proof.forward.visits)
+
+
+def _looped(block: BlockGraph, in_loop: bool) -> Iterable[Node]:
+    for node in block.nodes:
+        if in_loop and is_transfer(node):
+            yield node
+        for inner in node.blocks:
+            yield from _looped(inner, in_loop or node.kind is NodeKind.LOOP)
+
+
+def _given(node: Node) -> tuple[Bounds, ...]:
+    assert node.collective is not None
+    return node.collective.valid_iterations
+
+
+def _within(bounds: Bounds, iteration: int) -> bool:
+    pairs = zip(bounds[::2], bounds[1::2], strict=True)
+    return any(low <= iteration <= high for low, high in pairs)
+
+
+def _check(proof: _Proof, node: Node, policy: ValidPolicy) -> None:
+    """Refuse an attribute that leaves out what is needed; with ``dead_only`` ignore it there."""
+    assert node.collective is not None
+    given = _given(node)
+    transfer = proof.forward.transfers.get(node)
+    if proof.gave_up:
+        if policy.trust:
+            return
+        raise _refused(node, f"cannot be proved, since {proof.gave_up}")
+    if transfer is None:
+        return  # never runs
+    lost = _lost(transfer, given)
+    if not lost:
+        return
+    if policy.dead_only:
+        bounds = _bounds(transfer)
+        kept = [
+            _intervals(sorted(_iterations(g, transfer.trips) | transfer.live[k]))
+            if transfer.followed
+            else bounds[k]
+            for k, g in enumerate(given)
+        ]
+        node.collective = replace(node.collective, valid_iterations=tuple(kept))
+        return
+    k, iteration = lost
+    source, target = node.collective.pairs[k]
+    when = "an iteration outside of them" if iteration is None else f"iteration {iteration}"
+    raise _refused(
+        node,
+        f"leave out what device {source} sends to device {target} in {when}, which is read: "
+        f"{_path(proof, node, k, iteration)}",
+    )
+
+
+def _refused(node: Node, why: str) -> InvalidProgramError:
+    return node.instruction.invalid(
+        f"the valid iterations of {VALIDATION_ATTRIBUTE} {why}. Correct them, or set "
+        "STRETTO_TRUST_VALID_ITERATIONS=1 to have them honoured without proof"
+    )
+
+
+def _iterations(bounds: Bounds, trips: int) -> set[int]:
+    return {i for i in range(trips) if _within(bounds, i)}
+
+
+def _lost(transfer: Transfer, given: tuple[Bounds, ...]) -> tuple[int, int | None] | None:
+    """A pair and an iteration that the bounds leave out though it is needed, if there is one."""
+    for k, bounds in enumerate(given):
+        for iteration in sorted(transfer.live[k]):
+            if not _within(bounds, iteration):
+                return k, iteration
+        if transfer.always[k] and not (bounds[0] == 0 and bounds[1] >= _last(transfer)):
+            return k, None
+    return None
+
+
+def _last(transfer: Transfer) -> int:
+    """The last iteration in which a transfer of a loop that was not followed may run."""
+    return LAST if transfer.last is None else transfer.last
+
+
+def _derive(proof: _Proof, node: Node) -> None:
+    transfer = proof.forward.transfers.get(node)
+    if transfer is None or node.collective is None:
+        return
+    node.collective = replace(node.collective, valid_iterations=_bounds(transfer))
+
+
+def _bounds(transfer: Transfer) -> tuple[Bounds, ...]:
+    """Valid iterations for each pair; empty where all are needed in all iterations."""
+    found: list[Bounds] = []
+    everything = True
+    for live, always in zip(transfer.live, transfer.always, strict=True):
+        if always or (live and not transfer.followed):
+            found.append((0, LAST))
+        else:
+            found.append(_intervals(sorted(live)))
+            everything = everything and len(live) == transfer.trips and transfer.followed
+    return () if everything else tuple(found)
+
+
+def _intervals(iterations: Iterable[int]) -> Bounds:
+    """First and last of each run of consecutive iterations."""
+    bounds: list[int] = []
+    for iteration in iterations:
+        if bounds and bounds[-1] == iteration - 1:
+            bounds[-1] = iteration
+        else:
+            bounds += [iteration, iteration]
+    return tuple(bounds) or NEVER
+
+
+def _ends(block: BlockGraph) -> Iterable[tuple[Node, Node]]:
+    """Sends and receives of the same block that are each other's only match."""
+    by_channel: dict[object, list[Node]] = {}
+    for node in block.nodes:
+        c = node.collective
+        if c is not None and c.kind in (Kind.SEND, Kind.RECV):
+            by_channel.setdefault((c.channel, c.pairs), []).append(node)
+        for inner in node.blocks:
+            yield from _ends(inner)
+    for nodes in by_channel.values():
+        kinds = [n.collective.kind for n in nodes if n.collective is not None]
+        if sorted(kinds) == [Kind.RECV, Kind.SEND]:
+            yield nodes[kinds.index(Kind.SEND)], nodes[kinds.index(Kind.RECV)]
+
+
+def _check_ends(entry: BlockGraph) -> None:
+    for send, receive in _ends(entry):
+        if _given(send) != _given(receive):
+            raise receive.instruction.invalid(
+                f"its valid iterations are {_given(receive) or 'all'}, but those of "
+                f"{send.instruction.name}, which it receives from, are {_given(send) or 'all'}"
+            )
+
+
+def _make_ends_agree(proof: _Proof) -> None:
+    """A receive must wait for exactly what is sent: where the two were not linked, for everything."""
+    assert proof.liveness is not None
+    agreed = {node for pair in proof.liveness.links.items() for node in pair}
+    for node in all_nodes(proof.entry):
+        c = node.collective
+        if c is None or c.kind not in (Kind.SEND, Kind.RECV):
+            continue
+        if node not in agreed and node not in proof.attributed:
+            node.collective = replace(c, valid_iterations=())
+
+
+def _path(proof: _Proof, node: Node, k: int, iteration: int | None) -> str:
+    """The way of a received value to a result, instruction by instruction."""
+    assert proof.trace is not None
+    explained = Liveness(Forward(*proof.forward.shape, follow_zeros=proof.forward.follow_zeros),
+                         explain=True)  # fmt: skip
+    try:
+        explained.program(explained.forward.program(proof.entry))
+    except GaveUpError:
+        return f"%{node.instruction.name} to a result of the program"
+    place: Place | None = explained.received.get((node, iteration, k))
+    steps = [f"%{node.instruction.name}"]
+    seen: set[tuple[Trace, object, int]] = set()
+    while place is not None:
+        key = (place.trace, place.value, place.device)
+        if key in seen or key not in explained.why:
+            break
+        seen.add(key)
+        label, onward = explained.why[key]
+        if label:
+            moved = onward is not None and onward.device != place.device
+            steps.append(f"{label} on device {onward.device}" if moved and onward else label)
+        place = onward
+    if len(steps) > MOST_STEPS:
+        half = MOST_STEPS // 2
+        steps = [*steps[:half], f"… {len(steps) - 2 * half} more …", *steps[-half:]]
+    return " -> ".join(steps)
+
+
+def _reports(proof: _Proof, block: BlockGraph) -> Iterable[LoopReport]:
+    for node in block.nodes:
+        inner = list(node.blocks)
+        if node.kind is NodeKind.LOOP:
+            own = [n for b in inner for n in _own_transfers(b)]
+            if own:
+                yield _report(proof, node, own)
+        for b in inner:
+            yield from _reports(proof, b)
+
+
+def _own_transfers(block: BlockGraph) -> Iterable[Node]:
+    """Transfers of a loop's block and its branches, which count its iterations; not of inner loops."""
+    for node in block.nodes:
+        c = node.collective
+        if c is not None and c.kind in (Kind.PERMUTE, Kind.SEND):
+            yield node
+        if node.kind is NodeKind.BRANCH:
+            for inner in node.blocks:
+                yield from _own_transfers(inner)
+
+
+def _report(proof: _Proof, loop: Node, own: list[Node]) -> LoopReport:
+    bubble = None if proof.liveness is None else proof.liveness.bubbles.get(loop)
+    trips = trip_count(loop.instruction) or 0
+    if bubble is not None:
+        trips = bubble.all.shape[1]
+    transfers = sent = 0
+    for node in own:
+        assert node.collective is not None
+        moving = [k for k, (source, target) in enumerate(node.collective.pairs) if source != target]
+        transfers += trips * len(moving)
+        valid = node.collective.valid_iterations
+        sent += sum(len(_iterations(valid[k], trips)) if valid else trips for k in moving)
+    busy: tuple[tuple[bool, ...], ...] = ()
+    if bubble is not None and bubble.all.any():
+        read = np.asarray(2 * bubble.idle < bubble.all)
+        busy = tuple(tuple(bool(x) for x in row) for row in read)
+    return LoopReport(
+        loop.instruction.name,
+        loop.instruction.source,
+        trips,
+        transfers,
+        sent,
+        0.0 if bubble is None else bubble.fraction,
+        busy,
+        proof.forward.not_followed.get(loop, ""),
+    )

@@ -1,0 +1,123 @@
+"""Which parameters the results of a called computation depend on, leaf by leaf.
+
+For ops that stay whole inside a segment: calls, loops and conditionals without collectives. Every leaf of
+a result is given the parameter leaves that it may depend on, through values or through control flow.
+"""
+
+from __future__ import annotations
+
+from ...graph import Computation, Instruction, leaf_count
+
+Leaves = list[frozenset[int]]  # for each leaf of a value: positions of parameter leaves
+
+_HANDS_ON = frozenset({"tuple", "opt-barrier", "copy"})
+
+
+class Dependence:
+    """Answers for the computations of one module; each is looked at once."""
+
+    def __init__(self) -> None:
+        self._results: dict[Computation, Leaves] = {}
+        self._effects: dict[Computation, bool] = {}
+
+    def of_call(self, instruction: Instruction) -> Leaves:
+        """For each leaf of the instruction's result: its operand leaves that it depends on."""
+        count = sum(leaf_count(o.shape) for o in instruction.operands)
+        return self._apply(instruction, [frozenset({i}) for i in range(count)])
+
+    def branch(self, computation: Computation) -> Leaves:
+        """For each leaf of a computation's root: positions of its parameter leaves."""
+        if computation not in self._results:
+            self._results[computation] = self._computed(computation)
+        return self._results[computation]
+
+    def has_effect(self, instruction: Instruction) -> bool:
+        """Whether it does something besides giving results, itself or in what it calls."""
+        if instruction.proto.custom_call_has_side_effect:
+            return True
+        for called in instruction.called:
+            if called not in self._effects:
+                self._effects[called] = any(map(self.has_effect, called.instructions))
+            if self._effects[called]:
+                return True
+        return False
+
+    def _computed(self, computation: Computation) -> Leaves:
+        env: dict[Instruction, Leaves] = {}
+        position = 0
+        for parameter in computation.parameters:
+            count = leaf_count(parameter.shape)
+            env[parameter] = [frozenset({i}) for i in range(position, position + count)]
+            position += count
+        for instruction in computation.instructions:
+            if instruction.opcode == "parameter":
+                continue
+            if instruction.opcode == "get-tuple-element":
+                (operand,) = instruction.operands
+                parts = operand.shape.tuple_shapes
+                index = instruction.proto.tuple_index
+                first = sum(leaf_count(part) for part in parts[:index])
+                env[instruction] = env[operand][first : first + leaf_count(parts[index])]
+                continue
+            operands = [leaf for o in instruction.operands for leaf in env[o]]
+            env[instruction] = self._apply(instruction, operands)
+        return env[computation.root]
+
+    def _apply(self, instruction: Instruction, operands: Leaves) -> Leaves:
+        """Dependences of an instruction's leaves, where its operands' leaves have these."""
+        opcode = instruction.opcode
+        if opcode in _HANDS_ON:
+            return operands
+        if opcode in ("call", "fusion"):
+            return _through(self.branch(instruction.called[0]), operands)
+        if opcode == "while":
+            return self._loop(instruction, operands)
+        if opcode == "conditional":
+            return self._conditional(instruction, operands)
+        everything = frozenset().union(*operands)
+        return [everything] * leaf_count(instruction.shape)
+
+    def _loop(self, instruction: Instruction, operands: Leaves) -> Leaves:
+        body, condition = instruction.called
+        body_leaves, (stays,) = self.branch(body), self.branch(condition)
+        carries = operands
+        while True:
+            control = frozenset().union(*(carries[i] for i in stays))
+            again = _through(body_leaves, carries)
+            grown = [c | a | control for c, a in zip(carries, again, strict=True)]
+            # What the body hands on as it came does not depend on how often it runs.
+            for i, leaf in enumerate(body_leaves):
+                if leaf == {i} and _handed_on(body, i):
+                    grown[i] = carries[i]
+            if grown == carries:
+                return carries
+            carries = grown
+
+    def _conditional(self, instruction: Instruction, operands: Leaves) -> Leaves:
+        selector, position = operands[0], 1
+        results: Leaves = [selector] * leaf_count(instruction.shape)
+        for argument, called in zip(instruction.operands[1:], instruction.called, strict=True):
+            count = leaf_count(argument.shape)
+            taken = _through(self.branch(called), operands[position : position + count])
+            results = [r | t for r, t in zip(results, taken, strict=True)]
+            position += count
+        return results
+
+
+def _through(leaves: Leaves, operands: Leaves) -> Leaves:
+    return [frozenset().union(*(operands[i] for i in leaf)) for leaf in leaves]
+
+
+def _handed_on(body: Computation, index: int) -> bool:
+    """Whether element ``index`` of a body's root is the same element of its only parameter."""
+    if body.root.opcode != "tuple" or len(body.root.operands) <= index:
+        return False
+    part = body.root.operands[index]
+    while part.opcode == "copy":
+        (part,) = part.operands
+    return (
+        part.opcode == "get-tuple-element"
+        and part.operands[0] is body.parameters[0]
+        and part.proto.tuple_index == index
+        and leaf_count(body.root.shape) == len(body.root.operands)
+    )

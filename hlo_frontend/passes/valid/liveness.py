@@ -1,0 +1,497 @@
+"""From the results of a program backwards: which transfers, and which compute, does anybody read?
+
+`Liveness` walks the traces of `Forward` from their ends. What it calls live is everything that may reach a
+result of the program, decide a branch or a loop, or reach an op with an effect, on any device. So what is not
+live may be left out, all of it at once, and no result changes by a bit.
+
+A transfer that is live, but moves zeros in every case (known to the trace), need not be sent either: who
+receives nothing has zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from stretto.collectives.ops import Kind
+
+from ...cost import arithmetic_and_flops
+from ...graph import Instruction
+from ...values import BlockGraph, Node, NodeKind, Value
+from . import live as rules
+from . import tensors
+from .dependence import Dependence
+from .trace import BranchTrace, Forward, LoopTrace, Trace, Transfer, is_transfer
+
+Mask = np.ndarray | None
+
+
+@dataclass(eq=False)
+class Bubble:
+    """Compute of a loop that was followed: operations by device and iteration, and those not read."""
+
+    node: Node
+    all: np.ndarray  # [device, iteration], summed over the loop's entries
+    idle: np.ndarray
+
+    @property
+    def fraction(self) -> float:
+        total = float(self.all.sum())
+        return float(self.idle.sum()) / total if total else 0.0
+
+
+@dataclass(frozen=True, eq=False)
+class Place:
+    """A value of one device in one trace."""
+
+    trace: Trace
+    value: Value
+    device: int
+
+
+@dataclass(eq=False)
+class Liveness:
+    """Fills in what is live of ``forward.transfers``, and ``bubbles``.
+
+    ``explain``: also keep for each live value the next one on its way to a result: `why`.
+    """
+
+    forward: Forward
+    explain: bool = False
+    bubbles: dict[Node, Bubble] = field(default_factory=dict)
+    why: dict[tuple[Trace, Value, int], tuple[str, Place | None]] = field(default_factory=dict)
+    received: dict[tuple[Node, int | None, int], Place] = field(default_factory=dict)
+    # By receive: the send of the same block that it takes from, where there is just one.
+    links: dict[Node, Node] = field(default_factory=dict)
+    _dependence: Dependence = field(default_factory=Dependence)
+    _orders: dict[BlockGraph, list[Node]] = field(default_factory=dict)
+    _linked: set[Node] = field(default_factory=set)  # those sends
+    _costs: dict[Instruction, float] = field(default_factory=dict)
+
+    def program(self, trace: Trace) -> None:
+        """Walk a whole program backwards: all of its results are live on every device."""
+        masks: list[Mask] = [
+            None if r.type is None else tensors.full(len(r.type.shape)) for r in trace.block.results
+        ]
+        walk = _Walk(self, trace, None)
+        for value, mask in zip(trace.block.results, masks, strict=True):
+            if mask is not None:
+                walk.add(value, mask, ("a result of the program", None))
+        walk.run()
+
+    def order(self, block: BlockGraph) -> list[Node]:
+        """The block's nodes backwards, a send after the receive that takes from it."""
+        if block in self._orders:
+            return self._orders[block]
+        by_channel: dict[tuple[int, object], list[Node]] = {}
+        for node in block.nodes:
+            if is_transfer(node) and node.collective is not None:
+                c = node.collective
+                if c.kind in (Kind.SEND, Kind.RECV):
+                    by_channel.setdefault((c.channel, c.pairs), []).append(node)
+        links: dict[Node, Node] = {}
+        for nodes in by_channel.values():
+            kinds = {n.collective.kind: n for n in nodes if n.collective is not None}
+            if len(nodes) == 2 and len(kinds) == 2:
+                send, receive = kinds[Kind.SEND], kinds[Kind.RECV]
+                sent = [v.type for v in send.operands if v.type is not None]
+                if sent == [v.type for v in receive.results if v.type is not None]:
+                    links[receive] = send
+        order = _with_links(block, links)
+        if order is None:
+            links, order = {}, list(block.nodes)
+        self.links |= links
+        self._linked |= set(links.values())
+        self._orders[block] = order[::-1]
+        return self._orders[block]
+
+    def cost(self, instruction: Instruction) -> float:
+        if instruction not in self._costs:
+            self._costs[instruction] = arithmetic_and_flops([instruction])[1]
+        return self._costs[instruction]
+
+
+def _with_links(block: BlockGraph, links: dict[Node, Node]) -> list[Node] | None:
+    """The block's nodes so that each send is before its receive; None where that is a circle."""
+    if all(send.position < receive.position for receive, send in links.items()):
+        return list(block.nodes)
+    done: list[Node] = []
+    state: dict[Node, int] = {}
+    inside = set(block.nodes)
+    for start in block.nodes:
+        stack = [(start, False)]
+        while stack:
+            node, leave = stack.pop()
+            if leave:
+                state[node] = 2
+                done.append(node)
+                continue
+            if state.get(node) == 2:
+                continue
+            if state.get(node) == 1:
+                return None
+            state[node] = 1
+            stack.append((node, True))
+            before = [v.root.node for v in node.operands if v.type is not None]
+            if node in links:
+                before.append(links[node])
+            for first in before:
+                if first is None or first not in inside or state.get(first) == 2:
+                    continue
+                if state.get(first) == 1:
+                    return None
+                stack.append((first, False))
+    return done
+
+
+class _Walk:
+    """One walk backwards over one trace. ``loop``: the innermost followed loop, for its bubbles.
+
+    ``devices``: those that walk this block.
+    """
+
+    def __init__(
+        self,
+        liveness: Liveness,
+        trace: Trace,
+        loop: Bubble | None,
+        devices: np.ndarray | None = None,
+    ) -> None:
+        self.of = liveness
+        self.forward = liveness.forward
+        self.trace = trace
+        self.loop = loop
+        self.devices = np.ones(1, bool) if devices is None else devices
+        self.live: dict[Value, np.ndarray] = {}
+
+    def add(self, value: Value, mask: np.ndarray, via: tuple[str, Place | None]) -> None:
+        root = value.root
+        if root.type is None or not mask.any():
+            return
+        if root.node is not None and root.node.kind is NodeKind.CHEAP:
+            return
+        mask = tensors.fit(mask)
+        before = self.live.get(root)
+        self.live[root] = tensors.union(before, mask)
+        if self.of.explain:
+            for d in self._rows(mask):
+                self.of.why.setdefault((self.trace, root, d), via)
+
+    def _rows(self, mask: np.ndarray) -> Sequence[int]:
+        rows = tensors.any_along(mask.reshape(len(mask), -1), 1)
+        count = self.forward.num_devices
+        return [d for d in range(count) if rows[d if len(rows) > 1 else 0]]
+
+    def add_from(
+        self, node: Node, value: Value, mask: np.ndarray, result: Value | None, device: int = -1
+    ) -> None:
+        """``value`` is needed for ``result`` of ``node``; ``device``: the one that needs it, if another."""
+        if not self.of.explain:
+            self.add(value, mask, ("", None))
+            return
+        name = f"%{node.instruction.name}"
+        for d in self._rows(mask):
+            row = np.zeros((self.forward.num_devices,) + (1,) * (mask.ndim - 1), bool)
+            row[d] = True
+            onward = None
+            if result is not None:
+                onward = Place(self.trace, result.root, d if device < 0 else device)
+            self.add(value, mask & row, (name, onward))
+
+    def run(self) -> list[Mask]:
+        """Give what is live of the block's parameters."""
+        order = self.of.order(self.trace.block)
+        self.forward.visit(len(order))
+        for node in order:
+            _RULES[node.kind](self, node)
+        return [self.live.get(p) for p in self.trace.block.parameters]
+
+    def _first_live(self, node: Node) -> Value | None:
+        return next((r for r in node.results if r in self.live), None)
+
+    def compute(self, node: Node) -> None:
+        masks = [self.live.get(r) for r in node.results]
+        some = any(m is not None for m in masks)
+        has_effect = self.of._dependence.has_effect(node.instruction)
+        if self.loop is not None:
+            self._count(node, masks, has_effect)
+        if has_effect:
+            for operand in node.operands:
+                if operand.type is not None:
+                    rank = len(operand.type.shape)
+                    self.add_from(node, operand, tensors.full(rank), None)
+            return
+        if not some or (len(node.results) == 1 and node.results[0] in self.trace.known):
+            return
+        known = [
+            None if o.type is None else self.forward.known(self.trace, o) for o in node.operands
+        ]
+        result = self._first_live(node)
+        for i, mask in rules.needs(node, known, masks, self.of._dependence):
+            self.add_from(node, node.operands[i], mask, result)
+
+    def _count(self, node: Node, masks: list[Mask], has_effect: bool) -> None:
+        assert self.loop is not None and self.trace.iteration is not None
+        cost = self.of.cost(node.instruction)
+        if node.instruction.opcode == "select":
+            return  # it moves what it is given
+        if not cost or (len(node.results) == 1 and node.results[0] in self.trace.known):
+            return
+        costs = np.full(self.forward.num_devices, cost)
+        if node.instruction.opcode == "conditional":
+            costs = self._conditional_cost(node)
+        needed = np.zeros(self.forward.num_devices, bool) | has_effect
+        for mask in masks:
+            if mask is not None:
+                needed |= rules.whole(mask, 0)
+        costs = costs * self.devices
+        self.loop.all[:, self.trace.iteration] += costs
+        self.loop.idle[:, self.trace.iteration] += costs * ~needed
+
+    def _conditional_cost(self, node: Node) -> np.ndarray:
+        called = node.instruction.called
+        branches = np.array([arithmetic_and_flops(c.instructions)[1] for c in called])
+        selector = self.forward.known(self.trace, node.operands[0])
+        if selector is None:
+            return np.full(self.forward.num_devices, branches.max(initial=0.0))
+        chosen = rules.selected(selector, len(called))
+        return np.broadcast_to(branches[chosen], (self.forward.num_devices,))
+
+    def nothing(self, node: Node) -> None:
+        """Device ids need nothing."""
+
+    def collective(self, node: Node) -> None:
+        collective = node.collective
+        assert collective is not None
+        if collective.kind is Kind.PERMUTE:
+            for operand, result in zip(node.operands, node.results, strict=True):
+                self._moved(node, node, operand, result)
+        elif collective.kind is Kind.RECV:
+            send = self.of.links.get(node)
+            results = [r for r in node.results if r.type is not None]
+            sent = [] if send is None else [o for o in send.operands if o.type is not None]
+            for i, result in enumerate(results):
+                self._moved(node, send, sent[i] if sent else None, result)
+        elif collective.kind is Kind.SEND:
+            if node not in self.of._linked:
+                self._unmatched_send(node)
+        else:
+            self._grouped(node)
+
+    def _moved(self, node: Node, sender: Node | None, operand: Value | None, result: Value) -> None:
+        mask = self.live.get(result)
+        if mask is None:
+            return
+        assert node.collective is not None
+        rows = np.broadcast_to(mask, (self.forward.num_devices, *mask.shape[1:]))
+        zero = None if operand is None else self.forward.zero(self.trace, operand)
+        for k, (source, target) in enumerate(node.collective.pairs):
+            if not rows[target].any():
+                continue
+            if zero is not None and zero[source if len(zero) > 1 else 0]:
+                continue
+            self._record(node, k)
+            if sender is not None and sender is not node:
+                self._record(sender, k)
+            if self.of.explain:
+                place = Place(self.trace, result, target)
+                self.of.received.setdefault((node, self.trace.iteration, k), place)
+            if operand is not None:
+                needed = np.zeros(rows.shape, bool)
+                needed[source] = rows[target]
+                self.add_from(node, operand, needed, result, target)
+
+    def _record(self, node: Node, k: int) -> None:
+        transfer: Transfer = self.forward.transfers[node]
+        if self.trace.iteration is None:
+            transfer.always[k] = True
+        else:
+            transfer.live[k].add(self.trace.iteration)
+
+    def _unmatched_send(self, node: Node) -> None:
+        """Whoever receives it is not known: all of it is taken to be read."""
+        assert node.collective is not None
+        for k in range(len(node.collective.pairs)):
+            self._record(node, k)
+        for operand in node.operands:
+            if operand.type is not None:
+                self.add_from(node, operand, tensors.full(len(operand.type.shape)), None)
+
+    def _grouped(self, node: Node) -> None:
+        """Any member's live result needs the operands of all members."""
+        collective = node.collective
+        assert collective is not None
+        elementwise = collective.kind is Kind.ALL_REDUCE and node.reducer is None
+        masks = [self.live.get(r) for r in node.results]
+        arrays = [o for o in node.operands if o.type is not None]
+        count = self.forward.num_devices
+        for i, operand in enumerate(arrays):
+            assert operand.type is not None
+            rank = len(operand.type.shape)
+            for j, mask in enumerate(masks):
+                if mask is None or (elementwise and i != j):
+                    continue
+                wide = mask if elementwise else rules.whole(mask, rank)
+                rows = np.broadcast_to(wide, (count, *wide.shape[1:]))
+                needed = np.zeros(rows.shape, bool)
+                for group in collective.groups:
+                    needed[list(group)] = rows[list(group)].any(0)
+                if self.of.explain:
+                    self._explain_group(node, operand, needed, rows, node.results[j])
+                else:
+                    self.add(operand, needed, ("", None))
+
+    def _explain_group(
+        self, node: Node, operand: Value, needed: np.ndarray, rows: np.ndarray, result: Value
+    ) -> None:
+        assert node.collective is not None
+        for group in node.collective.groups:
+            reader = next((d for d in group if rows[d].any()), None)
+            if reader is not None:
+                own = np.zeros(needed.shape, bool)
+                own[list(group)] = needed[list(group)]
+                self.add_from(node, operand, own, result, reader)
+
+    # Loops and branches.
+
+    def loop_(self, node: Node) -> None:
+        inner = self.trace.inner[node]
+        assert isinstance(inner, LoopTrace)
+        live = [self.live.get(r) for r in node.results]
+        body = node.blocks[1]
+        if inner.summary is not None:
+            masks = self._summed_up(node, inner, live)
+        else:
+            masks = self._followed(node, inner, live)
+        for operand, mask, parameter in zip(node.operands, masks, body.parameters, strict=True):
+            if mask is not None:
+                first = inner.iterations[0] if inner.iterations else inner.summary
+                self._enter(operand, mask, first, parameter)
+
+    def _enter(
+        self, operand: Value, mask: np.ndarray, inner: Trace | None, parameter: Value
+    ) -> None:
+        if not self.of.explain or inner is None:
+            self.add(operand, mask, ("", None))
+            return
+        for d in self._rows(mask):
+            row = np.zeros((self.forward.num_devices,) + (1,) * (mask.ndim - 1), bool)
+            row[d] = True
+            self.add(operand, mask & row, ("", Place(inner, parameter, d)))
+
+    def _followed(self, node: Node, inner: LoopTrace, live: list[Mask]) -> list[Mask]:
+        shape = (self.forward.num_devices, len(inner.iterations))
+        bubble = self.of.bubbles[node] = Bubble(node, np.zeros(shape), np.zeros(shape))
+        following: Trace | None = None
+        for trace in reversed(inner.iterations):
+            walk = _Walk(self.of, trace, bubble)
+            self._hand_back(walk, node, live, following)
+            live = walk.run()
+            following = trace
+        return live
+
+    def _hand_back(
+        self, walk: _Walk, node: Node, live: list[Mask], following: Trace | None
+    ) -> None:
+        """Results of one iteration are what the next one takes, or what the loop gives."""
+        results, parameters = walk.trace.block.results, walk.trace.block.parameters
+        for i, mask in enumerate(live):
+            if mask is None:
+                continue
+            if not self.of.explain:
+                walk.add(results[i], mask, ("", None))
+                continue
+            for d in self._rows(mask):
+                row = np.zeros((self.forward.num_devices,) + (1,) * (mask.ndim - 1), bool)
+                row[d] = True
+                if following is not None:
+                    label = f"iteration {following.iteration}"
+                    if following.iteration is None:
+                        label = "another iteration"
+                    onward = Place(following, parameters[i], d)
+                else:
+                    label = f"result {i} of loop %{node.instruction.name}"
+                    onward = Place(self.trace, node.results[i].root, d)
+                walk.add(results[i], mask & row, (label, onward))
+
+    def _summed_up(self, node: Node, inner: LoopTrace, live: list[Mask]) -> list[Mask]:
+        """A fixpoint: what is live at the head of the loop."""
+        assert inner.summary is not None
+        head = list(live)
+        if inner.condition is not None:
+            test = _Walk(self.of, inner.condition, None)
+            (predicate,) = inner.condition.block.results
+            test.add(predicate, tensors.full(0), (f"condition of %{node.instruction.name}", None))
+            head = _unions(head, test.run())
+        rounds = 0
+        while True:
+            walk = _Walk(self.of, inner.summary, None)
+            self._hand_back(walk, node, live, None)
+            self._hand_back(walk, node, head, inner.summary)
+            grown = _unions(head, walk.run())
+            if all(_same(a, b) for a, b in zip(grown, head, strict=True)):
+                return head
+            rounds += 1
+            # Slices that grow by one each round would take as many rounds as there are slices.
+            head = grown if rounds < 4 else [_widened(m) for m in grown]
+
+    def branch(self, node: Node) -> None:
+        inner = self.trace.inner[node]
+        assert isinstance(inner, BranchTrace)
+        live = [self.live.get(r) for r in node.results]
+        assert node.selector is not None
+        if inner.chosen is None:
+            self.add_from(node, node.selector, tensors.full(0), None)
+        position = 1
+        for index, trace in enumerate(inner.blocks):
+            count = len(node.blocks[index].parameters)
+            operands = node.operands[position : position + count]
+            position += count
+            if trace is None:
+                continue
+            devices = None if inner.chosen is None else inner.chosen == index
+            walk = _Walk(self.of, trace, self.loop, devices)
+            for i, wanted in enumerate(live):
+                if wanted is None:
+                    continue
+                mask = wanted
+                if inner.chosen is not None:
+                    mask = wanted & rules.spread(inner.chosen == index, wanted.ndim - 1)
+                for d in self._rows(mask) if self.of.explain else ():
+                    place = Place(self.trace, node.results[i].root, d)
+                    key = (trace, trace.block.results[i].root, d)
+                    self.of.why.setdefault(key, ("", place))
+                walk.add(trace.block.results[i], mask, ("", None))
+            for operand, mask, parameter in zip(
+                operands, walk.run(), trace.block.parameters, strict=True
+            ):
+                if mask is not None:
+                    self._enter(operand, mask, trace, parameter)
+
+
+def _unions(left: list[Mask], right: list[Mask]) -> list[Mask]:
+    return [
+        a if b is None else (b if a is None else tensors.union(a, b))
+        for a, b in zip(left, right, strict=True)
+    ]
+
+
+def _same(left: Mask, right: Mask) -> bool:
+    if left is None or right is None:
+        return left is right
+    return left.shape == right.shape and bool((left == right).all())
+
+
+def _widened(mask: Mask) -> Mask:
+    return None if mask is None else tensors.full(mask.ndim - 1)
+
+
+_RULES = {
+    NodeKind.COMPUTE: _Walk.compute,
+    NodeKind.LOGICAL_ID: _Walk.nothing,
+    NodeKind.COLLECTIVE: _Walk.collective,
+    NodeKind.LOOP: _Walk.loop_,
+    NodeKind.BRANCH: _Walk.branch,
+}

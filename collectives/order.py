@@ -155,7 +155,7 @@ def certificate(schedule: Schedule) -> bytes:
     return digest.digest()
 
 
-class OrderConflict(Exception):  # noqa: N818 - it is a finding first; the runtime raises CollectiveMismatch
+class OrderConflict(Exception):
     """The schedules of the ranks cannot be followed together. ``str`` says why, entry by entry."""
 
 

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterator
 
 import pytest
+
 from stretto.runtime import progress, watchdog
 from stretto.runtime.progress import Entry, Progress, Snapshot
 from stretto.runtime.watchdog import Peer, State

@@ -10,10 +10,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.mpi import find_mpiexec, run_ranks
+
 from stretto.runtime import world
 from stretto.runtime.errors import WorldError
 from stretto.runtime.options import Options
-from support.mpi import find_mpiexec, run_ranks
 
 SCRIPT = Path(__file__).with_name("world_ranks.py")
 

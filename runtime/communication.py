@@ -150,7 +150,7 @@ class Communication:
         run: Any = bound.run
         single = count == 1
         outputs = range(len(start.outputs))
-        nbytes, messages = getattr(bound, "bytes", 0), getattr(bound, "messages", 0)
+        payload, all_messages = _payload(bound), getattr(bound, "messages", 0)
 
         def perform(views: Any, active: tuple[int, ...], iteration: int) -> list[Hosted]:
             lane.sequence = sequence = lane.sequence + 1
@@ -159,17 +159,20 @@ class Communication:
                 if instrument is not None:
                     instrument.collective_started(collective, start.stream)
                 progress.begin(name, source, sequence, ranks, called)
+                options = skips(iteration)
                 began = perf_counter()
                 try:
-                    results = run(operands, **skips(iteration))
+                    results = run(operands, **options)
                 finally:
                     progress.end()
             except BaseException as error:
                 raise named(error, what) from error
             seconds = perf_counter() - began
             counters.seconds += seconds
+            messages, nbytes = payload(options)
             counters.collectives += 1
             counters.messages += messages
+            counters.skipped += all_messages - messages
             counters.nbytes += nbytes
             if instrument is not None:
                 instrument.collective_finished(collective, start.stream, nbytes, seconds)
@@ -221,7 +224,7 @@ class Communication:
         lane, what = self.lanes[start.stream], describe(collective)
         skips, is_send = skipped_pairs(collective), collective.kind is Kind.SEND
         counters, instrument = lane.counters, self.instrument
-        nbytes, messages = getattr(bound, "bytes", 0), getattr(bound, "messages", 0)
+        payload, all_messages = _payload(bound), getattr(bound, "messages", 0)
 
         def post(views: Any, active: tuple[int, ...], iteration: int) -> Any:
             lane.sequence += 1
@@ -229,12 +232,15 @@ class Communication:
                 operands = views()
                 if instrument is not None:
                     instrument.collective_started(collective, start.stream)
-                request = bound.start(operands, **skips(iteration))
+                options = skips(iteration)
+                request = bound.start(operands, **options)
             except BaseException as error:
                 raise named(error, what) from error
             counters.collectives += 1
             if is_send:
+                messages, nbytes = payload(options)
                 counters.messages += messages
+                counters.skipped += all_messages - messages
                 counters.nbytes += nbytes
                 lane.sends = [sent for sent in lane.sends if not sent.test()]
                 lane.sends.append(request)
@@ -304,6 +310,15 @@ def describe(collective: Collective) -> str:
     """``all-reduce %psum.3 at train.py:12``, for errors."""
     name = f" %{collective.name}" if collective.name else ""
     return f"{collective.kind}{name}{f' at {collective.source}' if collective.source else ''}"
+
+
+def _payload(bound: Any) -> Callable[[dict[str, frozenset[int]]], tuple[int, int]]:
+    """Messages and bytes that this process gives in a call with these keyword arguments."""
+    all_of_it = getattr(bound, "messages", 0), getattr(bound, "bytes", 0)
+    count = getattr(bound, "payload", None)
+    if count is None:
+        return lambda options: all_of_it
+    return lambda options: count(options["skip"]) if options else all_of_it
 
 
 def skipped_pairs(collective: Collective) -> Callable[[int], dict[str, frozenset[int]]]:

@@ -37,12 +37,16 @@ class Instrument:
 
 @dataclass
 class Counters:
-    """Communication of one stream since the start. Written by whoever runs the stream's tasks."""
+    """Communication of one stream since the start. Written by whoever runs the stream's tasks.
+
+    ``skipped``: messages that were not sent because nobody reads them (`docs/pipelines.md`).
+    """
 
     collectives: int = 0
     messages: int = 0
     nbytes: int = 0
     seconds: float = 0.0
+    skipped: int = 0
 
     def __add__(self, other: Counters) -> Counters:
         return Counters(
@@ -50,4 +54,5 @@ class Counters:
             self.messages + other.messages,
             self.nbytes + other.nbytes,
             self.seconds + other.seconds,
+            self.skipped + other.skipped,
         )

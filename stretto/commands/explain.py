@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Any
 
 from stretto.collectives.ops import Collective
@@ -18,6 +19,7 @@ from stretto.runtime.program import Run, instructions
 
 from .hlo_input import CompiledFile, add_file, compile_file, complain, read_file
 
+MOST_CELLS, MOST_ROWS = 120, 32  # iterations and devices of the picture of a loop
 MOST_GROUPS = 4  # groups and pairs printed of one collective; --json has them all
 
 
@@ -52,6 +54,7 @@ def explain(compiled: CompiledFile) -> dict[str, Any]:
         "distinct_segments": len(program.segments),
         "order": [e.name for e in compiled.schedule.walk() if e.name in by_name],
         "collectives": list(_entries(compiled.schedule, by_name, compiled.tokens, [])),
+        "loops": [asdict(loop) for loop in compiled.valid.loops],
     }
 
 
@@ -135,7 +138,29 @@ def to_text(explanation: dict[str, Any]) -> str:
             f"{indent}{number}: {c['kind']} %{c['name']} {types}{extras} {what} [{shown}] "
             f"{c['bytes']} bytes{_reasons(c)}"
         )
+    for loop in e["loops"]:
+        lines += loop_lines(loop)
     return "\n".join(lines)
+
+
+def loop_lines(loop: dict[str, Any]) -> list[str]:
+    """A loop with transfers: what of them is sent, and devices x iterations, hollow where nobody reads."""
+    name = f"loop %{loop['name']}{' at ' + loop['source'] if loop['source'] else ''}"
+    if loop["why"]:
+        return [
+            f"{name}: transfers are made in every iteration unless they are never read: {loop['why']}"
+        ]
+    lines = [
+        f"{name}: {loop['sent']} of {loop['transfers']} messages are sent in {loop['trips']} iterations, "
+        f"{loop['idle']:.0%} of the arithmetic is read by nobody"
+    ]
+    if not loop["busy"] or loop["trips"] > MOST_CELLS:
+        return lines
+    for device, row in enumerate(loop["busy"][:MOST_ROWS]):
+        lines.append(f"  {device:>4} " + "".join("■" if busy else "□" for busy in row))
+    if len(loop["busy"]) > MOST_ROWS:
+        lines.append(f"       … {len(loop['busy']) - MOST_ROWS} more devices")
+    return lines
 
 
 def spelled(bounds: tuple[int, ...]) -> str:

@@ -419,6 +419,43 @@ def test_zeros_need_not_be_sent():
     assert valid_iterations(minus, 2)["moved"][1] == ()
 
 
+def test_zeros_that_are_there_from_the_start():
+    """The first iteration sends the initial carry, and zeros are sent where they must not be poisoned."""
+    text = loop(PLAIN % "").replace("tuple(zero, p, p)", "tuple(zero, blank, p)")
+    text = text.replace(
+        "init =",
+        "nil = f32[] constant(0)\n  blank = f32[2] broadcast(nil), dimensions={}\n  init =",
+    )
+    text = text.replace("tuple(next, moved, sum)", "tuple(next, sum, sum)")
+    assert valid_iterations(text, 2)["moved"][1] == ((1, 2), (1, 2))
+    assert valid_iterations(text, 2, DEAD_ONLY)["moved"][1] == ()
+
+
+@pytest.mark.parametrize(
+    ("untaken", "bounds"), [("blank", ((1, 1), (1, 1))), ("x", ((0, 2), (0, 2)))]
+)
+def test_a_conditional_that_is_known_to_give_zeros(untaken, bounds):
+    whole = """two = s32[] constant(1)
+      sends = pred[] compare(i, two), direction=EQ
+      payload = f32[2] conditional(sends, x, x), true_computation=taken, false_computation=other
+      moved = f32[2] collective-permute(payload), channel_id=1, source_target_pairs={{0,1},{1,0}}
+      sum = f32[2] add(kept, moved)"""
+    branches = f"""taken {{
+      x = f32[2] parameter(0)
+      ROOT y = f32[2] negate(x)
+    }}
+    other {{
+      x = f32[2] parameter(0)
+      nil = f32[] constant(0)
+      blank = f32[2] broadcast(nil), dimensions={{}}
+      ROOT y = f32[2] copy({untaken})
+    }}
+    body {{"""
+    rest = "ROOT t = (s32[], f32[2], f32[2]) tuple(next, x, sum)"
+    text = loop(whole, rest).replace("body {", branches, 1)
+    assert (valid_iterations(text, 2)["moved"][1] or ((0, 2), (0, 2))) == bounds
+
+
 def test_arithmetic_keeps_what_is_received():
     """Zero times a received NaN is NaN, whatever the program's author had in mind."""
     product = """moved = f32[2] collective-permute(x), channel_id=1, source_target_pairs={{0,1},{1,0}}

@@ -66,7 +66,8 @@ class LoopReport:
     """A loop that communicates. ``sent`` of ``transfers``: messages of one entry, over all pairs.
 
     ``idle``: share of the loop's floating point operations whose result nobody reads. ``busy``: for each
-    device one flag an iteration, whether most of what it computes there is read; empty if not known.
+    device one flag an iteration, whether it computes there what is read, in earnest: at least half as much
+    as in any other; empty if not known.
     ``why``: why the loop was not followed, or an empty string.
     """
 
@@ -348,7 +349,8 @@ def _report(proof: _Proof, loop: Node, own: list[Node]) -> LoopReport:
         sent += sum(len(_iterations(valid[k], trips)) if valid else trips for k in moving)
     busy: tuple[tuple[bool, ...], ...] = ()
     if bubble is not None and bubble.all.any():
-        read = np.asarray(2 * bubble.idle < bubble.all)
+        amount = bubble.all - bubble.idle
+        read = np.asarray((amount > 0) & (2 * amount >= amount.max(1, keepdims=True)))
         busy = tuple(tuple(bool(x) for x in row) for row in read)
     return LoopReport(
         loop.instruction.name,

@@ -464,11 +464,11 @@ class _Walk:
                     key = (trace, trace.block.results[i].root, d)
                     self.of.why.setdefault(key, ("", place))
                 walk.add(trace.block.results[i], mask, ("", None))
-            for operand, mask, parameter in zip(
+            for operand, entered, parameter in zip(
                 operands, walk.run(), trace.block.parameters, strict=True
             ):
-                if mask is not None:
-                    self._enter(operand, mask, trace, parameter)
+                if entered is not None:
+                    self._enter(operand, entered, trace, parameter)
 
 
 def _unions(left: list[Mask], right: list[Mask]) -> list[Mask]:

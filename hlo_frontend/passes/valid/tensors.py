@@ -129,9 +129,8 @@ def window(array: np.ndarray, shape: Shape, starts: np.ndarray, sizes: Shape) ->
     cut = [i for i, n in enumerate(shape) if sizes[i] != n and array.shape[i + 1] != 1]
     if not cut:
         return array
-    rows = np.unique(starts[:, cut], axis=0)
-    if len(rows) == 1:
-        return array[(slice(None), *_slices(array, cut, rows[0], sizes))]
+    if _same_rows(starts):
+        return array[(slice(None), *_slices(array, cut, starts[0][cut], sizes))]
     devices = max(len(starts), len(array))
     parts = []
     for d in range(devices):
@@ -145,19 +144,22 @@ def placed(mask: np.ndarray, shape: Shape, starts: np.ndarray, sizes: Shape) -> 
     cut = [i for i, n in enumerate(shape) if sizes[i] != n]
     if not cut:
         return mask
-    rows = np.unique(starts[:, cut], axis=0)
-    same = len(rows) == 1
+    same = _same_rows(starts)
     devices = len(mask) if same else max(len(starts), len(mask))
     result = np.zeros(
         (devices, *(shape[i] if i in cut else m for i, m in enumerate(mask.shape[1:]))), bool
     )
     if same:
-        result[(slice(None), *_slices(result, cut, rows[0], sizes))] = mask
+        result[(slice(None), *_slices(result, cut, starts[0][cut], sizes))] = mask
         return result
     for d in range(devices):
         own = mask[d if len(mask) > 1 else 0]
         result[d][_slices(result, cut, starts[d][cut], sizes)] = own
     return result
+
+
+def _same_rows(starts: np.ndarray) -> bool:
+    return len(starts) == 1 or bool((starts == starts[0]).all())
 
 
 def _slices(

@@ -17,9 +17,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from stretto.collectives.ops import Kind
+from stretto.collectives.ops import Kind, Reduction
 
-from ...graph import Computation, trip_count
+from ...collectives import native_reduction
+from ...graph import Computation, leaf_count, trip_count
+from ...schema import TUPLE
 from ...values import BlockGraph, Node, NodeKind, Value
 from ..pseudo_tokens import is_zero_literal
 from . import live, tensors
@@ -139,6 +141,8 @@ class Forward:
         return trace.known.get(root)
 
     def zero(self, trace: Trace, value: Value) -> np.ndarray | None:
+        if not self.follow_zeros:
+            return None
         root = value.root
         if root.node is not None and root.node.kind is NodeKind.CHEAP:
             if root not in self._cheap_zero:
@@ -177,6 +181,7 @@ class Forward:
                 node
                 for node in block.nodes
                 if node.kind is not NodeKind.COMPUTE
+                or node.instruction.opcode == "conditional"
                 or (
                     len(node.results) == 1
                     and (
@@ -198,6 +203,9 @@ class Forward:
             _WALK[node.kind](self, trace, node, trips)
 
     def _compute(self, trace: Trace, node: Node, trips: int) -> None:
+        if node.instruction.opcode == "conditional":
+            self._conditional(trace, node)
+            return
         (result,) = node.results
         assert result.type is not None
         if result.type.dtype[0] in "psu":
@@ -208,9 +216,26 @@ class Forward:
         rule = _ZERO.get(node.instruction.opcode) if self.follow_zeros else None
         if rule is not None:
             zeros = [self.zero(trace, o) for o in node.operands]
+            if node.instruction.opcode == "map":
+                zeros = list(_mapped(node.instruction.called[0], zeros))
             found = rule(zeros, self.known(trace, node.operands[0]) if node.operands else None)
             if found is not None and found.any():
                 trace.zero[result] = found
+
+    def _conditional(self, trace: Trace, node: Node) -> None:
+        """A conditional that stays whole: zeros where the branch that is taken gives nothing else."""
+        selector = self.known(trace, node.operands[0])
+        if selector is None:
+            return
+        called = node.instruction.called
+        chosen = live.selected(selector, len(called))
+        for i, result in enumerate(node.results):
+            rows = np.zeros(1, bool)
+            for index, computation in enumerate(called):
+                if _gives_zeros(computation, i):
+                    rows = rows | (chosen == index)
+            if rows.any():
+                trace.zero[result] = rows
 
     def _logical_id(self, trace: Trace, node: Node, trips: int) -> None:
         ids = np.arange(self.num_devices, dtype=np.uint32)
@@ -449,14 +474,25 @@ _ZERO = {
     **dict.fromkeys(("concatenate", "pad", "add"), _both),
     "dynamic-update-slice": _update,
     "select": _select,
+    "map": _both,
 }
 
 
-def zero_leaf(computation: Computation, index: int) -> bool:
-    """Whether a computation's result, or an element of it, is a constant zero."""
+def _mapped(computation: Computation, zeros: Zeros) -> Zeros:
+    """The zeros that a map's result is the sum of, or the one operand that it hands on."""
+    root = computation.root
+    if root.opcode == "parameter":
+        return [zeros[root.proto.parameter_number]]
+    return zeros if native_reduction(computation) is Reduction.SUM else [None]
+
+
+def _gives_zeros(computation: Computation, leaf: int) -> bool:
+    """Whether a leaf of a computation's result is a constant zero. Nested tuples are not looked into."""
     part = computation.root
-    if part.opcode == "tuple":
-        part = part.operands[index]
-    while part.opcode in ("broadcast", "copy", "reshape"):
+    if part.shape.element_type == TUPLE:
+        if part.opcode != "tuple" or leaf_count(part.shape) != len(part.operands):
+            return False
+        part = part.operands[leaf]
+    while part.opcode in ("broadcast", "copy", "reshape", "bitcast"):
         part = part.operands[0]
     return part.opcode == "constant" and is_zero_literal(part.proto.literal)

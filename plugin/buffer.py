@@ -159,7 +159,7 @@ def writable_array(address: int, type: TensorType, strides: tuple[int, ...] | No
     """The caller's memory, to be written to."""
     nbytes = type.size * type.numpy.itemsize
     memory = (ctypes.c_char * nbytes).from_address(address)
-    return np.ndarray(type.shape, type.numpy, memory, strides=strides)
+    return np.ndarray(type.shape, type.numpy, memoryview(memory), strides=strides)
 
 
 def when_ready(value: Value, action: Callable[[], None]) -> int:

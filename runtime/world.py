@@ -41,7 +41,7 @@ class World:
     def __init__(
         self,
         options: Options,
-        comm: MPI.Comm | None = None,
+        comm: MPI.Intracomm | None = None,
         peers: Sequence[Peer] | None = None,
         launcher: Launcher | None = None,
     ) -> None:

@@ -18,7 +18,6 @@ their data, and by the schedule that all ranks agree on.
 
 from __future__ import annotations
 
-import functools
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -108,7 +107,9 @@ def ppermute(
     """
     perm = list(perm)
     if valid_iterations is None:
-        permuted = functools.partial(jax.lax.ppermute, axis_name=axis_name, perm=perm)
+
+        def permuted(x: Any) -> Any:
+            return jax.lax.ppermute(x, axis_name, perm)
     else:
         text = _bounds(perm, list(valid_iterations), axis_name)
 

@@ -79,6 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
         return complain("run", arguments.file, error)
     world = bootstrap()
     if from_first_rank:
+        assert world.comm is not None
         data = world.comm.bcast(data, root=0)
         compiled = compiled or compile_file(data, devices, guarded=False)
     assert compiled is not None
@@ -92,7 +93,7 @@ def run(arguments: argparse.Namespace) -> int:
             raise
         return complain("run", arguments.file, error)
     gathered = [(outputs, counts)]
-    if world.size > 1:
+    if world.comm is not None:
         gathered = world.comm.gather((outputs, counts), root=0) or []
     if world.rank == 0:
         if arguments.results:
@@ -243,20 +244,20 @@ class _CountingBound:
         self.collective = bound.collective
         self.bytes = getattr(bound, "bytes", 0)
         self.messages = getattr(bound, "messages", 0)
-        self._bound: Any = bound
+        self._bound = bound
         self._counts = counts
 
     def run(
-        self, operands: Mapping[int, Sequence[Array]], **options: Any
+        self, operands: Mapping[int, Sequence[Array]], skip: frozenset[int] | None = None
     ) -> dict[int, list[Array]]:
-        self._counts.count(self.collective, operands, **options)
-        result: dict[int, list[Array]] = self._bound.run(operands, **options)
-        return result
+        self._counts.count(self.collective, operands, skip or frozenset())
+        return self._bound.run(operands, skip)
 
-    def start(self, operands: Mapping[int, Sequence[Array]], **options: Any) -> Request:
-        self._counts.count(self.collective, operands, **options)
-        request: Request = self._bound.start(operands, **options)
-        return request
+    def start(
+        self, operands: Mapping[int, Sequence[Array]], skip: frozenset[int] | None = None
+    ) -> Request:
+        self._counts.count(self.collective, operands, skip or frozenset())
+        return self._bound.start(operands, skip)
 
 
 class _CountingCommunicator:

@@ -43,6 +43,7 @@ HEADS = 4
 RATE = 1e-3
 
 Params = dict[str, Any]
+Carry = tuple[jax.Array, jax.Array, jax.Array]
 
 
 def text() -> np.ndarray:
@@ -98,7 +99,7 @@ def pipelined(repeats: int, layers: Params, xs: jax.Array) -> jax.Array:
     slots = count * repeats
     ring = [(s, (s + 1) % STAGES) for s in range(STAGES)]
 
-    def iteration(carry: tuple[jax.Array, ...], i: jax.Array) -> tuple[tuple[jax.Array, ...], None]:
+    def iteration(carry: Carry, i: jax.Array) -> tuple[Carry, None]:
         received, waiting, outputs = carry
         # What has come round waits at stage 0 until its next pass begins.
         place = jnp.maximum(i - STAGES, 0) % count

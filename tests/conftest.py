@@ -1,8 +1,18 @@
-"""Makes ``support`` and ``programs``, the packages that several tests share, importable by name."""
+"""What all tests share: importable helpers, and JAX with stretto as a second platform in this process."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
+import jax
+
+from stretto.runtime import options
+
+# ``support`` and ``programs`` are packages that several tests share.
 sys.path.insert(0, str(Path(__file__).parent))
+
+# Before any test module is imported: one that makes an array while it is collected makes JAX's devices,
+# and then it is too late. The CPU stays the default platform.
+jax.config.update("jax_platforms", "cpu,stretto")
+options.configure(options.Options(local_devices=4))

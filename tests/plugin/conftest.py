@@ -9,19 +9,12 @@ import pytest
 
 from stretto.runtime import options
 
-LOCAL_DEVICES = 4
-
-# Read when JAX makes its devices, which is after all tests have been collected. The CPU stays the default
-# for the tests of other layers.
-jax.config.update("jax_platforms", "cpu,stretto")
-options.configure(options.Options(local_devices=LOCAL_DEVICES))
-
 
 @pytest.fixture(scope="session")
 def devices() -> list[jax.Device]:
     """stretto's devices."""
     found = jax.devices("stretto")
-    assert len(found) == LOCAL_DEVICES
+    assert len(found) == options.in_force().local_devices
     return found
 
 

@@ -40,6 +40,9 @@ class Options:
     ``derive_valid_iterations``: leave out transfers of loops that nobody reads (`docs/pipelines.md`).
     ``poison_skipped``: fill what is received where a transfer is left out with NaN, to see that nobody
     reads it. For debugging.
+    ``overlap``: whether collectives are scheduled to run beside compute where that saves time.
+    ``costs``: file of the table of costs to schedule by, read on rank 0; empty: what was measured for these
+    machines, if anything (`docs/overlap.md`).
     ``origins``: for each field that was not left at its default, where its value came from.
     """
 
@@ -53,6 +56,8 @@ class Options:
     trust_valid_iterations: bool = False
     derive_valid_iterations: bool = True
     poison_skipped: bool = False
+    overlap: bool = True
+    costs: str = ""
     origins: Mapping[str, str] = field(
         default_factory=lambda: MappingProxyType({}), compare=False, repr=False
     )
@@ -109,6 +114,8 @@ VARIABLES: dict[str, tuple[str, Callable[[str], Any]]] = {
     "trust_valid_iterations": ("STRETTO_TRUST_VALID_ITERATIONS", _switch),
     "derive_valid_iterations": ("STRETTO_DERIVE_VALID_ITERATIONS", _switch),
     "poison_skipped": ("STRETTO_POISON_SKIPPED", _switch),
+    "overlap": ("STRETTO_OVERLAP", _switch),
+    "costs": ("STRETTO_COSTS", str),
 }
 
 LAUNCHERS = ("auto", "mpi", "none")
@@ -124,6 +131,8 @@ _EXPECTED = {
     "trust_valid_iterations": "expected 0 or 1",
     "derive_valid_iterations": "expected 0 or 1",
     "poison_skipped": "expected 0 or 1",
+    "overlap": "expected 0 or 1",
+    "costs": "expected the name of a file",
 }
 
 
@@ -140,6 +149,8 @@ def _problem(name: str, value: Any) -> str:
         "trust_valid_iterations": lambda v: isinstance(v, bool),
         "derive_valid_iterations": lambda v: isinstance(v, bool),
         "poison_skipped": lambda v: isinstance(v, bool),
+        "overlap": lambda v: isinstance(v, bool),
+        "costs": lambda v: isinstance(v, str),
     }[name](value)
     return "" if accepted else _EXPECTED[name]
 

@@ -15,8 +15,9 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
-from . import exits, joining, options
+from . import cost_tables, exits, joining, options
 from .control import Control, connect
+from .cost_tables import CostText
 from .errors import RankFailed, StrettoError, WorldError
 from .launcher import Launcher, detect
 from .negotiation import MpiAssembly
@@ -35,7 +36,7 @@ class World:
     ``rank`` and ``size`` number the processes; each has ``local_devices`` devices. ``comm`` is a
     duplicate of MPI's world communicator that nobody else uses, or None in a world of one process.
     ``peers`` tells where each rank runs; ``launcher`` what started this one, if anything did. ``runs`` is
-    this rank's account of what it runs together with others.
+    this rank's account of what it runs together with others. ``costs`` is the table of costs, rank 0's.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class World:
         comm: MPI.Intracomm | None = None,
         peers: Sequence[Peer] | None = None,
         launcher: Launcher | None = None,
+        costs: CostText | None = None,
     ) -> None:
         self.options = options
         self.comm = comm
@@ -54,6 +56,7 @@ class World:
         self.peers = tuple(peers or [Peer(0, os.getpid(), self.host)])
         self.launcher = launcher
         self.runs = RunLogs()
+        self.costs = costs or _find_costs(options, [self.host])
         self._progress: list[Progress] = []
         self._control: Control | None = None
         if comm is not None:
@@ -183,10 +186,30 @@ def _make(chosen: Options | None) -> World:
         gathered: list[dict[str, Any]] = comm.allgather(facts)
         _check_facts(gathered)
         peers = [Peer(rank, f["pid"], f["host"]) for rank, f in enumerate(gathered)]
-        made = World(chosen, comm, peers, launcher)
+        made = World(chosen, comm, peers, launcher, _common_costs(chosen, comm, peers))
     exits.on_uncaught(made.fail)
     os.register_at_fork(after_in_child=made.forget)
     return made
+
+
+def _find_costs(chosen: Options, hosts: Sequence[str]) -> CostText:
+    if not chosen.overlap:
+        return CostText()
+    return cost_tables.find(chosen.costs, hosts, chosen.local_devices, chosen.engine)
+
+
+def _common_costs(chosen: Options, comm: MPI.Intracomm, peers: Sequence[Peer]) -> CostText:
+    """Rank 0's table. Raises `WorldError` on all ranks where it cannot be read."""
+    found: tuple[CostText, str] | None = None
+    if comm.Get_rank() == 0:
+        try:
+            found = _find_costs(chosen, [peer.host for peer in peers]), ""
+        except WorldError as error:
+            found = CostText(), str(error)
+    costs, problem = comm.bcast(found)
+    if problem:
+        raise WorldError(problem)
+    return costs
 
 
 def _import_mpi(launcher: Launcher | None) -> Any:
@@ -249,6 +272,7 @@ _EQUAL = {
     "trust_valid_iterations": "trust in valid iterations (STRETTO_TRUST_VALID_ITERATIONS)",
     "derive_valid_iterations": "finding of valid iterations (STRETTO_DERIVE_VALID_ITERATIONS)",
     "poison_skipped": "handling of skipped buffers (STRETTO_POISON_SKIPPED)",
+    "overlap": "scheduling for overlap (STRETTO_OVERLAP)",
     "stretto": "version of stretto",
     "jax": "version of jax",
     "jaxlib": "version of jaxlib",
@@ -267,6 +291,7 @@ def _facts(chosen: Options, problem: str) -> dict[str, Any]:
         "trust_valid_iterations": chosen.trust_valid_iterations,
         "derive_valid_iterations": chosen.derive_valid_iterations,
         "poison_skipped": chosen.poison_skipped,
+        "overlap": chosen.overlap,
         "python": ".".join(platform.python_version_tuple()[:2]),
         **{name: _version(name) for name in ("stretto", "jax", "jaxlib")},
     }

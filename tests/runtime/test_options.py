@@ -25,10 +25,14 @@ def test_every_variable_sets_its_field() -> None:
         "trust_valid_iterations": "1",
         "derive_valid_iterations": "0",
         "poison_skipped": "1",
+        "overlap": "0",
+        "costs": "costs.json",
     }
     assert texts.keys() == VARIABLES.keys()
     options = Options.from_environment({VARIABLES[n][0]: text for n, text in texts.items()})
-    assert options == Options(4, "null", 2.5, 0.0, "none", "10.0.0.1", False, True, False, True)
+    assert options == Options(
+        4, "null", 2.5, 0.0, "none", "10.0.0.1", False, True, False, True, False, "costs.json"
+    )
     for name, (variable, _) in VARIABLES.items():
         assert options.origin(name) == variable
 

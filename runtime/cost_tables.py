@@ -51,7 +51,9 @@ def find(named: str, hosts: Sequence[str], local_devices: int, engine: str) -> C
         try:
             return CostText(Path(named).read_text(), named, named=True)
         except (OSError, UnicodeDecodeError) as error:
-            raise WorldError(f"the table of costs cannot be read (STRETTO_COSTS): {error}") from None
+            raise WorldError(
+                f"the table of costs cannot be read (STRETTO_COSTS): {error}"
+            ) from None
     try:
         path = measured_path(hosts, local_devices, engine)
         return CostText(path.read_text(), str(path))

@@ -6,7 +6,6 @@ already. Nothing here touches devices or other processes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -45,31 +44,84 @@ class CompileSpec:
 _PROVED = ValidPolicy()
 
 
-def _nothing_to_order(order: CommonOrder) -> Program:
-    raise InvalidProgramError("the program has no collectives to order")
+@dataclass(frozen=True)
+class PartitionedModule:
+    """A serialized ``HloModuleProto`` for one device, and how it is to be lowered.
+
+    All that follows from it follows from its bytes alone: equal ones give equal programs in all processes.
+    """
+
+    hlo: bytes = field(repr=False)
+    num_replicas: int
+    num_partitions: int
+    pseudo_tokens: bool = True
+    valid: ValidPolicy = _PROVED
+
+    def plan(self) -> tuple[Module, BlockGraph, BlockPlan, ValidReport]:
+        """The module as a graph, ordered and carved."""
+        module = Module.parse(self.hlo)
+        entry = flatten(module.entry, CollectiveReader(self.num_replicas, self.num_partitions))
+        if self.pseudo_tokens:
+            remove_pseudo_tokens(entry)
+        report = find_valid_iterations(entry, self.num_replicas, self.num_partitions, self.valid)
+        return module, entry, plan_block(entry), report
+
+    def lower(self, module: Module, plan: BlockPlan) -> Program:
+        """The program of a plan."""
+        return lower(plan, module.name, self.num_replicas, self.num_partitions, _donated(module))
+
+    def with_order(self, order: CommonOrder) -> Program:
+        """The program with its collectives in another order. Raises `InvalidProgramError` where that
+        contradicts its data or tokens."""
+        module, entry, plan, _ = self.plan()
+        reorder(entry, plan, order)
+        return self.lower(module, plan_block(entry))
+
+    def tokens(self) -> dict[str, tuple[str, ...]]:
+        """By name of each collective, those that tokens put right before it."""
+        _, entry, plan, _ = self.plan()
+        return token_edges(entry, plan)
+
+    def with_config(self) -> bytes:
+        """A serialized ``HloModuleProtoWithConfig``."""
+        return _with_config(self.hlo, self.num_replicas, self.num_partitions)
 
 
 @dataclass(frozen=True)
 class CompiledModule:
     """A program, and what a PJRT executable has to tell about itself.
 
-    ``hlo_with_config`` gives a serialized ``HloModuleProtoWithConfig`` of the whole program for one
-    device: entry layout, counts, shardings of parameters and result. Memory kinds are empty strings
-    where the program names none. ``schedule`` is what the program communicates, in its order;
-    ``with_order`` gives the same program with its collectives in another order, and raises
-    `InvalidProgramError` where that contradicts the program's data or tokens. ``tokens`` gives, by
-    name of each collective, those that tokens put right before it. ``valid`` tells what was found about
-    transfers in loops.
+    ``source`` is what it was lowered from, None for a program of one segment, which is the module as it
+    came. Memory kinds are empty strings where the program names none. ``schedule`` is what the program
+    communicates, in its order. ``valid`` tells what was found about transfers in loops.
     """
 
     program: Program
-    hlo_with_config: Callable[[], bytes] = field(repr=False)
+    source: PartitionedModule | None = None
     input_memory_kinds: tuple[str, ...] = ()
     output_memory_kinds: tuple[str, ...] = ()
     schedule: Schedule = field(default_factory=Schedule)
-    with_order: Callable[[CommonOrder], Program] = field(repr=False, default=_nothing_to_order)
-    tokens: Callable[[], dict[str, tuple[str, ...]]] = field(repr=False, default=dict)
     valid: ValidReport = field(repr=False, default_factory=ValidReport)
+
+    def hlo_with_config(self) -> bytes:
+        """A serialized ``HloModuleProtoWithConfig`` of the whole program for one device: entry layout,
+        counts, shardings of parameters and result."""
+        if self.source is not None:
+            return self.source.with_config()
+        (segment,) = self.program.segments
+        computation = _jax.mlir.mlir_module_to_xla_computation(segment.module, False, False)
+        return _with_config(computation.as_serialized_hlo_module_proto(), 1, 1)
+
+    def with_order(self, order: CommonOrder) -> Program:
+        """The program with its collectives in another order. Raises `InvalidProgramError` where that
+        contradicts its data or tokens."""
+        if self.source is None:
+            raise InvalidProgramError("the program has no collectives to order")
+        return self.source.with_order(order)
+
+    def tokens(self) -> dict[str, tuple[str, ...]]:
+        """By name of each collective, those that tokens put right before it."""
+        return {} if self.source is None else self.source.tokens()
 
 
 def compile_stablehlo(
@@ -136,39 +188,17 @@ def _compiled(
     pseudo_tokens: bool,
     policy: ValidPolicy,
 ) -> CompiledModule:
-    reports: list[ValidReport] = []
-
-    def planned() -> tuple[Module, BlockGraph, BlockPlan]:
-        module = Module.parse(serialized)
-        entry = flatten(module.entry, CollectiveReader(num_replicas, num_partitions))
-        if pseudo_tokens:
-            remove_pseudo_tokens(entry)
-        reports.append(find_valid_iterations(entry, num_replicas, num_partitions, policy))
-        return module, entry, plan_block(entry)
-
-    def lowered(module: Module, plan: BlockPlan) -> Program:
-        return lower(plan, module.name, num_replicas, num_partitions, _donated(module))
-
-    def with_order(order: CommonOrder) -> Program:
-        module, entry, plan = planned()
-        reorder(entry, plan, order)
-        return lowered(module, plan_block(entry))
-
-    def tokens() -> dict[str, tuple[str, ...]]:
-        return token_edges(*planned()[1:])
-
-    module, entry, plan = planned()
+    source = PartitionedModule(serialized, num_replicas, num_partitions, pseudo_tokens, policy)
+    module, entry, plan, report = source.plan()
     schedule = schedule_of(entry, plan)
-    program = lowered(module, plan)
+    program = source.lower(module, plan)
     return CompiledModule(
         program,
-        lambda: _with_config(serialized, num_replicas, num_partitions),
+        source,
         ("",) * len(program.inputs),
         ("",) * len(program.outputs),
         schedule,
-        with_order,
-        tokens,
-        reports[0],
+        report,
     )
 
 
@@ -197,12 +227,10 @@ def _whole(parsed: stablehlo.ir.Module) -> CompiledModule:
         donated=signature.donated,
     )
 
-    def hlo_with_config() -> bytes:
-        computation = _jax.mlir.mlir_module_to_xla_computation(code, False, False)
-        return _with_config(computation.as_serialized_hlo_module_proto(), 1, 1)
-
     return CompiledModule(
-        program, hlo_with_config, signature.input_memory_kinds, signature.output_memory_kinds
+        program,
+        input_memory_kinds=signature.input_memory_kinds,
+        output_memory_kinds=signature.output_memory_kinds,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from functools import cached_property
 from importlib.metadata import version
 from typing import Any
 
@@ -18,6 +19,7 @@ from . import _capi, abi
 from .device import PLATFORM, make_devices
 from .structs import NamedValues, read_int64s
 from .table import entry
+from .target import target
 from .topology import Text, Topology, pointers
 
 _TYPE_NAMES = {code: name for name, code in abi.BUFFER_TYPES.items()}
@@ -48,11 +50,16 @@ class Client(_capi.Handle):  # type: ignore[misc]
         self.local_devices = self.devices[rank * local : (rank + 1) * local]
         self.memories = tuple(m for d in self.local_devices for m in d.memories)
         self.platform_name, self.platform_version = Text(PLATFORM), Text(platform_version())
-        self.topology = Topology(self.devices, platform_version())
+        self.topology = Topology(self.devices, platform_version(), lambda: self.target)
         self.device_pointers = pointers(self.devices)
         self.local_device_pointers = pointers(self.local_devices)
         self.memory_pointers = pointers(self.memories)
         self._array_types: dict[TensorType, _capi.ArrayType] = {}
+
+    @cached_property
+    def target(self) -> dict[str, str]:
+        """What programs that are compiled for this client depend on."""
+        return target(self.engine, self.world.options, self.world.size)
 
     def array_type(self, type: TensorType) -> _capi.ArrayType:
         """The C form of a type, made once. Raises ``KeyError`` for types that PJRT lacks."""

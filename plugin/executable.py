@@ -20,32 +20,37 @@ from stretto.hlo_frontend.schema import (
     DeviceAssignmentProto,
     HloModuleProtoWithConfig,
 )
+from stretto.runtime import statistics
 from stretto.runtime.errors import InvalidProgramError
 from stretto.runtime.executor import LoadedProgram
 
-from . import _capi, abi, callbacks, jax_private
+from . import _capi, abi, callbacks, executable_codec, jax_private
 from .client import Client
 from .device import MEMORY_KINDS
+from .executable_codec import StoredExecutable
 from .structs import STRUCTS, NamedValues, read_bytes
 from .table import entry
 from .topology import Text, pointers
 
-_SERIALIZED = b"stretto executable 1\n"
-
 
 class Executable(_capi.Executable):  # type: ignore[misc]
-    """A compiled program. ``source`` and ``options`` are what it was compiled from."""
+    """A compiled program. ``options`` is what it was compiled with.
+
+    ``source`` is the module it was compiled from; where it was loaded, ``stored`` is what it was loaded from.
+    """
 
     def __init__(
         self,
         client: Client,
         compiled: CompiledModule,
         loaded: LoadedProgram,
-        source: bytes,
         options: bytes,
+        *,
+        source: bytes = b"",
+        stored: StoredExecutable | None = None,
     ) -> None:
         self.client, self.compiled, self.loaded = client, compiled, loaded
-        self.source, self.options = source, options
+        self.options, self._source, self._stored = options, source, stored
         program = compiled.program
         self.name = Text(program.name)
         self.output_types = [client.array_type(t) for t in program.outputs]
@@ -69,17 +74,24 @@ class Executable(_capi.Executable):  # type: ignore[misc]
         return self.compiled.hlo_with_config()
 
     @cached_property
-    def fingerprint(self) -> Text:
+    def fingerprint(self) -> str:
+        """A digest of the program, its options and what else it depends on."""
+        if self._stored is not None:
+            return self._stored.fingerprint
         digest = hashlib.sha256()
         for part in (version("stretto"), version("jaxlib"), self.client.engine.name):
             digest.update(part.encode() + b"\0")
         # Where the program was written does not make it another program. Of the options, those that are
         # read count: the others hold maps, which are serialized in any order.
-        module = stablehlo.parse(self.source).operation.get_asm(enable_debug_info=False)
+        module = stablehlo.parse(self._source).operation.get_asm(enable_debug_info=False)
         options = CompileOptionsProto.FromString(self.options)
         options.DiscardUnknownFields()
         digest.update(options.SerializeToString(deterministic=True) + b"\0" + module.encode())
-        return Text(digest.hexdigest())
+        return digest.hexdigest()
+
+    @cached_property
+    def fingerprint_text(self) -> Text:
+        return Text(self.fingerprint)
 
     @cached_property
     def cost_analysis(self) -> NamedValues:
@@ -89,10 +101,17 @@ class Executable(_capi.Executable):  # type: ignore[misc]
 
     def serialized(self) -> bytes:
         """What `PJRT_Executable_DeserializeAndLoad` takes. Raises ``NotImplementedError``."""
-        if callbacks.needed_by(self.source):
+        if self.loaded.has_host_callbacks:
             raise NotImplementedError("a program that calls back into Python cannot be serialized")
-        size = len(self.options).to_bytes(8, "little")
-        return _SERIALIZED + version("stretto").encode() + b"\n" + size + self.options + self.source
+        return executable_codec.to_bytes(
+            StoredExecutable(
+                self.client.target,
+                self.options,
+                self.compiled,
+                self.loaded.code(),
+                self.fingerprint,
+            )
+        )
 
 
 class LoadedExecutable(_capi.LoadedExecutable):  # type: ignore[misc]
@@ -138,9 +157,8 @@ class LoadedExecutable(_capi.LoadedExecutable):  # type: ignore[misc]
 
 def compile_and_load(client: Client, source: bytes, options: bytes) -> LoadedExecutable:
     """Compile a StableHLO module for the devices that the options name."""
-    build = CompileOptionsProto.FromString(options).executable_build_options
-    num_replicas, num_partitions = max(build.num_replicas, 1), max(build.num_partitions, 1)
-    device_ids = _device_ids(client, build.device_assignment, num_replicas, num_partitions)
+    num_replicas, num_partitions, device_ids = _placement(client, options)
+    statistics.compiled(programs=1)
     compiled = compile_stablehlo(
         source,
         CompileSpec(num_replicas, num_partitions, options),
@@ -154,7 +172,44 @@ def compile_and_load(client: Client, source: bytes, options: bytes) -> LoadedExe
         schedule=compiled.schedule,
         with_order=compiled.with_order,
     )
-    return LoadedExecutable(Executable(client, compiled, loaded, source, options), device_ids)
+    return LoadedExecutable(
+        Executable(client, compiled, loaded, options, source=source), device_ids
+    )
+
+
+def load(client: Client, data: bytes, options: bytes = b"") -> LoadedExecutable:
+    """Load what `Executable.serialized` gave; nothing is compiled of what it holds the code of.
+
+    ``options``, where given, take the place of those it was compiled with: they may name other devices.
+    Raises `InvalidProgramError`, or `OtherTargetError` if it was compiled for something else.
+    """
+    stored = executable_codec.from_bytes(data, client.target)
+    options, compiled = options or stored.options, stored.compiled
+    num_replicas, num_partitions, device_ids = _placement(client, options)
+    program = compiled.program
+    if (num_replicas, num_partitions) != (program.num_replicas, program.num_partitions):
+        raise InvalidProgramError(
+            f"the executable is for {program.num_replicas} replicas x {program.num_partitions} "
+            f"partitions, it is to be loaded for {num_replicas} x {num_partitions}"
+        )
+    loaded = client.executor.load(
+        program,
+        device_ids,
+        schedule=compiled.schedule,
+        with_order=compiled.with_order,
+        code=stored.code,
+    )
+    return LoadedExecutable(
+        Executable(client, compiled, loaded, options, stored=stored), device_ids
+    )
+
+
+def _placement(client: Client, options: bytes) -> tuple[int, int, tuple[int, ...]]:
+    """Replicas, partitions, and the global device id of every logical id."""
+    build = CompileOptionsProto.FromString(options).executable_build_options
+    num_replicas, num_partitions = max(build.num_replicas, 1), max(build.num_partitions, 1)
+    device_ids = _device_ids(client, build.device_assignment, num_replicas, num_partitions)
+    return num_replicas, num_partitions, device_ids
 
 
 def _device_ids(
@@ -199,18 +254,11 @@ def _program(address: int) -> Any:
 def deserialize_and_load(args: Any) -> None:
     client: Client = _capi.take(args.client)
     data = read_bytes(args.serialized_executable, args.serialized_executable_size)
-    head = _SERIALIZED + version("stretto").encode() + b"\n"
-    if not data.startswith(head):
-        raise ValueError("not an executable of this version of stretto: compile the program again")
-    size = int.from_bytes(data[len(head) : len(head) + 8], "little")
-    start = len(head) + 8
-    options, source = data[start : start + size], data[start + size :]
-    if args.overridden_serialized_compile_options:
-        options = read_bytes(
-            args.overridden_serialized_compile_options,
-            args.overridden_serialized_compile_options_size,
-        )
-    args.loaded_executable = _capi.give(compile_and_load(client, source, options))
+    options = read_bytes(
+        args.overridden_serialized_compile_options,
+        args.overridden_serialized_compile_options_size,
+    )
+    args.loaded_executable = _capi.give(load(client, data, options))
 
 
 @entry("PJRT_LoadedExecutable_GetExecutable")
@@ -249,8 +297,8 @@ def executable_fingerprint(args: Any) -> None:
 
 
 def _fingerprint(args: Any, executable: Executable) -> None:
-    args.executable_fingerprint = executable.fingerprint.address
-    args.executable_fingerprint_size = executable.fingerprint.size
+    text = executable.fingerprint_text
+    args.executable_fingerprint, args.executable_fingerprint_size = text.address, text.size
 
 
 @entry("PJRT_Executable_Name")

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import wraps
+from types import SimpleNamespace
 from typing import Any
+from uuid import uuid4
 
 PLATFORM = "stretto"
 
@@ -176,6 +178,56 @@ def hand_over_callbacks() -> None:
 
     backend_compile_and_load.__wrapped_for_stretto__ = original  # type: ignore[attr-defined]
     compiler.backend_compile_and_load = backend_compile_and_load
+
+
+def use_compilation_cache() -> None:
+    """Let programs for stretto be kept in JAX's persistent compilation cache.
+
+    JAX asks a list of platforms whether to use it; stretto answers as cpu does. Under a launcher all
+    processes are process 0 to JAX, which then writes from each: here the process of a program's first
+    device writes it, whole or not at all, since others may be reading.
+    """
+    from jax._src import compilation_cache, compiler, lru_cache
+
+    used, write = compilation_cache.is_cache_used, compiler._compile_and_write_cache
+    if hasattr(used, "__wrapped_for_stretto__"):
+        return
+
+    @wraps(used)
+    def is_cache_used(backend: Any) -> bool:
+        return used(_SAVES_EXECUTABLES if backend.platform == PLATFORM else backend)
+
+    @wraps(write)
+    def compile_and_write_cache(*args: Any) -> Any:
+        backend, _, devices = args[:3]
+        first = min(devices, key=lambda device: device.id)
+        if backend.platform == PLATFORM and first.process_index != backend.process_index():
+            return compiler.backend_compile_and_load(*args[:5])
+        return write(*args)
+
+    class AtomicCache(lru_cache.LRUCache):
+        """Entries appear with all of their content. With a limit of size there is a lock for that."""
+
+        def put(self, key: str, value: bytes) -> None:
+            path = self.path / f"{key}{lru_cache._CACHE_SUFFIX}"
+            if self.eviction_enabled or not key or path.exists():
+                super().put(key, value)
+                return
+            unfinished = self.path / f"{key}-{uuid4().hex}"
+            try:
+                unfinished.write_bytes(value)
+                unfinished.replace(path)
+            finally:
+                unfinished.unlink(missing_ok=True)
+
+    is_cache_used.__wrapped_for_stretto__ = used  # type: ignore[attr-defined]
+    compile_and_write_cache.__wrapped_for_stretto__ = write  # type: ignore[attr-defined]
+    compilation_cache.is_cache_used = is_cache_used
+    compilation_cache.LRUCache = AtomicCache  # type: ignore[misc]
+    compiler._compile_and_write_cache = compile_and_write_cache  # type: ignore[assignment]
+
+
+_SAVES_EXECUTABLES = SimpleNamespace(platform="cpu", supports_executable_serialization=True)
 
 
 def cost_analysis(hlo: bytes) -> dict[str, float]:

@@ -29,6 +29,7 @@ def initialize() -> None:
     jax_private.share_cpu_lowerings()
     jax_private.allow_donation()
     jax_private.hand_over_callbacks()
+    jax_private.use_compilation_cache()
     if "cpu" not in requested:
         # Callbacks and `jax.devices("cpu")` need JAX's own CPU backend; stretto stays the default.
         jax_private.add_platform("cpu")

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import json
+from collections.abc import Callable, Mapping
+from functools import cached_property
 from typing import Any
 
 from . import _capi
@@ -27,14 +30,23 @@ class Text:
 class Topology(_capi.Handle):
     """Devices of the world with their descriptions; owned by a client."""
 
-    def __init__(self, devices: tuple[_capi.Device, ...], version: str) -> None:
-        self.devices = devices
+    def __init__(
+        self,
+        devices: tuple[_capi.Device, ...],
+        version: str,
+        target: Callable[[], Mapping[str, str]],
+    ) -> None:
+        self.devices, self._target = devices, target
         self.descriptions = pointers(devices)
         self.platform_name = Text(PLATFORM)
         self.platform_version = Text(version)
         self.attributes = NamedValues({})
-        listed = ";".join(f"{d.id}:{d.process_index}" for d in devices)
-        self.serialized = f"{PLATFORM} {version} {listed}".encode()
+
+    @cached_property
+    def serialized(self) -> bytes:
+        """What programs for these devices depend on: JAX makes keys of its compilation cache of it."""
+        devices = [[d.id, d.process_index] for d in self.devices]
+        return json.dumps({"platform": PLATFORM, **self._target(), "ids": devices}).encode()
 
 
 @entry("PJRT_TopologyDescription_PlatformName")

@@ -92,6 +92,31 @@ class Engine(Protocol):
         ...
 
 
+@runtime_checkable
+class RestoringEngine(Protocol):
+    """What an engine has beside `Engine` if its compiled segments outlive the process.
+
+    With it JAX's compilation cache and serialized executables save the compilation of segments; without,
+    segments are compiled again when a program is loaded.
+    """
+
+    @property
+    def target(self) -> str:
+        """What compiled segments depend on, in one line: versions, kind of device. Code is restored only
+        where this is equal."""
+        ...
+
+    def serialize(self, segment: LoadedSegment) -> bytes:
+        """A segment that `compile` or `restore` gave, without host callbacks. Raises ``CompileError``
+        where that cannot be done."""
+        ...
+
+    def restore(self, code: bytes, segment: Segment, *, name: str = "") -> LoadedSegment:
+        """Inverse of `serialize`; ``segment`` is what the code was compiled from. Raises
+        ``CompileError``."""
+        ...
+
+
 def create_engine(name: str, num_devices: int, **options: Any) -> Engine:
     """The engine registered under ``name``. Raises ``LookupError`` listing the names there are."""
     found = {e.name: e for e in entry_points(group="stretto.engines")}

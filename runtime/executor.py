@@ -26,7 +26,7 @@ from stretto.collectives.order import CommonOrder, Schedule
 
 from . import statistics, watchdog
 from .communication import Lane
-from .engine import Engine, LoadedSegment
+from .engine import Engine, LoadedSegment, RestoringEngine
 from .errors import InvalidProgramError, StrettoError, UnsupportedError
 from .instrument import Counters, Instrument
 from .loaded import Flight, LoadedProgram
@@ -110,8 +110,12 @@ class Executor:
         *,
         schedule: Schedule | None = None,
         with_order: Callable[[CommonOrder], Program] | None = None,
+        code: Sequence[bytes] = (),
     ) -> LoadedProgram:
         """Compile the segments. ``device_ids[i]``: global id of logical id i.
+
+        ``code[i]``: segment i as the engine serialized it, which is restored then instead of compiled;
+        empty where there is none.
 
         ``schedule`` tells what the program communicates, in which of its orders data and tokens require
         it; ``with_order`` gives the program in another one. Without them the program's order is the only
@@ -135,7 +139,7 @@ class Executor:
         check_rings(program, schedule, owner, alone=len(processes) == 1)
         line = watchdog.calling_line() if len(processes) > 1 else ""
         make = partial(self._walker, local, owner, host_callbacks, line)
-        loaded = LoadedProgram(self, make(program), local, bool(host_callbacks))
+        loaded = LoadedProgram(self, make(program, code), local, bool(host_callbacks))
         if not local:
             return loaded
         if len(processes) > 1:
@@ -184,8 +188,9 @@ class Executor:
         host_callbacks: Sequence[Any],
         line: str,
         program: Program,
+        code: Sequence[bytes] = (),
     ) -> Walker:
-        segments = self._compile(program, host_callbacks) if local else []
+        segments = self._compile(program, host_callbacks, code) if local else []
         with self._lock:
             while local and len(self._lanes) < program.num_streams:
                 self._lanes.append(self._lane(len(self._lanes)))
@@ -220,16 +225,22 @@ class Executor:
                 f"program {program.name} is given a device twice: {device_ids}"
             )
 
-    def _compile(self, program: Program, host_callbacks: Sequence[Any]) -> list[LoadedSegment]:
+    def _compile(
+        self, program: Program, host_callbacks: Sequence[Any], code: Sequence[bytes]
+    ) -> list[LoadedSegment]:
+        engine = self.engine
+        restoring = engine if isinstance(engine, RestoringEngine) else None
+
         def compile_one(index: int) -> LoadedSegment:
             segment = program.segments[index]
-            return self.engine.compile(
-                segment,
-                name=segment.name or f"{program.name}.{index}",
-                host_callbacks=host_callbacks,
-            )
+            name = segment.name or f"{program.name}.{index}"
+            if restoring is not None and code and code[index]:
+                return restoring.restore(code[index], segment, name=name)
+            return engine.compile(segment, name=name, host_callbacks=host_callbacks)
 
         indices = range(len(program.segments))
+        restored = 0 if restoring is None else sum(map(bool, code))
+        statistics.compiled(segments=len(indices) - restored, restored=restored)
         workers = min(len(indices), os.cpu_count() or 1)
         if workers < 2:
             return [compile_one(index) for index in indices]

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from .errors import InvalidProgramError
+from .engine import RestoringEngine
+from .errors import CompileError, InvalidProgramError
 from .frame import Frame, Hosted, drop_tracebacks
 from .program import Block, Branch, Loop, Run, Start, instructions
 from .stream import Event, completions
@@ -59,6 +60,24 @@ class LoadedProgram:
     def prepare(self) -> None:
         """Bind the collectives; waits for the other processes of the program, where there are any."""
         self.walker.prepare()
+
+    def code(self) -> tuple[bytes, ...]:
+        """The program's segments as the engine serializes them, for `Executor.load`.
+
+        Empty for those that cannot be: they will be compiled again.
+        """
+        engine, walker = self._engine, self.walker
+        if not isinstance(engine, RestoringEngine) or self.has_host_callbacks:
+            return (b"",) * len(self.program.segments)
+        # The first run may have given the program another order, with other segments.
+        loaded = dict(zip(walker.program.segments, walker.segments, strict=False))
+        code = []
+        for segment in self.program.segments:
+            try:
+                code.append(engine.serialize(loaded[segment]) if segment in loaded else b"")
+            except CompileError:
+                code.append(b"")
+        return tuple(code)
 
     @property
     def single(self) -> Callable[[int, list[Any]], list[Any]] | None:

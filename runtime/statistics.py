@@ -1,4 +1,4 @@
-"""Counts of what this process has communicated, over all its executors.
+"""Counts of what this process has communicated and compiled, over all its executors.
 
 Whoever has `Counters` (an executor) is registered by `include`, and kept no longer than it lives: what
 it had counted is then lost, which only a program that makes its devices anew will see.
@@ -6,6 +6,8 @@ it had counted is then lost, which only a program that makes its devices anew wi
 
 from __future__ import annotations
 
+import threading
+from dataclasses import dataclass, replace
 from typing import Protocol
 from weakref import WeakSet
 
@@ -18,7 +20,23 @@ class Counting(Protocol):
     def counters(self) -> Counters: ...
 
 
+@dataclass(frozen=True)
+class Compilations:
+    """What was compiled since the process began.
+
+    ``programs``: taken through XLA's partitioner and optimizer; ``segments``: of them, code was generated
+    for by the engine; ``restored``: segments whose code was there already, from a compilation cache or a
+    serialized executable.
+    """
+
+    programs: int = 0
+    segments: int = 0
+    restored: int = 0
+
+
 _included: WeakSet[Counting] = WeakSet()
+_compilations = Compilations()
+_lock = threading.Lock()
 
 
 def include(source: Counting) -> None:
@@ -29,3 +47,20 @@ def include(source: Counting) -> None:
 def total() -> Counters:
     """The sum, as of now."""
     return sum((source.counters() for source in list(_included)), Counters())
+
+
+def compiled(*, programs: int = 0, segments: int = 0, restored: int = 0) -> None:
+    """Count compilations, see `Compilations`."""
+    global _compilations
+    with _lock:
+        _compilations = replace(
+            _compilations,
+            programs=_compilations.programs + programs,
+            segments=_compilations.segments + segments,
+            restored=_compilations.restored + restored,
+        )
+
+
+def compilations() -> Compilations:
+    """What was compiled, as of now."""
+    return _compilations

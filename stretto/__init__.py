@@ -24,12 +24,14 @@ if TYPE_CHECKING:
     )
     from stretto.runtime.instrument import Counters
     from stretto.runtime.options import Options, OptionsError, configure
+    from stretto.runtime.statistics import Compilations
 
     __version__: str
 
 __all__ = [
     "CollectiveMismatch",
     "CollectiveTimeout",
+    "Compilations",
     "CompileError",
     "Counters",
     "InvalidProgramError",
@@ -40,6 +42,7 @@ __all__ = [
     "UnsupportedError",
     "WorldError",
     "__version__",
+    "compilations",
     "configure",
     "stats",
 ]
@@ -52,6 +55,7 @@ if not os.path.isdir(os.path.join(os.path.dirname(__file__), "runtime")):
     __path__ = extend_path(__path__, __name__)
 
 _HOMES = {
+    "Compilations": "stretto.runtime.statistics",
     "Counters": "stretto.runtime.instrument",
     "Options": "stretto.runtime.options",
     "OptionsError": "stretto.runtime.options",
@@ -64,6 +68,13 @@ def stats() -> Counters:
     from stretto.runtime.statistics import total
 
     return total()
+
+
+def compilations() -> Compilations:
+    """What this process has compiled since it began, and what it found compiled already."""
+    from stretto.runtime import statistics
+
+    return statistics.compilations()
 
 
 def __getattr__(name: str) -> Any:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from stretto.collectives.types import ELEMENT_TYPES, TensorType
-from stretto.runtime.engine import Engine, LoadedSegment
+from stretto.runtime.engine import Engine, LoadedSegment, RestoringEngine
 from stretto.runtime.errors import CompileError
 from stretto.runtime.program import Segment
 
@@ -68,6 +68,9 @@ def check_engine(
     if computes:
         checks += [_runs, _compile_errors, _run_errors, _threads]
         names += ["runs", "compile_errors", "run_errors", "threads"]
+        if isinstance(engine, RestoringEngine):
+            checks.append(lambda e: _restores(e, factory(2)))
+            names.append("restores")
     for check in checks:
         check(engine)
     return names
@@ -220,3 +223,24 @@ def _threads(engine: Engine) -> None:
     for ordinal in range(engine.num_devices):
         _expect(ordinal in results, "a segment can be run from several threads")
         _same(results[ordinal], 256 * _ramp(ordinal), "runs from several threads")
+
+
+def _restores(engine: Engine, another: Engine) -> None:
+    """Code that one engine serialized runs on another of its kind."""
+    if not (isinstance(engine, RestoringEngine) and isinstance(another, RestoringEngine)):
+        raise AssertionError("the factory gives engines of two kinds")
+    _expect(engine.target == another.target, "target is the same for engines of one kind")
+    code = engine.serialize(engine.compile(SUM_AND_DIFFERENCE))
+    restored = another.restore(code, SUM_AND_DIFFERENCE, name="restored")
+    for ordinal in (1, 0):
+        arrays = [another.put(_ramp(start), F32, ordinal) for start in (0.0, 5.0)]
+        total, difference = restored.run(ordinal, arrays)
+        _same(another.host_view(total), 2 * _ramp() + 5, "a restored segment computes the same")
+        _same(another.host_view(difference), np.full(16, -5, np.float32), "so does it each result")
+    _expect(another.serialize(restored) == code, "what was restored is serialized as it was")
+    try:
+        another.restore(b"no code", SUM_AND_DIFFERENCE, name="restored")
+    except CompileError as error:
+        _expect("restored" in str(error), "an error of restoring names the segment")
+    else:
+        raise AssertionError("bytes that are no code are refused")

@@ -3,7 +3,8 @@
 Every jaxlib name that is not public API is used in this file only; ``tests/runtime/test_xla_cpu.py``
 pins them. A segment is compiled once, for device 0; other devices get the same machine code by
 deserializing it when the segment first runs there, which takes a tenth of a compilation. Code that
-refuses to be serialized (host callbacks) is compiled again for each device.
+refuses to be serialized (host callbacks) is compiled again for each device. The same machine code is what
+`serialize` gives and `restore` takes: it is for this version of jaxlib and this kind of CPU (``target``).
 
 XLA runs cheap computations inside ``run`` and others on its own threads. Arrays are jaxlib arrays on
 one device: row-major, sub-byte types one byte an element towards the host.
@@ -11,10 +12,14 @@ one device: row-major, sub-byte types one byte an element towards the host.
 
 from __future__ import annotations
 
+import hashlib
+import platform
 import re
 import threading
 from collections.abc import Sequence
 from functools import cache
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -59,6 +64,16 @@ def _aval(type: TensorType) -> core.ShapedArray:
     return core.ShapedArray(type.shape, type.numpy)
 
 
+@cache
+def _target() -> str:
+    """jaxlib's version and the CPU with its features, as far as the system tells them."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else [platform.processor()]
+    features = next((i for i in lines if i.startswith(("flags", "Features"))), "".join(lines[:1]))
+    digest = hashlib.sha256(" ".join(sorted(set(features.split()))).encode()).hexdigest()[:16]
+    return f"jaxlib {version('jaxlib')} on {platform.machine()} with features {digest}"
+
+
 class _End:
     """The end of one run."""
 
@@ -78,10 +93,15 @@ class _End:
 class XlaCpuSegment:
     """A segment compiled for device 0 and, once it has run there, for other devices."""
 
-    __slots__ = ("_by_device", "_callbacks", "_engine", "_lock", "_module", "_name")
+    __slots__ = ("_by_device", "_callbacks", "_code", "_engine", "_lock", "_module", "_name")
 
     def __init__(
-        self, engine: XlaCpuEngine, module: bytes, name: str, host_callbacks: Sequence[Any]
+        self,
+        engine: XlaCpuEngine,
+        module: bytes,
+        name: str,
+        host_callbacks: Sequence[Any] = (),
+        code: bytes = b"",
     ) -> None:
         self._engine = engine
         self._module = module
@@ -89,7 +109,12 @@ class XlaCpuSegment:
         self._callbacks = list(host_callbacks)
         self._lock = threading.Lock()
         self._by_device: list[Any] = [None] * engine.num_devices
-        self._by_device[0] = engine.compile_for(0, module, name, self._callbacks)
+        self._code = code  # empty until a second device asks for it
+        self._by_device[0] = (
+            engine.load_for(0, code)
+            if code
+            else engine.compile_for(0, module, name, self._callbacks)
+        )
 
     def run(self, ordinal: int, inputs: list[Array]) -> list[Array]:
         executable = self._by_device[ordinal]
@@ -128,10 +153,16 @@ class XlaCpuSegment:
         engine = self._engine
         if not self._callbacks:
             try:
-                return engine.clone_for(ordinal, self._by_device[0])
+                return engine.load_for(ordinal, self.serialize())
             except JaxRuntimeError:
                 pass  # not serializable: compile it again
         return engine.compile_for(ordinal, self._module, self._name, self._callbacks)
+
+    def serialize(self) -> bytes:
+        """The machine code. Raises ``JaxRuntimeError`` where XLA cannot."""
+        if not self._code:
+            self._code = self._engine.serialize_executable(self._by_device[0])
+        return self._code
 
 
 class XlaCpuEngine:
@@ -176,11 +207,31 @@ class XlaCpuEngine:
             prefix = f"segment {name or '(unnamed)'} does not compile on engine {self.name}: "
             raise _translate(error, CompileError, prefix) from error
 
-    def clone_for(self, ordinal: int, executable: Any) -> Any:
-        """The same machine code for another device. Raises ``JaxRuntimeError`` where XLA cannot."""
-        serialized = self._client.serialize_executable(executable)
+    @property
+    def target(self) -> str:
+        return _target()
+
+    def serialize(self, segment: XlaCpuSegment) -> bytes:
+        try:
+            return segment.serialize()
+        except JaxRuntimeError as error:
+            raise _translate(error, CompileError, "cannot be serialized: ") from error
+
+    def restore(self, code: bytes, segment: Segment, *, name: str = "") -> XlaCpuSegment:
+        try:
+            return XlaCpuSegment(self, segment.module, name or segment.name, code=code)
+        except JaxRuntimeError as error:
+            prefix = f"segment {name or '(unnamed)'} cannot be restored on engine {self.name}: "
+            raise _translate(error, CompileError, prefix) from error
+
+    def serialize_executable(self, executable: Any) -> bytes:
+        """Machine code of one of jaxlib's executables. Raises ``JaxRuntimeError`` where XLA cannot."""
+        return self._client.serialize_executable(executable)
+
+    def load_for(self, ordinal: int, code: bytes) -> Any:
+        """jaxlib's executable for one device, from machine code. Raises ``JaxRuntimeError``."""
         return self._client.deserialize_executable(
-            serialized, self._executable_devices[ordinal], self._options[ordinal]
+            code, self._executable_devices[ordinal], self._options[ordinal]
         )
 
     def put(self, host: np.ndarray, type: TensorType, ordinal: int) -> Array:

@@ -11,12 +11,14 @@ from typing import Any
 
 import jax
 import jax._src.callback
+import jax._src.compilation_cache
 import jax._src.compiler
 import jax._src.config
 import jax._src.core
 import jax._src.interpreters.mlir
 import jax._src.interpreters.pxla
 import jax._src.lax.parallel
+import jax._src.lru_cache
 import jax._src.source_info_util
 import jax._src.traceback_util
 import jax._src.xla_bridge
@@ -99,6 +101,26 @@ def test_cost_analysis() -> None:
         hlo = jax.jit(lambda a: a @ a).lower(jax.numpy.ones((4, 4))).compiler_ir("hlo")
     cost = jax_private.cost_analysis(hlo.as_serialized_hlo_module_proto())
     assert cost["flops"] == 2 * 4**3
+
+
+def test_compilation_cache() -> None:
+    """``is_cache_used`` knows no platform by other means than its list; entries are named as we name them."""
+    cache, compiler = jax._src.compilation_cache, jax._src.compiler
+    source = inspect.getsource(_original(cache.is_cache_used))
+    assert 'supported_platforms = ["tpu", "gpu", "cpu"' in source
+    assert "compilation_cache.is_cache_used(" in inspect.getsource(compiler._get_cache_key)
+    assert "LRUCache(path, max_size=" in inspect.getsource(cache.get_file_cache)
+    put = inspect.getsource(jax._src.lru_cache.LRUCache.put)
+    assert 'cache_path = self.path / f"{key}{_CACHE_SUFFIX}"' in put
+    assert "if self.eviction_enabled:\n      self.lock.acquire" in put
+    write = inspect.signature(_original(compiler._compile_and_write_cache))
+    assert list(write.parameters)[:5] == [
+        "backend",
+        "computation",
+        "executable_devices",
+        "compile_options",
+        "host_callbacks",
+    ]
 
 
 def test_exclusions() -> None:

@@ -25,7 +25,7 @@ def xla() -> xla_cpu.XlaCpuEngine:
 
 
 def test_xla_cpu_conforms() -> None:
-    assert len(check_engine(xla_cpu.create)) == 8
+    assert len(check_engine(xla_cpu.create)) == 9
 
 
 def test_null_conforms() -> None:

@@ -59,7 +59,8 @@ class Client(_capi.Handle):  # type: ignore[misc]
     @cached_property
     def target(self) -> dict[str, str]:
         """What programs that are compiled for this client depend on."""
-        return target(self.engine, self.world.options, self.world.size)
+        world = self.world
+        return target(self.engine, world.options, world.size, world.costs.text)
 
     def array_type(self, type: TensorType) -> _capi.ArrayType:
         """The C form of a type, made once. Raises ``KeyError`` for types that PJRT lacks."""

@@ -16,7 +16,7 @@ from stretto.runtime.engine import Engine, RestoringEngine
 from stretto.runtime.options import Options
 
 # Options that change nothing in a compiled program, or are named apart from the others.
-_ELSEWHERE = {"local_devices", "engine", "timeout", "grace", "launcher", "control_host", "origins"}
+_ELSEWHERE = {"local_devices", "engine", "timeout", "grace", "launcher", "control_host", "costs"}
 _LAYERS = ("collectives", "runtime", "hlo_frontend", "plugin")
 
 
@@ -31,8 +31,11 @@ def source_digest() -> str:
     return digest.hexdigest()[:16]
 
 
-def target(engine: Engine, options: Options, processes: int) -> dict[str, str]:
-    """What programs depend on that are compiled for this engine, in words that an error can use."""
+def target(engine: Engine, options: Options, processes: int, costs: str = "") -> dict[str, str]:
+    """What programs depend on that are compiled for this engine, in words that an error can use.
+
+    ``costs``: the text of the table of costs that they are scheduled by.
+    """
     chosen = {f.name: getattr(options, f.name) for f in fields(options)}
     return {
         "stretto": f"{version('stretto')} ({source_digest()})",
@@ -40,7 +43,10 @@ def target(engine: Engine, options: Options, processes: int) -> dict[str, str]:
         "engine": engine.name,
         "kind of device": engine.target if isinstance(engine, RestoringEngine) else "",
         "devices": f"{processes} processes with {engine.num_devices} devices each",
-        "options": ", ".join(f"{k}={v!r}" for k, v in chosen.items() if k not in _ELSEWHERE),
+        "table of costs": hashlib.sha256(costs.encode()).hexdigest()[:16] if costs else "",
+        "options": ", ".join(
+            f"{k}={v!r}" for k, v in chosen.items() if k not in {*_ELSEWHERE, "origins"}
+        ),
     }
 
 

@@ -111,5 +111,6 @@ def test_what_a_program_depends_on() -> None:
         target(engine, options, 2),
         target(null.create(2), options, 3),
         target(engine, Options(pseudo_tokens=False), 3),
+        target(engine, options, 3, '{"costs": 1}'),
     ):
         assert difference(here, other)

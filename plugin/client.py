@@ -12,10 +12,11 @@ import numpy as np
 from stretto.collectives.types import TensorType
 from stretto.runtime.engine import create_engine
 from stretto.runtime.executor import Executor
+from stretto.runtime.rendezvous import Rendezvous
 from stretto.runtime.value import Value
 from stretto.runtime.world import bootstrap
 
-from . import _capi, abi
+from . import _capi, abi, store
 from .device import PLATFORM, make_devices
 from .structs import NamedValues, read_int64s
 from .table import entry
@@ -37,9 +38,9 @@ class Client(_capi.Handle):  # type: ignore[misc]
     installed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, rendezvous: Rendezvous | None = None) -> None:
         # It reads the options itself, so that a bad one on this rank is told to the others.
-        self.world = bootstrap()
+        self.world = bootstrap(rendezvous=rendezvous)
         chosen = self.world.options
         rank, size, local = self.world.rank, self.world.size, self.world.local_devices
         self.engine = create_engine(chosen.engine, local)
@@ -130,9 +131,7 @@ def plugin_attributes(args: Any) -> None:
 
 @entry("PJRT_Client_Create")
 def create(args: Any) -> None:
-    # The key-value store and the options of jax.distributed are not needed: the ranks find each
-    # other over MPI.
-    args.client = _capi.give(Client())
+    args.client = _capi.give(Client(store.rendezvous(args)))
 
 
 @entry("PJRT_Client_PlatformName")

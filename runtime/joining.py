@@ -21,16 +21,25 @@ from time import monotonic
 from typing import Any
 
 from .control import end_process, say
+from .errors import WorldError
 
 TICK = 0.5
 PROXY = "hydra_pmi_proxy"
 
 
-def initialize(mpi: Any) -> None:
-    """Initialize MPI for calls from several threads. ``mpi`` is the module ``mpi4py.MPI``."""
+def initialize(mpi: Any, answered_here: bool = False) -> None:
+    """Initialize MPI for calls from several threads. ``mpi`` is the module ``mpi4py.MPI``.
+
+    ``answered_here``: a thread of this process answers MPI, and needs the GIL for it.
+    """
     try:
         init = ctypes.CDLL(mpi.__file__).MPI_Init_thread
-    except (OSError, AttributeError):
+    except (OSError, AttributeError) as error:
+        if answered_here:
+            raise WorldError(
+                f"MPI cannot be initialized without Python's lock: {error}. Start the ranks with the "
+                "mpiexec of the MPI that mpi4py uses"
+            ) from error
         mpi.Init_thread(mpi.THREAD_MULTIPLE)
         return
     provided = ctypes.c_int()
@@ -40,6 +49,16 @@ def initialize(mpi: Any) -> None:
     # As mpi4py does when it initializes: errors become exceptions, instead of the end of the process.
     for comm in (mpi.COMM_SELF, mpi.COMM_WORLD):
         comm.Set_errhandler(mpi.ERRORS_RETURN)
+
+
+def finalize(mpi: Any) -> None:
+    """End MPI, without the GIL: a thread of this process may have to answer it (`wireup`)."""
+    try:
+        end = ctypes.CDLL(mpi.__file__).MPI_Finalize
+    except (OSError, AttributeError):
+        mpi.Finalize()
+        return
+    end()
 
 
 @contextlib.contextmanager

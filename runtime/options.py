@@ -32,8 +32,9 @@ class Options:
     ``engine``: name of the engine that computes (entry-point group ``stretto.engines``).
     ``timeout``: seconds after which a collective that not every rank has reached is an error.
     ``grace``: seconds a process gets to end by itself once the job has failed, before it is ended.
-    ``launcher``: ``auto`` looks for a launcher in the environment, ``mpi`` insists on MPI, ``none``
-    makes every process a world of its own.
+    ``launcher``: ``auto`` looks for an MPI launcher in the environment, and else for
+    ``jax.distributed``; ``mpi`` insists on MPI, ``jax`` on ``jax.distributed``, whatever started the
+    processes; ``none`` makes every process a world of its own.
     ``control_host``: address at which rank 0 listens for the other ranks; empty: found by itself.
     ``pseudo_tokens``: whether scalars that only order collectives become order (`docs/order.md`).
     ``trust_valid_iterations``: honour ``_xla_send_recv_validation`` without proof.
@@ -118,7 +119,7 @@ VARIABLES: dict[str, tuple[str, Callable[[str], Any]]] = {
     "costs": ("STRETTO_COSTS", str),
 }
 
-LAUNCHERS = ("auto", "mpi", "none")
+LAUNCHERS = ("auto", "mpi", "jax", "none")
 
 _EXPECTED = {
     "local_devices": "expected a whole number of devices, at least 1",

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
-from . import cost_tables, exits, joining, options
+from . import cost_tables, exits, joining, options, wireup
 from .control import Control, connect
 from .cost_tables import CostText
 from .errors import RankFailed, StrettoError, WorldError
@@ -23,6 +23,7 @@ from .launcher import Launcher, detect
 from .negotiation import MpiAssembly
 from .options import Options
 from .progress import Progress
+from .rendezvous import Rendezvous, call_roll
 from .run_log import RunLogs
 from .watchdog import Peer
 
@@ -136,15 +137,20 @@ class World:
 _world: World | None = None
 
 
-def bootstrap(chosen: Options | None = None) -> World:
+def bootstrap(chosen: Options | None = None, rendezvous: Rendezvous | None = None) -> World:
     """The world of this process; made by the first call, the same one ever after.
 
-    ``chosen`` defaults to the options in force. Raises `WorldError`, on every rank alike, when the
-    ranks cannot work together; `OptionsError` for options that cannot be used.
+    ``chosen`` defaults to the options in force. ``rendezvous`` is how processes find each other that no
+    launcher of MPI started; a world of one process that was made before it was known makes room for
+    theirs. Raises `WorldError`, on every rank alike, when the ranks cannot work together; `OptionsError`
+    for options that cannot be used.
     """
     global _world
-    if _world is None:
-        _world = _make(chosen)
+    joins = rendezvous and rendezvous.size > 1
+    if _world is None or (joins and _world.size == 1 and _world.options.launcher != "none"):
+        _world = _make(chosen, rendezvous)
+    elif rendezvous and _world.size > 1 and _place(_world) != _place(rendezvous):
+        raise WorldError(_elsewhere(_world.launcher, _place(_world), rendezvous))
     elif chosen is not None and chosen != _world.options:
         if _world.size > 1:
             raise WorldError(
@@ -155,26 +161,53 @@ def bootstrap(chosen: Options | None = None) -> World:
     return _world
 
 
+def _place(job: World | Launcher | Rendezvous) -> tuple[int, int]:
+    return job.rank, job.size
+
+
+def _elsewhere(launcher: Launcher | None, place: tuple[int, int], rendezvous: Rendezvous) -> str:
+    who = launcher.name if launcher else "MPI"
+    return (
+        f"{who} calls this process rank {place[0]} of {place[1]}, {rendezvous.name} calls it "
+        f"{rendezvous.rank} of {rendezvous.size}. Give jax.distributed.initialize the rank and the size "
+        "of MPI, or leave it out: stretto does not need it where MPI starts the ranks"
+    )
+
+
 def current() -> World | None:
     """The world, if it has been made."""
     return _world
 
 
-def _make(chosen: Options | None) -> World:
+def _make(chosen: Options | None, rendezvous: Rendezvous | None) -> World:
     problem: StrettoError | None = None
     try:
         chosen = chosen or options.in_force()
     except options.OptionsError as error:
         # The other ranks are on their way into MPI: go there too, and tell them.
         chosen, problem = Options(), error
-    launcher = detect()
+    launcher, roll = detect(), None
+    if rendezvous and _without_mpiexec(launcher, chosen):
+        launcher = Launcher(rendezvous.name, rendezvous.rank, rendezvous.size)
+        if rendezvous.size > 1:
+            problem = problem or _no_wireup(launcher)
+            roll = call_roll(rendezvous, str(problem or ""), chosen.timeout)
+    elif chosen.launcher == "jax":
+        raise WorldError(
+            "STRETTO_LAUNCHER=jax says that the processes find each other through jax.distributed: call "
+            "jax.distributed.initialize before JAX makes its devices"
+        )
     wanted = chosen.launcher == "mpi" or (launcher is not None and launcher.size != 1)
     if chosen.launcher == "none" or not wanted:
         if problem:
             raise problem
         return World(chosen, launcher=launcher)
     with joining.watched(launcher.rank if launcher else 0, chosen.timeout):
-        mpi = _import_mpi(launcher)
+        if rendezvous and roll:
+            with wireup.answering(rendezvous, roll, chosen.timeout):
+                mpi = _begin_mpi(launcher, answered_here=True)
+        else:
+            mpi = _begin_mpi(launcher)
         exits.at_exit(_leave)
         _check_launcher(mpi, launcher)
         if mpi.COMM_WORLD.Get_size() == 1:
@@ -182,6 +215,9 @@ def _make(chosen: Options | None) -> World:
                 raise problem
             return World(chosen, launcher=launcher)
         comm = mpi.COMM_WORLD.Dup()
+        place = (comm.Get_rank(), comm.Get_size())
+        if rendezvous and place != _place(rendezvous):
+            problem = problem or WorldError(_elsewhere(launcher, place, rendezvous))
         facts = _facts(chosen, str(problem) if problem else "")
         gathered: list[dict[str, Any]] = comm.allgather(facts)
         _check_facts(gathered)
@@ -212,8 +248,18 @@ def _common_costs(chosen: Options, comm: MPI.Intracomm, peers: Sequence[Peer]) -
     return costs
 
 
+def _without_mpiexec(launcher: Launcher | None, chosen: Options) -> bool:
+    """Whether the ranks are to find each other by a rendezvous, if there is one."""
+    match chosen.launcher:
+        case "jax":
+            return True
+        case "none":
+            return False
+    return launcher is None or launcher.size == 1
+
+
 def _import_mpi(launcher: Launcher | None) -> Any:
-    """``mpi4py.MPI``, initialized for calls from several threads."""
+    """``mpi4py.MPI``, not initialized. Raises `WorldError` if there is none."""
     asked = (
         f"{launcher.name} started this process as rank {launcher.rank}"
         + (f" of {launcher.size}" if launcher.size else "")
@@ -235,15 +281,42 @@ def _import_mpi(launcher: Launcher | None) -> Any:
             "(pip install 'stretto[mpi]', and use its mpiexec). To run every process alone, set "
             "STRETTO_LAUNCHER=none"
         ) from error
-    if not MPI.Is_initialized():
-        joining.initialize(MPI)
-    if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+    return MPI
+
+
+def _begin_mpi(launcher: Launcher | None, answered_here: bool = False) -> Any:
+    """``mpi4py.MPI``, initialized for calls from several threads."""
+    mpi = _import_mpi(launcher)
+    if not mpi.Is_initialized():
+        joining.initialize(mpi, answered_here)
+    if mpi.Query_thread() < mpi.THREAD_MULTIPLE:
         raise WorldError(
-            f"{library(MPI)} runs without MPI_THREAD_MULTIPLE, which stretto needs to overlap "
+            f"{library(mpi)} runs without MPI_THREAD_MULTIPLE, which stretto needs to overlap "
             "communication with compute. Initialize MPI with it (mpi4py.rc.thread_level = "
             "'multiple', its default) or use an MPI built with it"
         )
-    return MPI
+    return mpi
+
+
+def _no_wireup(launcher: Launcher) -> StrettoError | None:
+    """Why MPI cannot be brought up here without a launcher of its own, if so."""
+    try:
+        mpi = _import_mpi(launcher)
+    except WorldError as error:
+        return error
+    if mpi.Is_initialized():
+        return WorldError(
+            f"{launcher.name} started the processes, and this one has initialized MPI before JAX made its "
+            "devices, so that MPI knows no other process. Import mpi4py.MPI later, or set "
+            "mpi4py.rc.initialize = False before"
+        )
+    if mpi.get_vendor()[0] == "Open MPI":
+        return WorldError(
+            f"{launcher.name} started the processes, and {library(mpi)} finds its ranks only if its own "
+            "launcher starts them. Start the program with mpirun, or install an MPI that can be "
+            "told (pip install 'stretto[mpi]' brings MPICH)"
+        )
+    return None
 
 
 def _check_launcher(mpi: Any, launcher: Launcher | None) -> None:
@@ -340,4 +413,4 @@ def finalize_mpi() -> None:
     except (ImportError, RuntimeError):
         return
     if MPI.Is_initialized() and not MPI.Is_finalized():
-        MPI.Finalize()
+        joining.finalize(MPI)

@@ -60,7 +60,11 @@ def test_what_a_program_sets_is_told_apart() -> None:
         ("STRETTO_TIMEOUT", "-1", "STRETTO_TIMEOUT is -1.0: expected a number of seconds above 0"),
         ("STRETTO_TIMEOUT", "nan", "STRETTO_TIMEOUT is nan"),
         ("STRETTO_GRACE", "soon", "STRETTO_GRACE is 'soon'"),
-        ("STRETTO_LAUNCHER", "ssh", "STRETTO_LAUNCHER is 'ssh': expected one of auto, mpi, none"),
+        (
+            "STRETTO_LAUNCHER",
+            "ssh",
+            "STRETTO_LAUNCHER is 'ssh': expected one of auto, mpi, jax, none",
+        ),
     ],
 )
 def test_a_bad_value_is_named(variable: str, text: str, expected: str) -> None:

@@ -77,14 +77,11 @@ def _verdicts(
         found = _run(env, selection, "stretto", arguments.limit, "")
         return [judge.Verdict(selection.name, cpu, found, known)]
     cpu = _baseline(env, selection, arguments.limit)
-    ways = [several.LAUNCHER]
-    if several.allows_mpiexec(env.checkout / selection.file):
-        ways.append(several.MPIEXEC)
     return [
         judge.Verdict(
             f"{selection.name} ({how})", cpu, _run(env, selection, "stretto", 0, how), known
         )
-        for how in ways
+        for how in (several.LAUNCHER, several.MPIEXEC)
     ]
 
 

@@ -1,8 +1,8 @@
 """Runs a file for several processes: by JAX's own launcher, or with ranks started by mpiexec.
 
-JAX's launcher joins its processes through `jax.distributed`. Under mpiexec the file's tests run as in any
-other MPI program, without it; files that use it are not for mpiexec. A test passed if it passed in all
-processes; what absl prints while tests run is what tells, so that a crash costs one test.
+Either way the processes join `jax.distributed`, which the tests use for barriers. Under JAX's launcher it
+is all that stretto's ranks have to find each other; mpiexec brings them an MPI world. A test passed if it
+passed in all processes; what absl prints while tests run is what tells, so that a crash costs one test.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import contextlib
 import os
 import re
 import signal
+import socket
 import subprocess
 import time
 from pathlib import Path
@@ -25,12 +26,6 @@ LAUNCHER, MPIEXEC = "jax.distributed", "mpiexec"
 _LINE = re.compile(r"^\[ +(RUN|OK|FAILED|SKIPPED) +\] (\w+)\.(\S+)", re.M)
 _OUTCOMES = {"OK": PASSED, "FAILED": FAILED, "SKIPPED": SKIPPED, "RUN": CRASHED}
 _SEVERITY = (SKIPPED, PASSED, FAILED, CRASHED)
-
-
-def allows_mpiexec(path: Path) -> bool:
-    """Whether a file's tests get by without `jax.distributed`, which mpiexec makes unnecessary."""
-    source = path.read_text()
-    return not re.search(r"\bdistributed\b|multihost_utils|key_value|wait_at_barrier", source)
 
 
 def run(
@@ -48,12 +43,19 @@ def run(
         old.unlink()
     variables = environment.variables(platform, DEVICES_PER_PROCESS)
     variables["TEST_UNDECLARED_OUTPUTS_DIR"] = str(folder)
+    # The launcher starts its workers with the interpreter that the environment was made from, which does
+    # not find the environment's MPI.
+    variables["LD_LIBRARY_PATH"] = str(environment.python.parents[1] / "lib")
     if how == MPIEXEC:
         command = [str(environment.python.parent / "mpiexec"), "-n", str(NUM_PROCESSES)]
-        command += [str(environment.python), str(INSIDE / "jax_suite_rank.py"), str(folder)]
+        command += [str(environment.python), str(INSIDE / "jax_suite_rank.py")]
+        command += [str(folder), f"localhost:{_free_port()}"]
     else:
         command = [str(environment.python)]
     command += [selection.file, f"--num_processes={NUM_PROCESSES}", "--jax_test_dut=cpu"]
+    if how != MPIEXEC:
+        # The launcher hands its workers only what it does not take for options of its own.
+        command += ["--", "--jax_test_dut=cpu"]
     began = time.monotonic()
     with (folder / "launcher.log").open("wb") as log:
         process = subprocess.Popen(
@@ -77,6 +79,11 @@ def run(
     elif code and not result.count(FAILED) + result.count(CRASHED):
         result.tests[EXIT] = Outcome(CRASHED, detail=f"exit code {code}; see {folder}")
     return result
+
+
+def _free_port() -> int:
+    with socket.create_server(("localhost", 0)) as server:
+        return server.getsockname()[1]
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -46,8 +46,17 @@ class Bucketed:
 Scheduler = Callable[[Graph], Schedule]
 
 
-def bucket(graph: Graph, first: Schedule, costs: CostTable, scheduler: Scheduler) -> Bucketed:
-    """The best of the plans tried, or the graph as it is. ``first`` is the schedule without buckets."""
+def bucket(
+    graph: Graph,
+    first: Schedule,
+    costs: CostTable,
+    scheduler: Scheduler,
+    memory_limit: float = float("inf"),
+) -> Bucketed:
+    """The best of the plans tried that fit into memory, or the graph as it is.
+
+    ``first`` is the schedule without buckets, ``memory_limit`` bytes.
+    """
     best = Bucketed(graph, first, [(task.index,) for task in graph.tasks])
     for size in SIZES:
         merged = plan(graph, first, costs, size)
@@ -58,8 +67,9 @@ def bucket(graph: Graph, first: Schedule, costs: CostTable, scheduler: Scheduler
             found = Bucketed(bucketed, scheduler(bucketed), members)
             worse = _exposed_by_merging(graph, found, first)
             # Late in the search, exposure only moves from one collective to the next.
-            lower = found.schedule.timeline.seconds < best.schedule.timeline.seconds
-            if lower and (not worse or not left):
+            timeline = found.schedule.timeline
+            lower = timeline.seconds < best.schedule.timeline.seconds
+            if lower and timeline.peak_bytes <= memory_limit and (not worse or not left):
                 best = found
             if not worse:
                 break

@@ -104,13 +104,14 @@ def plan_block(
     first = search(graph, _FIRST, bound.seconds * GOOD_ENOUGH)
     found = Bucketed(graph, first, [(task.index,) for task in graph.tasks])
     if buckets:
-        found = bucket(graph, first, costs, lambda g: search(g, _EACH_PLAN, like=first))
+        found = bucket(graph, first, costs, lambda g: search(g, _EACH_PLAN, like=first), limit)
     best, merged_bound = found.schedule, bound
     if found.graph is not graph:
         merged_bound = floor(found.graph)
     if best.timeline.seconds > merged_bound.seconds * GOOD_ENOUGH:
         last = search(found.graph, _LAST, merged_bound.seconds * GOOD_ENOUGH, best)
-        best = min(best, last, key=lambda s: (s.timeline.seconds, s.timeline.peak_bytes))
+        if last.timeline.peak_bytes <= limit:
+            best = min(best, last, key=lambda s: (s.timeline.seconds, s.timeline.peak_bytes))
     return Plan(graph, found.graph, found.members, best, before, merged_bound, bound, limit, inner)
 
 

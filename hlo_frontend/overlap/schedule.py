@@ -19,7 +19,9 @@ Passes with slightly disturbed urgencies follow while the budget lasts.
 
 *Memory.* The module's own order is the fallback at every moment: a task is issued out of turn only if the
 rest could still be run in the module's order within the limit. So passes never get stuck, and prefetched
-values cannot crowd out what the critical path needs.
+values cannot crowd out what the critical path needs. Where compute or a stream has time to spare, it would
+still fill memory with what is ready but needed only much later. So where memory is short, passes are tried
+that look no further ahead than a *window* of tasks in the module's order.
 
 Invariants: the result depends on the graph and the arguments alone, never on time or hash seeds, so all
 ranks decide alike; budgets are therefore counted in tasks visited, not in seconds.
@@ -29,7 +31,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush, nsmallest
 from random import Random
 
 import numpy as np
@@ -48,6 +50,8 @@ PATIENCES = (0.2, 0.5, 1.0)
 SPREADS = (0.02, 0.005, 0.05, 0.001)
 # How many of the most urgent tasks are looked at for one that fits.
 ALTERNATIVES = 12
+# How many tasks of the module's order a pass looks ahead, where memory is short.
+WINDOWS = (200, 100, 50, 400, 25)
 _LATER = float("inf")
 
 
@@ -59,14 +63,15 @@ BLENDS = (0.0, 1.0, 0.5, 0.9, 0.75)
 class Schedule:
     """An issue order and what it does.
 
-    ``blend`` is the share of the module's own order that served best, ``tight`` whether memory had to be
-    watched: where the search for a similar graph should begin.
+    ``blend`` is the share of the module's own order that served best, ``window`` how far ahead it looked,
+    ``tight`` whether memory had to be watched: where the search for a similar graph should begin.
     """
 
     steps: list[Step]
     timeline: Timeline
     blend: float = BLENDS[0]
     tight: bool = False
+    window: float = _LATER
 
 
 def schedule(
@@ -96,25 +101,28 @@ def schedule(
     random = Random(seed)
     passes = min(MOST_PASSES, max(4, budget // len(graph.tasks)))
     tails = longest_tails(graph)
-    turns = [(1.0 - begin / own.seconds) * max(tails) for begin in own.begin]
+    longest = max(tails)
+    turns = [(1.0 - begin / own.seconds) * longest for begin in own.begin]
     leading: Sequence[float] = tails
     patience = 0.0
     blend = like.blend if like else BLENDS[0]
     tight = like is not None and like.tight
+    window = like.window if like else _LATER
+    looked_ahead = False
 
-    def play(urgency: Sequence[float], patient: float) -> list[float]:
+    def play(urgency: Sequence[float], patient: float, ahead: float | None = None) -> list[float]:
         """A forward pass; gives the ends of its tasks. Keeps it if it is the best yet."""
-        nonlocal best, leading, passes, patience, tight
+        nonlocal best, leading, passes, patience, tight, window
         passes -= 1
-        steps, ends = forward.play(urgency, memory_limit if tight else _LATER, patient)
+        looks = window if ahead is None else ahead
+        steps, ends = forward.play(urgency, memory_limit if tight else _LATER, patient, looks)
         timeline = replay(graph, steps, launch_s)
-        if timeline.peak_bytes > memory_limit and not tight:
-            tight = True
-            return play(urgency, patient)
+        tight = tight or timeline.peak_bytes > memory_limit
         fits = timeline.peak_bytes <= memory_limit or best.timeline.peak_bytes > memory_limit
         result = (timeline.seconds, timeline.peak_bytes)
         if fits and result < (best.timeline.seconds, best.timeline.peak_bytes):
             best, leading, patience = Schedule(steps, timeline, blend), urgency, patient
+            best.window = window = looks
         best.tight = tight
         return ends
 
@@ -126,9 +134,17 @@ def schedule(
             return best
         blend = share
         blended = [(1.0 - blend) * a + blend * b for a, b in zip(tails, turns, strict=True)]
-        _, lateness = backward.play(play(blended, patience))
-        passes -= 1
-        play(lateness, patience)
+        ends = play(blended, patience)
+        if tight and not looked_ahead:
+            looked_ahead, blend = True, 1.0
+            for ahead in WINDOWS:
+                if unfinished():
+                    play(turns, patience, ahead)
+        elif not tight:
+            # Where memory is short, the ends say more of it than of what is urgent.
+            _, lateness = backward.play(ends)
+            passes -= 1
+            play(lateness, patience)
         if share == (like.blend if like else BLENDS[1]):
             for patient in PATIENCES:
                 if unfinished():
@@ -184,12 +200,13 @@ class Player:
         urgency: Sequence[float],
         memory_limit: float = _LATER,
         patience: float = 0.0,
+        window: float = _LATER,
     ) -> tuple[list[Step], list[float]]:
         """Issue order, and when each task ended. The largest urgency goes first.
 
         Backward, times count from the end of the program and the order is the reverse of one.
         """
-        run = _Run(self, urgency, memory_limit if self.forward else _LATER, patience)
+        run = _Run(self, urgency, memory_limit if self.forward else _LATER, patience, window)
         run.play()
         return run.steps, run.end
 
@@ -203,6 +220,7 @@ class _Run:
         urgency: Sequence[float],
         limit: float,
         patience: float,
+        window: float,
     ) -> None:
         count = len(player.seconds)
         streams = len(player.graph.streams)
@@ -211,6 +229,7 @@ class _Run:
         self.limit = limit
         self.patience = patience
         self.limited = limit < _LATER
+        self.window = window
         self.need = [len(before) for before in player.before]
         self.arrival = [0.0] * count
         self.end = [0.0] * count
@@ -229,6 +248,8 @@ class _Run:
         self.frontier = 0
         self.live = player.graph.base_bytes
         self.unread = [len(readers) for readers in player.readers]
+        # Position, among the readers of each buffer, of the last that is not issued.
+        self.last_reader = [count - 1 for count in self.unread]
 
     def play(self) -> None:
         for index, need in enumerate(self.need):
@@ -285,7 +306,7 @@ class _Run:
             return None
         if self._fits(self.kernels[0][1]) and not self._holds_up(self.kernels[0]):
             return heappop(self.kernels)[1]
-        for entry in sorted(self.kernels)[1:ALTERNATIVES]:
+        for entry in nsmallest(ALTERNATIVES, self.kernels)[1:]:
             if self._fits(entry[1]) and not self._holds_up(entry):
                 self._take(self.kernels, entry)
                 return entry[1]
@@ -303,17 +324,21 @@ class _Run:
         )
 
     def _take(self, queue: list[tuple[float, int]], entry: tuple[float, int]) -> None:
-        queue.remove(entry)
-        queue.sort()
+        if entry is queue[0]:
+            heappop(queue)
+        else:
+            queue.remove(entry)
+            heapify(queue)
 
     def _fits(self, index: int) -> bool:
         """Whether the task may run now with the rest in the module's order still within the limit."""
         made = self.player.made[index]
         if not made or not self.limited:
             return True
-        if self.live + made > self.limit:
+        first = self._first_unissued()
+        if self.live + made > self.limit or index - first > self.window:
             return False
-        between = self.outlook[self._first_unissued() : index]
+        between = self.outlook[first:index]
         return not len(between) or int(between.max()) + made <= self.limit
 
     def _first_unissued(self) -> int:
@@ -327,7 +352,8 @@ class _Run:
             while queue and (self.free[stream] < horizon or self.free[stream] <= self.clock):
                 entry = queue[0]
                 if not self._fits(entry[1]):
-                    fitting = (e for e in sorted(queue)[1:ALTERNATIVES] if self._fits(e[1]))
+                    alternatives = nsmallest(ALTERNATIVES, queue)[1:]
+                    fitting = (e for e in alternatives if self._fits(e[1]))
                     entry = next(fitting, entry)
                     if entry is queue[0]:
                         break
@@ -393,10 +419,16 @@ class _Run:
             if graph.kept[buffer]:
                 continue
             # Where the last of its readers goes before its turn, it is dead from the next to last on.
-            left = [r for r in self.player.readers[buffer] if not self.issued[r]]
-            last = left[-1] if left else first - 1
+            last = self._last_unissued_reader(buffer, first - 1)
             if last < index:
                 self.outlook[max(first, last + 1) : index + 1] -= graph.buffers[buffer]
+
+    def _last_unissued_reader(self, buffer: int, otherwise: int) -> int:
+        readers, position = self.player.readers[buffer], self.last_reader[buffer]
+        while position >= 0 and self.issued[readers[position]]:
+            position -= 1
+        self.last_reader[buffer] = position
+        return readers[position] if position >= 0 else otherwise
 
     def _release(self, index: int) -> None:
         if not self.limited:

@@ -64,6 +64,17 @@ def test_dependencies_of_the_unrolled_step_are_kept() -> None:
     check_dependencies(module, data["steps"])
 
 
+def test_memory_is_not_filled_with_what_is_ready_early() -> None:
+    """Forward, as XLA:CPU schedules it: all weights are converted before they are gathered, which could all
+    happen at once, while gathers are what the step waits for and memory is short."""
+    path = DATA / "llama_manual_fwd_8x8_L8_unroll.pre_scheduler.pb.gz"
+    module = Module.parse(gzip.decompress(path.read_bytes()))
+    data = to_json(plan_module(module, CostTable.read(DATA / "costs_ib.json"), 64))
+    replayed, summary = replay_steps(data["steps"]), data["summary"]
+    assert replayed.exposed_seconds * 1e3 <= 1.05 * summary["exposed_floor_ms"]
+    assert replayed.peak_bytes + summary["base_bytes"] <= 1.1 * summary["unscheduled_peak_bytes"]
+
+
 def test_a_scan_over_layers_takes_no_longer_than_the_unrolled_layers() -> None:
     scanned = scheduled("L32_scan")[1]["summary"]
     unrolled = scheduled("L32_unroll")[1]["summary"]

@@ -32,6 +32,23 @@ class Request(Protocol):
         ...
 
 
+class Pending(Protocol):
+    """A small collective under way. To be used by one thread at a time."""
+
+    def test(self) -> bool:
+        """Whether it is done: then `results` are there, and nothing of it must be called again."""
+        ...
+
+    def wait(self) -> None:
+        """Wait until it is done."""
+        ...
+
+    @property
+    def results(self) -> dict[int, list[Array]]:
+        """As `BoundCollective.run` gives them. To be read once it is done."""
+        ...
+
+
 class BoundCollective(Protocol):
     """A collective bound to the world: communicators made, groups mapped to devices, buffers planned."""
 
@@ -59,6 +76,22 @@ class BoundCollective(Protocol):
         self, operands: Mapping[int, Sequence[Array]], skip: frozenset[int] | None = None
     ) -> Request:
         """For send and recv only: post it, do not block. Recv takes operands that give no arrays."""
+        ...
+
+
+class PromptCollective(BoundCollective, Protocol):
+    """What `Communicator.bind` may give for a small collective: it can be posted.
+
+    ``prompt`` is true, on all processes alike. A bound collective without it, or where it is false, can only
+    be run.
+    """
+
+    prompt: bool
+
+    def post(
+        self, operands: Mapping[int, Sequence[Array]], skip: frozenset[int] | None = None
+    ) -> Pending:
+        """The beginning of a `run` with all local devices. Others may `run` it at the same time."""
         ...
 
 

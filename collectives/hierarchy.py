@@ -23,12 +23,13 @@ import numpy as np
 from .communicator import BoundCollective, Communicator, Reducer
 from .local import local_collective
 from .ops import Collective, Kind
-from .point_to_point import BoundPermute, BoundReceive, BoundSend, Mailboxes, Transfer, zeros
+from .plan import PROMPT
+from .point_to_point import BoundPermute, BoundReceive, BoundSend, Done, Mailboxes, Transfer, zeros
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-    from .mpi import MpiWorld
+    from .mpi import MpiWorld, Posted
 
 Array = np.ndarray
 Operands = Mapping[int, Sequence[Array]]
@@ -101,6 +102,16 @@ def _check_unique(collective: Collective) -> None:
             raise ValueError(f"{collective.kind} has a device twice as {name}: {collective.pairs}")
 
 
+class PendingResults:
+    """Implements `Pending`: messages under way, and where their content goes."""
+
+    __slots__ = ("results", "test", "wait")
+
+    def __init__(self, posted: Posted | Done, results: Results) -> None:
+        self.results = results
+        self.test, self.wait = posted.test, posted.wait
+
+
 class _Abortable:
     """A point-to-point collective that minds `Hierarchy.abort`."""
 
@@ -112,6 +123,13 @@ class _Abortable:
         self.payload = bound.payload
         self._communicator = communicator
         self._bound = bound
+        self.prompt = isinstance(bound, BoundPermute) and bound.prompt
+
+    def post(self, operands: Operands, skip: frozenset[int] | None = None) -> PendingResults:
+        if self._communicator.aborted:
+            raise RuntimeError(self._communicator.aborted)
+        assert isinstance(self._bound, BoundPermute)
+        return PendingResults(*self._bound.post(operands, skip))
 
     def run(self, operands: Operands, skip: frozenset[int] | None = None) -> Results:
         if self._communicator.aborted:
@@ -144,6 +162,11 @@ class BoundGroups:
         self._groups = [g for g in collective.groups if self._local.intersection(g)]
         self._plans: dict[frozenset[int], list[Step]] = {}
         self._full = self._plan(self._groups)
+        self._post = getattr(self._full[0], "post", None) if len(self._full) == 1 else None
+        within = all(len({owner[i] for i in group}) == 1 for group in self._groups)
+        if within and sum(t.nbytes for t in collective.operands) <= PROMPT:
+            self._post = self._run_locally
+        self.prompt = self._post is not None
         members = {i for group in self._groups for i in group}
         self._idle = self._local - members
         self.messages, self.bytes = self._payload()
@@ -162,6 +185,22 @@ class BoundGroups:
             if i in results:
                 results[i] = zeros(self.collective.results)
         return results
+
+    def post(self, operands: Operands, skip: frozenset[int] | None = None) -> PendingResults:
+        if self._communicator.aborted:
+            raise RuntimeError(self._communicator.aborted)
+        assert self._post is not None
+        count = self._count
+        results: Results = {i: [None] * count for i in operands}  # type: ignore[list-item]
+        posted = self._post(operands, results)
+        for i in self._idle:
+            results[i] = zeros(self.collective.results)
+        return PendingResults(posted, results)
+
+    def _run_locally(self, operands: Operands, results: Results) -> Done:
+        for step in self._full:
+            step(operands, results)
+        return Done()
 
     def start(self, operands: Operands, skip: frozenset[int] | None = None) -> Transfer:
         raise TypeError("only sends and receives are started without being waited for")

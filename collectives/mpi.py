@@ -26,6 +26,7 @@ from mpi4py import MPI
 
 from .memory import as_bytes, pool
 from .ops import Reduction
+from .plan import PROMPT
 from .reduce import combiner
 from .types import ELEMENT_TYPES
 
@@ -104,6 +105,44 @@ def swap(
     MPI.Request.Waitall(requests)
 
 
+class Posted:
+    """Messages under way, and what is to be done once they have arrived (before anyone reads them)."""
+
+    __slots__ = ("_finish", "_requests")
+
+    def __init__(self, requests: Requests, finish: Callable[[], None] | None = None) -> None:
+        self._requests = requests
+        self._finish = finish
+
+    def test(self) -> bool:
+        """Whether all is done."""
+        requests = self._requests
+        done = requests[0].Test() if len(requests) == 1 else MPI.Request.Testall(requests)
+        if done and self._finish is not None:
+            self._finish()
+        return done
+
+    def wait(self) -> None:
+        """Wait until all is done. Not to be called once `test` has said so."""
+        requests = self._requests
+        if len(requests) == 1:
+            requests[0].Wait()
+        else:
+            MPI.Request.Waitall(requests)
+        if self._finish is not None:
+            self._finish()
+
+
+class PromptAllReduce:
+    """A planned all-reduce that can be posted: ``post(partial, out)``."""
+
+    def __init__(self, post: Callable[[np.ndarray, np.ndarray], Posted]) -> None:
+        self.post = post
+
+    def __call__(self, partial: np.ndarray, out: np.ndarray) -> None:
+        self.post(partial, out).wait()
+
+
 class Team:
     """A set of processes, in ascending order, with a communicator of their own.
 
@@ -129,7 +168,14 @@ class Team:
         return self._all_reduce_by_parts(dtype, reduction, count, wire)
 
     def _native_all_reduce(self, count: int, datatype: MPI.Datatype, op: MPI.Op) -> AllReduce:
-        call, in_place = self.comm.Allreduce, MPI.IN_PLACE
+        call, start, in_place = self.comm.Allreduce, self.comm.Iallreduce, MPI.IN_PLACE
+
+        def post(partial: np.ndarray, out: np.ndarray) -> Posted:
+            send = in_place if partial is out else [partial, count, datatype]
+            return Posted([start(send, [out, count, datatype], op)])
+
+        if count * datatype.Get_size() <= PROMPT:
+            return PromptAllReduce(post)
 
         def run(partial: np.ndarray, out: np.ndarray) -> None:
             send = in_place if partial is out else [partial, count, datatype]
@@ -141,14 +187,14 @@ class Team:
         self, dtype: str, reduction: Reduction, count: int, wire: str
     ) -> AllReduce:
         combine, shape = combiner(dtype, reduction), (self.size, count)
-        call, wire_dtype = self.comm.Allgather, ELEMENT_TYPES[wire].numpy
+        start, wire_dtype = self.comm.Iallgather, ELEMENT_TYPES[wire].numpy
 
-        def run(partial: np.ndarray, out: np.ndarray) -> None:
+        def post(partial: np.ndarray, out: np.ndarray) -> Posted:
             gathered = pool.empty(shape, wire_dtype)
-            call([as_bytes(partial), MPI.BYTE], [as_bytes(gathered), MPI.BYTE])
-            combine(list(gathered), out)
+            request = start([as_bytes(partial), MPI.BYTE], [as_bytes(gathered), MPI.BYTE])
+            return Posted([request], lambda: combine(list(gathered), out))
 
-        return run
+        return PromptAllReduce(post)
 
     def _all_reduce_by_parts(
         self, dtype: str, reduction: Reduction, count: int, wire: str
@@ -346,6 +392,14 @@ class MpiWorld:
             [(as_bytes(array), q) for array, q in receives],
             self.permute_tag,
         )
+
+    def post_swap(
+        self, sends: Sequence[tuple[np.ndarray, int]], receives: Sequence[tuple[np.ndarray, int]]
+    ) -> Posted:
+        """The same, under way."""
+        comm, tag = self.comm, self.permute_tag
+        requests = [comm.Irecv([as_bytes(a), MPI.BYTE], q, tag) for a, q in receives]
+        return Posted(requests + [comm.Isend([as_bytes(a), MPI.BYTE], q, tag) for a, q in sends])
 
     def post_receive(self, array: np.ndarray, process: int, tag: int) -> MPI.Request:
         return self.comm.Irecv([as_bytes(array), MPI.BYTE], process, tag)

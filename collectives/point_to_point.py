@@ -20,10 +20,11 @@ import numpy as np
 
 from .memory import pool
 from .ops import Collective, Kind
+from .plan import PROMPT
 from .types import TensorType
 
 if TYPE_CHECKING:
-    from .mpi import MpiWorld
+    from .mpi import MpiWorld, Posted
 
 Array = np.ndarray
 Operands = Mapping[int, Sequence[Array]]
@@ -48,6 +49,18 @@ class Letter:
         self.posted = threading.Event()
         self.arrays: list[Array] = []
         self.error = ""
+
+
+class Done:
+    """Messages that have arrived: they did not leave the process."""
+
+    __slots__ = ()
+
+    def test(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        pass
 
 
 class Mailboxes:
@@ -181,11 +194,37 @@ class _PointToPoint:
 class BoundPermute(_PointToPoint):
     """collective-permute: every pair's target gets its source's operands, everyone else zeros."""
 
+    def __init__(
+        self, collective: Collective, owner: Mapping[int, int], process: int, mpi: MpiWorld | None
+    ) -> None:
+        super().__init__(collective, owner, process, mpi)
+        self.prompt = self.nbytes <= PROMPT
+
     def run(self, operands: Operands, skip: frozenset[int] | None = None) -> Results:
+        results, sends, receives = self._begin(operands, skip)
+        if sends or receives:
+            assert self.mpi is not None
+            self.mpi.swap(sends, receives)
+        return results
+
+    def post(
+        self, operands: Operands, skip: frozenset[int] | None = None
+    ) -> tuple[Posted | Done, Results]:
+        """The messages under way, and the results that they complete."""
+        results, sends, receives = self._begin(operands, skip)
+        if self.mpi is None or not (sends or receives):
+            return Done(), results
+        return self.mpi.post_swap(sends, receives), results
+
+    def _begin(
+        self, operands: Operands, skip: frozenset[int] | None
+    ) -> tuple[Results, list[tuple[Array, int]], list[tuple[Array, int]]]:
+        """Results, complete but for what is to be received; (array, process) to send and to receive."""
         skip = skip or _NOTHING
-        process, mpi = self.process, self.mpi
+        process = self.process
         results: Results = {}
-        local, sends, receives = [], [], []
+        sends: list[tuple[Array, int]] = []
+        receives: list[tuple[Array, int]] = []
         for k, source, target, source_at, target_at in self.pairs:
             if source_at == target_at:
                 if (source in operands) != (target in operands):
@@ -193,28 +232,19 @@ class BoundPermute(_PointToPoint):
                         f"of {source} -> {target}, only one device takes part in this permute"
                     )
                 if source in operands and k not in skip:
-                    local.append((source, target))
+                    results[target] = [pool.copy(array) for array in operands[source]]
             elif k in skip:
                 continue
             elif source_at == process:
                 if source in operands:
-                    sends.append((source, target_at))
+                    sends += [(array, target_at) for array in operands[source]]
             elif target in operands:
-                receives.append((target, source_at))
-        for target, _ in receives:
-            results[target] = [pool.empty(t.shape, t.numpy) for t in self.types]
-        if sends or receives:
-            assert mpi is not None
-            mpi.swap(
-                [(array, peer) for source, peer in sends for array in operands[source]],
-                [(array, peer) for target, peer in receives for array in results[target]],
-            )
-        for source, target in local:
-            results[target] = [pool.copy(array) for array in operands[source]]
+                results[target] = arrays = [pool.empty(t.shape, t.numpy) for t in self.types]
+                receives += [(array, source_at) for array in arrays]
         for target in operands:
             if target not in results:
                 results[target] = zeros(self.types)
-        return results
+        return results, sends, receives
 
     def start(self, operands: Operands, skip: frozenset[int] | None = None) -> Transfer:
         raise TypeError("only sends and receives are started without being waited for")

@@ -39,6 +39,8 @@ class PoisonedCommunicator:
 
 
 class _Poisoned:
+    prompt = False
+
     def __init__(self, bound: BoundCollective) -> None:
         self.collective = bound.collective
         self.bytes = bound.bytes

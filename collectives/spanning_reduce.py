@@ -9,11 +9,13 @@ are rounded once in each process and once in all.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from .communicator import Reducer
 from .local import check_parts, combiners, fold, is_leading, part
 from .memory import pool
+from .mpi import Posted, PromptAllReduce
 from .ops import Collective, Kind
 from .plan import (
     LARGE,
@@ -45,6 +47,9 @@ _WIDE_WIRE = 1 << 13
 class AllReduce:
     """Reduce in memory, then between processes; all local members share the result."""
 
+    # Posts it, where it is small and one message: see `plan.PROMPT`.
+    post: Callable[[Operands, Results], Posted] | None = None
+
     def __init__(
         self, collective: Collective, groups: list[Group], team: Team, reducer: Reducer | None
     ) -> None:
@@ -68,14 +73,14 @@ class AllReduce:
                 filled[type_.dtype] = 0
             packs[type_.dtype][-1].append((g, k))
             filled[type_.dtype] += size
-        self.steps: list[Step] = []
-        for g, k in alone:
-            self.steps.append(self._alone(team, collective, g, k, several))
+        self.steps = [self._alone(team, collective, g, k, several) for g, k in alone]
         for dtype, lists in packs.items():
             for packed in lists:
                 self.steps.append(self._packed(team, collective, dtype, packed, several))
+        if len(self.steps) == 1 and isinstance(self.steps[0].reduce, PromptAllReduce):
+            self.post = self.steps[0].post
 
-    def _alone(self, team: Team, collective: Collective, g: int, k: int, several: bool) -> Step:
+    def _alone(self, team: Team, collective: Collective, g: int, k: int, several: bool) -> _Part:
         type_, ids, combine = self.types[k], self.local_ids[g], self.combines[k]
         assert collective.reduction is not None
         shape, dtype, count = type_.shape, type_.numpy, type_.size
@@ -83,20 +88,18 @@ class AllReduce:
         wire_dtype = ELEMENT_TYPES[wire].numpy
         reduce = team.all_reduce(type_.dtype, collective.reduction, count, wire)
 
-        def run(operands: Operands, results: Results) -> None:
+        def prepare(operands: Operands, results: Results) -> tuple[Array, Array]:
             out = pool.empty(shape, dtype)
-            if count:
-                flat = out.reshape(-1)
-                if len(ids) == 1 and wire_dtype == dtype:
-                    partial = operands[ids[0]][k].reshape(-1)
-                else:
-                    partial = flat if wire_dtype == dtype else pool.empty((count,), wire_dtype)
-                    combine([operands[i][k].reshape(-1) for i in ids], partial)
-                reduce(partial, flat)
             for i in ids:
                 results[i][k] = out
+            flat = out.reshape(-1)
+            if len(ids) == 1 and wire_dtype == dtype:
+                return operands[ids[0]][k].reshape(-1), flat
+            partial = flat if wire_dtype == dtype else pool.empty((count,), wire_dtype)
+            combine([operands[i][k].reshape(-1) for i in ids], partial)
+            return partial, flat
 
-        return run
+        return _Part(prepare, reduce if count else None)
 
     def _packed(
         self,
@@ -105,7 +108,7 @@ class AllReduce:
         dtype: str,
         items: list[tuple[int, int]],
         several: bool,
-    ) -> Step:
+    ) -> _Part:
         element = ELEMENT_TYPES[dtype].numpy
         line = 64 // element.itemsize
         places, total = [], 0
@@ -121,23 +124,46 @@ class AllReduce:
         wire_dtype = ELEMENT_TYPES[wire].numpy
         reduce = team.all_reduce(dtype, collective.reduction, total, wire) if total else None
 
-        def run(operands: Operands, results: Results) -> None:
+        def prepare(operands: Operands, results: Results) -> tuple[Array, Array]:
             out = pool.empty((total,), element)
             partial = out if wire_dtype == element else pool.empty((total,), wire_dtype)
-            for ids, k, combine, place, _ in places:
+            for ids, k, combine, place, shape in places:
                 combine([operands[i][k].reshape(-1) for i in ids], partial[place])
-            if reduce is not None:
-                reduce(partial, out)
-            for ids, k, _, place, shape in places:
                 result = out[place].reshape(shape)
                 for i in ids:
                     results[i][k] = result
+            return partial, out
 
-        return run
+        return _Part(prepare, reduce)
 
     def __call__(self, operands: Operands, results: Results) -> None:
         for step in self.steps:
             step(operands, results)
+
+
+class _Part:
+    """What one message of an all-reduce carries: ``prepare`` gives the partial result and where the result
+    goes, which is among the results already.
+    """
+
+    def __init__(
+        self,
+        prepare: Callable[[Operands, Results], tuple[Array, Array]],
+        reduce: Callable[[Array, Array], None] | None,
+    ) -> None:
+        self.prepare = prepare
+        self.reduce = reduce
+
+    def __call__(self, operands: Operands, results: Results) -> None:
+        partial, out = self.prepare(operands, results)
+        if self.reduce is not None:
+            self.reduce(partial, out)
+
+    def post(self, operands: Operands, results: Results) -> Posted:
+        """Send the message; the results may be read once it is done."""
+        partial, out = self.prepare(operands, results)
+        assert isinstance(self.reduce, PromptAllReduce)
+        return self.reduce.post(partial, out)
 
 
 class ReduceScatter:

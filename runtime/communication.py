@@ -11,9 +11,15 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
-from typing import Any
+from typing import Any, cast
 
-from stretto.collectives.communicator import BoundCollective, Communicator, Reducer, Request
+from stretto.collectives.communicator import (
+    BoundCollective,
+    Communicator,
+    PromptCollective,
+    Reducer,
+    Request,
+)
 from stretto.collectives.ops import Collective, Kind
 
 from .engine import Engine, LoadedSegment
@@ -22,6 +28,9 @@ from .instrument import Counters, Instrument
 from .program import Program, Start, Wait, instructions
 from .progress import Progress
 from .stream import Stream
+
+# What a thread that must not block does of a collective: see `Communication.attempt`.
+Attempt = Callable[[Frame, float], Callable[[], None] | None]
 
 
 class Lane:
@@ -77,6 +86,10 @@ class Communication:
         self._starts = {i.event: i for i in instructions(program.body) if isinstance(i, Start)}
         self._bound = self._bind()
 
+    def is_prompt(self, start: Start) -> bool:
+        """Whether `attempt` can be used for it."""
+        return getattr(self._bound[start.collective, start.stream], "prompt", False)
+
     def is_split(self, start: Start) -> bool:
         """Whether the operation is posted at its start and awaited at its wait: send and receive."""
         return self.program.collectives[start.collective].kind in (Kind.SEND, Kind.RECV)
@@ -98,6 +111,10 @@ class Communication:
             except Exception as error:
                 raise named(error, describe(collective)) from error
         return bound
+
+    def bound(self, start: Start) -> BoundCollective:
+        """What the communicator made of its collective."""
+        return self._bound[start.collective, start.stream]
 
     def _reducer(self, collective: Collective) -> Reducer:
         """A reducer that is a program of its own, run on the first local device."""
@@ -139,54 +156,95 @@ class Communication:
 
     def _perform(self, start: Start) -> Callable[[Any, tuple[int, ...], int], list[Hosted]]:
         """``perform(views, active, iteration)``: run a collective, give its outputs' registers."""
-        collective = self.program.collectives[start.collective]
-        bound = self._bound[start.collective, start.stream]
-        lane = self.lanes[start.stream]
-        what, count, logical = describe(collective), len(self.logical), self.logical
-        name, source = f"{collective.kind} %{collective.name}", collective.source
-        ranks, called = self._ranks(collective), self.called
-        skips = skipped_pairs(collective)
-        progress, counters, instrument = lane.progress, lane.counters, self.instrument
-        run: Any = bound.run
-        single = count == 1
-        outputs = range(len(start.outputs))
-        payload, all_messages = _payload(bound), getattr(bound, "messages", 0)
+        call = _Call(self, start)
+        run: Any = call.bound.run
+        what, progress = call.what, call.lane.progress
 
         def perform(views: Any, active: tuple[int, ...], iteration: int) -> list[Hosted]:
-            lane.sequence = sequence = lane.sequence + 1
+            sequence = call.number()
             try:
                 operands = views()
-                if instrument is not None:
-                    instrument.collective_started(collective, start.stream)
-                progress.begin(name, source, sequence, ranks, called)
-                options = skips(iteration)
-                began = perf_counter()
+                options, began = call.enter(sequence, iteration)
                 try:
                     results = run(operands, **options)
                 finally:
                     progress.end()
             except BaseException as error:
                 raise named(error, what) from error
-            seconds = perf_counter() - began
-            counters.seconds += seconds
-            messages, nbytes = payload(options)
-            counters.collectives += 1
-            counters.messages += messages
-            counters.skipped += all_messages - messages
-            counters.nbytes += nbytes
-            if instrument is not None:
-                instrument.collective_finished(collective, start.stream, nbytes, seconds)
-            if single:
-                return [Hosted((array,)) for array in results[logical[0]]]
-            registers = [Hosted([None] * count) for _ in outputs]
-            for position in active:
-                for register, array in zip(registers, results[logical[position]], strict=True):
-                    register[position] = array
-            return registers
+            call.account(options, began)
+            return call.registers(results, active)
 
         return perform
 
-    def _ranks(self, collective: Collective) -> tuple[int, ...]:
+    def attempt(self, start: Start) -> Attempt:
+        """The same as `start_and_wait` for a thread that must not block: ``attempt(frame, until)``.
+
+        It gives None if that was done by the time ``until`` (of ``perf_counter``), otherwise what is left to
+        do, which blocks and may be called by another thread. Only for collectives that are `prompt`.
+        """
+        call, whole = _Call(self, start), self.start_and_wait(start)
+        inputs, outputs, logical = start.inputs, start.outputs, self.logical
+        post = cast("PromptCollective", call.bound).post
+        stream, progress, what = call.lane.stream, call.lane.progress, call.what
+        host_view, is_ready = self.engine.host_view, self.engine.is_ready
+
+        def attempt(frame: Frame, until: float) -> Callable[[], None] | None:
+            registers, active = frame.registers, frame.active
+            columns = [registers[slot] for slot in inputs]
+            for column in columns:
+                if type(column) is not Hosted:
+                    for array in column:
+                        while not is_ready(array):
+                            if perf_counter() > until:
+                                return lambda: whole(frame)
+            if not stream.try_turn():
+                return lambda: whole(frame)
+            sequence = call.number()
+            pending: Any = None
+            try:
+                operands = {
+                    logical[position]: [
+                        column[position] if type(column) is Hosted else host_view(column[position])
+                        for column in columns
+                    ]
+                    for position in active
+                }
+                options, began = call.enter(sequence, frame.iteration)
+                pending = post(operands, **options)
+                done = pending.test()
+                while not done and perf_counter() < until:
+                    done = pending.test()
+            except BaseException as error:
+                progress.end()
+                stream.end_turn()
+                raise named(error, what) from error
+
+            def finish() -> None:
+                progress.end()
+                stream.end_turn()
+                call.account(options, began)
+                for slot, register in zip(
+                    outputs, call.registers(pending.results, active), strict=True
+                ):
+                    registers[slot] = register
+
+            def rest() -> None:
+                try:
+                    pending.wait()
+                except BaseException as error:
+                    progress.end()
+                    stream.end_turn()
+                    raise named(error, what) from error
+                finish()
+
+            if not done:
+                return rest
+            finish()
+            return None
+
+        return attempt
+
+    def ranks(self, collective: Collective) -> tuple[int, ...]:
         """Processes that take part in the groups and pairs that have a local member."""
         here = set(self.logical)
         sets = [g for g in (*collective.groups, *collective.pairs) if here.intersection(g)]
@@ -274,7 +332,7 @@ class Communication:
     ) -> Operation:
         outputs, count, logical = start.outputs, len(self.logical), self.logical
         what, name = describe(collective), f"{collective.kind} %{collective.name}"
-        ranks, instrument, called = self._ranks(collective), self.instrument, self.called
+        ranks, instrument, called = self.ranks(collective), self.instrument, self.called
         progress, counters = lane.progress, lane.counters
 
         def receive(frame: Frame) -> None:
@@ -304,6 +362,62 @@ class Communication:
                 frame.registers[slot] = register
 
         return receive
+
+
+class _Call:
+    """What there is to every call of one collective, beside the communicator's work."""
+
+    def __init__(self, communication: Communication, start: Start) -> None:
+        collective = communication.program.collectives[start.collective]
+        self.collective, self.stream = collective, start.stream
+        self.bound = communication.bound(start)
+        self.lane = communication.lanes[start.stream]
+        self.what = describe(collective)
+        self._logical = communication.logical
+        self._outputs = range(len(start.outputs))
+        self._name, self._source = f"{collective.kind} %{collective.name}", collective.source
+        self._ranks, self._called = communication.ranks(collective), communication.called
+        self._skips = skipped_pairs(collective)
+        self._instrument = communication.instrument
+        self._payload = _payload(self.bound)
+        self._all_messages = getattr(self.bound, "messages", 0)
+
+    def number(self) -> int:
+        """The call's number in its stream."""
+        lane = self.lane
+        lane.sequence = sequence = lane.sequence + 1
+        return sequence
+
+    def enter(self, sequence: int, iteration: int) -> tuple[dict[str, frozenset[int]], float]:
+        """The communicator is about to be called: its keyword arguments, and the time."""
+        if self._instrument is not None:
+            self._instrument.collective_started(self.collective, self.stream)
+        self.lane.progress.begin(self._name, self._source, sequence, self._ranks, self._called)
+        return self._skips(iteration), perf_counter()
+
+    def account(self, options: dict[str, frozenset[int]], began: float) -> None:
+        """It has given its results."""
+        seconds = perf_counter() - began
+        counters = self.lane.counters
+        counters.seconds += seconds
+        messages, nbytes = self._payload(options)
+        counters.collectives += 1
+        counters.messages += messages
+        counters.skipped += self._all_messages - messages
+        counters.nbytes += nbytes
+        if self._instrument is not None:
+            self._instrument.collective_finished(self.collective, self.stream, nbytes, seconds)
+
+    def registers(self, results: Any, active: tuple[int, ...]) -> list[Hosted]:
+        """The outputs' registers from what the communicator gave."""
+        logical = self._logical
+        if len(logical) == 1:
+            return [Hosted((array,)) for array in results[logical[0]]]
+        registers = [Hosted([None] * len(logical)) for _ in self._outputs]
+        for position in active:
+            for register, array in zip(registers, results[logical[position]], strict=True):
+                register[position] = array
+        return registers
 
 
 def describe(collective: Collective) -> str:

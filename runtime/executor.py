@@ -29,7 +29,7 @@ from .communication import Lane
 from .engine import Engine, LoadedSegment, RestoringEngine
 from .errors import InvalidProgramError, StrettoError, UnsupportedError
 from .instrument import Counters, Instrument
-from .loaded import Flight, LoadedProgram
+from .loaded import PATIENCE, Flight, LoadedProgram
 from .negotiation import Agreements, Assembly, Joint, Terms, check_rings
 from .options import Options
 from .program import Program
@@ -272,6 +272,31 @@ class Executor:
             flight.walk()
         else:
             self.dispatch.submit(flight.walk)
+
+    @property
+    def idle(self) -> bool:
+        """Whether all runs are over, but for what the dispatch thread does after their end."""
+        return not self._flights
+
+    def take_turn(self) -> bool:
+        """Have the caller be the dispatch thread until it calls `end_turn`, if no run is under way."""
+        if self._flights or self._closed or self.world.error is not None:
+            return False
+        return self.dispatch.try_turn(PATIENCE)
+
+    def end_turn(
+        self, flight: Flight | None = None, rest: Callable[[], None] | None = None
+    ) -> None:
+        """The end of it. ``rest``: what the dispatch thread is to do of the run that became a flight."""
+        if flight is not None:
+            self._flights[id(flight)] = flight
+            error = self.world.error
+            if error is not None:
+                flight.land(error)
+        if rest is None:
+            self.dispatch.end_turn()
+        else:
+            self.dispatch.hand_over(rest)
 
     def fly_here(self, flight: Flight) -> None:
         """Walk a run, in the caller's thread unless others are queued."""

@@ -1,13 +1,16 @@
 """`LoadedProgram`: a program on its devices, ready to be executed; `Flight`: one execution of it.
 
 Programs that only compute, and whose arguments are there, are handed to the engine in the caller's thread.
-All others become a flight, which the executor's dispatch thread walks.
+All others become a flight, which the executor's dispatch thread walks. Where a program's collectives are all
+small, the caller's thread begins the walk, which saves two thread switches if the other processes are there
+already, and leaves the rest to the dispatch thread as soon as it would have to wait for them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from .engine import RestoringEngine
@@ -23,6 +26,10 @@ if TYPE_CHECKING:
 
     from .executor import Executor
     from .negotiation import Joint
+
+# Seconds that a caller waits for other processes before it leaves a small collective to the dispatch thread:
+# about what two thread switches cost.
+PATIENCE = 50e-6
 
 
 class LoadedProgram:
@@ -102,10 +109,18 @@ class LoadedProgram:
         failed); None if that is so already. Where the program calls back into Python, it is set once
         everything has been called.
         """
-        if self._single is not None and (not self.donates or self.executor.dispatch.idle):
+        if self._single is not None and (not self.donates or self.executor.idle):
             outputs = self._run_single(arguments)
             if outputs is not None:
                 return outputs, None
+        if (
+            self.walker.prompt is not None
+            and self.executor.idle
+            and (self.joint is None or self.joint.agreed)
+        ):
+            begun = self._run_promptly(arguments)
+            if begun is not None:
+                return begun
         if len(arguments) != len(self.local) or any(
             len(row) != len(self.input_types) for row in arguments
         ):
@@ -161,6 +176,97 @@ class LoadedProgram:
             self._delete_donated(arguments)
         return outputs
 
+    def _run_promptly(
+        self, arguments: Sequence[Sequence[Value]]
+    ) -> tuple[list[list[Value]], Event | None] | None:
+        """Begin the walk of a `prompt` program here; None if that cannot be done here and now."""
+        executor, walker = self.executor, self.walker
+        prompt, frame = walker.prompt, self._frame_of(arguments)
+        if frame is None or not executor.take_turn():
+            return None
+        rest: Callable[[], None] | None = None
+        error: BaseException | None = None
+        instrument, run, done = executor.instrument, executor.next_run(), 0
+        assert prompt is not None
+        try:
+            if self.joint is not None:
+                self.joint.begin()
+            if instrument is not None:
+                instrument.program_started(self.program.name, run)
+            until = perf_counter() + PATIENCE
+            for attempt in prompt:
+                done += 1
+                rest = attempt(frame, until)
+                if rest is not None:
+                    break
+            else:
+                results = walker.results(frame)
+        except BaseException as raised:
+            error = raised
+        if error is None and rest is None:
+            executor.end_turn()
+            if instrument is not None:
+                instrument.program_finished(self.program.name, run, None)
+            outputs = [
+                [
+                    Value(t, ordinal, self._engine, None, Landed(register[position]))
+                    if type(register) is Hosted
+                    else Value(t, ordinal, self._engine, register[position])
+                    for t, register in zip(self.output_types, results, strict=True)
+                ]
+                for position, (_, ordinal) in enumerate(self.local)
+            ]
+            event = None
+        else:
+            flight = Flight(self, [], None, run)
+            outputs, event = self._values_of(flight), flight.event
+            if rest is not None:
+                executor.end_turn(flight, partial(flight.resume, frame, rest, done))
+            else:
+                executor.end_turn(flight)
+                flight.fail(frame, error)
+        if self.donates:
+            self._delete_donated(arguments)
+        return outputs, event
+
+    def _frame_of(self, arguments: Sequence[Sequence[Value]]) -> Frame | None:
+        """The frame of a walk with these arguments, if they are all there."""
+        program = self.walker.program
+        frame = Frame(len(program.slot_types), self.walker.positions)
+        registers, count = frame.registers, len(self.local)
+        if len(arguments) != count or any(len(row) != self._num_inputs for row in arguments):
+            return None
+        for index, slot in enumerate(program.body.parameters):
+            type_, landed = self.input_types[index], 0
+            register: list[Any] = []
+            for row in arguments:
+                value = row[index]
+                array = value._array
+                if array is None:
+                    other = value._other
+                    if type(other) is not Landed:
+                        return None
+                    array, landed = other.host, landed + 1
+                if value.type is not type_ and value.type != type_:
+                    return None
+                register.append(array)
+            if landed:
+                if landed < count:
+                    return None
+                register = Hosted(register)
+            registers[slot] = register
+        return frame
+
+    def _values_of(self, flight: Flight) -> list[list[Value]]:
+        """The outputs that a flight will give."""
+        return [
+            [
+                Value(type, ordinal, self._engine, None, promise)
+                for type, promise in zip(self.output_types, promises, strict=True)
+            ]
+            for (_, ordinal), promises in zip(self.local, flight.promises, strict=True)
+        ]
+
     def _delete_donated(self, arguments: Sequence[Sequence[Value]]) -> None:
         for index in self.program.donated:
             for row in arguments:
@@ -169,7 +275,7 @@ class LoadedProgram:
     def _launch(
         self, arguments: Sequence[Sequence[Value]]
     ) -> tuple[list[list[Value]], Event | None]:
-        idle = self.executor.dispatch.idle
+        idle = self.executor.idle
         columns: list[list[Any]] = []
         issued = True
         failed: Exception | None = None
@@ -194,13 +300,7 @@ class LoadedProgram:
                 column.append(content)
             columns.append(column)
         flight = Flight(self, columns, failed)
-        outputs = [
-            [
-                Value(type, ordinal, self._engine, None, promise)
-                for type, promise in zip(self.output_types, promises, strict=True)
-            ]
-            for (_, ordinal), promises in zip(self.local, flight.promises, strict=True)
-        ]
+        outputs = self._values_of(flight)
         if idle and issued and not self.communicates:
             self.executor.fly_here(flight)
         else:
@@ -216,57 +316,88 @@ class Flight:
     __slots__ = ("_columns", "_failed", "end", "event", "loaded", "promises", "run")
 
     def __init__(
-        self, loaded: LoadedProgram, columns: list[list[Any]], failed: Exception | None
+        self,
+        loaded: LoadedProgram,
+        columns: list[list[Any]],
+        failed: Exception | None,
+        run: int | None = None,
     ) -> None:
         self.loaded = loaded
         self.event = Event()  # all is issued
         self.end = Event() if loaded.has_host_callbacks else self.event  # and called back
         self.promises = [[Promise(self.event) for _ in loaded.output_types] for _ in loaded.local]
-        self.run = loaded.executor.next_run()
+        self.run = loaded.executor.next_run() if run is None else run
         self._columns = columns
         self._failed = failed
 
     def walk(self) -> None:
         """Walk the program. Errors go to the outputs."""
-        loaded = self.loaded
-        walker, executor = loaded.walker, loaded.executor
-        instrument = executor.instrument
         frame: Frame | None = None
         error: BaseException | None = self._failed
-        results: list[Any] = []
         try:
             if error is None:
-                arguments = [
-                    self._gather(column, type)
-                    for column, type in zip(self._columns, loaded.input_types, strict=True)
-                ]
-                self._columns = []
-                if loaded.joint is not None:
-                    loaded.joint.begin()
-                    walker = loaded.walker  # the first run may have given it another order
-                program = walker.program
-                frame = Frame(len(program.slot_types), walker.positions)
-                for index, slot in enumerate(program.body.parameters):
-                    frame.registers[slot] = arguments[index]
-                del arguments
-                if instrument is not None:
-                    instrument.program_started(program.name, self.run)
-                for operation in walker.operations:
+                frame = self._begin()
+                for operation in self.loaded.walker.operations:
                     operation(frame)
-                results = walker.results(frame)
         except BaseException as raised:
             error = raised
+        self._end(frame, error)
+
+    def resume(self, frame: Frame, rest: Callable[[], None], index: int) -> None:
+        """Walk on: ``rest`` is left of an operation, ``index`` the next one. Errors go to the outputs."""
+        error: BaseException | None = None
+        try:
+            rest()
+            for operation in self.loaded.walker.operations[index:]:
+                operation(frame)
+        except BaseException as raised:
+            error = raised
+        self._end(frame, error)
+
+    def fail(self, frame: Frame, error: BaseException | None) -> None:
+        """End a walk that has come to an error."""
+        self._end(frame, error)
+
+    def _begin(self) -> Frame:
+        """The frame with the arguments; the first run is agreed on with the other processes."""
+        loaded = self.loaded
+        arguments = [
+            self._gather(column, type)
+            for column, type in zip(self._columns, loaded.input_types, strict=True)
+        ]
+        self._columns = []
+        if loaded.joint is not None:
+            loaded.joint.begin()
+        walker = loaded.walker  # the first run may have given it another order
+        program = walker.program
+        frame = Frame(len(program.slot_types), walker.positions)
+        for index, slot in enumerate(program.body.parameters):
+            frame.registers[slot] = arguments[index]
+        if loaded.executor.instrument is not None:
+            loaded.executor.instrument.program_started(program.name, self.run)
+        return frame
+
+    def _end(self, frame: Frame | None, error: BaseException | None) -> None:
+        """Give the outputs what there is of them. ``frame``: None if it has not come to one."""
+        loaded = self.loaded
+        walker, executor = loaded.walker, loaded.executor
+        results: list[Any] = []
+        if error is None and frame is not None:
+            try:
+                results = walker.results(frame)
+            except BaseException as raised:
+                error = raised
+        if error is not None:
             if frame is not None:
                 results = [frame.registers[slot] for slot in walker.program.body.results]
-        if error is not None:
             drop_tracebacks(error)
         self.land(error, results, () if frame is None else frame.ends)
         for lane in walker.lanes:
             if lane.sends:
                 drained = lane.stream.submit(lane.drain)
                 drained.add_callback(partial(executor.report_failure_of, drained))
-        if instrument is not None:
-            instrument.program_finished(loaded.program.name, self.run, error)
+        if executor.instrument is not None:
+            executor.instrument.program_finished(loaded.program.name, self.run, error)
 
     def _gather(self, column: list[Any], type_: TensorType) -> list[Any]:
         """A register from what the arguments stood for."""

@@ -176,6 +176,11 @@ class Joint:
         self._refused: str | None = None
         self._record: Record | None = None
 
+    @property
+    def agreed(self) -> bool:
+        """Whether it has run before: `begin` waits for nobody."""
+        return self._record is not None
+
     def begin(self) -> None:
         """Write down that it runs; the first time, agree on it. Raises `CollectiveMismatch` on all ranks."""
         record = self._record

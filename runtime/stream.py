@@ -115,6 +115,38 @@ class Stream:
         self.wait(event)
         return event.result()
 
+    def try_turn(self, patience: float = 0.0) -> bool:
+        """Take the turn if the stream is idle: what the caller does until `end_turn` is a task of it.
+
+        With ``patience``, so many seconds are waited for a task that is as good as over.
+        """
+        if self._tasks or self._closed:
+            return False
+        turn = self._turn
+        if turn.acquire(False) or (patience > 0.0 and turn.acquire(timeout=patience)):
+            if not self._tasks:
+                return True
+            turn.release()
+        return False
+
+    def end_turn(self) -> None:
+        """Any thread may end a turn that it was handed."""
+        self._turn.release()
+
+    def hand_over(self, rest: Task) -> None:
+        """End the turn; ``rest`` is the next task of the stream's thread, which raises nothing."""
+        if self._closed:
+            try:
+                rest()
+            finally:
+                self._turn.release()
+            return
+        if self._thread is None:
+            self._start()
+        self._tasks.appendleft((rest, Event()))
+        self._turn.release()
+        self._wake.put(True)
+
     def wait(self, event: Event) -> None:
         """Wait for an event of this stream, running queued tasks here if nobody else does."""
         while not event.done and self._turn.acquire(blocking=False):

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from .communication import Communication, Lane
+from .communication import Attempt, Communication, Lane
 from .engine import Engine, LoadedSegment
 from .frame import Frame, Hosted, Operation, named
 from .instrument import Instrument
@@ -65,6 +65,8 @@ class Walker:
         self.called = called
         self.with_ends = with_ends
         self.operations: list[Operation] = []
+        # The same for a thread that must not block, where every collective is small and awaited at once.
+        self.prompt: list[Attempt] | None = None
         self._shared = shared_results(program)
 
     def prepare(self) -> None:
@@ -93,6 +95,7 @@ class Walker:
             Free: self._free,
         }
         self.operations = self._block(self.program.body)
+        self.prompt = self._prompt(self.program.body)
 
     def results(self, frame: Frame) -> list[Any]:
         """The registers of the program's results, each with arrays of its own."""
@@ -138,6 +141,27 @@ class Walker:
                     continue
             operations.append(self._translators[type(instruction)](instruction))
         return operations
+
+    def _prompt(self, block: Block) -> list[Attempt] | None:
+        """Attempts at the operations of a block that communicates, one by one as in ``operations``; None
+        if one of them may block for long.
+        """
+        communication, attempts = self._communication, []
+        started: int | None = None  # the event of a start whose wait has yet to come
+        for instruction in block.instructions:
+            match instruction:
+                case Start() if started is None and communication.is_prompt(instruction):
+                    attempts.append(communication.attempt(instruction))
+                    started = instruction.event
+                case Wait() if started == instruction.event:
+                    started = None
+                case Free():
+                    attempts.append(_at_once(self._free(instruction)))
+                case Run() | Copy() | LogicalId() if started is None:
+                    attempts.append(_at_once(self._translators[type(instruction)](instruction)))
+                case _:
+                    return None
+        return attempts if any(isinstance(i, Start) for i in block.instructions) else None
 
     def _run(self, instruction: Run) -> Operation:
         segment = self.program.segments[instruction.segment]
@@ -389,6 +413,15 @@ class Walker:
                 registers[slot] = None
 
         return free
+
+
+def _at_once(operation: Operation) -> Attempt:
+    """An operation that never blocks as an attempt."""
+
+    def attempt(frame: Frame, until: float) -> None:
+        operation(frame)
+
+    return attempt
 
 
 def shared_results(program: Program) -> tuple[int, ...]:

@@ -154,7 +154,9 @@ def calling_line() -> str:
 
 def _is_user(frame: FrameType) -> bool:
     path = frame.f_code.co_filename
-    return not path.startswith(_LIBRARIES) and not path.startswith("<")
+    # Also those of an environment that this one builds upon.
+    installed = "/site-packages/" in path or "/dist-packages/" in path
+    return not installed and not path.startswith((*_LIBRARIES, "<"))
 
 
 def user_line(frame: FrameType | None) -> str:

@@ -24,3 +24,5 @@ def test_collectives_over_processes(devices, every):
     match = re.search(r"^checked (\d+)$", done.stdout, re.MULTILINE)
     assert match, done.stdout + done.stderr
     assert int(match[1]) > 150
+    posted = re.search(r"^posted (.*)$", done.stdout, re.MULTILINE)
+    assert posted and {"all-reduce", "collective-permute"} <= set(posted[1].split())

@@ -19,9 +19,14 @@ from jax.experimental.xla_metadata import set_xla_metadata
 from pipelines import Evaluator, circular, expected, hops, mutated, valid_iterations
 
 import stretto.lax
+from stretto.hlo_frontend.collectives import CollectiveReader
 from stretto.hlo_frontend.compile import CompileSpec, compile_hlo, compile_stablehlo
+from stretto.hlo_frontend.flatten import flatten
+from stretto.hlo_frontend.graph import Module
 from stretto.hlo_frontend.passes.valid import ValidPolicy
 from stretto.hlo_frontend.passes.valid.decide import LAST
+from stretto.hlo_frontend.passes.valid.trace import Forward
+from stretto.hlo_frontend.text import parse_hlo_text
 from stretto.runtime.errors import InvalidProgramError
 
 TRUSTING = ValidPolicy(trust=True)
@@ -274,6 +279,31 @@ def test_without_derivation_or_with_trust(policy):
     if not policy.derive:
         made = compile_hlo(loop(PLAIN % "", UNREAD), 1, 2, valid=policy).program
         assert made.collectives[0].valid_iterations == ()
+
+
+# What is known of integers.
+
+
+@pytest.mark.parametrize("dtype", ["s8", "u8", "s32", "u32", "s64"])
+@pytest.mark.parametrize("opcode", ["shift-left", "shift-right-logical", "shift-right-arithmetic"])
+def test_shifts_are_known_as_jax_computes_them(opcode, dtype):
+    signed = dtype.startswith("s")
+    name = dtype.replace("s", "int").replace("u", "uint")
+    least, most = np.iinfo(name).min, np.iinfo(name).max
+    values = np.array([0, 1, 5, least, most, -1 if signed else most - 1, 100, 3], name)
+    amounts = np.array([1, 0, 2, 3, 7, 9, 64, -1 if signed else most], name)
+    text = f"""HloModule shifts
+    ENTRY e {{
+      x = {dtype}[8] constant({{{",".join(map(str, values))}}})
+      y = {dtype}[8] constant({{{",".join(map(str, amounts))}}})
+      ROOT z = {dtype}[8] {opcode}(x, y)
+    }}"""
+    entry = flatten(Module.parse(parse_hlo_text(text)).entry, CollectiveReader(1, 1))
+    forward = Forward(1, 1, follow_zeros=False)
+    found = forward.known(forward.program(entry), entry.results[0])
+    rule = getattr(jax.lax, opcode.replace("-", "_"))
+    with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
+        np.testing.assert_array_equal(found[0], rule(values, amounts))
 
 
 # Loops that are not simply counted.

@@ -123,6 +123,24 @@ def _remainder(node: Node, x: np.ndarray, y: np.ndarray) -> Known:
     return np.where(y == 0, x, result).astype(x.dtype)
 
 
+def _shift(node: Node, x: np.ndarray, y: np.ndarray) -> Known:
+    """By as many bits as there are or more (a negative number is many): 0, or the sign."""
+    opcode, bits = node.instruction.opcode, 8 * x.dtype.itemsize
+    if x.dtype == bool:
+        return None
+    amount = y.astype(y.dtype.str.replace("i", "u"))
+    beyond = amount >= bits
+    by = np.where(beyond, 0, amount).astype(x.dtype)
+    if opcode == "shift-left":
+        return np.where(beyond, 0, x << by).astype(x.dtype)
+    if opcode == "shift-right-logical":
+        unsigned = x.dtype.str.replace("i", "u")
+        shifted = x.astype(unsigned) >> by.astype(unsigned)
+        return np.where(beyond, 0, shifted).astype(x.dtype)
+    signed = x.astype(x.dtype.str.replace("u", "i"))
+    return np.where(beyond, -(signed < 0).astype(signed.dtype), signed >> by).astype(x.dtype)
+
+
 def _combine(opcode: str, x: np.ndarray, y: np.ndarray) -> Known:
     is_pred = x.dtype == bool
     function = (_PRED if is_pred else _NUMBERS).get(opcode)
@@ -384,6 +402,9 @@ _RULES: dict[str, Rule] = {
     "or": _logic,
     "divide": _all_known(_divide),
     "remainder": _all_known(_remainder),
+    **dict.fromkeys(
+        ("shift-left", "shift-right-logical", "shift-right-arithmetic"), _all_known(_shift)
+    ),
     "not": _all_known(lambda node, x: ~x),
     "negate": _all_known(lambda node, x: None if x.dtype == bool else np.negative(x)),
     "abs": _all_known(lambda node, x: np.abs(x)),

@@ -23,6 +23,7 @@ from stretto.hlo_frontend.schema import (
 from stretto.runtime import statistics
 from stretto.runtime.errors import InvalidProgramError
 from stretto.runtime.executor import LoadedProgram
+from stretto.runtime.memory_plan import MemoryPlan
 
 from . import _capi, abi, callbacks, executable_codec, jax_private
 from .client import Client
@@ -99,6 +100,11 @@ class Executable(_capi.Executable):  # type: ignore[misc]
         hlo = HloModuleProtoWithConfig.FromString(self.optimized_program).hlo_module
         return NamedValues(jax_private.cost_analysis(hlo.SerializeToString()))
 
+    @cached_property
+    def memory(self) -> MemoryPlan:
+        """What a run needs on each device."""
+        return self.loaded.compiled.memory()
+
     def serialized(self) -> bytes:
         """What `PJRT_Executable_DeserializeAndLoad` takes. Raises ``NotImplementedError``."""
         if self.loaded.has_host_callbacks:
@@ -108,7 +114,7 @@ class Executable(_capi.Executable):  # type: ignore[misc]
                 self.client.target,
                 self.options,
                 self.compiled,
-                self.loaded.code(),
+                self.loaded.compiled.code(self.compiled.program),
                 self.fingerprint,
             )
         )
@@ -357,15 +363,12 @@ def get_cost_analysis(args: Any) -> None:
 
 @entry("PJRT_Executable_GetCompiledMemoryStats")
 def compiled_memory_stats(args: Any) -> None:
-    executable: Executable = _capi.take(args.executable)
-    program = executable.compiled.program
+    memory = _capi.take(args.executable).memory
     for _, field in abi.fields(abi.STRUCTS["PJRT_Executable_GetCompiledMemoryStats_Args"])[1:]:
         setattr(args, field, 0)
-    args.argument_size_in_bytes = sum(t.nbytes for t in program.inputs)
-    args.output_size_in_bytes = sum(t.nbytes for t in program.outputs)
-    args.alias_size_in_bytes = sum(program.inputs[i].nbytes for i in program.donated)
-    held = args.argument_size_in_bytes + args.output_size_in_bytes - args.alias_size_in_bytes
-    args.total_size_in_bytes = args.peak_memory_in_bytes = held + args.temp_size_in_bytes
+    args.argument_size_in_bytes, args.output_size_in_bytes = memory.arguments, memory.results
+    args.alias_size_in_bytes, args.temp_size_in_bytes = memory.reused, memory.temporary
+    args.total_size_in_bytes = args.peak_memory_in_bytes = memory.peak
 
 
 @entry("PJRT_Executable_Serialize")

@@ -185,7 +185,8 @@ def use_compilation_cache() -> None:
 
     JAX asks a list of platforms whether to use it; stretto answers as cpu does. Under a launcher all
     processes are process 0 to JAX, which then writes from each: here the process of a program's first
-    device writes it, whole or not at all, since others may be reading.
+    device writes it, whole or not at all, since others may be reading. Programs that call back into
+    Python are not written: they cannot be serialized.
     """
     from jax._src import compilation_cache, compiler, lru_cache
 
@@ -199,9 +200,11 @@ def use_compilation_cache() -> None:
 
     @wraps(write)
     def compile_and_write_cache(*args: Any) -> Any:
-        backend, _, devices = args[:3]
+        backend, _, devices, _, host_callbacks = args[:5]
         first = min(devices, key=lambda device: device.id)
-        if backend.platform == PLATFORM and first.process_index != backend.process_index():
+        if backend.platform == PLATFORM and (
+            host_callbacks or first.process_index != backend.process_index()
+        ):
             return compiler.backend_compile_and_load(*args[:5])
         return write(*args)
 
@@ -228,6 +231,24 @@ def use_compilation_cache() -> None:
 
 
 _SAVES_EXECUTABLES = SimpleNamespace(platform="cpu", supports_executable_serialization=True)
+
+
+def analyse_cost_before_compiling() -> None:
+    """Give ``Lowered.cost_analysis``, which JAX refuses for plugins: XLA's own, by JAX's CPU backend."""
+    from jax._src.interpreters import pxla
+
+    original = pxla.MeshComputation.cost_analysis
+    if hasattr(original, "__wrapped_for_stretto__"):
+        return
+
+    @wraps(original)
+    def analyse(self: Any) -> dict[str, float]:
+        if self.compile_args["backend"].platform != PLATFORM:
+            return original(self)
+        return cost_analysis(self.hlo().as_serialized_hlo_module_proto())
+
+    analyse.__wrapped_for_stretto__ = original  # type: ignore[attr-defined]
+    pxla.MeshComputation.cost_analysis = analyse  # type: ignore[method-assign]
 
 
 def cost_analysis(hlo: bytes) -> dict[str, float]:

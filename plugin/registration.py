@@ -30,6 +30,7 @@ def initialize() -> None:
     jax_private.allow_donation()
     jax_private.hand_over_callbacks()
     jax_private.use_compilation_cache()
+    jax_private.analyse_cost_before_compiling()
     if "cpu" not in requested:
         # Callbacks and `jax.devices("cpu")` need JAX's own CPU backend; stretto stays the default.
         jax_private.add_platform("cpu")

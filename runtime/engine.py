@@ -36,6 +36,8 @@ class LoadedSegment(Protocol):
         A segment compiled with host callbacks may also have ``run_with_end(ordinal, inputs)``, which gives
         the outputs and an object whose ``block_until_ready()`` waits until the callables have been called
         and raises their error. Without it, nobody waits for callables that give no results.
+
+        A segment may have ``scratch_bytes``: what a run needs beside its operands and results.
         """
         ...
 

@@ -12,11 +12,9 @@ processes the world is told, and its other ranks fail too.
 from __future__ import annotations
 
 import atexit
-import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial, reduce
 from operator import add
 from typing import Any, Protocol
@@ -26,7 +24,8 @@ from stretto.collectives.order import CommonOrder, Schedule
 
 from . import statistics, watchdog
 from .communication import Lane
-from .engine import Engine, LoadedSegment, RestoringEngine
+from .compiled_segments import compile_segments
+from .engine import Engine, LoadedSegment
 from .errors import InvalidProgramError, StrettoError, UnsupportedError
 from .instrument import Counters, Instrument
 from .loaded import PATIENCE, Flight, LoadedProgram
@@ -190,7 +189,9 @@ class Executor:
         program: Program,
         code: Sequence[bytes] = (),
     ) -> Walker:
-        segments = self._compile(program, host_callbacks, code) if local else []
+        segments: Sequence[LoadedSegment] = ()
+        if local:
+            segments = compile_segments(program, self.engine, host_callbacks, code).segments
         with self._lock:
             while local and len(self._lanes) < program.num_streams:
                 self._lanes.append(self._lane(len(self._lanes)))
@@ -224,28 +225,6 @@ class Executor:
             raise InvalidProgramError(
                 f"program {program.name} is given a device twice: {device_ids}"
             )
-
-    def _compile(
-        self, program: Program, host_callbacks: Sequence[Any], code: Sequence[bytes]
-    ) -> list[LoadedSegment]:
-        engine = self.engine
-        restoring = engine if isinstance(engine, RestoringEngine) else None
-
-        def compile_one(index: int) -> LoadedSegment:
-            segment = program.segments[index]
-            name = segment.name or f"{program.name}.{index}"
-            if restoring is not None and code and code[index]:
-                return restoring.restore(code[index], segment, name=name)
-            return engine.compile(segment, name=name, host_callbacks=host_callbacks)
-
-        indices = range(len(program.segments))
-        restored = 0 if restoring is None else sum(map(bool, code))
-        statistics.compiled(segments=len(indices) - restored, restored=restored)
-        workers = min(len(indices), os.cpu_count() or 1)
-        if workers < 2:
-            return [compile_one(index) for index in indices]
-        with ThreadPoolExecutor(workers, thread_name_prefix="stretto-compile") as pool:
-            return list(pool.map(compile_one, indices))
 
     def _lane(self, number: int) -> Lane:
         return Lane(

@@ -13,8 +13,8 @@ from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from .engine import RestoringEngine
-from .errors import CompileError, InvalidProgramError
+from .compiled_segments import CompiledSegments
+from .errors import InvalidProgramError
 from .frame import Frame, Hosted, drop_tracebacks
 from .program import Block, Branch, Loop, Run, Start, instructions
 from .stream import Event, completions
@@ -68,23 +68,13 @@ class LoadedProgram:
         """Bind the collectives; waits for the other processes of the program, where there are any."""
         self.walker.prepare()
 
-    def code(self) -> tuple[bytes, ...]:
-        """The program's segments as the engine serializes them, for `Executor.load`.
-
-        Empty for those that cannot be: they will be compiled again.
-        """
-        engine, walker = self._engine, self.walker
-        if not isinstance(engine, RestoringEngine) or self.has_host_callbacks:
-            return (b"",) * len(self.program.segments)
-        # The first run may have given the program another order, with other segments.
-        loaded = dict(zip(walker.program.segments, walker.segments, strict=False))
-        code = []
-        for segment in self.program.segments:
-            try:
-                code.append(engine.serialize(loaded[segment]) if segment in loaded else b"")
-            except CompileError:
-                code.append(b"")
-        return tuple(code)
+    @property
+    def compiled(self) -> CompiledSegments:
+        """What the engine made of the program, in the order that it runs in."""
+        walker = self.walker
+        return CompiledSegments(
+            walker.program, self._engine, walker.segments, self.has_host_callbacks
+        )
 
     @property
     def single(self) -> Callable[[int, list[Any]], list[Any]] | None:

@@ -298,8 +298,7 @@ class Walker:
             final: list[Any] | None = None
             frame.iteration = 0
             while True:
-                (predicate,) = test(frame, list(values))
-                remaining = staying(frame, predicate)
+                remaining = staying(frame, *test(frame, list(values)))
                 if len(remaining) != len(frame.active):
                     leaving = tuple(p for p in frame.active if p not in remaining)
                     if final is None and not remaining:

@@ -139,6 +139,11 @@ class XlaCpuSegment:
         """jaxlib's executable for device 0, for its analyses (cost, memory, layouts)."""
         return self._by_device[0]
 
+    @property
+    def scratch_bytes(self) -> int:
+        """What XLA allocates for a run beside operands and results."""
+        return self.executable.get_compiled_memory_stats().temp_size_in_bytes
+
     def cost_analysis(self) -> dict[str, float]:
         """XLA's estimate for one run: ``flops``, ``bytes accessed`` and more."""
         return self.executable.cost_analysis()

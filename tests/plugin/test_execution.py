@@ -253,6 +253,31 @@ class TestWhatJaxAsks:
         assert compiled.cost_analysis()["flops"] >= 112
         assert "HloModule" in compiled.as_text()
 
+    def test_memory_and_cost(self, devices: list[jax.Device], cpu: jax.Device) -> None:
+        """Against JAX's CPU backend, for one device; and a carry that is updated in place."""
+        argument = np.ones((64, 64), np.float32)
+
+        def f(a: jax.Array) -> jax.Array:
+            return jnp.sort(jnp.sin(a @ a)) @ a
+
+        lowered = jax.jit(f).lower(argument)
+        compiled = lowered.compile()
+        with jax.default_device(cpu):
+            expected = jax.jit(f).lower(argument)
+        assert lowered.cost_analysis() == expected.cost_analysis()
+        assert compiled.cost_analysis()["flops"] == expected.compile().cost_analysis()["flops"]
+        memory, reference = compiled.memory_analysis(), expected.compile().memory_analysis()
+        assert memory.temp_size_in_bytes == reference.temp_size_in_bytes >= argument.nbytes
+        peak = 2 * argument.nbytes + memory.temp_size_in_bytes
+        assert memory.peak_memory_in_bytes == peak
+
+        sharding = NamedSharding(_mesh(devices), PartitionSpec("x"))
+        placed = jax.device_put(np.zeros((4, 1024), np.float32), sharding)
+        f = jax.jit(lambda a: lax.fori_loop(0, 9, lambda i, b: b + b.sum(), a), donate_argnums=0)
+        memory = f.lower(placed).compile().memory_analysis()
+        assert memory.alias_size_in_bytes == 4096
+        assert 4096 <= memory.peak_memory_in_bytes <= 4096 + 512
+
     def test_fingerprints(self) -> None:
         def fingerprint(k: int) -> bytes:
             executable = jax.jit(lambda a: a + k).lower(1.0).compile().runtime_executable()

@@ -123,6 +123,15 @@ def test_compilation_cache() -> None:
     ]
 
 
+def test_cost_before_compiling() -> None:
+    """``Lowered.cost_analysis`` asks ``MeshComputation``, which refuses backends made of the C API."""
+    computation = jax._src.interpreters.pxla.MeshComputation
+    source = inspect.getsource(_original(computation.cost_analysis))
+    assert 'self.compile_args["backend"]' in source
+    assert "using_pjrt_c_api(backend)" in source
+    assert callable(computation.hlo)
+
+
 def test_exclusions() -> None:
     """Files kept out of source lines and filtered tracebacks."""
     for module in (jax._src.source_info_util, jax._src.traceback_util):

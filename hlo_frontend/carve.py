@@ -1,8 +1,8 @@
-"""Cutting an ordered block: maximal runs of compute between runtime nodes become segment plans.
+"""Cutting an ordered block: maximal runs of compute of one part, between runtime nodes, become segment plans.
 
 Carving knows nothing of how the order came about: any topological order of a block's nodes will do.
 Constants and other cheap values that a runtime node or the block's result needs are made by the
-segment before it, one fresh array for each use, so that each may be donated.
+segment before it that runs on all devices, one fresh array for each use, so that each may be donated.
 """
 
 from __future__ import annotations
@@ -18,13 +18,15 @@ class SegmentPlan:
     """Compute nodes that run as one segment.
 
     ``inputs`` and ``outputs`` are arrays (root values); ``made`` are outputs that are copies of cheap
-    values: pairs of the new value and the cheap one.
+    values: pairs of the new value and the cheap one. ``part`` and ``valid``: those of the nodes.
     """
 
     nodes: list[Node] = field(default_factory=list)
     inputs: list[Value] = field(default_factory=list)
     outputs: list[Value] = field(default_factory=list)
     made: list[tuple[Value, Value]] = field(default_factory=list)
+    valid: tuple[tuple[int, ...], ...] = ()
+    part: tuple[int, int] = (0, 0)
 
 
 @dataclass(eq=False)
@@ -51,32 +53,32 @@ class BlockPlan:
 def carve(block: BlockGraph, ordered: Sequence[Node]) -> BlockPlan:
     """Cut ``ordered``, the nodes of ``block`` in a topological order."""
     steps: list[Step] = []
-    current: SegmentPlan | None = None
+    pending: list[SegmentPlan] = []  # since the last runtime node
 
     def materialized(value: Value) -> Value:
-        nonlocal current
         if not is_cheap(value):
             return value.root
-        if current is None:
-            current = SegmentPlan()
+        plain = next((plan for plan in reversed(pending) if not plan.valid), None)
+        if plain is None:
+            pending.append(plain := SegmentPlan())
         made = Value(value.type)
-        current.made.append((made, value.root))
+        plain.made.append((made, value.root))
         return made
 
     for node in ordered:
         if not node.is_runtime and node.kind is not NodeKind.LOGICAL_ID:
-            current = current or SegmentPlan()
-            current.nodes.append(node)
+            if not pending or pending[-1].part != node.part:
+                pending.append(SegmentPlan(valid=node.valid, part=node.part))
+            pending[-1].nodes.append(node)
             continue
         inputs = [materialized(value) for value in node.operands]
-        if node.is_runtime and current is not None:
-            steps.append(current)
-            current = None
-        # A logical id takes part in no order: it may stand before the segment being built.
+        if node.is_runtime:
+            steps += pending
+            pending.clear()
+        # A logical id takes part in no order: it may stand before the segments being built.
         steps.append(RuntimeStep(node, inputs))
     results = [materialized(value) for value in block.results]
-    if current is not None:
-        steps.append(current)
+    steps += pending
     plan = BlockPlan(block.parameters, steps, results)
     _connect(plan)
     return plan

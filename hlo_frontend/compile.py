@@ -22,10 +22,12 @@ from .collectives import CollectiveReader
 from .flatten import flatten
 from .graph import Module
 from .lower import lower
+from .passes import unread
 from .passes.order import order
 from .passes.pseudo_tokens import remove_pseudo_tokens
 from .passes.valid import ValidPolicy, ValidReport
 from .passes.valid import apply as find_valid_iterations
+from .passes.valid.decide import LEAST_FLOPS
 from .schedule import reorder, schedule_of, token_edges
 from .schema import CompileOptionsProto, HloModuleProto, HloModuleProtoWithConfig
 from .text import parse_hlo_text
@@ -64,7 +66,10 @@ class PartitionedModule:
         if self.pseudo_tokens:
             remove_pseudo_tokens(entry)
         report = find_valid_iterations(entry, self.num_replicas, self.num_partitions, self.valid)
-        return module, entry, plan_block(entry), report
+        if report.liveness is not None:
+            unread.mark(report.liveness)
+        plan = plan_block(entry, self.valid.least_flops)
+        return module, entry, plan, replace(report, liveness=None)
 
     def lower(self, module: Module, plan: BlockPlan) -> Program:
         """The program of a plan."""
@@ -75,7 +80,7 @@ class PartitionedModule:
         contradicts its data or tokens."""
         module, entry, plan, _ = self.plan()
         reorder(entry, plan, order)
-        return self.lower(module, plan_block(entry))
+        return self.lower(module, plan_block(entry, self.valid.least_flops))
 
     def tokens(self) -> dict[str, tuple[str, ...]]:
         """By name of each collective, those that tokens put right before it."""
@@ -234,12 +239,12 @@ def _whole(parsed: stablehlo.ir.Module) -> CompiledModule:
     )
 
 
-def plan_block(block: BlockGraph) -> BlockPlan:
-    """Order and carve a block and the blocks nested in it."""
-    plan = carve(block, order(block))
+def plan_block(block: BlockGraph, least_flops: float = LEAST_FLOPS) -> BlockPlan:
+    """Order and carve a block and the blocks nested in it. ``least_flops``: see `passes.unread`."""
+    plan = carve(block, order(block, least_flops))
     for node in block.nodes:
         if node.blocks:
-            plan.blocks[node] = tuple(plan_block(inner) for inner in node.blocks)
+            plan.blocks[node] = tuple(plan_block(inner, least_flops) for inner in node.blocks)
     return plan
 
 

@@ -1,11 +1,11 @@
 """Block plans to a `Program`: slots, starts and waits, ownership, donation, copies and frees.
 
 Ownership. An array is *owned* by a block when no other slot, device or caller can see its memory:
-outputs of segments, copies, donated program inputs. Results of collectives are not (communicators may
-hand one array to several devices), nor are values that occur twice in a block's result. Only owned
-arrays are donated. Whether a loop owns a carry follows from its body: the carry must be owned when it
-comes back. A body that donates a carry needs its initial value owned, so that is copied where it is
-not. Nothing is ever copied once per iteration.
+outputs of segments that all devices run, copies, donated program inputs. Results of collectives are not
+(communicators may hand one array to several devices), nor are values that occur twice in a block's result.
+Only owned arrays are donated. Whether a loop owns a carry follows from its body: the carry must be owned
+when it comes back. A body that donates a carry needs its initial value owned, so that is copied where it
+is not. Nothing is ever copied once per iteration.
 
 A `Wait` stands right before the first use of what its start gives; one for a send stands at the end
 of the block, since a peer may have to post its own send first.
@@ -208,9 +208,10 @@ class _Emitter:
             self.consume(value)
         inputs = tuple(self.slots[v] for v in plan.inputs)
         donated = tuple(inputs[i] for i in sorted(aliases))
-        outputs = tuple(self.define(v, owned=True) for v in plan.outputs)
+        # Where it is left out, its outputs are arrays that others have too.
+        outputs = tuple(self.define(v, owned=not plan.valid) for v in plan.outputs)
         self.state.runs.append((plan, aliases))
-        self.out.append(Run(len(self.state.runs) - 1, inputs, outputs, donated))
+        self.out.append(Run(len(self.state.runs) - 1, inputs, outputs, donated, plan.valid))
         self.free([v for v in dying if v not in given])
 
     def logical_id(self, index: int, step: RuntimeStep) -> None:

@@ -9,11 +9,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import TYPE_CHECKING
 
 from stretto.collectives.ops import Collective
 from stretto.collectives.types import TensorType
 
 from .graph import Computation, Instruction
+
+if TYPE_CHECKING:
+    from .passes.unread import Unread
 
 
 class Value:
@@ -84,7 +88,9 @@ class Node:
     """An instruction of a block. ``operands`` are its leaves, tokens included.
 
     ``order`` lists nodes that come before it though it reads nothing of theirs. ``called`` replaces
-    the instruction's called computations where a call was inlined around it.
+    the instruction's called computations where a call was inlined around it. ``unread``: where nobody
+    reads it; ``part`` and ``valid``: the part of its level that it runs in, and in which iterations that
+    runs on each device, as in `Run.valid` (`passes.unread`).
     """
 
     kind: NodeKind
@@ -98,6 +104,9 @@ class Node:
     blocks: tuple[BlockGraph, ...] = ()
     selector: Value | None = None
     level: int = 0
+    unread: Unread | None = None
+    part: tuple[int, int] = (0, 0)
+    valid: tuple[tuple[int, ...], ...] = ()
 
     @property
     def is_runtime(self) -> bool:

@@ -8,7 +8,6 @@ since on a ring every rank would then wait in it.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
 from typing import Any, cast
@@ -28,6 +27,7 @@ from .instrument import Counters, Instrument
 from .program import Program, Start, Wait, instructions
 from .progress import Progress
 from .stream import Stream
+from .valid import left_out
 
 # What a thread that must not block does of a collective: see `Communication.attempt`.
 Attempt = Callable[[Frame, float], Callable[[], None] | None]
@@ -441,14 +441,5 @@ def skipped_pairs(collective: Collective) -> Callable[[int], dict[str, frozenset
     if not valid:
         nothing: dict[str, frozenset[int]] = {}
         return lambda iteration: nothing
-    runs = [list(zip(bounds[::2], bounds[1::2], strict=True)) for bounds in valid]
-    edges = sorted({e for pairs in runs for lo, hi in pairs for e in (lo, hi + 1) if lo <= hi})
-    calls = [
-        {
-            "skip": frozenset(
-                k for k, pairs in enumerate(runs) if not any(lo <= at <= hi for lo, hi in pairs)
-            )
-        }
-        for at in [-1, *edges]  # between two edges nothing changes
-    ]
-    return lambda iteration: calls[bisect_right(edges, iteration)]
+    skips = left_out(valid)
+    return lambda iteration: {"skip": skips(iteration)}

@@ -21,6 +21,7 @@ from typing import Any, Protocol
 
 from stretto.collectives.communicator import Communicator
 from stretto.collectives.order import CommonOrder, Schedule
+from stretto.collectives.poison import poison
 
 from . import statistics, watchdog
 from .communication import Lane
@@ -36,6 +37,7 @@ from .progress import Progress
 from .run_log import RunLogs, called
 from .schedule import strict
 from .stream import Event, Stream
+from .valid import Absent, zeros
 from .walk import Walker
 
 # Programs queued ahead of the dispatch thread. Enough to hide its latency; a caller that is further ahead
@@ -90,6 +92,8 @@ class Executor:
         self._communicators = communicators or _hierarchies(world)
         if self.options.poison_skipped:
             self._communicators = _poisoned(self._communicators)
+        self._absent = Absent(engine, poison if self.options.poison_skipped else zeros)
+        self._computing = Counters()  # of the dispatch thread
         self._lanes: list[Lane] = []
         self._lock = threading.Lock()
         self.dispatch = Stream("stretto-dispatch")
@@ -167,8 +171,10 @@ class Executor:
         return loaded
 
     def counters(self) -> Counters:
-        """Communication of this process since the start, over all streams."""
-        return reduce(add, (lane.counters for lane in list(self._lanes)), Counters())
+        """Communication of this process since the start, over all streams, and what was left out."""
+        return reduce(
+            add, (lane.counters for lane in list(self._lanes)), Counters() + self._computing
+        )
 
     def close(self) -> None:
         """Wait for the runs under way (not once the world has failed), then end the threads."""
@@ -205,6 +211,8 @@ class Executor:
             self.instrument,
             called(program.name, line),
             bool(host_callbacks),
+            self._absent,
+            self._computing,
         )
 
     def _check_devices(self, program: Program, device_ids: tuple[int, ...]) -> None:

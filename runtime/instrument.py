@@ -26,6 +26,9 @@ class Instrument:
     def segment_issued(self, program: str, segment: int, name: str, ordinal: int) -> None:
         """A run of a segment was handed to the engine for one local device."""
 
+    def segment_skipped(self, program: str, segment: int, name: str, ordinal: int) -> None:
+        """A segment was not run on a local device, since nobody reads what it gives there."""
+
     def collective_started(self, collective: Collective, stream: int) -> None:
         """The operands are computed; the communicator is called."""
 
@@ -39,7 +42,8 @@ class Instrument:
 class Counters:
     """Communication of one stream since the start. Written by whoever runs the stream's tasks.
 
-    ``skipped``: messages that were not sent because nobody reads them (`docs/pipelines.md`).
+    What nobody reads is left out (`docs/pipelines.md`): ``skipped`` messages were not sent,
+    ``skipped_runs`` runs of segments with ``skipped_flops`` floating point operations not made.
     """
 
     collectives: int = 0
@@ -47,6 +51,8 @@ class Counters:
     nbytes: int = 0
     seconds: float = 0.0
     skipped: int = 0
+    skipped_runs: int = 0
+    skipped_flops: float = 0.0
 
     def __add__(self, other: Counters) -> Counters:
         return Counters(
@@ -55,4 +61,6 @@ class Counters:
             self.nbytes + other.nbytes,
             self.seconds + other.seconds,
             self.skipped + other.skipped,
+            self.skipped_runs + other.skipped_runs,
+            self.skipped_flops + other.skipped_flops,
         )

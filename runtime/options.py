@@ -44,6 +44,7 @@ class Options:
     ``overlap``: whether collectives are scheduled to run beside compute where that saves time.
     ``costs``: file of the table of costs to schedule by, read on rank 0; empty: what was measured for these
     machines, if anything (`docs/overlap.md`).
+    ``skip_compute``: do not run segments on devices where nobody reads what they give.
     ``origins``: for each field that was not left at its default, where its value came from.
     """
 
@@ -59,6 +60,7 @@ class Options:
     poison_skipped: bool = False
     overlap: bool = True
     costs: str = ""
+    skip_compute: bool = True
     origins: Mapping[str, str] = field(
         default_factory=lambda: MappingProxyType({}), compare=False, repr=False
     )
@@ -117,6 +119,7 @@ VARIABLES: dict[str, tuple[str, Callable[[str], Any]]] = {
     "poison_skipped": ("STRETTO_POISON_SKIPPED", _switch),
     "overlap": ("STRETTO_OVERLAP", _switch),
     "costs": ("STRETTO_COSTS", str),
+    "skip_compute": ("STRETTO_SKIP_COMPUTE", _switch),
 }
 
 LAUNCHERS = ("auto", "mpi", "jax", "none")
@@ -134,6 +137,7 @@ _EXPECTED = {
     "poison_skipped": "expected 0 or 1",
     "overlap": "expected 0 or 1",
     "costs": "expected the name of a file",
+    "skip_compute": "expected 0 or 1",
 }
 
 
@@ -152,6 +156,7 @@ def _problem(name: str, value: Any) -> str:
         "poison_skipped": lambda v: isinstance(v, bool),
         "overlap": lambda v: isinstance(v, bool),
         "costs": lambda v: isinstance(v, str),
+        "skip_compute": lambda v: isinstance(v, bool),
     }[name](value)
     return "" if accepted else _EXPECTED[name]
 

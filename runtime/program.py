@@ -13,6 +13,7 @@ Invariants, checked by `program_check.check`:
 - a slot is defined before it is read, on every path, and is not read after it was freed or donated;
 - the outputs of a `Start` become defined at the `Wait` of its event; its inputs stay alive until then;
 - every `Start` has exactly one `Wait`, in the same block;
+- outputs of a `Run` that some devices may leave out are never donated: who leaves it out shares them;
 - types agree along every edge: segments, collectives, loop carries, branch results.
 """
 
@@ -48,12 +49,18 @@ class Segment:
 
 @dataclass(frozen=True)
 class Run:
-    """Run a segment. ``donated`` are the slots consumed (those at the segment's donated inputs)."""
+    """Run a segment. ``donated`` are the slots consumed (those at the segment's donated inputs).
+
+    ``valid``, where it is not empty, has for each logical device the iterations of the innermost loop in
+    which the segment is run there, as first and last of each stretch (outside of loops all is iteration
+    0): in others its outputs are zeros, made by nobody, and what is donated is dropped.
+    """
 
     segment: int
     inputs: tuple[Slot, ...]
     outputs: tuple[Slot, ...]
     donated: tuple[Slot, ...] = ()
+    valid: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,7 @@ from .program import (
     Start,
     Wait,
 )
+from .valid import are_bounds
 
 _PRED = TensorType("pred", ())
 _SELECTORS = (_PRED, TensorType("s32", ()))
@@ -54,6 +55,7 @@ class _Scope:
         self.own: set[Slot] = set()  # written in this block
         self.dead: dict[Slot, str] = {}  # slot -> what ended it
         self.consumed: set[Slot] = set()
+        self.shared: set[Slot] = set()  # outputs of runs that may be left out
         self.pending: dict[int, Start] = {}
 
     def defines(self, slot: Slot) -> bool:
@@ -147,12 +149,7 @@ class _Checker:
                 f"{what} has {len(valid)} valid iterations for {len(collective.pairs)} pairs"
             )
         for bounds in valid:
-            if bounds != (1, 0) and not (
-                bounds
-                and len(bounds) % 2 == 0
-                and bounds[0] >= 0
-                and list(bounds) == sorted(bounds)
-            ):
+            if not are_bounds(bounds):
                 self._fail(f"{what} has the valid iterations {bounds}, which are no intervals")
         if collective.kind in (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER):
             if (collective.reduction is None) == (collective.reducer is None):
@@ -224,6 +221,8 @@ class _Checker:
                     self._fail(f"%{slot} is {how} before the wait of event {event}, which reads it")
             scope.dead[slot] = f"it was {how}"
             if how == "donated":
+                if slot in scope.shared:
+                    self._fail(f"%{slot} is donated, though its run may be left out")
                 scope.consumed.add(slot)
 
     def _match(self, got: tuple[TensorType, ...], expected: Any, what: str) -> None:
@@ -245,6 +244,10 @@ class _Checker:
                 self._fail(f"%{slot} is donated and used by another input as well")
         self._end(run.donated, scope, "donated")
         self._write(run.outputs, scope)
+        if run.valid:
+            if len(run.valid) != self.program.num_devices or not all(map(are_bounds, run.valid)):
+                self._fail(f"its valid iterations are {run.valid}, not stretches for each device")
+            scope.shared.update(run.outputs)
 
     def _start(self, start: Start, scope: _Scope) -> None:
         if not 0 <= start.collective < len(self.program.collectives):
@@ -300,6 +303,10 @@ class _Checker:
             if loop.body.results.count(result) > 1:
                 self._fail(
                     f"%{result} leaves the body for a consumed carry and another one as well"
+                )
+            if result in inner.shared:
+                self._fail(
+                    f"%{result}, whose run may be left out, becomes a carry that is consumed"
                 )
             if result not in inner.own:
                 self._fail(f"%{result}, from outside the body, becomes a carry that is consumed")

@@ -34,7 +34,7 @@ from .program import (
 from .program_check import check
 
 MAGIC = b"STRP"
-VERSION = 1  # to be raised whenever a field of one of the classes below changes
+VERSION = 2  # to be raised whenever a field of one of the classes below changes
 _HEADER = struct.Struct("<4sHI")
 _CLASSES: dict[str, type] = {
     "P": Program,

@@ -134,6 +134,7 @@ class _Printer:
                 yield (
                     f"{indent}run {i.segment} {_slots(i.inputs)} -> {self.typed(i.outputs)}"
                     + _option("donated", i.donated, _slots)
+                    + _option("valid", i.valid, _nested)
                 )
             case Start():
                 yield (
@@ -319,7 +320,8 @@ class _Parser:
 
     def _run(self) -> Run:
         segment, inputs = self.number(), self.items(self.slot)
-        return Run(segment, inputs, self.outputs(), self.donated())
+        outputs, donated = self.outputs(), self.donated()
+        return Run(segment, inputs, outputs, donated, self.option("valid", self.nested, ()))
 
     def _start(self) -> Start:
         collective, inputs, outputs = self.number(), self.items(self.slot), self.outputs()

@@ -16,7 +16,7 @@ import numpy as np
 from .communication import Attempt, Communication, Lane
 from .engine import Engine, LoadedSegment
 from .frame import Frame, Hosted, Operation, named
-from .instrument import Instrument
+from .instrument import Counters, Instrument
 from .program import (
     Block,
     Branch,
@@ -30,6 +30,8 @@ from .program import (
     Start,
     Wait,
 )
+from .runs import Runs
+from .valid import Absent, zeros
 
 
 class Walker:
@@ -37,7 +39,8 @@ class Walker:
 
     ``lanes[i]`` serves the program's stream i. ``owner`` maps each logical id to its process. ``called``
     names the program and the line it is called from, for the watchdog. ``with_ends``: frames collect the
-    ends of runs of segments, for programs that call back. There are no ``operations`` before `prepare`.
+    ends of runs of segments, for programs that call back. ``absent`` gives what stands for outputs of
+    segments that are not run; ``counters`` counts those. There are no ``operations`` before `prepare`.
     """
 
     def __init__(
@@ -51,6 +54,8 @@ class Walker:
         instrument: Instrument | None = None,
         called: str = "",
         with_ends: bool = False,
+        absent: Absent | None = None,
+        counters: Counters | None = None,
     ) -> None:
         self.program = program
         self.engine = engine
@@ -64,6 +69,8 @@ class Walker:
         self.instrument = instrument
         self.called = called
         self.with_ends = with_ends
+        self.absent = Absent(engine, zeros) if absent is None else absent
+        self.counters = Counters() if counters is None else counters
         self.operations: list[Operation] = []
         # The same for a thread that must not block, where every collective is small and awaited at once.
         self.prompt: list[Attempt] | None = None
@@ -84,8 +91,19 @@ class Walker:
             self.called,
         )
         self._communication = communication
+        runs = Runs(
+            self.program,
+            self.engine,
+            self.segments,
+            self.local,
+            self.land,
+            self.absent,
+            self.counters,
+            self.instrument,
+            self.with_ends,
+        )
         self._translators: dict[type, Callable[[Any], Operation]] = {
-            Run: self._run,
+            Run: runs.operation,
             Start: communication.start,
             Wait: communication.wait,
             Loop: self._loop,
@@ -162,68 +180,6 @@ class Walker:
                 case _:
                     return None
         return attempts if any(isinstance(i, Start) for i in block.instructions) else None
-
-    def _run(self, instruction: Run) -> Operation:
-        segment = self.program.segments[instruction.segment]
-        what = f"segment {segment.name or instruction.segment} of {self.program.name}"
-        loaded, land = self.segments[instruction.segment], self.land
-        inputs, outputs, donated = instruction.inputs, instruction.outputs, instruction.donated
-        ordinals, count = self.ordinals, len(self.ordinals)
-        instrument, program = self.instrument, self.program.name
-
-        def issue(frame: Frame, run: Callable[..., list[Any]] = loaded.run) -> None:
-            registers = frame.registers
-            columns = []
-            for slot in inputs:
-                register = registers[slot]
-                columns.append(land(registers, slot) if type(register) is Hosted else register)
-            results: list[list[Any]] = [[None] * count for _ in outputs]
-            for position in frame.active:
-                ordinal = ordinals[position]
-                try:
-                    arrays = run(ordinal, [column[position] for column in columns])
-                except BaseException as error:
-                    raise named(error, what) from error
-                for result, array in zip(results, arrays, strict=True):
-                    result[position] = array
-                if instrument is not None:
-                    instrument.segment_issued(program, instruction.segment, segment.name, ordinal)
-            for slot in donated:
-                registers[slot] = None
-            for slot, result in zip(outputs, results, strict=True):
-                registers[slot] = result
-
-        def issue_one(frame: Frame, run: Callable[..., list[Any]] = loaded.run) -> None:
-            registers = frame.registers
-            arguments = []
-            for slot in inputs:
-                register = registers[slot]
-                if type(register) is Hosted:
-                    register = land(registers, slot)
-                arguments.append(register[0])
-            try:
-                arrays = run(ordinals[0], arguments)
-            except BaseException as error:
-                raise named(error, what) from error
-            for slot in donated:
-                registers[slot] = None
-            for slot, array in zip(outputs, arrays, strict=True):
-                registers[slot] = [array]
-
-        chosen = issue_one if count == 1 and instrument is None else issue
-        run_with_end = getattr(loaded, "run_with_end", None) if self.with_ends else None
-        if run_with_end is None:
-            return chosen
-
-        def issue_noting_ends(frame: Frame) -> None:
-            def run(ordinal: int, arrays: list[Any]) -> list[Any]:
-                outputs, end = run_with_end(ordinal, arrays)
-                frame.ends.append(end)
-                return outputs
-
-            chosen(frame, run)
-
-        return issue_noting_ends
 
     def _loop(self, loop: Loop) -> Operation:
         return self._counted_loop(loop) if loop.trip_count is not None else self._while(loop)

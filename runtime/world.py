@@ -346,6 +346,7 @@ _EQUAL = {
     "derive_valid_iterations": "finding of valid iterations (STRETTO_DERIVE_VALID_ITERATIONS)",
     "poison_skipped": "handling of skipped buffers (STRETTO_POISON_SKIPPED)",
     "overlap": "scheduling for overlap (STRETTO_OVERLAP)",
+    "skip_compute": "skipping of compute (STRETTO_SKIP_COMPUTE)",
     "stretto": "version of stretto",
     "jax": "version of jax",
     "jaxlib": "version of jaxlib",
@@ -365,6 +366,7 @@ def _facts(chosen: Options, problem: str) -> dict[str, Any]:
         "derive_valid_iterations": chosen.derive_valid_iterations,
         "poison_skipped": chosen.poison_skipped,
         "overlap": chosen.overlap,
+        "skip_compute": chosen.skip_compute,
         "python": ".".join(platform.python_version_tuple()[:2]),
         **{name: _version(name) for name in ("stretto", "jax", "jaxlib")},
     }

@@ -63,6 +63,9 @@ class Recorder(Instrument):
     def segment_issued(self, program: str, segment: int, name: str, ordinal: int) -> None:
         self.events.append(("segment", name or segment, ordinal))
 
+    def segment_skipped(self, program: str, segment: int, name: str, ordinal: int) -> None:
+        self.events.append(("skipped", name or segment, ordinal))
+
     def collective_started(self, collective: Collective, stream: int) -> None:
         self.events.append(("start", collective.name, stream))
 

@@ -2,7 +2,7 @@
 
 The level of a node is the number of runtime nodes (collectives, loops, branches) on the longest path
 above it. Each level has its compute first, then its runtime nodes, each by position: compute between
-two rounds of collectives becomes one segment.
+two rounds of collectives becomes one segment, or a few where some devices leave part of it out (`unread`).
 
 What is made of one parameter alone (a weight gathered, widened, transposed), or of none (masks), is then
 put off to the level where it is first needed, so that it does not pile up long before its use: the
@@ -17,13 +17,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..values import BlockGraph, Node, NodeKind, Value
+from .unread import divide
+from .valid.decide import LEAST_FLOPS
 
 
-def order(block: BlockGraph) -> list[Node]:
-    """The block's nodes in the order in which they are to run."""
+def order(block: BlockGraph, least_flops: float = LEAST_FLOPS) -> list[Node]:
+    """The block's nodes in the order in which they are to run. ``least_flops``: see `unread`."""
     _earliest(block.nodes)
     _put_off(block.nodes)
-    return sorted(block.nodes, key=lambda node: (node.level, node.is_runtime, node.position))
+    divide(block.nodes, least_flops)
+    return sorted(
+        block.nodes, key=lambda node: (node.level, node.is_runtime, node.part, node.position)
+    )
 
 
 def _gap(before: Node, after: Node, *, reads: bool) -> int:

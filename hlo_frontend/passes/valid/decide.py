@@ -7,7 +7,7 @@ error with the way from a received value to a result if not. `ValidPolicy.trust`
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
@@ -24,6 +24,9 @@ from .trace import Forward, GaveUpError, Trace, Transfer, all_nodes, is_transfer
 Bounds = tuple[int, ...]
 LAST = (1 << 63) - 1  # the last iteration of a loop whose trip count is not known
 MOST_STEPS = 12  # of a path that an error names
+# Floating point operations that must be saved on average each time that a segment could be left out, or it
+# is no segment of its own: about what a processor does while another segment is dispatched.
+LEAST_FLOPS = 2e5
 
 
 class ValidOptions(Protocol):
@@ -38,6 +41,9 @@ class ValidOptions(Protocol):
     @property
     def poison_skipped(self) -> bool: ...
 
+    @property
+    def skip_compute(self) -> bool: ...
+
 
 @dataclass(frozen=True)
 class ValidPolicy:
@@ -45,11 +51,15 @@ class ValidPolicy:
 
     ``trust``: honour attributes without proof (STRETTO_TRUST_VALID_ITERATIONS). ``dead_only``: leave out
     only what nobody reads, not zeros that are read: for runs that fill what is left out with NaN.
+    ``compute``: also leave out compute that nobody reads (STRETTO_SKIP_COMPUTE), where it is found at
+    all, that is, with ``derive``; ``least_flops`` is what that must save (`LEAST_FLOPS`).
     """
 
     derive: bool = True
     trust: bool = False
     dead_only: bool = False
+    compute: bool = True
+    least_flops: float = LEAST_FLOPS
 
     @classmethod
     def of(cls, options: ValidOptions) -> ValidPolicy:
@@ -58,6 +68,7 @@ class ValidPolicy:
             derive=options.derive_valid_iterations,
             trust=options.trust_valid_iterations,
             dead_only=options.poison_skipped,
+            compute=options.skip_compute,
         )
 
 
@@ -83,11 +94,15 @@ class LoopReport:
 
 @dataclass(frozen=True)
 class ValidReport:
-    """What `apply` found. ``gave_up``: why there is no proof, or an empty string."""
+    """What `apply` found. ``gave_up``: why there is no proof, or an empty string.
+
+    ``liveness``: the proof itself, where compute may be left out by it (`passes.unread`).
+    """
 
     loops: tuple[LoopReport, ...] = ()
     gave_up: str = ""
     visits: int = 0
+    liveness: Liveness | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass
@@ -136,7 +151,8 @@ def apply(
             if node not in proof.attributed:
                 _derive(proof, node)
         _make_ends_agree(proof)
-    return ValidReport(tuple(_reports(proof, entry)), proof.gave_up, proof.forward.visits)
+    liveness = proof.liveness if policy.derive and policy.compute else None
+    return ValidReport(tuple(_reports(proof, entry)), proof.gave_up, proof.forward.visits, liveness)
 
 
 def _looped(block: BlockGraph, in_loop: bool) -> Iterable[Node]:
@@ -174,7 +190,7 @@ def _check(proof: _Proof, node: Node, policy: ValidPolicy) -> None:
     if policy.dead_only:
         bounds = _bounds(transfer)
         kept = [
-            _intervals(sorted(_iterations(g, transfer.trips) | transfer.live[k]))
+            intervals(sorted(_iterations(g, transfer.trips) | transfer.live[k]))
             if transfer.followed
             else bounds[k]
             for k, g in enumerate(given)
@@ -233,12 +249,12 @@ def _bounds(transfer: Transfer) -> tuple[Bounds, ...]:
         if always or (live and not transfer.followed):
             found.append((0, LAST))
         else:
-            found.append(_intervals(sorted(live)))
+            found.append(intervals(sorted(live)))
             everything = everything and len(live) == transfer.trips and transfer.followed
     return () if everything else tuple(found)
 
 
-def _intervals(iterations: Iterable[int]) -> Bounds:
+def intervals(iterations: Iterable[int]) -> Bounds:
     """First and last of each run of consecutive iterations."""
     bounds: list[int] = []
     for iteration in iterations:

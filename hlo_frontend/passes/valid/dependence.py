@@ -6,10 +6,12 @@ a result is given the parameter leaves that it may depend on, through values or 
 
 from __future__ import annotations
 
-from ...graph import Computation, Instruction, leaf_count
+from ...graph import Computation, Instruction, leaf_count, trip_count
 
 Leaves = list[frozenset[int]]  # for each leaf of a value: positions of parameter leaves
 
+# Ops that leave something behind, or take what others left.
+_STATEFUL = frozenset({"rng", "rng-get-and-update-state", "infeed", "outfeed"})
 _HANDS_ON = frozenset({"tuple", "opt-barrier", "copy"})
 
 
@@ -19,6 +21,8 @@ class Dependence:
     def __init__(self) -> None:
         self._results: dict[Computation, Leaves] = {}
         self._effects: dict[Computation, bool] = {}
+        self._controls: dict[Computation, frozenset[int]] = {}
+        self._steering: dict[Instruction, frozenset[int]] = {}
 
     def of_call(self, instruction: Instruction) -> Leaves:
         """For each leaf of the instruction's result: its operand leaves that it depends on."""
@@ -33,7 +37,7 @@ class Dependence:
 
     def has_effect(self, instruction: Instruction) -> bool:
         """Whether it does something besides giving results, itself or in what it calls."""
-        if instruction.proto.custom_call_has_side_effect:
+        if instruction.proto.custom_call_has_side_effect or instruction.opcode in _STATEFUL:
             return True
         for called in instruction.called:
             if called not in self._effects:
@@ -42,8 +46,49 @@ class Dependence:
                 return True
         return False
 
+    def control(self, instruction: Instruction) -> frozenset[int]:
+        """Operand leaves that decide how long a loop inside runs, where its text does not tell.
+
+        They matter even if no result does: on other values the loop might never end.
+        """
+        if not instruction.called:
+            return frozenset()
+        if instruction not in self._steering:
+            count = sum(leaf_count(o.shape) for o in instruction.operands)
+            operands = [frozenset({i}) for i in range(count)]
+            self._steering[instruction] = self._control(instruction, operands)
+        return self._steering[instruction]
+
+    def _inner_control(self, computation: Computation) -> frozenset[int]:
+        """Parameter leaves that decide how long loops in a computation run."""
+        if computation not in self._controls:
+            self.branch(computation)
+        return self._controls[computation]
+
+    def _control(self, instruction: Instruction, operands: Leaves) -> frozenset[int]:
+        opcode = instruction.opcode
+        if opcode in ("call", "fusion"):
+            return _union(operands, self._inner_control(instruction.called[0]))
+        if opcode == "conditional":
+            found, position = frozenset[int](), 1
+            for argument, called in zip(instruction.operands[1:], instruction.called, strict=True):
+                count = leaf_count(argument.shape)
+                inner = self._inner_control(called)
+                found |= _union(operands[position : position + count], inner)
+                found |= operands[0] if inner else frozenset()
+                position += count
+            return found
+        if opcode == "while":
+            body, condition = instruction.called
+            inner = self._inner_control(body) | self._inner_control(condition)
+            if trip_count(instruction) is None:
+                inner |= self.branch(condition)[0]
+            return _union(self._loop(instruction, operands), inner) if inner else frozenset()
+        return frozenset()
+
     def _computed(self, computation: Computation) -> Leaves:
         env: dict[Instruction, Leaves] = {}
+        control = frozenset[int]()
         position = 0
         for parameter in computation.parameters:
             count = leaf_count(parameter.shape)
@@ -61,6 +106,9 @@ class Dependence:
                 continue
             operands = [leaf for o in instruction.operands for leaf in env[o]]
             env[instruction] = self._apply(instruction, operands)
+            if instruction.called:
+                control |= self._control(instruction, operands)
+        self._controls[computation] = control
         return env[computation.root]
 
     def _apply(self, instruction: Instruction, operands: Leaves) -> Leaves:
@@ -106,6 +154,10 @@ class Dependence:
 
 def _through(leaves: Leaves, operands: Leaves) -> Leaves:
     return [frozenset().union(*(operands[i] for i in leaf)) for leaf in leaves]
+
+
+def _union(leaves: Leaves, positions: frozenset[int]) -> frozenset[int]:
+    return frozenset().union(*(leaves[i] for i in positions))
 
 
 def _handed_on(body: Computation, index: int) -> bool:

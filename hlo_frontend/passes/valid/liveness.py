@@ -42,6 +42,19 @@ class Bubble:
         return float(self.idle.sum()) / total if total else 0.0
 
 
+@dataclass(eq=False)
+class Reads:
+    """Where the results of a block's compute nodes are read, over all walks of the block.
+
+    ``rows[node][iteration]``: by device (one row for all, or one for each) whether anybody reads any of
+    them in that iteration of the innermost followed loop; the iteration is None where iterations are not
+    told apart, as outside of loops. ``flops[node]``: operations that nobody reads, over all of it.
+    """
+
+    rows: dict[Node, dict[int | None, np.ndarray]] = field(default_factory=dict)
+    flops: dict[Node, float] = field(default_factory=dict)
+
+
 @dataclass(frozen=True, eq=False)
 class Place:
     """A value of one device in one trace."""
@@ -53,7 +66,7 @@ class Place:
 
 @dataclass(eq=False)
 class Liveness:
-    """Fills in what is live of ``forward.transfers``, and ``bubbles``.
+    """Fills in what is live of ``forward.transfers``, ``bubbles``, and ``reads`` of every block walked.
 
     ``explain``: also keep for each live value the next one on its way to a result: `why`.
     """
@@ -63,6 +76,7 @@ class Liveness:
     bubbles: dict[Node, Bubble] = field(default_factory=dict)
     why: dict[tuple[Trace, Value, int], tuple[str, Place | None]] = field(default_factory=dict)
     received: dict[tuple[Node, int | None, int], Place] = field(default_factory=dict)
+    reads: dict[BlockGraph, Reads] = field(default_factory=dict)
     # By receive: the send of the same block that it takes from, where there is just one.
     links: dict[Node, Node] = field(default_factory=dict)
     _dependence: Dependence = field(default_factory=Dependence)
@@ -164,6 +178,7 @@ class _Walk:
         self.trace = trace
         self.loop = loop
         self.devices = np.ones(1, bool) if devices is None else devices
+        self.reads = liveness.reads.setdefault(trace.block, Reads())
         self.live: dict[Value, np.ndarray] = {}
 
     def add(self, value: Value, mask: np.ndarray, via: tuple[str, Place | None]) -> None:
@@ -215,8 +230,12 @@ class _Walk:
         masks = [self.live.get(r) for r in node.results]
         some = any(m is not None for m in masks)
         has_effect = self.of._dependence.has_effect(node.instruction)
-        if self.loop is not None:
-            self._count(node, masks, has_effect)
+        self._count(node, masks, has_effect)
+        for i in self.of._dependence.control(node.instruction):
+            # On padding a loop might not end. Where it is not run, it will not matter either.
+            type = node.operands[i].type
+            if type is not None:
+                self.add_from(node, node.operands[i], tensors.full(len(type.shape)), None)
         if has_effect:
             for operand in node.operands:
                 if operand.type is not None:
@@ -233,22 +252,31 @@ class _Walk:
             self.add_from(node, node.operands[i], mask, result)
 
     def _count(self, node: Node, masks: list[Mask], has_effect: bool) -> None:
-        assert self.loop is not None and self.trace.iteration is not None
+        """Note who reads the node here, and what it costs where nobody does.
+
+        What is known of a value was found from what its node computes: such nodes are always read.
+        """
+        is_known = len(node.results) == 1 and node.results[0] in self.trace.known
+        needed = np.ones(1, bool) if has_effect or is_known else np.zeros(1, bool)
+        for mask in masks:
+            if mask is not None:
+                needed = needed | rules.whole(mask, 0)
+        rows = self.reads.rows.setdefault(node, {})
+        before = rows.get(self.trace.iteration)
+        rows[self.trace.iteration] = needed if before is None else before | needed
         cost = self.of.cost(node.instruction)
-        if node.instruction.opcode == "select":
-            return  # it moves what it is given
-        if not cost or (len(node.results) == 1 and node.results[0] in self.trace.known):
-            return
+        if node.instruction.opcode == "select" or not cost or is_known:
+            return  # a select moves what it is given
         costs = np.full(self.forward.num_devices, cost)
         if node.instruction.opcode == "conditional":
             costs = self._conditional_cost(node)
-        needed = np.zeros(self.forward.num_devices, bool) | has_effect
-        for mask in masks:
-            if mask is not None:
-                needed |= rules.whole(mask, 0)
         costs = costs * self.devices
-        self.loop.all[:, self.trace.iteration] += costs
-        self.loop.idle[:, self.trace.iteration] += costs * ~needed
+        unread = costs * ~needed
+        self.reads.flops[node] = self.reads.flops.get(node, 0.0) + float(unread.sum())
+        if self.loop is not None:
+            assert self.trace.iteration is not None
+            self.loop.all[:, self.trace.iteration] += costs
+            self.loop.idle[:, self.trace.iteration] += unread
 
     def _conditional_cost(self, node: Node) -> np.ndarray:
         called = node.instruction.called
@@ -327,6 +355,11 @@ class _Walk:
         masks = [self.live.get(r) for r in node.results]
         arrays = [o for o in node.operands if o.type is not None]
         count = self.forward.num_devices
+        ragged = collective.kind is Kind.RAGGED_ALL_TO_ALL
+        for operand in arrays[2:] if ragged else arrays[-1:] if collective.dynamic_root else ():
+            # Offsets and roots: members must agree on them, whoever reads the result.
+            assert operand.type is not None
+            self.add_from(node, operand, tensors.full(len(operand.type.shape)), None)
         for i, operand in enumerate(arrays):
             assert operand.type is not None
             rank = len(operand.type.shape)

@@ -1,0 +1,163 @@
+"""The operations of a program that compute: a segment run on the local devices that take part.
+
+A device on which nobody reads what a segment gives in some iterations does not run it there (`Run.valid`):
+its outputs are then `Absent` arrays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from .engine import Engine, LoadedSegment
+from .frame import Frame, Hosted, Operation, named
+from .instrument import Counters, Instrument
+from .program import Program, Run, Slot
+from .valid import Absent, left_out
+
+Land = Callable[[list[Any], Slot], list[Any]]
+
+
+class Runs:
+    """Makes operations of `Run` instructions for the local devices: (logical id, ordinal) pairs.
+
+    ``land`` turns a register's host arrays into engine arrays. ``with_ends``: see `Walker`.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        engine: Engine,
+        segments: Sequence[LoadedSegment],
+        local: Sequence[tuple[int, int]],
+        land: Land,
+        absent: Absent,
+        counters: Counters,
+        instrument: Instrument | None = None,
+        with_ends: bool = False,
+    ) -> None:
+        self.program = program
+        self.engine = engine
+        self.segments = segments
+        self.logical = tuple(logical for logical, _ in local)
+        self.ordinals = tuple(ordinal for _, ordinal in local)
+        self.land = land
+        self.absent = absent
+        self.counters = counters
+        self.instrument = instrument
+        self.with_ends = with_ends
+
+    def operation(self, instruction: Run) -> Operation:
+        """Issue the segment, in the order of the local devices."""
+        loaded = self.segments[instruction.segment]
+        run_with_end = getattr(loaded, "run_with_end", None) if self.with_ends else None
+        partly = self._leaves_out(instruction)
+        if run_with_end is None:
+            if partly is not None:
+                some = self._some(instruction, partly)
+                return lambda frame: some(frame, loaded.run)
+            one = len(self.ordinals) == 1 and self.instrument is None
+            return self._one(instruction) if one else self._all(instruction)
+        some = self._some(instruction, partly or (lambda iteration: frozenset()))
+
+        def issue_noting_ends(frame: Frame) -> None:
+            def run(ordinal: int, arrays: list[Any]) -> list[Any]:
+                outputs, end = run_with_end(ordinal, arrays)
+                frame.ends.append(end)
+                return outputs
+
+            some(frame, run)
+
+        return issue_noting_ends
+
+    def _leaves_out(self, instruction: Run) -> Callable[[int], frozenset[int]] | None:
+        """``f(iteration)``: positions of local devices that leave it out; None if none ever does."""
+        if not instruction.valid:
+            return None
+        return left_out([instruction.valid[logical] for logical in self.logical])
+
+    def _what(self, instruction: Run) -> str:
+        segment = self.program.segments[instruction.segment]
+        return f"segment {segment.name or instruction.segment} of {self.program.name}"
+
+    def _all(self, instruction: Run) -> Operation:
+        some = self._some(instruction, lambda iteration: frozenset())
+        run = self.segments[instruction.segment].run
+        return lambda frame: some(frame, run)
+
+    def _one(self, instruction: Run) -> Operation:
+        """On the only local device, which nobody watches."""
+        inputs, outputs, donated = instruction.inputs, instruction.outputs, instruction.donated
+        run, land, ordinal = self.segments[instruction.segment].run, self.land, self.ordinals[0]
+        what = self._what(instruction)
+
+        def issue(frame: Frame) -> None:
+            registers = frame.registers
+            arguments = []
+            for slot in inputs:
+                register = registers[slot]
+                if type(register) is Hosted:
+                    register = land(registers, slot)
+                arguments.append(register[0])
+            try:
+                arrays = run(ordinal, arguments)
+            except BaseException as error:
+                raise named(error, what) from error
+            for slot in donated:
+                registers[slot] = None
+            for slot, array in zip(outputs, arrays, strict=True):
+                registers[slot] = [array]
+
+        return issue
+
+    def _some(
+        self, instruction: Run, leaves_out: Callable[[int], frozenset[int]]
+    ) -> Callable[[Frame, Callable[..., list[Any]]], None]:
+        """``issue(frame, run)``: on the active devices, less those that leave this iteration out."""
+        segment, land = self.program.segments[instruction.segment], self.land
+        what = self._what(instruction)
+        inputs, outputs, donated = instruction.inputs, instruction.outputs, instruction.donated
+        ordinals, count = self.ordinals, len(self.ordinals)
+        instrument, program = self.instrument, self.program.name
+        types = [self.program.slot_types[slot] for slot in outputs]
+        absent, counters, flops = self.absent, self.counters, max(segment.flops, 0.0)
+
+        def leave_out(position: int, results: list[list[Any]]) -> None:
+            for result, type_ in zip(results, types, strict=True):
+                result[position] = absent.array(type_, ordinals[position])
+            counters.skipped_runs += 1
+            counters.skipped_flops += flops
+            if instrument is not None:
+                instrument.segment_skipped(
+                    program, instruction.segment, segment.name, ordinals[position]
+                )
+
+        def issue(frame: Frame, run: Callable[..., list[Any]]) -> None:
+            registers, skipped = frame.registers, leaves_out(frame.iteration)
+            going = frame.active
+            results: list[list[Any]] = [[None] * count for _ in outputs]
+            if skipped:
+                for position in going:
+                    if position in skipped:
+                        leave_out(position, results)
+                going = tuple(p for p in going if p not in skipped)
+            columns = []
+            for slot in inputs if going else ():
+                register = registers[slot]
+                columns.append(land(registers, slot) if type(register) is Hosted else register)
+            for position in going:
+                ordinal = ordinals[position]
+                try:
+                    arrays = run(ordinal, [column[position] for column in columns])
+                except BaseException as error:
+                    raise named(error, what) from error
+                for result, array in zip(results, arrays, strict=True):
+                    result[position] = array
+                if instrument is not None:
+                    instrument.segment_issued(program, instruction.segment, segment.name, ordinal)
+            for slot in donated:
+                registers[slot] = None
+            for slot, result in zip(outputs, results, strict=True):
+                registers[slot] = result
+
+        return issue

@@ -1,0 +1,70 @@
+"""Compiled programs on the executor, with XLA's CPU engine, in one process: results and what was run."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+
+from stretto.runtime.engines.xla_cpu import XlaCpuEngine
+from stretto.runtime.executor import Executor
+from stretto.runtime.options import Options
+from stretto.runtime.program import Program
+from stretto.runtime.program_check import check
+from stretto.runtime.value import Value
+from stretto.testing import MemoryTransport, MemoryWorld, Recorder
+
+MOST_DEVICES = 8
+
+
+@cache
+def engine() -> XlaCpuEngine:
+    return XlaCpuEngine(MOST_DEVICES)
+
+
+@dataclass
+class Executed:
+    """``results[i][device]``; how often each segment was run and left out, by its index in the program."""
+
+    results: list[list[np.ndarray]]
+    events: list[tuple]
+
+    @property
+    def bits(self) -> list[bytes]:
+        return [array.tobytes() for row in self.results for array in row]
+
+    def count(self, kind: str, name: str | None = None) -> int:
+        return sum(e[0] == kind and name in (None, e[1]) for e in self.events)
+
+    @property
+    def runs(self) -> Counter:
+        return Counter(e[1] for e in self.events if e[0] == "segment")
+
+
+def execute(
+    program: Program, arguments: Sequence[Sequence[np.ndarray]], *, poison: bool = False
+) -> Executed:
+    """``arguments[i][device]`` is parameter i of a device."""
+    check(program)
+    transport, recorder = MemoryTransport(1), Recorder()
+    world = MemoryWorld(transport, 0, Options(local_devices=MOST_DEVICES, poison_skipped=poison))
+    executor = Executor(
+        engine(), world, communicators=transport.communicators(0), instrument=recorder
+    )
+    loaded = executor.load(program, range(program.num_devices))
+    rows = [
+        [
+            Value.of(engine(), engine().put(np.array(given[d]), type, d), type, d)
+            for given, type in zip(arguments, program.inputs, strict=True)
+        ]
+        for d in range(program.num_devices)
+    ]
+    outputs = loaded.execute(rows)
+    results = [
+        [np.array(row[i].host_view()) for row in outputs] for i in range(len(program.outputs))
+    ]
+    executor.close()
+    return Executed(results, recorder.events)

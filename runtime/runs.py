@@ -6,14 +6,81 @@ its outputs are then `Absent` arrays.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from .engine import Engine, LoadedSegment
 from .frame import Frame, Hosted, Operation, named
 from .instrument import Counters, Instrument
-from .program import Program, Run, Slot
-from .valid import Absent, left_out
+from .program import ENDLESS, Block, Branch, Loop, Program, Run, Slot
+from .valid import Absent, Bounds, left_out
+
+
+@dataclass(frozen=True)
+class Work:
+    """Runs of segments on all devices and their floating point operations, and those of them left out.
+
+    A loop of unknown length counts with the iterations that its runs name, once if they name none.
+    """
+
+    runs: int = 0
+    skipped_runs: int = 0
+    flops: float = 0.0
+    skipped_flops: float = 0.0
+
+
+def work(program: Program) -> Work:
+    """What one execution of a program computes, by its text; all branches count."""
+    found = Work()
+    for run, iterations, entries in _repeated(program.body, 1, 1):
+        flops = max(program.segments[run.segment].flops, 0.0)
+        whole = iterations * entries * program.num_devices
+        left = entries * sum(
+            iterations - sum(lo <= i <= hi for i in range(iterations) for lo, hi in _pairs(bounds))
+            for bounds in run.valid
+        )
+        found = Work(
+            found.runs + whole,
+            found.skipped_runs + left,
+            found.flops + flops * whole,
+            found.skipped_flops + flops * left,
+        )
+    return found
+
+
+def _pairs(bounds: Bounds) -> list[tuple[int, int]]:
+    return list(zip(bounds[::2], bounds[1::2], strict=True))
+
+
+def _repeated(block: Block, iterations: int, entries: int) -> Iterator[tuple[Run, int, int]]:
+    """Every run: iterations of the loop around it, and how often that loop is entered."""
+    for instruction in block.instructions:
+        if isinstance(instruction, Run):
+            yield instruction, iterations, entries
+        elif isinstance(instruction, Loop):
+            trips = instruction.trip_count
+            if trips is None:
+                yield from _repeated(instruction.condition, 1, entries * iterations)
+                trips = 1 + _last_named(instruction.body)
+            yield from _repeated(instruction.body, trips, entries * iterations)
+        elif isinstance(instruction, Branch):
+            for branch in instruction.branches:
+                yield from _repeated(branch, iterations, entries)
+
+
+def _last_named(block: Block) -> int:
+    """The last iteration that a run of the block names as one that is run."""
+    named_ = [
+        last
+        for instruction in block.instructions
+        if isinstance(instruction, Run)
+        for bounds in instruction.valid
+        for last in bounds[1::2]
+        if last < ENDLESS
+    ]
+    return max(named_, default=0)
+
 
 Land = Callable[[list[Any], Slot], list[Any]]
 

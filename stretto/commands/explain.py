@@ -16,6 +16,7 @@ from stretto.hlo_frontend.passes.valid.decide import LAST
 from stretto.runtime.errors import StrettoError
 from stretto.runtime.options import in_force
 from stretto.runtime.program import Run, instructions
+from stretto.runtime.runs import work
 
 from .hlo_input import CompiledFile, add_file, compile_file, complain, read_file
 
@@ -54,6 +55,7 @@ def explain(compiled: CompiledFile) -> dict[str, Any]:
         "distinct_segments": len(program.segments),
         "order": [e.name for e in compiled.schedule.walk() if e.name in by_name],
         "collectives": list(_entries(compiled.schedule, by_name, compiled.tokens, [])),
+        "compute": asdict(work(program)),
         "loops": [asdict(loop) for loop in compiled.valid.loops],
     }
 
@@ -137,6 +139,13 @@ def to_text(explanation: dict[str, Any]) -> str:
         lines.append(
             f"{indent}{number}: {c['kind']} %{c['name']} {types}{extras} {what} [{shown}] "
             f"{c['bytes']} bytes{_reasons(c)}"
+        )
+    if e["compute"]["skipped_runs"]:
+        c = e["compute"]
+        share = c["skipped_flops"] / c["flops"] if c["flops"] else 0.0
+        lines.append(
+            f"{c['skipped_runs']} of {c['runs']} runs of segments, with {share:.0%} of the arithmetic, are "
+            "left out on devices where nobody reads what they give"
         )
     for loop in e["loops"]:
         lines += loop_lines(loop)

@@ -15,8 +15,9 @@ its devices. ``messages``: transfers along a permute's or send's pairs between t
 ``skipped``: such transfers outside of the iterations in which their pair is valid. ``bytes``: the payload of
 those messages, and what each device gives to other collectives with groups of more than one.
 ``arithmetic``: arithmetic instructions run, on each device, by segments (see `hlo_frontend.cost`); the
-reducers of collectives count as no instructions. ``order``: the collectives of rank 0 by name, in the
-order in which it first ran them.
+reducers of collectives count as no instructions. ``skipped_runs`` and ``skipped_arithmetic``: runs of
+segments, with their instructions, that were not made on a device where nobody reads what they give.
+``order``: the collectives of rank 0 by name, in the order in which it first ran them.
 """
 
 from __future__ import annotations
@@ -190,10 +191,16 @@ class Counts(Instrument):
     bytes: int = 0
     skipped: int = 0
     arithmetic: int = 0
+    skipped_runs: int = 0
+    skipped_arithmetic: int = 0
     order: dict[str, None] = field(default_factory=dict)
 
     def segment_issued(self, program: str, segment: int, name: str, ordinal: int) -> None:
         self.arithmetic += max(self.program.segments[segment].arithmetic, 0)
+
+    def segment_skipped(self, program: str, segment: int, name: str, ordinal: int) -> None:
+        self.skipped_runs += 1
+        self.skipped_arithmetic += max(self.program.segments[segment].arithmetic, 0)
 
     def count(
         self,
@@ -331,6 +338,8 @@ def execute(
         "bytes": counts.bytes,
         "skipped": counts.skipped,
         "arithmetic": counts.arithmetic,
+        "skipped_runs": counts.skipped_runs,
+        "skipped_arithmetic": counts.skipped_arithmetic,
         "order": list(counts.order),
     }
 
@@ -349,7 +358,7 @@ def total(counts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     by_kind: Counter[str] = Counter()
     for one in counts:
         by_kind.update(one["collectives"])
-    sums = {k: sum(c[k] for c in counts) for k in ("messages", "bytes", "skipped", "arithmetic")}
+    sums = {k: sum(c[k] for c in counts) for k in counts[0] if k not in ("collectives", "order")}
     return {"collectives": dict(sorted(by_kind.items())), **sums, "order": counts[0]["order"]}
 
 
@@ -370,6 +379,7 @@ def summary(report: Mapping[str, Any]) -> str:
     return (
         f"collectives: {kinds or 'none'}\n"
         f"messages: {report['messages']}, skipped: {report['skipped']}, bytes: {report['bytes']}\n"
-        f"arithmetic instructions: {report['arithmetic']}\n"
+        f"arithmetic instructions: {report['arithmetic']}, skipped: {report['skipped_arithmetic']} "
+        f"in {report['skipped_runs']} runs of segments\n"
         f"order: {' '.join(report['order']) or 'none'}"
     )

@@ -105,6 +105,8 @@ COUNTS = {
     "skipped": 5,
     # On each device: the counter and the sum three times, the comparison four times.
     "arithmetic": 4 * (2 * 3 + 4),
+    "skipped_arithmetic": 0,
+    "skipped_runs": 0,
     "order": ["total", "gathered", "moved"],
 }
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from stretto.collectives.ops import Kind
 from stretto.runtime.errors import InvalidProgramError
+from stretto.runtime.program import ENDLESS
 
 from ...collectives import NEVER, VALIDATION_ATTRIBUTE
 from ...graph import trip_count
@@ -22,7 +23,7 @@ from .liveness import Liveness, Place
 from .trace import Forward, GaveUpError, Trace, Transfer, all_nodes, is_transfer
 
 Bounds = tuple[int, ...]
-LAST = (1 << 63) - 1  # the last iteration of a loop whose trip count is not known
+LAST = ENDLESS  # the last iteration of a loop whose trip count is not known
 MOST_STEPS = 12  # of a path that an error names
 # Floating point operations that must be saved on average each time that a segment could be left out, or it
 # is no segment of its own: about what a processor does while another segment is dispatched.

@@ -133,6 +133,10 @@ class _Layout:
         else:
             ref = env[root]
         extra = [op for node in value.order for op in done.get(node, ())]
+        if value.barrier is not None:
+            # What enters a barrier as a parameter of the block has no node to come before.
+            entering = (v.root for v in value.barrier.operands if v.root.node is None)
+            extra += [op for v in entering if v.type is not None for op in env[v].before]
         if extra:
             ref = Ref(
                 tuple(dict.fromkeys([*ref.before, *extra])), ref.buffer, ref.nbytes, ref.renames

@@ -39,11 +39,14 @@ class HloSource:
     num_replicas: int = 0
     num_partitions: int = 0
 
-    def counts(self, num_devices: int) -> tuple[int, int]:
-        """Replicas and partitions: as written, else as its groups need, else one for each device."""
+    def counts(self, num_devices: int, parsed: Module | None = None) -> tuple[int, int]:
+        """Replicas and partitions: as written, else as its groups need, else one for each device.
+
+        ``parsed`` is the module, if the caller has it.
+        """
         replicas, partitions = self.num_replicas, self.num_partitions
         if not replicas and not partitions:
-            replicas, partitions = _implied_counts(Module.parse(self.module))
+            replicas, partitions = _implied_counts(parsed or Module.parse(self.module))
         if not replicas and not partitions:
             partitions = num_devices
         return max(replicas, 1), max(partitions, 1)

@@ -19,7 +19,7 @@ class ReplayError(AssertionError):
 
 @dataclass(frozen=True)
 class Replayed:
-    """Seconds of the whole, of compute, and of compute held by waits; peak bytes above the base.
+    """Seconds of the whole, of compute, and of compute held by waits; peak bytes.
 
     ``exposed_by`` is by position of the wait.
     """
@@ -31,7 +31,7 @@ class Replayed:
     peak_bytes: int
 
 
-def replay_steps(steps: Sequence[Mapping[str, Any]], launch_s: float = 0.0) -> Replayed:
+def replay_steps(steps: Sequence[Mapping[str, Any]]) -> Replayed:
     """Play ``steps`` in issue order. Raises `ReplayError` on a schedule that breaks its own rules."""
     clock = compute = 0.0
     stream_free: dict[str, float] = {}
@@ -39,7 +39,6 @@ def replay_steps(steps: Sequence[Mapping[str, Any]], launch_s: float = 0.0) -> R
     open_starts: dict[int, float] = {}
     exposed: dict[int, float] = {}
     live = peak = 0
-    new_segment = True
     for position, step in enumerate(steps):
         for needed in step["after"]:
             if needed >= position:
@@ -49,9 +48,8 @@ def replay_steps(steps: Sequence[Mapping[str, Any]], launch_s: float = 0.0) -> R
                     f"step {position} ({step['name']}) uses {steps[needed]['name']} before its wait"
                 )
         if step["kind"] == "compute":
-            seconds = step["seconds"] + (launch_s if new_segment else 0.0)
-            clock += seconds
-            compute += seconds
+            clock += step["seconds"]
+            compute += step["seconds"]
             ended[position] = clock
         elif step["kind"] == "start":
             begin = max(clock, stream_free.get(step["stream"], 0.0))
@@ -68,7 +66,6 @@ def replay_steps(steps: Sequence[Mapping[str, Any]], launch_s: float = 0.0) -> R
             ended[position] = clock
         else:
             raise ReplayError(f"step {position} is a {step['kind']!r}")
-        new_segment = step["kind"] != "compute"
         live += step["memory_delta"]
         peak = max(peak, live)
     if open_starts:

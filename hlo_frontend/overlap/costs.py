@@ -102,7 +102,7 @@ class CostTable:
         """From a JSON file. Raises `InvalidProgramError` where it is not a cost table."""
         try:
             data = json.loads(Path(path).read_text())
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise InvalidProgramError(f"{path} is not JSON: {error}") from None
         return cls.from_json(data)
 

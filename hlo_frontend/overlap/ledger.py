@@ -1,20 +1,7 @@
 """The ledger: what every collective costs, what hides it, what is left exposed, and why.
 
-`ledger` is for people and reports; `to_json` is the whole schedule as data. Steps are in issue order:
-
-``name``          the instruction: a collective's, or the last one of a kernel (``instructions`` has all)
-``kind``          ``compute``, ``start`` or ``wait``
-``stream``        ``compute``, or the stream of the collective
-``seconds``       time on the stream; 0 for waits, whose collective has it at its start
-``bytes``         on the wire for starts, to and from memory for kernels, 0 for waits
-``collective``    None, or the name that start and wait share; ``op`` is its opcode and ``members`` are
-                  the instructions of a bucket, itself included
-``depends_on``    names of the steps that must have ended; ``after`` are their positions, which tell the
-                  iterations of a loop apart (``iteration``)
-``memory_delta``  bytes live while this step runs less bytes live while the step before it ran. What a step
-                  is the last to read dies with the step after it.
-
-Summed up from ``summary["base_bytes"]``, memory deltas give live memory, whose maximum is the peak.
+Invariant: the entries' ``exposed`` add up to what the compute stream is held by waits; a collective's is
+what its own wait holds it.
 """
 
 from __future__ import annotations
@@ -182,70 +169,3 @@ def summary(plan: Plan, entries: list[Entry] | None = None) -> dict[str, Any]:
             for node, plans in plan.inner.items()
         },
     }
-
-
-def to_json(plan: Plan) -> dict[str, Any]:
-    """``{"steps": […], "collectives": […], "summary": {…}}``, see the head of this file."""
-    entries = ledger(plan)
-    return {
-        "steps": _steps(plan),
-        "collectives": [_entry_json(entry) for entry in entries],
-        "summary": summary(plan, entries),
-    }
-
-
-def _entry_json(entry: Entry) -> dict[str, Any]:
-    return {
-        "name": entry.name,
-        "members": list(entry.members),
-        "iteration": list(entry.iteration),
-        "op": entry.op,
-        "stream": entry.stream,
-        "seconds": entry.seconds,
-        "begin": entry.begin,
-        "end": entry.end,
-        "exposed": entry.exposed,
-        "hideable": entry.hideable,
-        "hidden_by": [{"name": name, "seconds": seconds} for name, seconds in entry.hidden_by],
-        "why": entry.why,
-    }
-
-
-def _steps(plan: Plan) -> list[dict[str, Any]]:
-    tasks = plan.graph.tasks
-    done_at: dict[int, int] = {}  # task -> position of the step that ends it
-    started_at: dict[int, int] = {}
-    steps = []
-    live = plan.graph.base_bytes
-    for position, (index, phase) in enumerate(plan.steps):
-        task = tasks[index]
-        if phase is Phase.WAIT:
-            names, after = [task.name], [started_at[index]]
-        else:
-            names = sorted({tasks[b].name for b in task.before})
-            after = sorted(done_at[b] for b in task.before)
-        step: dict[str, Any] = {
-            "name": task.name,
-            "kind": str(phase),
-            "stream": plan.graph.streams[task.stream] if task.is_collective else "compute",
-            "seconds": 0.0 if phase is Phase.WAIT else task.seconds,
-            "bytes": 0 if phase is Phase.WAIT else int(task.moved_bytes),
-            "collective": task.name if task.is_collective else None,
-            "depends_on": names,
-            "after": after,
-            "memory_delta": plan.timeline.live[position] - live,
-            "iteration": list(task.ops[0].iteration),
-        }
-        members = [op.instruction.name for op in task.ops]
-        if task.collective is None:
-            step["instructions"] = members
-        else:
-            step["op"] = str(task.collective.kind)
-            step["members"] = members
-        steps.append(step)
-        live = plan.timeline.live[position]
-        if phase is Phase.START:
-            started_at[index] = position
-        else:
-            done_at[index] = position
-    return steps

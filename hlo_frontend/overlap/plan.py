@@ -45,6 +45,7 @@ class Plan:
     floor: Floor
     source_floor: Floor
     memory_limit: float
+    launch_s: float
     inner: dict[Node, tuple[Plan, ...]] = field(default_factory=dict)
 
     @property
@@ -112,7 +113,9 @@ def plan_block(
         last = search(found.graph, _LAST, merged_bound.seconds * GOOD_ENOUGH, best)
         if last.timeline.peak_bytes <= limit:
             best = min(best, last, key=lambda s: (s.timeline.seconds, s.timeline.peak_bytes))
-    return Plan(graph, found.graph, found.members, best, before, merged_bound, bound, limit, inner)
+    return Plan(
+        graph, found.graph, found.members, best, before, merged_bound, bound, limit, launch, inner
+    )
 
 
 def donated_parameters(module: Module) -> tuple[int, ...]:

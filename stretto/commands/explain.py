@@ -18,6 +18,7 @@ from stretto.runtime.options import in_force
 from stretto.runtime.program import Run, instructions
 from stretto.runtime.runs import work
 
+from .explain_costs import ledger_text, schedule_file
 from .hlo_input import CompiledFile, add_file, compile_file, complain, read_file
 
 MOST_CELLS, MOST_ROWS = 120, 32  # iterations and devices of the picture of a loop
@@ -27,11 +28,20 @@ MOST_GROUPS = 4  # groups and pairs printed of one collective; --json has them a
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_file(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument(
+        "--costs",
+        metavar="COSTS.json",
+        help="schedule by this table of costs, and print what each collective costs and what hides it",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
     try:
         devices = in_force().local_devices
+        if arguments.costs:
+            found = schedule_file(read_file(arguments.file), arguments.costs, devices)
+            print(found if arguments.json else ledger_text(json.loads(found)))
+            return 0
         compiled = compile_file(read_file(arguments.file), devices)
     except StrettoError as error:
         return complain("explain", arguments.file, error)

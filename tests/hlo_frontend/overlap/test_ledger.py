@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import gzip
-import json
-from pathlib import Path
-
 import pytest
-from overlap_support import DOT, NEAR, SUM, entry_of, loop_module, module, planned, table
+from overlap_support import DOT, NEAR, entry_of, loop_module, module, planned, table
 
-from stretto.hlo_frontend.overlap.__main__ import main
 from stretto.testing_replay import ReplayError, check_common_order, replay_steps
 
 BODY = f"""
@@ -50,27 +45,9 @@ def test_steps_in_issue_order() -> None:
         ("g", "wait", "stride1x2", 0.0, 0, ["g"], [0]),
         ("c", "compute", "compute", 2.0, 256 + 2 * 512, ["a", "g"], [1, 2]),
     ]
-    assert [s["memory_delta"] for s in data["steps"]] == [512, 256, 0, 512]
+    arguments = 4 * (64 + 64)
+    assert [s["memory_delta"] for s in data["steps"]] == [arguments + 512, 256, 0, 512]
     assert [s["collective"] for s in data["steps"]] == ["g", None, "g", None]
-
-
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    costs = tmp_path / "costs.json"
-    link = {"axis_stride": 1, "group_size": 2, "latency_s": 0.0, "bytes_per_s": 128.0}
-    compute = {"flops_per_s": 1024.0, "bytes_per_s": 1e30, "launch_s": 0.0}
-    costs.write_text(json.dumps({"compute": compute, "links": [link]}))
-    text = tmp_path / "m.hlo.gz"
-    text.write_bytes(gzip.compress(f"HloModule m\n{SUM}\nENTRY %main {{{BODY}}}\n".encode()))
-    assert main([str(text), "--costs", str(costs), "--json"]) == 0
-    data = json.loads(capsys.readouterr().out)
-    assert replay_steps(data["steps"]).seconds * 1e3 == data["summary"]["predicted_ms"]
-    assert main([str(text), "--costs", str(costs)]) == 0
-    assert "exposed" in capsys.readouterr().out
-
-    costs.write_text(json.dumps({"compute": compute, "links": []}))
-    assert main([str(text), "--costs", str(costs)]) == 2
-    assert "axis_stride 1 and group_size 2" in capsys.readouterr().err
-    assert main([str(tmp_path / "missing"), "--costs", str(costs)]) == 2
 
 
 def test_the_replay_refuses_what_cannot_run() -> None:

@@ -122,7 +122,7 @@ def test_a_reduce_scatter_between_gathers_of_its_stream() -> None:
 def test_memory_is_never_above_the_limit(factor: float) -> None:
     found = module(chain_of_gathers(6))
     plan, data, replayed = planned(found, table(), memory_factor=factor)
-    peak = replayed.peak_bytes + data["summary"]["base_bytes"]
+    peak = replayed.peak_bytes
     assert peak <= factor * data["summary"]["unscheduled_peak_bytes"]
     assert replayed.seconds >= plan.floor.seconds - 1e-9
 
@@ -143,10 +143,11 @@ def test_memory_that_is_there_is_used() -> None:
         """
     )
     _, roomy, free = planned(found, table(), memory_factor=1.2)
-    assert roomy["summary"]["unscheduled_peak_bytes"] - roomy["summary"]["base_bytes"] == 1280
-    assert (free.seconds, free.exposed_seconds, free.peak_bytes) == (9.0, 0.0, 1536)
+    base = roomy["summary"]["base_bytes"]
+    assert roomy["summary"]["unscheduled_peak_bytes"] == base + 1280
+    assert (free.seconds, free.exposed_seconds, free.peak_bytes) == (9.0, 0.0, base + 1536)
     _, capped, held = planned(found, table(), memory_factor=1.0)
-    assert (held.seconds, held.exposed_seconds, held.peak_bytes) == (10.0, 1.0, 1280)
+    assert (held.seconds, held.exposed_seconds, held.peak_bytes) == (10.0, 1.0, base + 1280)
     assert "memory is at its limit" in entry_of(capped, "g")["why"]
 
 

@@ -23,6 +23,7 @@ from .flatten import flatten
 from .graph import Module
 from .lower import lower
 from .passes import unread
+from .passes.bytes import Rewrite, RewriteReport, rewrite
 from .passes.order import order
 from .passes.pseudo_tokens import remove_pseudo_tokens
 from .passes.valid import ValidPolicy, ValidReport
@@ -58,9 +59,10 @@ class PartitionedModule:
     num_partitions: int
     pseudo_tokens: bool = True
     valid: ValidPolicy = _PROVED
+    rewrites: bool = False
 
-    def plan(self) -> tuple[Module, BlockGraph, BlockPlan, ValidReport]:
-        """The module as a graph, ordered and carved."""
+    def plan(self) -> tuple[Module, BlockGraph, BlockPlan, ValidReport, RewriteReport]:
+        """The module as a graph, rewritten, ordered and carved."""
         module = Module.parse(self.hlo)
         entry = flatten(module.entry, CollectiveReader(self.num_replicas, self.num_partitions))
         if self.pseudo_tokens:
@@ -68,8 +70,11 @@ class PartitionedModule:
         report = find_valid_iterations(entry, self.num_replicas, self.num_partitions, self.valid)
         if report.liveness is not None:
             unread.mark(report.liveness)
+        done = RewriteReport()
+        if self.rewrites:
+            done = rewrite(entry, self.num_replicas, self.num_partitions)
         plan = plan_block(entry, self.valid.least_flops)
-        return module, entry, plan, replace(report, liveness=None)
+        return module, entry, plan, replace(report, liveness=None), done
 
     def lower(self, module: Module, plan: BlockPlan) -> Program:
         """The program of a plan."""
@@ -78,14 +83,30 @@ class PartitionedModule:
     def with_order(self, order: CommonOrder) -> Program:
         """The program with its collectives in another order. Raises `InvalidProgramError` where that
         contradicts its data or tokens."""
-        module, entry, plan, _ = self.plan()
+        module, entry, plan, *_ = self.plan()
         reorder(entry, plan, order)
         return self.lower(module, plan_block(entry, self.valid.least_flops))
 
     def tokens(self) -> dict[str, tuple[str, ...]]:
         """By name of each collective, those that tokens put right before it."""
-        _, entry, plan, _ = self.plan()
+        _, entry, plan, *_ = self.plan()
         return token_edges(entry, plan)
+
+    def compiled(self) -> CompiledModule:
+        """The program, and what was found about it."""
+        module, entry, plan, valid, done = self.plan()
+        schedule = schedule_of(entry, plan)
+        program = self.lower(module, plan)
+        return CompiledModule(
+            program,
+            self,
+            ("",) * len(program.inputs),
+            ("",) * len(program.outputs),
+            schedule,
+            valid,
+            done.rewrites,
+            done.digest,
+        )
 
     def with_config(self) -> bytes:
         """A serialized ``HloModuleProtoWithConfig``."""
@@ -98,7 +119,8 @@ class CompiledModule:
 
     ``source`` is what it was lowered from, None for a program of one segment, which is the module as it
     came. Memory kinds are empty strings where the program names none. ``schedule`` is what the program
-    communicates, in its order. ``valid`` tells what was found about transfers in loops.
+    communicates, in its order. ``valid`` tells what was found about transfers in loops, ``rewrites`` what
+    became of collectives (see `passes.bytes`); ``rewritten`` is a digest of that, empty if it is nothing.
     """
 
     program: Program
@@ -107,6 +129,8 @@ class CompiledModule:
     output_memory_kinds: tuple[str, ...] = ()
     schedule: Schedule = field(default_factory=Schedule)
     valid: ValidReport = field(repr=False, default_factory=ValidReport)
+    rewrites: tuple[Rewrite, ...] = ()
+    rewritten: bytes = b""
 
     def hlo_with_config(self) -> bytes:
         """A serialized ``HloModuleProtoWithConfig`` of the whole program for one device: entry layout,
@@ -124,6 +148,12 @@ class CompiledModule:
             raise InvalidProgramError("the program has no collectives to order")
         return self.source.with_order(order)
 
+    def as_written(self) -> CompiledModule:
+        """The same module with its collectives as they are written."""
+        if self.source is None or not self.source.rewrites:
+            return self
+        return replace(self.source, rewrites=False).compiled()
+
     def tokens(self) -> dict[str, tuple[str, ...]]:
         """By name of each collective, those that tokens put right before it."""
         return {} if self.source is None else self.source.tokens()
@@ -134,12 +164,14 @@ def compile_stablehlo(
     spec: CompileSpec,
     *,
     pseudo_tokens: bool = True,
+    rewrites: bool = True,
     valid: ValidPolicy = _PROVED,
 ) -> CompiledModule:
     """Partition and lower StableHLO (text, bytecode, portable artifact).
 
     ``pseudo_tokens``: whether scalars that only order collectives become order (see
-    `passes.pseudo_tokens`). ``valid``: how iterations are found in which transfers are made (see
+    `passes.pseudo_tokens`). ``rewrites``: whether collectives may become others that send less (see
+    `passes.bytes`). ``valid``: how iterations are found in which transfers are made (see
     `passes.valid`). Raises `InvalidProgramError` or `UnsupportedError`.
     """
     if spec.num_replicas < 1 or spec.num_partitions < 1:
@@ -155,7 +187,8 @@ def compile_stablehlo(
         return _whole(parsed)
     signature = stablehlo.signature(parsed, types=False)
     hlo = tap.optimized_hlo(parsed, spec.num_replicas, spec.num_partitions, spec.options)
-    compiled = _compiled(hlo, spec.num_replicas, spec.num_partitions, pseudo_tokens, valid)
+    counts = spec.num_replicas, spec.num_partitions
+    compiled = PartitionedModule(hlo, *counts, pseudo_tokens, valid, rewrites).compiled()
     return replace(
         compiled,
         input_memory_kinds=_padded(signature.input_memory_kinds, len(compiled.program.inputs)),
@@ -177,34 +210,18 @@ def compile_hlo(
     num_partitions: int,
     *,
     pseudo_tokens: bool = True,
+    rewrites: bool = False,
     valid: ValidPolicy = _PROVED,
 ) -> CompiledModule:
-    """Lower HLO that is partitioned already: text, or a serialized ``HloModuleProto``."""
+    """Lower HLO that is partitioned already: text, or a serialized ``HloModuleProto``.
+
+    Its collectives run as they are written, unless ``rewrites`` is set.
+    """
     if num_replicas < 1 or num_partitions < 1:
         raise InvalidProgramError("a program needs at least one replica and one partition")
     serialized = parse_hlo_text(hlo) if isinstance(hlo, str) else hlo
-    return _compiled(serialized, num_replicas, num_partitions, pseudo_tokens, valid)
-
-
-def _compiled(
-    serialized: bytes,
-    num_replicas: int,
-    num_partitions: int,
-    pseudo_tokens: bool,
-    policy: ValidPolicy,
-) -> CompiledModule:
-    source = PartitionedModule(serialized, num_replicas, num_partitions, pseudo_tokens, policy)
-    module, entry, plan, report = source.plan()
-    schedule = schedule_of(entry, plan)
-    program = source.lower(module, plan)
-    return CompiledModule(
-        program,
-        source,
-        ("",) * len(program.inputs),
-        ("",) * len(program.outputs),
-        schedule,
-        report,
-    )
+    counts = num_replicas, num_partitions
+    return PartitionedModule(serialized, *counts, pseudo_tokens, valid, rewrites).compiled()
 
 
 def _padded(kinds: tuple[str, ...], count: int) -> tuple[str, ...]:

@@ -169,6 +169,7 @@ def compile_and_load(client: Client, source: bytes, options: bytes) -> LoadedExe
         source,
         CompileSpec(num_replicas, num_partitions, options),
         pseudo_tokens=client.world.options.pseudo_tokens,
+        rewrites=client.world.options.rewrite,
         valid=ValidPolicy.of(client.world.options),
     )
     loaded = client.executor.load(
@@ -177,6 +178,8 @@ def compile_and_load(client: Client, source: bytes, options: bytes) -> LoadedExe
         callbacks.of_module(source),
         schedule=compiled.schedule,
         with_order=compiled.with_order,
+        rewritten=compiled.rewritten,
+        as_written=compiled.as_written,
     )
     return LoadedExecutable(
         Executable(client, compiled, loaded, options, source=source), device_ids
@@ -203,6 +206,8 @@ def load(client: Client, data: bytes, options: bytes = b"") -> LoadedExecutable:
         device_ids,
         schedule=compiled.schedule,
         with_order=compiled.with_order,
+        rewritten=compiled.rewritten,
+        as_written=compiled.as_written,
         code=stored.code,
     )
     return LoadedExecutable(

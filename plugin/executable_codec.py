@@ -26,7 +26,7 @@ from stretto.runtime.errors import InvalidProgramError, StrettoError
 from .target import difference
 
 MAGIC = b"STRX"
-VERSION = 1  # to be raised whenever the layout or the JSON changes
+VERSION = 2  # to be raised whenever the layout or the JSON changes
 _HEADER = struct.Struct("<4sHI")
 _LENGTH = struct.Struct("<Q")
 
@@ -60,6 +60,7 @@ def to_bytes(stored: StoredExecutable) -> bytes:
         "fingerprint": stored.fingerprint,
         "input_memory_kinds": compiled.input_memory_kinds,
         "output_memory_kinds": compiled.output_memory_kinds,
+        "rewritten": compiled.rewritten.hex(),
     }
     if source is not None:
         about["source"] = {
@@ -67,6 +68,7 @@ def to_bytes(stored: StoredExecutable) -> bytes:
             "num_partitions": source.num_partitions,
             "pseudo_tokens": source.pseudo_tokens,
             "valid": asdict(source.valid),
+            "rewrites": source.rewrites,
         }
     sections = [
         json.dumps(about, separators=(",", ":")).encode(),
@@ -141,7 +143,13 @@ def _read(about: Mapping[str, Any], sections: list[bytes]) -> StoredExecutable:
         raise ValueError("memory kinds and program disagree")
     if len(code) != len(program.segments):
         raise ValueError(f"code of {len(code)} segments for {len(program.segments)}")
-    compiled = CompiledModule(program, source, *kinds, schedule=Schedule.from_bytes(schedule))
+    compiled = CompiledModule(
+        program,
+        source,
+        *kinds,
+        schedule=Schedule.from_bytes(schedule),
+        rewritten=bytes.fromhex(about["rewritten"]),
+    )
     return StoredExecutable(
         about["target"], options, compiled, tuple(code), str(about["fingerprint"])
     )

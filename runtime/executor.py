@@ -30,7 +30,7 @@ from .engine import Engine, LoadedSegment
 from .errors import InvalidProgramError, StrettoError, UnsupportedError
 from .instrument import Counters, Instrument
 from .loaded import PATIENCE, Flight, LoadedProgram
-from .negotiation import Agreements, Assembly, Joint, Terms, check_rings
+from .negotiation import Agreements, Assembly, AsWritten, Joint, Terms, check_rings
 from .options import Options
 from .program import Program
 from .progress import Progress
@@ -113,6 +113,8 @@ class Executor:
         *,
         schedule: Schedule | None = None,
         with_order: Callable[[CommonOrder], Program] | None = None,
+        rewritten: bytes = b"",
+        as_written: Callable[[], AsWritten] | None = None,
         code: Sequence[bytes] = (),
     ) -> LoadedProgram:
         """Compile the segments. ``device_ids[i]``: global id of logical id i.
@@ -122,7 +124,8 @@ class Executor:
 
         ``schedule`` tells what the program communicates, in which of its orders data and tokens require
         it; ``with_order`` gives the program in another one. Without them the program's order is the only
-        one.
+        one. Where its collectives are not those of the module it was made of, ``rewritten`` is a digest of
+        what was done to them, and ``as_written`` compiles the module without that, for ranks that differ.
 
         Waits for no other process: what several processes run together is agreed on and bound when it
         first runs (`negotiation`). Raises `CompileError`, `UnsupportedError`, `InvalidProgramError` where
@@ -142,7 +145,8 @@ class Executor:
         check_rings(program, schedule, owner, alone=len(processes) == 1)
         line = watchdog.calling_line() if len(processes) > 1 else ""
         make = partial(self._walker, local, owner, host_callbacks, line)
-        loaded = LoadedProgram(self, make(program, code), local, bool(host_callbacks))
+        must_agree = len(processes) > 1 and bool(rewritten)
+        loaded = LoadedProgram(self, make(program, code), local, bool(host_callbacks), must_agree)
         if not local:
             return loaded
         if len(processes) > 1:
@@ -156,8 +160,15 @@ class Executor:
                 loaded.walker = make(with_order(order))
                 return loaded.walker.program
 
+            def unrewritten() -> Terms:
+                nonlocal with_order
+                assert as_written is not None
+                written = as_written()
+                with_order = written.with_order
+                return Terms(written.program, written.schedule, device_ids, line)
+
             loaded.joint = Joint(
-                Terms(program, schedule, device_ids, line),
+                Terms(program, schedule, device_ids, line, rewritten),
                 self.world.rank,
                 owner,
                 runs,
@@ -165,6 +176,7 @@ class Executor:
                 reorder,
                 loaded.prepare,
                 self._lanes[0],
+                unrewritten,
             )
             return loaded
         loaded.prepare()

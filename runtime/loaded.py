@@ -41,13 +41,17 @@ class LoadedProgram:
         walker: Walker,
         local: tuple[tuple[int, int], ...],
         has_host_callbacks: bool = False,
+        must_agree: bool = False,
     ) -> None:
+        """``must_agree``: with other processes, even if the program as it is communicates nothing."""
         self.executor = executor
         self.program = program = walker.program
         self.local = local
         self.walker = walker
         self.has_host_callbacks = has_host_callbacks
-        self.communicates = any(isinstance(i, Start) for i in instructions(program.body))
+        self.communicates = must_agree or any(
+            isinstance(i, Start) for i in instructions(program.body)
+        )
         self.input_types = program.inputs
         self.output_types = program.outputs
         self.donates = bool(program.donated)
@@ -59,6 +63,7 @@ class LoadedProgram:
         if (
             program.single_segment is not None
             and local
+            and not must_agree
             and executor.instrument is None
             and not has_host_callbacks
         ):

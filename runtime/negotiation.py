@@ -7,6 +7,9 @@ exchange schedules, find an order that all of them can follow (`stretto.collecti
 in that order, and compare once more what came of it. If there is none, every process raises the same
 `CollectiveMismatch` and has none of the program's collectives bound: the job can go on with others.
 
+Collectives may have been rewritten to send less, for reasons that lie in a rank's own compute. What was done
+is part of the digest; where digests differ, all ranks first go back to their programs as they were written.
+
 What is compared includes the history of runs (`run_log`), so that it is always the same run of the same
 processes that is agreed on.
 
@@ -90,17 +93,30 @@ class MpiAssembly:
         }
 
 
+class AsWritten(Protocol):
+    """What a module compiles to if its collectives are left as they are; see `Executor.load`."""
+
+    @property
+    def program(self) -> Program: ...
+    @property
+    def schedule(self) -> Schedule: ...
+    @property
+    def with_order(self) -> Callable[[CommonOrder], Program]: ...
+
+
 @dataclass(frozen=True)
 class Terms:
     """A program as one process means to run it.
 
     ``line``: of the call that it was loaded for, if known. ``device_ids[i]``: global id of logical id i.
+    ``rewritten``: digest of what was done to its collectives, empty if nothing.
     """
 
     program: Program
     schedule: Schedule
     device_ids: tuple[int, ...]
     line: str = ""
+    rewritten: bytes = b""
 
     @property
     def what(self) -> str:
@@ -116,7 +132,8 @@ class Terms:
     def digest(self) -> bytes:
         """32 bytes, equal for programs that communicate the same, in the same way, on the same devices."""
         devices = np.array(self.device_ids, np.int64).tobytes()
-        return sha256(certificate(self.schedule) + walked(self.program) + devices).digest()
+        what = certificate(self.schedule) + walked(self.program) + devices
+        return sha256(what + self.rewritten).digest()
 
 
 class Agreements:
@@ -150,8 +167,9 @@ class Joint:
     """A loaded program that several processes run together.
 
     ``reorder(order)`` gives the program another order, in which it will run. ``bind()`` makes it ready to
-    run, and may wait for the other processes. ``lane`` is the stream whose progress tells the watchdog that
-    this process waits; nothing else runs on it meanwhile.
+    run, and may wait for the other processes. ``as_written()`` gives the terms of the program as it was
+    before its collectives were rewritten, to which ``reorder`` then refers. ``lane`` is the stream whose
+    progress tells the watchdog that this process waits; nothing else runs on it meanwhile.
     """
 
     def __init__(
@@ -164,6 +182,7 @@ class Joint:
         reorder: Callable[[CommonOrder], Program],
         bind: Callable[[], None],
         lane: Lane,
+        as_written: Callable[[], Terms] | None = None,
     ) -> None:
         self._terms = terms
         self._rank = rank
@@ -173,6 +192,7 @@ class Joint:
         self._reorder = reorder
         self._bind = bind
         self._lane = lane
+        self._as_written = as_written
         self._refused: str | None = None
         self._record: Record | None = None
 
@@ -226,7 +246,7 @@ class Joint:
 
     def _forget(self) -> None:
         """Drop what only the first run needs: it refers to the loaded program, which refers to this."""
-        del self._terms, self._reorder, self._bind
+        del self._terms, self._reorder, self._bind, self._as_written
 
     def _agree(self, digest: bytes) -> Agreement:
         log = self._log
@@ -240,9 +260,10 @@ class Joint:
             except CollectiveMismatch as conflict:
                 raise _NoAgreementError(str(conflict), identity, number, history) from None
             return Agreement(identity, equal=True)
-        offers = {
-            rank: Offer.read(data) for rank, data in assembly.exchange(self._offer(digest)).items()
-        }
+        offers = _offers(assembly, self._offer(digest))
+        anew = bool(self._terms.rewritten)
+        if any(offer.rewritten for offer in offers.values()):
+            offers = _offers(assembly, self._unrewritten())
         identity = _identity([offers[rank].digest for rank in sorted(offers)])
         number = max(offer.number for offer in offers.values())
         history = _identity([offers[rank].history.to_bytes(8, "big") for rank in sorted(offers)])
@@ -250,14 +271,25 @@ class Joint:
             order = common_order(offers, self._owner)[self._rank]
         except OrderConflict as conflict:
             raise _NoAgreementError(str(conflict), identity, number, history) from None
-        report = self._follow(order)
+        report = self._follow(order, anew)
         reports = {rank: json.loads(data) for rank, data in assembly.exchange(report).items()}
         problem = differences_in_streams(reports)
         if problem:
             raise _NoAgreementError(f"{_head(offers)}{problem}", identity, number, history)
         return Agreement(identity, equal=False)
 
-    def _offer(self, digest: bytes) -> bytes:
+    def _unrewritten(self) -> bytes:
+        """Take the program as it was written; gives what to offer."""
+        problem = ""
+        if self._terms.rewritten:
+            assert self._as_written is not None
+            try:
+                self._terms = self._as_written()
+            except Exception as error:
+                problem = f"{type(error).__name__}: {error}"
+        return self._offer(self._terms.digest(), problem)
+
+    def _offer(self, digest: bytes, problem: str = "") -> bytes:
         terms, log = self._terms, self._log
         return Offer(
             terms.program.name,
@@ -268,14 +300,19 @@ class Joint:
             log.number,
             log.history,
             log.account().runs,
+            bool(terms.rewritten),
+            problem,
         ).to_bytes()
 
-    def _follow(self, order: CommonOrder) -> bytes:
-        """Take the common order; gives what to tell the others about it."""
+    def _follow(self, order: CommonOrder, anew: bool) -> bytes:
+        """Take the common order; gives what to tell the others about it.
+
+        ``anew``: the program is not the one that was loaded.
+        """
         program = self._terms.program
         kept = all(p == tuple(range(len(p))) for p in order.values())
         as_listed = certificate(strict(program)) == certificate(self._terms.schedule)
-        if not (kept and as_listed and program.num_streams == 1):
+        if anew or not (kept and as_listed and program.num_streams == 1):
             try:
                 program = self._reorder(order)
             except Exception as error:
@@ -317,6 +354,10 @@ def mismatch(text: str) -> CollectiveMismatch:
     return error
 
 
+def _offers(assembly: Assembly, own: bytes) -> dict[int, Offer]:
+    return {rank: Offer.read(data) for rank, data in assembly.exchange(own).items()}
+
+
 def _identity(parts: Sequence[bytes]) -> int:
     return int.from_bytes(sha256(b"".join(parts)).digest()[:8], "big")
 
@@ -333,6 +374,8 @@ class Offer:
     number: int
     history: int
     runs: tuple[Ran, ...]
+    rewritten: bool = False
+    problem: str = ""
 
     @property
     def what(self) -> str:
@@ -349,6 +392,8 @@ class Offer:
             "number": self.number,
             "history": self.history,
             "runs": self.runs,
+            "rewritten": self.rewritten,
+            "problem": self.problem,
         }
         return json.dumps(plain).encode()
 
@@ -365,6 +410,8 @@ class Offer:
             plain["number"],
             plain["history"],
             tuple(Ran(*ran) for ran in plain["runs"]),
+            plain["rewritten"],
+            plain["problem"],
         )
 
 
@@ -388,6 +435,10 @@ def common_order(offers: Mapping[int, Offer], owner: Mapping[int, int]) -> dict[
     head = _head(offers)
     first = min(offers)
     for rank, offer in sorted(offers.items()):
+        if offer.problem:
+            raise OrderConflict(
+                f"{head}rank {rank} cannot compile it as it is written: {offer.problem}"
+            )
         if offer.device_ids != offers[first].device_ids:
             raise OrderConflict(
                 f"{head}they are for different devices: {list(offers[first].device_ids)} on rank "

@@ -45,6 +45,7 @@ class Options:
     ``costs``: file of the table of costs to schedule by, read on rank 0; empty: what was measured for these
     machines, if anything (`docs/overlap.md`).
     ``skip_compute``: do not run segments on devices where nobody reads what they give.
+    ``rewrite``: whether collectives of JAX programs become others that send less (`docs/design.md`).
     ``origins``: for each field that was not left at its default, where its value came from.
     """
 
@@ -61,6 +62,7 @@ class Options:
     overlap: bool = True
     costs: str = ""
     skip_compute: bool = True
+    rewrite: bool = True
     origins: Mapping[str, str] = field(
         default_factory=lambda: MappingProxyType({}), compare=False, repr=False
     )
@@ -120,6 +122,7 @@ VARIABLES: dict[str, tuple[str, Callable[[str], Any]]] = {
     "overlap": ("STRETTO_OVERLAP", _switch),
     "costs": ("STRETTO_COSTS", str),
     "skip_compute": ("STRETTO_SKIP_COMPUTE", _switch),
+    "rewrite": ("STRETTO_REWRITE", _switch),
 }
 
 LAUNCHERS = ("auto", "mpi", "jax", "none")
@@ -138,6 +141,7 @@ _EXPECTED = {
     "overlap": "expected 0 or 1",
     "costs": "expected the name of a file",
     "skip_compute": "expected 0 or 1",
+    "rewrite": "expected 0 or 1",
 }
 
 
@@ -157,6 +161,7 @@ def _problem(name: str, value: Any) -> str:
         "overlap": lambda v: isinstance(v, bool),
         "costs": lambda v: isinstance(v, str),
         "skip_compute": lambda v: isinstance(v, bool),
+        "rewrite": lambda v: isinstance(v, bool),
     }[name](value)
     return "" if accepted else _EXPECTED[name]
 

@@ -13,7 +13,7 @@ from stretto.collectives.order import Schedule, certificate
 from stretto.collectives.types import TensorType
 from stretto.hlo_frontend.collectives import NEVER
 from stretto.hlo_frontend.passes.valid.decide import LAST
-from stretto.runtime.errors import StrettoError
+from stretto.runtime.errors import InvalidProgramError, StrettoError
 from stretto.runtime.options import in_force
 from stretto.runtime.program import Run, instructions
 from stretto.runtime.runs import work
@@ -39,10 +39,14 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         devices = in_force().local_devices
         if arguments.costs:
+            if arguments.rewrite:
+                raise InvalidProgramError(
+                    "--costs schedules a module as it is written: leave out --rewrite"
+                )
             found = schedule_file(read_file(arguments.file), arguments.costs, devices)
             print(found if arguments.json else ledger_text(json.loads(found)))
             return 0
-        compiled = compile_file(read_file(arguments.file), devices)
+        compiled = compile_file(read_file(arguments.file), devices, rewrites=arguments.rewrite)
     except StrettoError as error:
         return complain("explain", arguments.file, error)
     explanation = explain(compiled)
@@ -67,6 +71,7 @@ def explain(compiled: CompiledFile) -> dict[str, Any]:
         "collectives": list(_entries(compiled.schedule, by_name, compiled.tokens, [])),
         "compute": asdict(work(program)),
         "loops": [asdict(loop) for loop in compiled.valid.loops],
+        "rewrites": [asdict(rewrite) for rewrite in compiled.rewrites],
     }
 
 
@@ -159,6 +164,9 @@ def to_text(explanation: dict[str, Any]) -> str:
         )
     for loop in e["loops"]:
         lines += loop_lines(loop)
+    for rewrite in e["rewrites"]:
+        where = f" at {rewrite['source']}" if rewrite["source"] else ""
+        lines.append(f"rewritten: %{rewrite['name']} {rewrite['said']}{where}")
     return "\n".join(lines)
 
 

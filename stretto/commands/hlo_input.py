@@ -7,7 +7,8 @@ import sys
 from dataclasses import dataclass
 
 from stretto.collectives.order import CommonOrder, Schedule
-from stretto.hlo_frontend.compile import compile_hlo
+from stretto.hlo_frontend.compile import CompiledModule, compile_hlo
+from stretto.hlo_frontend.passes.bytes import Rewrite
 from stretto.hlo_frontend.passes.valid import ValidPolicy, ValidReport
 from stretto.hlo_frontend.source import HloSource, in_fork, read_hlo
 from stretto.runtime import options
@@ -21,7 +22,8 @@ BAD_INPUT = 2
 class CompiledFile:
     """A file's program. ``tokens``: by name of each collective, those that tokens put before it.
 
-    ``policy``: how valid iterations were found, and ``valid`` what was.
+    ``policy``: how valid iterations were found, and ``valid`` what was. ``rewrites``: what became of
+    collectives, where that was asked for; ``rewritten`` is its digest.
     """
 
     source: HloSource
@@ -31,14 +33,26 @@ class CompiledFile:
     pseudo_tokens: bool
     policy: ValidPolicy
     valid: ValidReport
+    rewrites: tuple[Rewrite, ...] = ()
+    rewritten: bytes = b""
 
     def with_order(self, order: CommonOrder) -> Program:
         """The program with its collectives in another order; see `CompiledModule`."""
-        counts = self.program.num_replicas, self.program.num_partitions
-        compiled = compile_hlo(
-            self.source.module, *counts, pseudo_tokens=self.pseudo_tokens, valid=self.policy
+        return self._compiled(bool(self.rewrites)).with_order(order)
+
+    def as_written(self) -> CompiledModule:
+        """The module without rewrites."""
+        return self._compiled(False)
+
+    def _compiled(self, rewrites: bool) -> CompiledModule:
+        return compile_hlo(
+            self.source.module,
+            self.program.num_replicas,
+            self.program.num_partitions,
+            pseudo_tokens=self.pseudo_tokens,
+            rewrites=rewrites,
+            valid=self.policy,
         )
-        return compiled.with_order(order)
 
 
 def add_file(parser: argparse.ArgumentParser) -> None:
@@ -46,6 +60,12 @@ def add_file(parser: argparse.ArgumentParser) -> None:
         "file",
         metavar="FILE",
         help="HLO module: text or serialized proto, gzipped or not; - is standard input",
+    )
+    parser.add_argument(
+        "--rewrite",
+        action="store_true",
+        help="let collectives become others that send less, as for JAX programs "
+        "(default: run them as they are written)",
     )
 
 
@@ -61,7 +81,12 @@ def read_file(name: str) -> bytes:
 
 
 def compile_file(
-    data: bytes, num_devices: int, *, guarded: bool = True, policy: ValidPolicy | None = None
+    data: bytes,
+    num_devices: int,
+    *,
+    guarded: bool = True,
+    policy: ValidPolicy | None = None,
+    rewrites: bool = False,
 ) -> CompiledFile:
     """Compile the content of a file, for ``num_devices`` where it names no number of its own.
 
@@ -73,7 +98,9 @@ def compile_file(
     def work() -> CompiledFile:
         source = read_hlo(data)
         counts = source.counts(num_devices)
-        compiled = compile_hlo(source.module, *counts, pseudo_tokens=pseudo_tokens, valid=how)
+        compiled = compile_hlo(
+            source.module, *counts, pseudo_tokens=pseudo_tokens, rewrites=rewrites, valid=how
+        )
         tokens = compiled.tokens()
         return CompiledFile(
             source,
@@ -83,6 +110,8 @@ def compile_file(
             pseudo_tokens,
             how,
             compiled.valid,
+            compiled.rewrites,
+            compiled.rewritten,
         )
 
     return in_fork(work) if guarded else work()

@@ -10,6 +10,9 @@ devices, or with the devices as one more axis in front.
 Results. Array ``i`` of the file holds result i of all devices, device by device along the first axis; where
 ranks run programs whose results differ in type, arrays are named ``i.d`` for result i of device d.
 
+Collectives run as the file has them. ``--rewrite`` lets them become others that send less, as they do in JAX
+programs (`hlo_frontend.passes.bytes`); they keep their names, and counts are those of what runs.
+
 Counts (``--json``), summed over ranks. ``collectives``: by kind, how often each rank ran one, once for all of
 its devices. ``messages``: transfers along a permute's or send's pairs between two different devices;
 ``skipped``: such transfers outside of the iterations in which their pair is valid. ``bytes``: the payload of
@@ -25,7 +28,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -34,7 +37,7 @@ import numpy as np
 from stretto.collectives.communicator import Array, BoundCollective, Communicator, Reducer, Request
 from stretto.collectives.hierarchy import create_communicator
 from stretto.collectives.ops import Collective, Kind
-from stretto.collectives.order import CommonOrder
+from stretto.collectives.order import CommonOrder, Schedule
 from stretto.collectives.types import TensorType
 from stretto.runtime import launcher, options
 from stretto.runtime.engine import create_engine
@@ -72,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
         given = Arguments.parse(arguments.arguments)
         if not from_first_rank or rank == 0:
             data = read_file(arguments.file)
-            compiled = compile_file(data, devices)
+            compiled = compile_file(data, devices, rewrites=arguments.rewrite)
             given.check(compiled.program)
             if ranks == 1:
                 _make_devices(compiled.program.num_devices)
@@ -82,7 +85,9 @@ def run(arguments: argparse.Namespace) -> int:
     if from_first_rank:
         assert world.comm is not None
         data = world.comm.bcast(data, root=0)
-        compiled = compiled or compile_file(data, devices, guarded=False)
+        compiled = compiled or compile_file(
+            data, devices, guarded=False, rewrites=arguments.rewrite
+        )
     assert compiled is not None
     try:
         outputs, counts = execute(compiled, world, given)
@@ -291,6 +296,15 @@ class _CountingCommunicator:
 Outputs = dict[int, list[np.ndarray]]
 
 
+@dataclass(frozen=True)
+class _Counted:
+    """A program as its module has it, whose orders are counted."""
+
+    program: Program
+    schedule: Schedule
+    with_order: Callable[[CommonOrder], Program]
+
+
 def execute(
     compiled: CompiledFile, world: World, given: Arguments
 ) -> tuple[Outputs, dict[str, Any]]:
@@ -308,15 +322,26 @@ def execute(
     )
     try:
 
-        def with_order(order: CommonOrder) -> Program:
-            counts.program = compiled.with_order(order)
-            return counts.program
+        def counted(
+            with_order: Callable[[CommonOrder], Program],
+        ) -> Callable[[CommonOrder], Program]:
+            def ordered(order: CommonOrder) -> Program:
+                counts.program = with_order(order)
+                return counts.program
+
+            return ordered
+
+        def as_written() -> _Counted:
+            written = compiled.as_written()
+            return _Counted(written.program, written.schedule, counted(written.with_order))
 
         loaded = executor.load(
             program,
             range(program.num_devices),
             schedule=compiled.schedule,
-            with_order=with_order,
+            with_order=counted(compiled.with_order),
+            rewritten=compiled.rewritten,
+            as_written=as_written,
         )
         rows = [
             [

@@ -197,7 +197,10 @@ class Interpreter:
                 if target in results:
                     results[target] = [x.copy() for x in data[source]]
             return results
-        results = {}
+        members = {d for group in c.groups for d in group}
+        results = {
+            d: [np.zeros(t.shape, t.numpy) for t in c.results] for d in operands if d not in members
+        }
         for group in c.groups:
             if not all(d in operands for d in group):
                 assert not any(d in operands for d in group), "only a part of a group is active"

@@ -10,9 +10,9 @@ from support.handmade import F32, Rig, all_reduce, block, firsts, permute, progr
 
 from stretto.collectives.ops import Collective, Kind
 from stretto.collectives.order import CommonOrder, Schedule, entry_of
-from stretto.runtime.errors import CollectiveMismatch, StrettoError
+from stretto.runtime.errors import CollectiveMismatch, StrettoError, UnsupportedError
 from stretto.runtime.loaded import LoadedProgram
-from stretto.runtime.program import Program, Start, Wait
+from stretto.runtime.program import Copy, Program, Start, Wait
 from stretto.runtime.schedule import starts, strict, walked
 from stretto.testing import MemoryTransport, MemoryWorld, Recorder, run_processes
 
@@ -78,6 +78,86 @@ def test_independent_collectives_in_another_order_are_reconciled() -> None:
     results = run_processes(2, main)
     assert [values for values, _ in results] == [[3, 2], [3, 1]]
     assert [started for _, started in results] == [["sum", "shift"] * 20] * 2
+
+
+@dataclasses.dataclass
+class Written:
+    """A program as its module has it."""
+
+    program: Program
+    schedule: Schedule
+
+    def with_order(self, order: CommonOrder) -> Program:
+        assert all(p == tuple(range(len(p))) for p in order.values())
+        return self.program
+
+
+def silent() -> Program:
+    """Sum and shift, without any of the two."""
+    return program(
+        [F32] * 3,
+        block((0,), [Copy(0, 1), Copy(0, 2)], (1, 2)),
+        devices=2,
+        collectives=[],
+        name="order_01",
+    )
+
+
+def load_rewritten(rig: Rig, made: Program, digest: bytes, fails: bool = False) -> LoadedProgram:
+    def as_written() -> Written:
+        if fails:
+            raise UnsupportedError("no memory of it")
+        return Written(in_order(0, 1), strict(in_order(0, 1)))
+
+    return rig.executor.load(
+        made, range(2), schedule=strict(made), rewritten=digest, as_written=as_written
+    )
+
+
+@pytest.mark.parametrize(
+    ("made", "digests", "expected"),
+    [
+        ((in_order(1, 0), in_order(1, 0)), (b"merged 1 and 2", b"merged 2 and 3"), "written"),
+        ((silent(), in_order(0, 1)), (b"left out", b""), "written"),
+        ((silent(), silent()), (b"left out", b"left out"), "rewritten"),
+    ],
+)
+def test_programs_rewritten_in_different_ways_run_as_they_are_written(
+    made: tuple[Program, Program], digests: tuple[bytes, bytes], expected: str
+) -> None:
+    def main(world: MemoryWorld, transport: MemoryTransport) -> list:
+        recorder = Recorder()
+        rig = Rig(world=world, transport=transport, instrument=recorder)
+        own, digest = made[world.rank], digests[world.rank]
+        loaded = load_rewritten(rig, own, digest) if digest else load(rig, own, False)
+        for _ in range(2):
+            rows = loaded.execute(rig.arguments(loaded, [1, 2]))
+        values = firsts([v.host_view() for v in rows[0]])
+        return [values, [e[1] for e in recorder.events if e[0] == "start"]]
+
+    results = run_processes(2, main)
+    if expected == "written":
+        assert [values for values, _ in results] == [[3, 2], [3, 1]]
+        assert [started for _, started in results] == [["sum", "shift"] * 2] * 2
+    else:
+        assert [started for _, started in results] == [[], []]
+
+
+def test_a_program_that_cannot_be_had_as_it_is_written_is_refused_everywhere() -> None:
+    def main(world: MemoryWorld, transport: MemoryTransport) -> str:
+        rig = Rig(world=world, transport=transport)
+        if world.rank:
+            loaded = load(rig, in_order(0, 1))
+        else:
+            loaded = load_rewritten(rig, in_order(0, 1), b"merged", fails=True)
+        ((bad, _),) = loaded.execute(rig.arguments(loaded, [1, 2]))
+        with pytest.raises(CollectiveMismatch) as caught:
+            bad.host_view()
+        return str(caught.value)
+
+    left, right = run_processes(2, main)
+    assert left == right
+    assert "rank 0 cannot compile it as it is written: UnsupportedError: no memory of it" in left
 
 
 def test_contradictory_orders_are_refused_and_the_job_goes_on() -> None:

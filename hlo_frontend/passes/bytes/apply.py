@@ -1,0 +1,131 @@
+"""All rewrites of a program, in an order in which each finds what the one before has left."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+
+from stretto.collectives.order import entry_of
+
+from ...values import BlockGraph, Node, NodeKind
+from ..order import order
+from .alone import leave_out_alone
+from .context import Context, Rewritten
+from .device_values import DeviceValues
+from .edit import Editor
+from .gathers import take_own
+from .merge import merge
+from .narrow import narrow
+from .scatter import scatter
+
+Found = dict[Node, Rewritten]
+
+
+@dataclass(frozen=True)
+class Rewrite:
+    """What became of a collective. ``said`` follows its ``name``, which is the module's."""
+
+    name: str
+    source: str
+    said: str
+
+
+@dataclass(frozen=True)
+class RewriteReport:
+    """What `rewrite` did. ``digest`` is empty if that is nothing, else equal only for programs that had the
+    same collectives and had the same done to them: each counted as it stood in the default order of its
+    block before.
+    """
+
+    rewrites: tuple[Rewrite, ...] = ()
+    digest: bytes = b""
+
+
+def rewrite(entry: BlockGraph, num_replicas: int, num_partitions: int) -> RewriteReport:
+    """Rewrite the collectives of a program and of its loops and branches, in place."""
+    done: list[Rewrite] = []
+    digests: list[bytes] = []
+    context: Context | None = None
+    for number, block in enumerate(_blocks(entry)):
+        collectives = [n for n in block.nodes if n.kind is NodeKind.COLLECTIVE]
+        if not collectives:
+            continue
+        if context is None:
+            known = DeviceValues(entry, num_replicas, num_partitions)
+            context = Context(known, num_replicas * num_partitions)
+        found = _Block(block, collectives).rewrite(context)
+        if found is not None:
+            done += found.rewrites
+            digests.append(b"%d:" % number + found.digest)
+    if not done:
+        return RewriteReport()
+    return RewriteReport(tuple(done), sha256(b"".join(digests)).digest())
+
+
+def _blocks(block: BlockGraph) -> Iterator[BlockGraph]:
+    """The block and those in it; the list of a block's nodes is taken before it is rewritten."""
+    inner = [b for node in block.nodes for b in node.blocks]
+    yield block
+    for one in inner:
+        yield from _blocks(one)
+
+
+def _each(
+    one: Callable[[Editor, Node, Context], Rewritten | None],
+) -> Callable[[Editor, Sequence[Node], Context], Found]:
+    def apply(editor: Editor, nodes: Sequence[Node], context: Context) -> Found:
+        found = ((node, one(editor, node, context)) for node in nodes)
+        return {node: rewritten for node, rewritten in found if rewritten is not None}
+
+    return apply
+
+
+# name -> what it does to the collectives of a block
+_REWRITES: dict[str, Callable[[Editor, Sequence[Node], Context], Found]] = {
+    "alone": _each(leave_out_alone),
+    "merge": lambda editor, nodes, context: merge(editor, nodes),
+    "own": _each(take_own),
+    "scatter": _each(scatter),
+    "narrow": _each(narrow),
+}
+
+
+class _Block:
+    """The rewrites of one block."""
+
+    def __init__(self, block: BlockGraph, collectives: list[Node]) -> None:
+        self._block = block
+        self._nodes = collectives
+        self._done: list[Rewrite] = []
+        self._ordinal: dict[Node, int] = {}
+        self._digest = sha256()
+
+    def rewrite(self, context: Context) -> RewriteReport | None:
+        editor = Editor(self._block)
+        for name, apply in _REWRITES.items():
+            found = apply(editor, self._nodes, context)
+            if not editor.has_edits:
+                continue
+            if not self._done:
+                self._number()
+            for node, rewritten in found.items():
+                self._note(name, node, rewritten)
+            editor.commit()
+            left = set(self._block.nodes)
+            self._nodes = [node for node in self._nodes if node in left]
+        return RewriteReport(tuple(self._done), self._digest.digest()) if self._done else None
+
+    def _number(self) -> None:
+        """Where every collective stands as long as nothing is changed, and what it is."""
+        for node in order(self._block):
+            if node.collective is not None:
+                entry = entry_of(node.collective, (), "")
+                self._ordinal[node] = len(self._ordinal)
+                self._digest.update(repr((entry.kind, entry.key, entry.groups)).encode())
+
+    def _note(self, name: str, node: Node, rewritten: Rewritten) -> None:
+        instruction = node.instruction
+        self._done.append(Rewrite(instruction.name, instruction.source, rewritten.said))
+        same = -1 if rewritten.same is None else self._ordinal[rewritten.same]
+        self._digest.update(repr((name, self._ordinal[node], same)).encode())

@@ -1,0 +1,193 @@
+"""Changing a block: values replaced, nodes left out and put in, order kept.
+
+Edits are collected and take effect together in `Editor.commit`, which gives every node its new operands.
+Invariants: what came after a node that is left out, through data or order, comes after what stands in for it;
+the list of nodes stays topological and positions follow it; values of other blocks are never touched. A
+node that nobody reads any more because of an edit goes as well, unless it has a side effect.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from stretto.collectives.ops import Collective
+
+from ...values import BlockGraph, Node, NodeKind, Value
+
+
+@dataclass(frozen=True, eq=False)
+class Use:
+    """One place where a block reads an array. ``node`` is None for a result of the block.
+
+    ``value`` is the view that is read there.
+    """
+
+    node: Node | None
+    position: int
+    value: Value
+
+
+@dataclass(eq=False)
+class Editor:
+    """Edits of one block."""
+
+    block: BlockGraph
+    _uses: dict[Value, list[Use]] | None = None
+    _replaced: dict[Value, Value] = field(default_factory=dict)
+    _removed: dict[Node, tuple[Node, ...]] = field(default_factory=dict)
+    _ahead: dict[Node, list[Node]] = field(default_factory=dict)
+    _behind: dict[Node, list[Node]] = field(default_factory=dict)
+    _changed: dict[Node, tuple[list[Value], list[Value], Collective]] = field(default_factory=dict)
+
+    @property
+    def has_edits(self) -> bool:
+        return bool(self._replaced or self._removed or self._changed)
+
+    def uses(self, value: Value) -> Sequence[Use]:
+        """Who reads an array, as the block was at the last commit."""
+        if self._uses is None:
+            self._uses = {}
+            for node in self.block.nodes:
+                for i, operand in enumerate(node.operands):
+                    if operand.type is not None:
+                        self._uses.setdefault(operand.root, []).append(Use(node, i, operand))
+            for i, result in enumerate(self.block.results):
+                self._uses.setdefault(result.root, []).append(Use(None, i, result))
+        return self._uses.get(value.root, ())
+
+    def replace(self, old: Value, new: Value) -> None:
+        """Whoever reads ``old`` is to read ``new``, after all that it came after anyway."""
+        self._replaced[old.root] = new
+
+    def remove(self, node: Node, instead: Iterable[Node] = ()) -> None:
+        """Leave a node out. ``instead`` comes, with all that came before it, before what came after it."""
+        before = [*instead, *node.order, *(n for v in node.operands for n in v.producers)]
+        self._removed[node] = tuple(dict.fromkeys(before))
+
+    def change(
+        self, node: Node, operands: list[Value], results: list[Value], collective: Collective
+    ) -> None:
+        """Make a collective another one, in the same place of every order."""
+        self._changed[node] = (operands, results, collective)
+
+    def put_ahead(self, of: Node, nodes: Iterable[Node]) -> None:
+        """Put new nodes right before one, behind those put there already."""
+        self._ahead.setdefault(of, []).extend(nodes)
+
+    def put_behind(self, of: Node, nodes: Iterable[Node]) -> None:
+        """Put new nodes right behind one, behind those put there already."""
+        self._behind.setdefault(of, []).extend(nodes)
+
+    def commit(self) -> None:
+        """Make the edits."""
+        for node, (operands, results, collective) in self._changed.items():
+            node.operands, node.results, node.collective = operands, results, collective
+            for index, result in enumerate(results):
+                result.index = index
+        nodes: list[Node] = []
+        for node in self.block.nodes:
+            nodes += self._ahead.get(node, ())
+            nodes.append(node)
+            nodes += self._behind.get(node, ())
+        resolver = _Resolver(self._replaced, self._removed)
+        kept = [node for node in nodes if node not in self._removed]
+        for node in kept:
+            _resolve(node, resolver)
+        self.block.results[:] = [resolver.value(v) for v in self.block.results]
+        _drop_unread(self.block, kept)
+        self._uses = None
+        self._replaced.clear()
+        self._removed.clear()
+        self._ahead.clear()
+        self._behind.clear()
+        self._changed.clear()
+
+
+def _resolve(node: Node, resolver: _Resolver) -> None:
+    node.operands = [resolver.value(v) for v in node.operands]
+    node.order = resolver.order(node.order)
+    if node.selector is not None:
+        node.selector = resolver.value(node.selector)
+
+
+class _Resolver:
+    """What stands for values and nodes after the edits."""
+
+    def __init__(self, replaced: dict[Value, Value], removed: dict[Node, tuple[Node, ...]]) -> None:
+        self._replaced, self._removed = replaced, removed
+        self._stand_ins: dict[Node, tuple[Node, ...]] = {}
+        self._values: dict[Value, Value] = {}
+        self._barriers: set[object] = set()
+
+    def value(self, value: Value) -> Value:
+        if value not in self._values:
+            self._values[value] = self._resolved(value)
+        return self._values[value]
+
+    def _resolved(self, value: Value) -> Value:
+        barrier = value.barrier
+        if barrier is not None and barrier not in self._barriers:
+            self._barriers.add(barrier)
+            barrier.operands = tuple([self.value(v) for v in barrier.operands])
+        order = self.order(value.order)
+        new = self._replaced.get(value.root)
+        if new is not None:
+            return self.value(new).view(order, barrier)
+        if value.type is None and value.node in self._removed:
+            assert value.node is not None
+            return Value(None, order=tuple(dict.fromkeys((*self.order((value.node,)), *order))))
+        if order == value.order:
+            return value
+        return Value(
+            value.type, value.node, value.index, order=order, view_of=value, barrier=barrier
+        )
+
+    def order(self, nodes: Sequence[Node]) -> tuple[Node, ...]:
+        """The nodes, with stand-ins for those that are left out."""
+        if not any(node in self._removed for node in nodes):
+            return tuple(nodes)
+        return tuple(dict.fromkeys(n for node in nodes for n in self._kept(node)))
+
+    def _kept(self, node: Node) -> tuple[Node, ...]:
+        """The node, or what stands in for it: nodes left out are followed upwards, without recursion."""
+        if node not in self._removed:
+            return (node,)
+        todo = [node]
+        while todo:
+            current = todo[-1]
+            above = self._removed[current]
+            waiting = [n for n in above if n in self._removed and n not in self._stand_ins]
+            if waiting:
+                todo += waiting
+                continue
+            todo.pop()
+            found = (m for n in above for m in (self._stand_ins[n] if n in self._removed else (n,)))
+            self._stand_ins[current] = tuple(dict.fromkeys(found))
+        return self._stand_ins[node]
+
+
+def _drop_unread(block: BlockGraph, nodes: list[Node]) -> None:
+    """Keep of ``nodes`` what somebody reads or what has a side effect; number them."""
+    read = {v.root for v in block.results}
+    dropped: dict[Node, tuple[Node, ...]] = {}
+    kept: list[Node] = []
+    for node in reversed(nodes):
+        droppable = node.kind is NodeKind.LOGICAL_ID or (
+            node.kind is NodeKind.COMPUTE and not node.has_side_effect
+        )
+        if droppable and not any(v in read for v in node.results):
+            before = [*node.order, *(n for v in node.operands for n in v.producers)]
+            dropped[node] = tuple(dict.fromkeys(before))
+            continue
+        read.update(v.root for v in node.operands)
+        kept.append(node)
+    kept.reverse()
+    if dropped:
+        resolver = _Resolver({}, dropped)
+        for node in kept:
+            _resolve(node, resolver)
+        block.results[:] = [resolver.value(v) for v in block.results]
+    for position, node in enumerate(kept):
+        node.position = position
+    block.nodes = kept

@@ -1,0 +1,49 @@
+"""Own parts of what an all-gather gives are its operand: such slices go, and the gather that nobody reads.
+
+Only where every device takes part in the gather: the others have zeros, and not their operand.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from stretto.collectives.ops import Kind
+
+from ...values import Node
+from .context import Context, Rewritten
+from .edit import Editor
+from .own_parts import give_parts, own_parts, places
+
+
+def take_own(editor: Editor, node: Node, context: Context) -> Rewritten | None:
+    """Rewrite readers of ``node``, and perhaps leave it out; None where all stays."""
+    collective = node.collective
+    if collective is None or collective.kind is not Kind.ALL_GATHER:
+        return None
+    where = places(collective)
+    if where is None or len(where.place) != context.num_devices:
+        return None
+    kept: list[int] = []
+    slices: list[str] = []
+    for k, result in enumerate(node.results):
+        taken, others = own_parts(editor, context.known, result, where)
+        own = [part for part in taken if part.dimension == collective.dimension]
+        give_parts(editor, node, node.operands[k], own, where.parts)
+        slices += [part.node.instruction.name for part in own]
+        if others or len(own) < len(taken) or not own:
+            kept.append(k)
+    if not slices:
+        return None
+    said = f"every device has its own part already ({', '.join(slices)})"
+    if not kept:
+        editor.remove(node)
+        return Rewritten(f"goes: {said}")
+    if len(kept) < len(node.operands):
+        left = replace(
+            collective,
+            operands=tuple(collective.operands[k] for k in kept),
+            results=tuple(collective.results[k] for k in kept),
+        )
+        results = [node.results[k] for k in kept]
+        editor.change(node, [node.operands[k] for k in kept], results, left)
+    return Rewritten(f"is not read by all: {said}")

@@ -1,0 +1,70 @@
+"""Collectives that do the same to the same operands are one.
+
+XLA merges those whose instructions are spelled alike; groups can be spelled in several ways. Left alone is
+what tokens, control or an optimization barrier put in an order: whoever wrote that wants both, to gather
+weights again instead of keeping them, for one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+from stretto.collectives.ops import Kind
+
+from ...values import Node
+from .context import Rewritten
+from .edit import Editor
+
+
+def merge(editor: Editor, nodes: Sequence[Node]) -> dict[Node, Rewritten]:
+    """Leave out those of ``nodes``, collectives of the block, that an earlier one can stand for."""
+    first: dict[Hashable, Node] = {}
+    merged: dict[Node, Rewritten] = {}
+    ordered: set[Node] | None = None
+    for node in nodes:
+        key = _key(node)
+        same = node if key is None else first.setdefault(key, node)
+        if same is node:
+            continue
+        ordered = _ordered(editor) if ordered is None else ordered
+        if node in ordered or same in ordered:
+            continue
+        for result, other in zip(node.results, same.results, strict=True):
+            editor.replace(result, other)
+        editor.remove(node, (same,))
+        merged[node] = Rewritten(f"goes: {same.instruction.name} is the same", same)
+    return merged
+
+
+def _ordered(editor: Editor) -> set[Node]:
+    """Nodes that something comes after by order alone."""
+    found: set[Node] = set()
+    for node in editor.block.nodes:
+        found.update(node.order)
+        for value in node.operands:
+            found.update(value.order)
+            if value.type is None and value.node is not None:
+                found.add(value.node)
+    return found
+
+
+def _key(node: Node) -> Hashable | None:
+    """Equal for collectives that give the same; None for those that are not compared."""
+    collective = node.collective
+    if collective is None or collective.kind in (Kind.SEND, Kind.RECV) or not node.operands:
+        return None
+    if node.order or any(v.order for v in node.operands):
+        return None
+    return (
+        collective.kind,
+        tuple(sorted(collective.groups)),
+        collective.pairs,
+        collective.reduction,
+        None if node.reducer is None else id(node.reducer),
+        collective.dimension,
+        collective.tuple_form,
+        collective.dynamic_root,
+        collective.valid_iterations,
+        collective.results,
+        tuple((id(v.root), id(v.barrier)) for v in node.operands),
+    )

@@ -1,0 +1,130 @@
+"""Who reads only its own part of what a collective gives.
+
+A device's *own part* of an array is, along some dimension, part p of n, where n is the size of its group in
+a collective and p its place there. It is read by a dynamic slice whose start is known on every device
+(`DeviceValues`), directly or behind transposes, reshapes and conversions. Reads through an optimization
+barrier count as reads of the whole: what the barrier holds back must be there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from stretto.collectives.ops import Collective
+
+from ...values import Node, NodeKind, Value
+from ..valid.known import starts_of
+from .device_values import DeviceValues
+from .edit import Editor
+from .steps import Step, backward, emit, of_part, steps_of
+
+# Steps between a collective and a slice, at most.
+_LONGEST = 16
+
+
+@dataclass(frozen=True, eq=False)
+class OwnPart:
+    """A slice that reads own parts along ``dimension`` of the collective's result, after ``steps``.
+
+    ``order``: nodes that come first on the way there.
+    """
+
+    node: Node
+    steps: tuple[Step, ...]
+    dimension: int
+    order: tuple[Node, ...]
+
+
+@dataclass(frozen=True)
+class Places:
+    """Groups of one size: ``parts``. ``place[d]``: where device d stands in its group."""
+
+    parts: int
+    place: Mapping[int, int]
+
+
+def places(collective: Collective) -> Places | None:
+    """None where groups differ in size, or have one member."""
+    sizes = {len(group) for group in collective.groups}
+    if len(sizes) != 1 or sizes == {1}:
+        return None
+    place = {d: p for group in collective.groups for p, d in enumerate(group)}
+    return Places(sizes.pop(), place)
+
+
+def own_parts(
+    editor: Editor, known: DeviceValues, result: Value, places: Places
+) -> tuple[list[OwnPart], bool]:
+    """The slices that read own parts of ``result``, and whether anything else reads it."""
+    found: list[OwnPart] = []
+    others = False
+    todo: list[tuple[Value, tuple[Step, ...], tuple[Node, ...]]] = [(result, (), ())]
+    while todo:
+        value, steps, before = todo.pop()
+        for use in editor.uses(value):
+            node = use.node
+            if node is None or use.value.barrier is not None or node.kind is not NodeKind.COMPUTE:
+                others = True
+                continue
+            order = (*before, *node.order, *(n for v in node.operands for n in v.order))
+            if node.instruction.opcode == "dynamic-slice" and use.position == 0:
+                part = _own_part(node, steps, order, known, places)
+                if part is None:
+                    others = True
+                else:
+                    found.append(part)
+                continue
+            more = steps_of(node)
+            if more is None or len(steps) + len(more) > _LONGEST:
+                others = True
+            else:
+                todo.append((node.results[0], steps + more, order))
+    found.sort(key=lambda part: part.node.position)
+    return found, others
+
+
+def _own_part(
+    node: Node,
+    steps: Sequence[Step],
+    order: tuple[Node, ...],
+    known: DeviceValues,
+    places: Places,
+) -> OwnPart | None:
+    whole, part = node.operands[0].type, node.results[0].type
+    assert whole is not None and part is not None
+    cut = [d for d, (n, size) in enumerate(zip(whole.shape, part.shape, strict=True)) if n != size]
+    if len(cut) != 1 or whole.shape[cut[0]] != places.parts * part.shape[cut[0]]:
+        return None
+    dimension: int | None = cut[0]
+    starts = starts_of(node, [None, *(known.of(v) for v in node.operands[1:])], 1)
+    if starts is None:
+        return None
+    size = part.shape[cut[0]]
+    for device, place in places.place.items():
+        if starts[device if len(starts) > 1 else 0][cut[0]] != place * size:
+            return None
+    for step in reversed(steps):
+        assert dimension is not None
+        dimension = backward(step, dimension, places.parts)
+        if dimension is None:
+            return None
+    assert dimension is not None
+    return OwnPart(node, tuple(steps), dimension, order)
+
+
+def give_parts(
+    editor: Editor, collective: Node, part: Value, taken: Sequence[OwnPart], parts: int
+) -> None:
+    """Give ``part``, the devices' own parts, to the slices that read them, which go."""
+    made: dict[tuple[object, ...], Value] = {}
+    for own in taken:
+        cut = of_part(own.steps, own.dimension, parts)
+        key = tuple(step.key for step in cut)
+        if key not in made:
+            nodes, made[key] = emit(cut, part)
+            editor.put_behind(collective, nodes)
+        view = made[key].view(own.order)
+        assert view.type == own.node.results[0].type
+        editor.replace(own.node.results[0], view)
+        editor.remove(own.node)

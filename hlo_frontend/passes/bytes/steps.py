@@ -1,0 +1,172 @@
+"""Ops that commute with cutting an array into equal parts along a dimension: what they are, made anew.
+
+A `Step` transposes, reshapes or converts. Row-major reshapes keep parts together where the dimensions
+before the cut have the same number of elements on both sides. `emit` makes the nodes that do the same to
+arrays of other shapes or types; they carry the name and the source of the instruction they stand for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import prod
+
+from stretto.collectives.types import TensorType
+
+from ...graph import Instruction
+from ...schema import HloInstructionProto
+from ...segments import set_shape
+from ...values import Node, NodeKind, Value
+
+
+@dataclass(frozen=True)
+class Step:
+    """``opcode``: transpose (by ``permutation``), reshape or convert, of ``source`` to ``target``.
+
+    ``like`` is the instruction that it comes from; it is no part of what a step is.
+    """
+
+    opcode: str
+    source: TensorType
+    target: TensorType
+    like: Instruction
+    permutation: tuple[int, ...] = ()
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        return self.opcode, self.source, self.target, self.permutation
+
+
+def steps_of(node: Node) -> tuple[Step, ...] | None:
+    """The steps that a node of one operand consists of, or None."""
+    if node.kind is not NodeKind.COMPUTE or len(node.operands) != 1 or len(node.results) != 1:
+        return None
+    source, target = node.operands[0].type, node.results[0].type
+    instruction = node.instruction
+    if source is None or target is None or not source.size:
+        return None
+    if instruction.opcode in ("convert", "reshape"):
+        return (Step(instruction.opcode, source, target, instruction),)
+    if instruction.opcode == "transpose":
+        permutation = tuple(instruction.proto.dimensions)
+        return (Step("transpose", source, target, instruction, permutation),)
+    if instruction.opcode == "bitcast" and source.dtype == target.dtype:
+        return _bitcast(instruction, source, target)
+    return None
+
+
+def _bitcast(instruction: Instruction, source: TensorType, target: TensorType) -> tuple[Step, ...]:
+    """Into the order of memory, reshaped, out of it (as `segments` does it)."""
+    steps: list[Step] = []
+    into = _major_to_minor(instruction.operands[0].shape, source)
+    out = _major_to_minor(instruction.shape, target)
+    memory = TensorType(source.dtype, tuple(source.shape[i] for i in into))
+    if into != sorted(into):
+        steps.append(Step("transpose", source, memory, instruction, tuple(into)))
+    other = TensorType(target.dtype, tuple(target.shape[i] for i in out))
+    if other != memory:
+        steps.append(Step("reshape", memory, other, instruction))
+    if out != sorted(out):
+        back = tuple(out.index(i) for i in range(len(out)))
+        steps.append(Step("transpose", other, target, instruction, back))
+    return tuple(steps)
+
+
+def _major_to_minor(shape: object, type: TensorType) -> list[int]:
+    order = list(shape.layout.minor_to_major)[::-1]  # type: ignore[attr-defined]
+    return order or list(range(len(type.shape)))
+
+
+def backward(step: Step, dimension: int, parts: int) -> int | None:
+    """The dimension of the source whose parts are the parts of the target along ``dimension``."""
+    if step.opcode == "transpose":
+        return step.permutation[dimension]
+    if step.opcode == "reshape":
+        return _same_cut(step.target.shape, step.source.shape, dimension, parts)
+    return dimension
+
+
+def forward(step: Step, dimension: int, parts: int) -> int | None:
+    """The other way round: the dimension of the target."""
+    if step.opcode == "transpose":
+        return step.permutation.index(dimension)
+    if step.opcode == "reshape":
+        return _same_cut(step.source.shape, step.target.shape, dimension, parts)
+    return dimension
+
+
+def _same_cut(given: Sequence[int], other: Sequence[int], dimension: int, parts: int) -> int | None:
+    """Element i of a row-major array is in part ``i // inner % parts``: the same for both shapes where
+    ``inner`` is, and so where the dimensions before the cut have the same product.
+    """
+    before = prod(given[:dimension])
+    for candidate, size in enumerate(other):
+        if prod(other[:candidate]) == before and size % parts == 0 and size:
+            return candidate
+    return None
+
+
+def part_of(type: TensorType, dimension: int, parts: int) -> TensorType:
+    """The type of one of ``parts`` equal parts along a dimension."""
+    shape = list(type.shape)
+    shape[dimension] //= parts
+    return TensorType(type.dtype, tuple(shape))
+
+
+def of_part(steps: Sequence[Step], dimension: int, parts: int) -> tuple[Step, ...]:
+    """The same steps for one part along ``dimension`` of what the first one takes."""
+    cut: list[Step] = []
+    for step in steps:
+        to = forward(step, dimension, parts)
+        assert to is not None  # the way back has been found before
+        source, target = part_of(step.source, dimension, parts), part_of(step.target, to, parts)
+        cut.append(replace(step, source=source, target=target))
+        dimension = to
+    return tuple(cut)
+
+
+def of_type(steps: Sequence[Step], dtype: str) -> tuple[Step, ...]:
+    """Steps that only move data, for elements of another type."""
+    return tuple(
+        replace(
+            step,
+            source=TensorType(dtype, step.source.shape),
+            target=TensorType(dtype, step.target.shape),
+        )
+        for step in steps
+    )
+
+
+def emit(steps: Sequence[Step], value: Value) -> tuple[list[Node], Value]:
+    """New nodes that apply the steps to a value, and what they give."""
+    nodes: list[Node] = []
+    for step in steps:
+        node = _node(step, value)
+        nodes.append(node)
+        (value,) = node.results
+    return nodes, value
+
+
+def _node(step: Step, operand: Value) -> Node:
+    like = step.like
+    proto = HloInstructionProto(name=like.name, opcode=step.opcode)
+    proto.metadata.CopyFrom(like.proto.metadata)
+    proto.dimensions.extend(step.permutation)
+    _set_type(proto.shape, step.target)
+    instruction = Instruction(proto, like.computation)
+    instruction.operands = (_stand_in(step, like),)
+    node = Node(NodeKind.COMPUTE, instruction, -1, [operand])
+    node.results = [Value(step.target, node)]
+    return node
+
+
+def _stand_in(step: Step, like: Instruction) -> Instruction:
+    """An instruction that only tells the operand's shape."""
+    proto = HloInstructionProto(name=like.name, opcode="parameter")
+    _set_type(proto.shape, step.source)
+    return Instruction(proto, like.computation)
+
+
+def _set_type(shape: object, type: TensorType) -> None:
+    set_shape(shape, type)
+    shape.layout.minor_to_major.extend(range(len(type.shape))[::-1])  # type: ignore[attr-defined]

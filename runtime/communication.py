@@ -31,6 +31,7 @@ from .valid import left_out
 
 # What a thread that must not block does of a collective: see `Communication.attempt`.
 Attempt = Callable[[Frame, float], Callable[[], None] | None]
+_NOTHING: frozenset[int] = frozenset()
 
 
 class Lane:
@@ -171,7 +172,7 @@ class Communication:
                     progress.end()
             except BaseException as error:
                 raise named(error, what) from error
-            call.account(options, began)
+            call.account(options, began, active)
             return call.registers(results, active)
 
         return perform
@@ -222,7 +223,7 @@ class Communication:
             def finish() -> None:
                 progress.end()
                 stream.end_turn()
-                call.account(options, began)
+                call.account(options, began, active)
                 for slot, register in zip(
                     outputs, call.registers(pending.results, active), strict=True
                 ):
@@ -267,11 +268,15 @@ class Communication:
         capture = self._columns(start)
         post = self._post(start) if self.is_split(start) else self._perform(start)
         stream, event = self.lanes[start.stream].stream, start.event
+        instrument, number = self.instrument, start.stream
+        collective = self.program.collectives[start.collective]
 
         def begin(frame: Frame) -> None:
             views = capture(frame)
             active, iteration = frame.active, frame.iteration
             frame.events[event] = stream.submit(lambda: post(views, active, iteration))
+            if instrument is not None:
+                instrument.collective_queued(collective, number)
 
         return begin
 
@@ -291,6 +296,7 @@ class Communication:
                 if instrument is not None:
                     instrument.collective_started(collective, start.stream)
                 options = skips(iteration)
+                began = perf_counter()
                 request = bound.start(operands, **options)
             except BaseException as error:
                 raise named(error, what) from error
@@ -302,6 +308,9 @@ class Communication:
                 counters.nbytes += nbytes
                 lane.sends = [sent for sent in lane.sends if not sent.test()]
                 lane.sends.append(request)
+                if instrument is not None:
+                    skip = options.get("skip", _NOTHING)
+                    instrument.collective_ran(collective, start.stream, began, active, skip)
             return request, active
 
         return post
@@ -310,12 +319,21 @@ class Communication:
         start = self._starts[wait.event]
         collective = self.program.collectives[start.collective]
         lane, outputs = self.lanes[start.stream], start.outputs
-        stream = lane.stream
+        stream, instrument = lane.stream, self.instrument
 
-        def take(frame: Frame) -> Any:
+        def taken(frame: Frame) -> Any:
             event = frame.events.pop(wait.event)
             stream.wait(event)
             return event.result()
+
+        def watched(frame: Frame) -> Any:
+            assert instrument is not None
+            began = perf_counter()
+            result = taken(frame)
+            instrument.collective_awaited(collective, start.stream, began)
+            return result
+
+        take = taken if instrument is None else watched
 
         def finish(frame: Frame) -> None:
             for slot, register in zip(outputs, take(frame), strict=True):
@@ -354,6 +372,7 @@ class Communication:
             counters.seconds += seconds
             if instrument is not None:
                 instrument.collective_finished(collective, start.stream, 0, seconds)
+                instrument.collective_ran(collective, start.stream, began, active, _NOTHING)
             registers = [Hosted([None] * count) for _ in outputs]
             for position in active:
                 for register, array in zip(registers, received[logical[position]], strict=True):
@@ -395,8 +414,10 @@ class _Call:
         self.lane.progress.begin(self._name, self._source, sequence, self._ranks, self._called)
         return self._skips(iteration), perf_counter()
 
-    def account(self, options: dict[str, frozenset[int]], began: float) -> None:
-        """It has given its results."""
+    def account(
+        self, options: dict[str, frozenset[int]], began: float, active: tuple[int, ...]
+    ) -> None:
+        """It has given its results to the devices at these positions."""
         seconds = perf_counter() - began
         counters = self.lane.counters
         counters.seconds += seconds
@@ -407,6 +428,8 @@ class _Call:
         counters.nbytes += nbytes
         if self._instrument is not None:
             self._instrument.collective_finished(self.collective, self.stream, nbytes, seconds)
+            skip = options.get("skip", _NOTHING)
+            self._instrument.collective_ran(self.collective, self.stream, began, active, skip)
 
     def registers(self, results: Any, active: tuple[int, ...]) -> list[Hosted]:
         """The outputs' registers from what the communicator gave."""

@@ -6,16 +6,25 @@ are called from the dispatch thread and from stream threads, and must be quick a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from stretto.collectives.ops import Collective
+
+if TYPE_CHECKING:
+    from .program import Program
 
 
 class Instrument:
     """Override what is of interest; every method does nothing here.
 
-    ``run`` counts the executions of one executor from 1. ``stream`` is the stream's number.
+    ``run`` counts the executions of one executor from 1. ``stream`` is the stream's number. ``began`` is a
+    time of ``perf_counter``. Collectives are objects of the program that was loaded.
     """
+
+    def program_loaded(self, program: Program, local: tuple[tuple[int, int], ...]) -> None:
+        """A program is ready to run on ``local``: (logical id, ordinal) pairs."""
 
     def program_started(self, program: str, run: int) -> None:
         """The walk of a program begins; its arguments are issued."""
@@ -25,6 +34,16 @@ class Instrument:
 
     def segment_issued(self, program: str, segment: int, name: str, ordinal: int) -> None:
         """A run of a segment was handed to the engine for one local device."""
+
+    def segment_handed(
+        self,
+        program: Program,
+        segment: int,
+        ordinal: int,
+        began: float,
+        outputs: Sequence[Any],
+    ) -> None:
+        """The same run, with the time before it was handed over, and the engine's arrays."""
 
     def segment_skipped(self, program: str, segment: int, name: str, ordinal: int) -> None:
         """A segment was not run on a local device, since nobody reads what it gives there."""
@@ -36,6 +55,25 @@ class Instrument:
         self, collective: Collective, stream: int, nbytes: int, seconds: float
     ) -> None:
         """The communicator has given the results. ``nbytes``: payload moved between devices."""
+
+    def collective_ran(
+        self,
+        collective: Collective,
+        stream: int,
+        began: float,
+        active: Sequence[int],
+        skip: frozenset[int],
+    ) -> None:
+        """The same call, for the local devices at the positions ``active``.
+
+        ``skip``: the collective's pairs that moved nothing. For a send, its message was posted; for a receive, the time is that of waiting for it.
+        """
+
+    def collective_queued(self, collective: Collective, stream: int) -> None:
+        """The walk has come to a start: the collective was given to its stream."""
+
+    def collective_awaited(self, collective: Collective, stream: int, began: float) -> None:
+        """The walk has come through a wait, which it reached at ``began``."""
 
 
 @dataclass

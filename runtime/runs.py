@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from time import perf_counter
 from typing import Any
 
 from .engine import Engine, LoadedSegment
@@ -185,7 +186,7 @@ class Runs:
         what = self._what(instruction)
         inputs, outputs, donated = instruction.inputs, instruction.outputs, instruction.donated
         ordinals, count = self.ordinals, len(self.ordinals)
-        instrument, program = self.instrument, self.program.name
+        instrument, whole, program = self.instrument, self.program, self.program.name
         types = [self.program.slot_types[slot] for slot in outputs]
         absent, counters, flops = self.absent, self.counters, max(segment.flops, 0.0)
 
@@ -214,6 +215,7 @@ class Runs:
                 columns.append(land(registers, slot) if type(register) is Hosted else register)
             for position in going:
                 ordinal = ordinals[position]
+                began = perf_counter() if instrument is not None else 0.0
                 try:
                     arrays = run(ordinal, [column[position] for column in columns])
                 except BaseException as error:
@@ -222,6 +224,7 @@ class Runs:
                     result[position] = array
                 if instrument is not None:
                     instrument.segment_issued(program, instruction.segment, segment.name, ordinal)
+                    instrument.segment_handed(whole, instruction.segment, ordinal, began, arrays)
             for slot in donated:
                 registers[slot] = None
             for slot, result in zip(outputs, results, strict=True):

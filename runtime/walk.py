@@ -112,6 +112,8 @@ class Walker:
             LogicalId: self._logical_id,
             Free: self._free,
         }
+        if self.instrument is not None:
+            self.instrument.program_loaded(self.program, self.local)
         self.operations = self._block(self.program.body)
         self.prompt = self._prompt(self.program.body)
 

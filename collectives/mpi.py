@@ -80,9 +80,15 @@ _PRED = {
 }
 
 
+# Sums of narrow integers wrap around in HLO; MPI leaves that open, and Open MPI's vector code saturates.
+_NARROW_INTEGERS = frozenset({"s8", "s16", "u8", "u16"})
+
+
 def native(dtype: str, reduction: Reduction) -> tuple[MPI.Datatype, MPI.Op] | None:
     """MPI's datatype and operation, where MPI reduces as HLO does."""
     if dtype not in _MPI_TYPES:
+        return None
+    if dtype in _NARROW_INTEGERS and reduction in (Reduction.SUM, Reduction.PRODUCT):
         return None
     table = _PRED if dtype == "pred" else _INTEGER if dtype[0] in "su" else _INEXACT
     op = table.get(reduction)

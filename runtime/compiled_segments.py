@@ -70,6 +70,9 @@ def compile_segments(
     if workers < 2:
         segments = [compile_one(index) for index in indices]
     else:
+        # The largest first: one that is left to the end would be compiled by one thread alone.
+        by_size = sorted(indices, key=lambda index: -len(program.segments[index].module))
         with ThreadPoolExecutor(workers, thread_name_prefix="stretto-compile") as pool:
-            segments = list(pool.map(compile_one, indices))
+            compiled = dict(zip(by_size, pool.map(compile_one, by_size), strict=True))
+        segments = [compiled[index] for index in indices]
     return CompiledSegments(program, engine, segments, bool(host_callbacks))

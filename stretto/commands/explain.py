@@ -6,6 +6,7 @@ import argparse
 import json
 from collections.abc import Iterator
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from stretto.collectives.ops import Collective
@@ -20,6 +21,7 @@ from stretto.runtime.runs import work
 
 from .explain_costs import ledger_text, schedule_file
 from .hlo_input import CompiledFile, add_file, compile_file, complain, read_file
+from .schedule_svg import svg
 
 MOST_CELLS, MOST_ROWS = 120, 32  # iterations and devices of the picture of a loop
 MOST_GROUPS = 4  # groups and pairs printed of one collective; --json has them all
@@ -32,6 +34,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--costs",
         metavar="COSTS.json",
         help="schedule by this table of costs, and print what each collective costs and what hides it",
+    )
+    parser.add_argument(
+        "--svg", metavar="OUT.svg", help="draw the loops, devices x iterations, into this file"
     )
 
 
@@ -50,6 +55,13 @@ def run(arguments: argparse.Namespace) -> int:
     except StrettoError as error:
         return complain("explain", arguments.file, error)
     explanation = explain(compiled)
+    if arguments.svg:
+        loops = explanation["loops"]
+        try:
+            Path(arguments.svg).write_text(svg(loops, [loop_lines(e)[0] for e in loops]), "utf-8")
+        except OSError as error:
+            unwritable = StrettoError(f"cannot be written: {error.strerror or error}")
+            return complain("explain", arguments.svg, unwritable)
     print(json.dumps(explanation, indent=2) if arguments.json else to_text(explanation))
     return 0
 

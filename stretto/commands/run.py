@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -48,6 +49,7 @@ from stretto.runtime.program import Program
 from stretto.runtime.value import Value
 from stretto.runtime.world import World, bootstrap
 
+from . import check_skips
 from .hlo_input import CompiledFile, add_file, compile_file, complain, read_file
 
 
@@ -61,6 +63,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--results", metavar="OUT.npz", help="write the results of all devices")
     parser.add_argument("--json", action="store_true", help="print counts as one JSON object")
+    parser.add_argument(
+        "--check-skips",
+        action="store_true",
+        help="also run with nothing left out, and with NaN for what is: results must be equal bit for bit",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -91,6 +98,7 @@ def run(arguments: argparse.Namespace) -> int:
     assert compiled is not None
     try:
         outputs, counts = execute(compiled, world, given)
+        problem = _check_skips(data, compiled, world, given) if arguments.check_skips else ""
     except CollectiveMismatch as error:  # every rank has it
         complain("run", arguments.file, error)
         return 1
@@ -101,12 +109,32 @@ def run(arguments: argparse.Namespace) -> int:
     gathered = [(outputs, counts)]
     if world.comm is not None:
         gathered = world.comm.gather((outputs, counts), root=0) or []
+    if problem:
+        if world.rank == 0:
+            print(f"stretto run: {problem}", file=sys.stderr, flush=True)
+        return 1
     if world.rank == 0:
         if arguments.results:
             np.savez(arguments.results, **stacked([out for out, _ in gathered]))  # type: ignore[arg-type]
         report = total([c for _, c in gathered])
+        if arguments.check_skips:
+            report["skips_checked"] = True
         print(json.dumps(report) if arguments.json else summary(report), flush=True)
     return 0
+
+
+def _check_skips(data: bytes, compiled: CompiledFile, world: World, given: Arguments) -> str:
+    """What `check_skips.check` finds, on the first rank where it finds something; the same on all ranks."""
+    devices = compiled.program.num_devices
+
+    def run(way: check_skips.Variant) -> Outputs:
+        variant = compile_file(data, devices, guarded=False, policy=way.policy)
+        return execute(variant, world, given, way.options)[0]
+
+    problem = check_skips.check(run, compiled.policy, world.options)
+    if world.comm is None:
+        return problem
+    return next(filter(None, world.comm.allgather(problem)), "")
 
 
 def _make_devices(count: int) -> None:
@@ -306,15 +334,19 @@ class _Counted:
 
 
 def execute(
-    compiled: CompiledFile, world: World, given: Arguments
+    compiled: CompiledFile, world: World, given: Arguments, chosen: options.Options | None = None
 ) -> tuple[Outputs, dict[str, Any]]:
-    """Run a program once. Results by device, for those of this rank, and its counts."""
+    """Run a program once, under the world's options or those ``chosen``.
+
+    Results by device, for those of this rank, and its counts.
+    """
     program = compiled.program
     engine = create_engine(world.options.engine, world.local_devices)
     counts = Counts(program)
     executor = Executor(
         engine,
         world,
+        chosen,
         communicators=lambda stream: _CountingCommunicator(
             create_communicator(world.comm, stream), counts
         ),
@@ -407,4 +439,5 @@ def summary(report: Mapping[str, Any]) -> str:
         f"arithmetic instructions: {report['arithmetic']}, skipped: {report['skipped_arithmetic']} "
         f"in {report['skipped_runs']} runs of segments\n"
         f"order: {' '.join(report['order']) or 'none'}"
+        + ("\nnothing that is left out changes a result" if "skips_checked" in report else "")
     )

@@ -53,7 +53,8 @@ class ValidPolicy:
     ``trust``: honour attributes without proof (STRETTO_TRUST_VALID_ITERATIONS). ``dead_only``: leave out
     only what nobody reads, not zeros that are read: for runs that fill what is left out with NaN.
     ``compute``: also leave out compute that nobody reads (STRETTO_SKIP_COMPUTE), where it is found at
-    all, that is, with ``derive``; ``least_flops`` is what that must save (`LEAST_FLOPS`).
+    all, that is, with ``derive``; ``least_flops`` is what that must save (`LEAST_FLOPS`). ``as_written``:
+    leave out nothing at all, attributes are dropped unseen: what other runs are compared with.
     """
 
     derive: bool = True
@@ -61,6 +62,7 @@ class ValidPolicy:
     dead_only: bool = False
     compute: bool = True
     least_flops: float = LEAST_FLOPS
+    as_written: bool = False
 
     @classmethod
     def of(cls, options: ValidOptions) -> ValidPolicy:
@@ -136,6 +138,11 @@ def apply(
     looped = list(_looped(entry, False))
     attributed = [node for node in looped if _given(node)]
     _check_ends(entry)
+    if policy.as_written:
+        for node in attributed:
+            assert node.collective is not None
+            node.collective = replace(node.collective, valid_iterations=())
+        return ValidReport()
     if not looped or not (policy.derive or (attributed and not policy.trust)):
         return ValidReport()
     proof = _Proof(

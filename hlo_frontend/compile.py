@@ -185,6 +185,7 @@ def compile_stablehlo(
     single = spec.num_replicas * spec.num_partitions == 1
     if single and not _names_xla_options(spec.options) and stablehlo.is_local(parsed):
         return _whole(parsed)
+    stablehlo.inline_late_calls(parsed)
     signature = stablehlo.signature(parsed, types=False)
     hlo = tap.optimized_hlo(parsed, spec.num_replicas, spec.num_partitions, spec.options)
     counts = spec.num_replicas, spec.num_partitions

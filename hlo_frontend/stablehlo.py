@@ -282,11 +282,11 @@ def has_token_barriers(module: ir.Module) -> bool:
 def is_local(module: ir.Module) -> bool:
     """Whether a module for one device can be given to an engine without XLA looking at it first.
 
-    XLA is needed to partition it, and to inline calls when the user said it should.
+    XLA is needed to partition it, and to inline calls early when the user said it should.
     """
     for operation in operations(module):
         name = operation.name
-        if name == "func.call" and "inlineable" in _frontend_attributes(operation):
+        if name == "func.call" and _inlined(operation) == "xla_early":
             return False
         if name in _DISTRIBUTED or (name.startswith("sdy.") and name != "sdy.mesh"):
             return False
@@ -297,11 +297,35 @@ def is_local(module: ir.Module) -> bool:
     return True
 
 
+def inline_late_calls(module: ir.Module) -> None:
+    """Let XLA inline the calls that the user wants to be inlined late.
+
+    XLA would compile what they call as modules of their own, and put them together behind the place where
+    the HLO is taken.
+    """
+    for operation in operations(module):
+        if operation.name == "func.call" and _inlined(operation) == "xla_late":
+            with module.context:
+                kept = [a for a in _frontend_attributes(operation) if a.name != _INLINEABLE]
+                marks = ir.DictAttr.get({a.name: a.attr for a in kept})
+                operation.attributes[_FRONTEND_ATTRIBUTES] = marks
+
+
+_FRONTEND_ATTRIBUTES = "mhlo.frontend_attributes"
+_INLINEABLE = "inlineable"
+
+
+def _inlined(operation: Any) -> str:
+    """When a call is to be inlined, as `jax.Inline` names it; empty if it does not say."""
+    attributes = _frontend_attributes(operation)
+    return ir.StringAttr(attributes[_INLINEABLE]).value if _INLINEABLE in attributes else ""
+
+
 def _frontend_attributes(operation: Any) -> ir.DictAttr | dict[str, Any]:
     attributes = operation.attributes
-    if "mhlo.frontend_attributes" not in attributes:
+    if _FRONTEND_ATTRIBUTES not in attributes:
         return {}
-    return ir.DictAttr(attributes["mhlo.frontend_attributes"])
+    return ir.DictAttr(attributes[_FRONTEND_ATTRIBUTES])
 
 
 def settle_layouts(module: ir.Module) -> None:

@@ -33,7 +33,6 @@ class SegmentPool:
     """Makes segments, each distinct one once."""
 
     def __init__(self) -> None:
-        self._context = stablehlo.make_context()
         self.segments: list[Segment] = []
         self._index: dict[tuple[bytes, tuple[tuple[int, int], ...]], int] = {}
 
@@ -72,7 +71,7 @@ class SegmentPool:
                 Segment(
                     tuple(inputs),
                     tuple(outputs),
-                    _to_stablehlo(serialized, instructions, aliases, self._context),
+                    _to_stablehlo(serialized, instructions, aliases),
                     donated=tuple(sorted(aliases)),
                     arithmetic=arithmetic,
                     flops=flops,
@@ -92,11 +91,11 @@ def segment_name(plan: SegmentPlan) -> str:
 
 
 def _to_stablehlo(
-    hlo: bytes, instructions: Sequence[Instruction], aliases: Mapping[int, int], context: Any
+    hlo: bytes, instructions: Sequence[Instruction], aliases: Mapping[int, int]
 ) -> bytes:
     """The module with its aliases. Raises `UnsupportedError` naming the instruction that is to blame."""
     try:
-        return stablehlo.with_aliases(_jax.mlir.hlo_to_stablehlo(hlo), aliases, context)
+        return stablehlo.with_aliases(_jax.mlir.hlo_to_stablehlo(hlo), aliases)
     except Exception as error:
         reason = str(error)
     for instruction in instructions:

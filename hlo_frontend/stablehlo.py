@@ -6,6 +6,7 @@ artifacts; functions here raise `InvalidProgramError` for anything else.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from io import BytesIO
@@ -54,10 +55,7 @@ class _Context(ir.Context):
 
 
 def make_context() -> ir.Context:
-    """A new MLIR context with the dialects that JAX emits, single-threaded.
-
-    A context keeps every constant it ever saw, so each compilation has its own.
-    """
+    """A new MLIR context with the dialects that JAX emits, single-threaded."""
     made = _Context()
     registry = ir.DialectRegistry()
     _jax_mlir_ext.register_dialects(registry)
@@ -71,11 +69,38 @@ def make_context() -> ir.Context:
     return made
 
 
-def parse(module: bytes | str, context: ir.Context | None = None) -> ir.Module:
+# A context keeps every constant and name it ever saw, so it is replaced after this many bytes of modules.
+_BYTES_PER_CONTEXT = 1 << 20
+
+
+class _Current(threading.local):
+    """This thread's context, and how many bytes it may still see."""
+
+    context: ir.Context | None = None
+    bytes_left = 0
+
+
+_current = _Current()
+
+
+def context_for(nbytes: int) -> ir.Context:
+    """A context for a module of so many bytes, the one of the module before if that is not full.
+
+    Making one takes longer than parsing a small program.
+    """
+    if _current.context is None or nbytes > _current.bytes_left:
+        if nbytes > _BYTES_PER_CONTEXT:
+            return make_context()
+        _current.context, _current.bytes_left = make_context(), _BYTES_PER_CONTEXT
+    _current.bytes_left -= nbytes
+    return _current.context
+
+
+def parse(module: bytes | str) -> ir.Module:
     """Parse text, bytecode or a portable artifact."""
     if isinstance(module, str):
         module = module.encode()
-    context = context or make_context()
+    context = context_for(len(module))
     reasons = []
     try:
         # A portable artifact is bytecode too, of the versioned dialect.
@@ -364,14 +389,12 @@ def _check_layout(mode: str, what: str) -> None:
         )
 
 
-def with_aliases(
-    module: bytes, aliases: Mapping[int, int], context: ir.Context | None = None
-) -> bytes:
+def with_aliases(module: bytes, aliases: Mapping[int, int]) -> bytes:
     """The module with input ``i`` of main marked to alias output ``aliases[i]``.
 
     Attributes that the HLO importer left are removed: layouts are row-major.
     """
-    parsed = parse(module, context)
+    parsed = parse(module)
     function = main(parsed)
     with parsed.context:
         for name in list(parsed.operation.attributes):

@@ -251,6 +251,27 @@ def analyse_cost_before_compiling() -> None:
     pxla.MeshComputation.cost_analysis = analyse  # type: ignore[method-assign]
 
 
+def transform_as_cpu() -> None:
+    """Register transformations of HLO for stretto where those for cpu are: with the XLA of this process.
+
+    It is what compiles the segments, each of which a transformation sees as a module. Before jax 0.11 only
+    those registered for cpu are told.
+    """
+    from jax._src import xla_transform
+
+    original = getattr(xla_transform, "_normalize_platforms", None)
+    if original is None or hasattr(original, "__wrapped_for_stretto__"):
+        return
+
+    @wraps(original)
+    def normalize_platforms(platforms: Sequence[str] | str | None) -> list[str]:
+        named = ("cpu" if name == PLATFORM else name for name in original(platforms))
+        return list(dict.fromkeys(named))
+
+    normalize_platforms.__wrapped_for_stretto__ = original  # type: ignore[attr-defined]
+    xla_transform._normalize_platforms = normalize_platforms
+
+
 def cost_analysis(hlo: bytes) -> dict[str, float]:
     """XLA's cost analysis of a serialized HloModuleProto, by JAX's CPU backend."""
     from jax._src import xla_bridge

@@ -29,6 +29,7 @@ def initialize() -> None:
     jax_private.share_cpu_lowerings()
     jax_private.allow_donation()
     jax_private.hand_over_callbacks()
+    jax_private.transform_as_cpu()
     jax_private.use_compilation_cache()
     jax_private.analyse_cost_before_compiling()
     if "cpu" not in requested:

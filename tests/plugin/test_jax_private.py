@@ -22,6 +22,7 @@ import jax._src.lru_cache
 import jax._src.source_info_util
 import jax._src.traceback_util
 import jax._src.xla_bridge
+import jax._src.xla_transform
 import pytest
 
 from stretto.plugin import jax_private
@@ -101,6 +102,21 @@ def test_cost_analysis() -> None:
         hlo = jax.jit(lambda a: a @ a).lower(jax.numpy.ones((4, 4))).compiler_ir("hlo")
     cost = jax_private.cost_analysis(hlo.as_serialized_hlo_module_proto())
     assert cost["flops"] == 2 * 4**3
+
+
+def test_transformations() -> None:
+    """What is asked which platforms a transformation is for; ``cpu`` is this process's own XLA."""
+    transforms = jax._src.xla_transform
+    if not hasattr(transforms, "_normalize_platforms"):
+        assert jax.__version_info__ < (0, 11)
+        return
+    function = _original(transforms._normalize_platforms)
+    assert function(["cpu"]) == function("cpu") == ["cpu"]
+    for user in (
+        transforms.register_hlo_module_transformation,
+        transforms.clear_hlo_module_transformation,
+    ):
+        assert "in _normalize_platforms(platforms)" in inspect.getsource(user)
 
 
 def test_compilation_cache() -> None:

@@ -11,6 +11,7 @@ import pytest
 from jax import export
 from jax.experimental import io_callback
 from jax.experimental.layout import Format, Layout
+from jax.extend import xla as jax_extend_xla
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 pytestmark = pytest.mark.usefixtures("on_stretto")
@@ -130,3 +131,20 @@ class TestLayouts:
         placement = Format(Layout((1, 0)), SingleDeviceSharding(device))
         with pytest.raises(Exception, match=r"argument 0 .* layout .*row-major"):
             jax.jit(lambda a: a + 1, in_shardings=placement)(np.zeros((2, 3)))
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="only cpu is told of transformations")
+@pytest.mark.parametrize("platforms", ["stretto", None])
+def test_transformations_of_hlo(
+    platforms: str | None, on_stretto: jax.Device, cpu: jax.Device
+) -> None:
+    seen: list[bytes] = []
+    jax_extend_xla.register_hlo_module_transformation(seen.append, name="look", platforms=platforms)
+    try:
+        jax.jit(lambda a: jnp.sin(a) + 41)(1.0)
+    finally:
+        assert jax_extend_xla.clear_hlo_module_transformation("look", platforms=platforms)
+    assert any(b"sine" in module for module in seen)  # opcodes are spelled out in HloModuleProto
+    seen.clear()
+    jax.jit(lambda a: jnp.sin(a) + 42)(1.0)
+    assert not seen

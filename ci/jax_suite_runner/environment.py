@@ -22,6 +22,7 @@ _SOURCES = ("stretto", "collectives", "runtime", "hlo_frontend", "plugin")
 _REQUIREMENTS = (
     "absl-py",
     "cloudpickle",
+    "flatbuffers",
     "hypothesis",
     "mpi4py>=4",
     "mpich>=4.3",

@@ -179,15 +179,16 @@ def compile_stablehlo(
             f"a program needs at least one replica and one partition, not {spec.num_replicas} "
             f"and {spec.num_partitions}"
         )
-    parsed = stablehlo.parse(module)
-    stablehlo.replace_boundary_tokens(parsed)
-    stablehlo.settle_layouts(parsed)
-    single = spec.num_replicas * spec.num_partitions == 1
-    if single and not _names_xla_options(spec.options) and stablehlo.is_local(parsed):
-        return _whole(parsed)
-    stablehlo.inline_late_calls(parsed)
-    signature = stablehlo.signature(parsed, types=False)
-    hlo = tap.optimized_hlo(parsed, spec.num_replicas, spec.num_partitions, spec.options)
+    with stablehlo.parsed(module) as parsed:
+        stablehlo.replace_boundary_tokens(parsed)
+        stablehlo.settle_layouts(parsed)
+        single = spec.num_replicas * spec.num_partitions == 1
+        if single and not _names_xla_options(spec.options) and stablehlo.is_local(parsed):
+            return _whole(parsed)
+        stablehlo.inline_late_calls(parsed)
+        stablehlo.call_decompositions(parsed)
+        signature = stablehlo.signature(parsed, types=False)
+        hlo = tap.optimized_hlo(parsed, spec.num_replicas, spec.num_partitions, spec.options)
     counts = spec.num_replicas, spec.num_partitions
     compiled = PartitionedModule(hlo, *counts, pseudo_tokens, valid, rewrites).compiled()
     return replace(

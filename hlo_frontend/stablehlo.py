@@ -6,8 +6,8 @@ artifacts; functions here raise `InvalidProgramError` for anything else.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BytesIO
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 from jaxlib import _jax
 from jaxlib.mlir import ir
 from jaxlib.mlir._mlir_libs import _jax_mlir_ext
-from jaxlib.mlir.dialects import chlo, sdy, stablehlo
+from jaxlib.mlir.dialects import chlo, func, sdy, stablehlo
 
 from stretto.collectives.types import TensorType
 from stretto.runtime.errors import InvalidProgramError, UnsupportedError
@@ -69,38 +69,35 @@ def make_context() -> ir.Context:
     return made
 
 
-# A context keeps every constant and name it ever saw, so it is replaced after this many bytes of modules.
+# A context keeps every constant and name it ever saw, so it is given up after this many bytes of modules.
 _BYTES_PER_CONTEXT = 1 << 20
 
-
-class _Current(threading.local):
-    """This thread's context, and how many bytes it may still see."""
-
-    context: ir.Context | None = None
-    bytes_left = 0
+# Contexts that nobody uses, each with how many bytes it may still see. Not one for each thread: jaxlib
+# may compile on threads that Python forgets at once, and a context does not survive that.
+_idle: list[tuple[ir.Context, int]] = []
 
 
-_current = _Current()
+@contextmanager
+def parsed(module: bytes | str) -> Iterator[ir.Module]:
+    """`parse`, in a context that other modules use before and after: making one takes longer than
+    parsing a small program. The module must not be used outside of the block."""
+    nbytes = len(module)
+    try:
+        context, left = _idle.pop()
+    except IndexError:
+        context, left = make_context(), _BYTES_PER_CONTEXT
+    try:
+        yield parse(module, context)
+    finally:
+        if left > nbytes:
+            _idle.append((context, left - nbytes))
 
 
-def context_for(nbytes: int) -> ir.Context:
-    """A context for a module of so many bytes, the one of the module before if that is not full.
-
-    Making one takes longer than parsing a small program.
-    """
-    if _current.context is None or nbytes > _current.bytes_left:
-        if nbytes > _BYTES_PER_CONTEXT:
-            return make_context()
-        _current.context, _current.bytes_left = make_context(), _BYTES_PER_CONTEXT
-    _current.bytes_left -= nbytes
-    return _current.context
-
-
-def parse(module: bytes | str) -> ir.Module:
+def parse(module: bytes | str, context: ir.Context | None = None) -> ir.Module:
     """Parse text, bytecode or a portable artifact."""
     if isinstance(module, str):
         module = module.encode()
-    context = context_for(len(module))
+    context = context or make_context()
     reasons = []
     try:
         # A portable artifact is bytecode too, of the versioned dialect.
@@ -245,6 +242,10 @@ _DISTRIBUTED_CALLS = (
 )
 
 
+# Operations of Shardy that say nothing about a program for one device.
+_IDLE_ON_ONE_DEVICE = ("sdy.mesh", "sdy.sharding_constraint")
+
+
 def replace_boundary_tokens(module: ir.Module) -> None:
     """Make tokens that enter or leave ``main`` empty ``pred[0]`` arrays, as JAX passes them.
 
@@ -313,13 +314,35 @@ def is_local(module: ir.Module) -> bool:
         name = operation.name
         if name == "func.call" and _inlined(operation) == "xla_early":
             return False
-        if name in _DISTRIBUTED or (name.startswith("sdy.") and name != "sdy.mesh"):
+        if name in _DISTRIBUTED or (name.startswith("sdy.") and name not in _IDLE_ON_ONE_DEVICE):
             return False
         if name == "stablehlo.custom_call":
             target = ir.StringAttr(operation.attributes["call_target_name"]).value
             if target in _DISTRIBUTED_CALLS or target.endswith(("-start", "-done")):
                 return False
     return True
+
+
+def call_decompositions(module: ir.Module) -> None:
+    """Replace composites that HLO has an instruction for, and StableHLO has none, by what they stand for.
+
+    XLA goes through StableHLO again to partition, and so do segments.
+    """
+    found = [o for o in operations(module) if o.name == "stablehlo.composite"]
+    for operation in found:
+        attributes = operation.attributes
+        if ir.StringAttr(attributes["name"]).value not in _ONLY_IN_HLO:
+            continue
+        decomposition = ir.FlatSymbolRefAttr(attributes["decomposition"])
+        types = [result.type for result in operation.results]
+        with module.context, operation.location, ir.InsertionPoint(operation):
+            call = func.CallOp(types, decomposition, list(operation.operands))
+        for old, new in zip(operation.results, call.results, strict=True):
+            old.replace_all_uses_with(new)
+        operation.erase()
+
+
+_ONLY_IN_HLO = ("chlo.mulhi",)
 
 
 def inline_late_calls(module: ir.Module) -> None:
@@ -394,38 +417,44 @@ def with_aliases(module: bytes, aliases: Mapping[int, int]) -> bytes:
 
     Attributes that the HLO importer left are removed: layouts are row-major.
     """
-    parsed = parse(module)
-    function = main(parsed)
-    with parsed.context:
-        for name in list(parsed.operation.attributes):
-            if name.startswith("mhlo."):
-                del parsed.operation.attributes[name]
-        for name in ("arg_attrs", "res_attrs"):  # they leave the layout to the compiler
-            if name in function.attributes:
-                del function.attributes[name]
-        parsed.operation.attributes["sym_name"] = ir.StringAttr.get("segment")
-        if aliases:
-            function_type = ir.FunctionType(ir.TypeAttr(function.attributes["function_type"]).value)
-            i32 = ir.IntegerType.get_signless(32)
-            marks = []
-            for i in range(len(function_type.inputs)):
-                mark = {}
-                if i in aliases:
-                    mark["tf.aliasing_output"] = ir.IntegerAttr.get(i32, aliases[i])
-                marks.append(ir.DictAttr.get(mark))
-            function.attributes["arg_attrs"] = ir.ArrayAttr.get(marks)
-    return bytecode(parsed)
+    with parsed(module) as tree:
+        function = main(tree)
+        with tree.context:
+            for name in list(tree.operation.attributes):
+                if name.startswith("mhlo."):
+                    del tree.operation.attributes[name]
+            for name in ("arg_attrs", "res_attrs"):  # they leave the layout to the compiler
+                if name in function.attributes:
+                    del function.attributes[name]
+            tree.operation.attributes["sym_name"] = ir.StringAttr.get("segment")
+            if aliases:
+                function_type = ir.FunctionType(
+                    ir.TypeAttr(function.attributes["function_type"]).value
+                )
+                i32 = ir.IntegerType.get_signless(32)
+                marks = []
+                for i in range(len(function_type.inputs)):
+                    mark = {}
+                    if i in aliases:
+                        mark["tf.aliasing_output"] = ir.IntegerAttr.get(i32, aliases[i])
+                    marks.append(ir.DictAttr.get(mark))
+                function.attributes["arg_attrs"] = ir.ArrayAttr.get(marks)
+        return bytecode(tree)
 
 
 def without_shardings(module: ir.Module) -> bytes:
-    """Bytecode of a module for one device, with Shardy's meshes and attributes removed."""
-    meshes = [o for o in module.body.operations if o.operation.name == "sdy.mesh"]
-    if not meshes:
+    """Bytecode of a module for one device, with Shardy's meshes, constraints and attributes removed."""
+    found = list(operations(module))
+    idle = [o for o in found if o.name in _IDLE_ON_ONE_DEVICE]
+    if not idle:
         return bytecode(module)
     with module.context:
-        for mesh in meshes:
-            mesh.operation.erase()
-        for operation in operations(module):
+        for operation in idle:
+            if operation.name == "sdy.sharding_constraint":
+                operation.results[0].replace_all_uses_with(operation.operands[0])
+            found.remove(operation)
+            operation.erase()
+        for operation in found:
             for name in list(operation.attributes):
                 if name.startswith("sdy."):
                     del operation.attributes[name]

@@ -84,7 +84,8 @@ class Executable(_capi.Executable):  # type: ignore[misc]
             digest.update(part.encode() + b"\0")
         # Where the program was written does not make it another program. Of the options, those that are
         # read count: the others hold maps, which are serialized in any order.
-        module = stablehlo.parse(self._source).operation.get_asm(enable_debug_info=False)
+        with stablehlo.parsed(self._source) as parsed:
+            module = parsed.operation.get_asm(enable_debug_info=False)
         options = CompileOptionsProto.FromString(self.options)
         options.DiscardUnknownFields()
         digest.update(options.SerializeToString(deterministic=True) + b"\0" + module.encode())

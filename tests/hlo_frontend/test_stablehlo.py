@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
-
+import numpy as np
 import pytest
+from interpreter import Interpreter
 from jaxlib.mlir import ir
 
 from stretto.hlo_frontend import stablehlo
+from stretto.hlo_frontend.compile import CompileSpec, compile_stablehlo
+from stretto.runtime.errors import InvalidProgramError
 
 SMALL = "func.func @main(%x: tensor<2xf32>) -> tensor<2xf32> { return %x : tensor<2xf32> }"
 
@@ -17,28 +19,42 @@ def padded(nbytes: int) -> str:
     return SMALL + " " * (nbytes - len(SMALL))
 
 
-def test_small_modules_of_a_thread_share_a_context():
-    stablehlo.parse(padded(1 << 20))  # fills the one before
-    first = stablehlo.parse(SMALL)
-    second = stablehlo.parse(SMALL)
-    assert first.context is second.context
-    with ThreadPoolExecutor(1) as pool:
-        assert pool.submit(stablehlo.parse, SMALL).result().context is not first.context
+def contexts(*sizes: int) -> list[ir.Context]:
+    """The contexts of modules of these sizes, parsed one after another."""
+    found = []
+    for nbytes in sizes:
+        with stablehlo.parsed(padded(nbytes)) as module:
+            found.append(module.context)
+    return found
 
 
-def test_a_context_that_has_seen_its_share_of_bytes_is_replaced():
-    stablehlo.parse(padded(1 << 20))
-    first = stablehlo.parse(padded(600_000))
-    second = stablehlo.parse(padded(600_000))
-    assert first.context is not second.context
-    assert stablehlo.parse(SMALL).context is second.context
+@pytest.fixture
+def no_context_is_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stablehlo, "_idle", [])
 
 
-def test_a_large_module_has_a_context_of_its_own():
-    small = stablehlo.parse(SMALL)
-    large = stablehlo.parse(padded((1 << 20) + 1))
-    assert large.context is not small.context
-    assert stablehlo.parse(SMALL).context is not large.context
+@pytest.mark.usefixtures("no_context_is_idle")
+def test_modules_use_a_context_one_after_another_until_it_has_seen_its_share() -> None:
+    first, second, third, fourth = contexts(400_000, 400_000, 400_000, 1_000)
+    assert first is second is third
+    assert fourth is not third
+
+
+@pytest.mark.usefixtures("no_context_is_idle")
+def test_modules_at_the_same_time_have_contexts_of_their_own() -> None:
+    with stablehlo.parsed(SMALL) as first, stablehlo.parsed(SMALL) as second:
+        assert first.context is not second.context
+        used = {id(first.context), id(second.context)}
+    assert {id(context) for context in contexts(1_000)} <= used
+
+
+@pytest.mark.usefixtures("no_context_is_idle")
+def test_a_context_is_of_use_after_a_module_that_cannot_be_read() -> None:
+    (before,) = contexts(1_000)
+    with pytest.raises(InvalidProgramError), stablehlo.parsed("func.func @main( {"):
+        pass
+    (after,) = contexts(1_000)
+    assert after is before
 
 
 def calling(when: str) -> ir.Module:
@@ -67,3 +83,41 @@ def test_late_calls_are_not_left_for_modules_of_their_own(when: str, stays: bool
     stablehlo.inline_late_calls(module)
     assert ("inlineable" in str(module)) is stays
     assert 'other = "kept"' in str(module)
+
+
+def test_a_constraint_on_one_device_says_nothing() -> None:
+    module = stablehlo.parse("""
+        sdy.mesh @empty_mesh = <[]>
+        func.func @main(%x: tensor<2xf32>) -> tensor<2xf32> {
+          %0 = sdy.sharding_constraint %x <@empty_mesh, [{}]> : tensor<2xf32>
+          %1 = stablehlo.add %0, %0 : tensor<2xf32>
+          return %1 : tensor<2xf32>
+        }""")
+    assert stablehlo.is_local(module)
+    text = str(stablehlo.parse(stablehlo.without_shardings(module)))
+    assert "sdy." not in text
+    assert "stablehlo.add %arg0, %arg0" in text
+
+
+MULHI = """
+    func.func @main(%x: tensor<4xui32>, %y: tensor<4xui32>) -> tensor<4xui32> {
+      %0 = stablehlo.composite "chlo.mulhi" %x, %y {decomposition = @high, version = 1 : i32}
+        : (tensor<4xui32>, tensor<4xui32>) -> tensor<4xui32>
+      return %0 : tensor<4xui32>
+    }
+    func.func private @high(%x: tensor<4xui32>, %y: tensor<4xui32>) -> tensor<4xui32> {
+      %0 = stablehlo.convert %x : (tensor<4xui32>) -> tensor<4xui64>
+      %1 = stablehlo.convert %y : (tensor<4xui32>) -> tensor<4xui64>
+      %2 = stablehlo.multiply %0, %1 : tensor<4xui64>
+      %c = stablehlo.constant dense<32> : tensor<4xui64>
+      %3 = stablehlo.shift_right_logical %2, %c : tensor<4xui64>
+      %4 = stablehlo.convert %3 : (tensor<4xui64>) -> tensor<4xui32>
+      return %4 : tensor<4xui32>
+    }"""
+
+
+def test_what_hlo_alone_has_an_instruction_for_is_decomposed() -> None:
+    program = compile_stablehlo(MULHI, CompileSpec(num_partitions=2)).program
+    x = np.array([2**31, 2**32 - 1, 5, 3], np.uint32)
+    ((result, _),) = Interpreter(program).run([x, x], [x, x])
+    np.testing.assert_array_equal(result, (x.astype(np.uint64) ** 2 >> 32).astype(np.uint32))

@@ -354,9 +354,9 @@ def inline_late_calls(module: ir.Module) -> None:
     for operation in operations(module):
         if operation.name == "func.call" and _inlined(operation) == "xla_late":
             with module.context:
-                kept = [a for a in _frontend_attributes(operation) if a.name != _INLINEABLE]
-                marks = ir.DictAttr.get({a.name: a.attr for a in kept})
-                operation.attributes[_FRONTEND_ATTRIBUTES] = marks
+                kept = _named(_frontend_attributes(operation))
+                marks = {a.name: a.attr for a in kept if a.name != _INLINEABLE}
+                operation.attributes[_FRONTEND_ATTRIBUTES] = ir.DictAttr.get(marks)
 
 
 _FRONTEND_ATTRIBUTES = "mhlo.frontend_attributes"

@@ -269,7 +269,7 @@ def transform_as_cpu() -> None:
         return list(dict.fromkeys(named))
 
     normalize_platforms.__wrapped_for_stretto__ = original  # type: ignore[attr-defined]
-    xla_transform._normalize_platforms = normalize_platforms
+    setattr(xla_transform, "_normalize_platforms", normalize_platforms)  # noqa: B010 - not in all releases
 
 
 def cost_analysis(hlo: bytes) -> dict[str, float]:

@@ -12,6 +12,7 @@ import numpy as np
 from stretto.collectives.types import TensorType
 from stretto.runtime.engine import create_engine
 from stretto.runtime.executor import Executor
+from stretto.runtime.options import Options
 from stretto.runtime.rendezvous import Rendezvous
 from stretto.runtime.value import Value
 from stretto.runtime.world import bootstrap
@@ -21,14 +22,9 @@ from .device import PLATFORM, make_devices
 from .structs import NamedValues, read_int64s
 from .table import entry
 from .target import target
-from .topology import Text, Topology, pointers
+from .topology import Text, Topology, platform_version, pointers
 
 _TYPE_NAMES = {code: name for name, code in abi.BUFFER_TYPES.items()}
-
-
-def platform_version() -> str:
-    """What the platform reports as its version. JAX's tests look for names of other platforms in it."""
-    return f"{PLATFORM} {version('stretto')}"
 
 
 class Client(_capi.Handle):  # type: ignore[misc]
@@ -51,11 +47,15 @@ class Client(_capi.Handle):  # type: ignore[misc]
         self.local_devices = self.devices[rank * local : (rank + 1) * local]
         self.memories = tuple(m for d in self.local_devices for m in d.memories)
         self.platform_name, self.platform_version = Text(PLATFORM), Text(platform_version())
-        self.topology = Topology(self.devices, platform_version(), lambda: self.target)
+        self.topology = Topology(self.devices, self)
         self.device_pointers = pointers(self.devices)
         self.local_device_pointers = pointers(self.local_devices)
         self.memory_pointers = pointers(self.memories)
         self._array_types: dict[TensorType, _capi.ArrayType] = {}
+
+    @property
+    def options(self) -> Options:
+        return self.world.options
 
     @cached_property
     def target(self) -> dict[str, str]:

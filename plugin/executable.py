@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+from collections.abc import Callable
 from functools import cached_property
 from importlib.metadata import version
 from typing import Any
@@ -21,6 +22,7 @@ from stretto.hlo_frontend.schema import (
     HloModuleProtoWithConfig,
 )
 from stretto.runtime import statistics
+from stretto.runtime.compiled_segments import CompiledSegments, compile_segments
 from stretto.runtime.errors import InvalidProgramError
 from stretto.runtime.executor import LoadedProgram
 from stretto.runtime.memory_plan import MemoryPlan
@@ -31,7 +33,7 @@ from .device import MEMORY_KINDS
 from .executable_codec import StoredExecutable
 from .structs import STRUCTS, NamedValues, read_bytes
 from .table import entry
-from .topology import Text, pointers
+from .topology import Maker, Text, Topology, pointers
 
 
 class Executable(_capi.Executable):  # type: ignore[misc]
@@ -42,19 +44,19 @@ class Executable(_capi.Executable):  # type: ignore[misc]
 
     def __init__(
         self,
-        client: Client,
+        maker: Maker,
         compiled: CompiledModule,
-        loaded: LoadedProgram,
+        segments: Callable[[], CompiledSegments],
         options: bytes,
         *,
         source: bytes = b"",
         stored: StoredExecutable | None = None,
     ) -> None:
-        self.client, self.compiled, self.loaded = client, compiled, loaded
+        self.maker, self.compiled, self._segments = maker, compiled, segments
         self.options, self._source, self._stored = options, source, stored
         program = compiled.program
         self.name = Text(program.name)
-        self.output_types = [client.array_type(t) for t in program.outputs]
+        self.output_types = [maker.array_type(t) for t in program.outputs]
         self.set_counts(program.num_replicas, program.num_partitions, len(self.output_types))
         outputs = program.outputs
         self.type_codes = (ctypes.c_int * len(outputs))(
@@ -80,7 +82,7 @@ class Executable(_capi.Executable):  # type: ignore[misc]
         if self._stored is not None:
             return self._stored.fingerprint
         digest = hashlib.sha256()
-        for part in (version("stretto"), version("jaxlib"), self.client.engine.name):
+        for part in (version("stretto"), version("jaxlib"), self.maker.engine.name):
             digest.update(part.encode() + b"\0")
         # Where the program was written does not make it another program. Of the options, those that are
         # read count: the others hold maps, which are serialized in any order.
@@ -104,18 +106,19 @@ class Executable(_capi.Executable):  # type: ignore[misc]
     @cached_property
     def memory(self) -> MemoryPlan:
         """What a run needs on each device."""
-        return self.loaded.compiled.memory()
+        return self._segments().memory()
 
     def serialized(self) -> bytes:
         """What `PJRT_Executable_DeserializeAndLoad` takes. Raises ``NotImplementedError``."""
-        if self.loaded.has_host_callbacks:
+        segments = self._segments()
+        if segments.has_host_callbacks:
             raise NotImplementedError("a program that calls back into Python cannot be serialized")
         return executable_codec.to_bytes(
             StoredExecutable(
-                self.client.target,
+                self.maker.target,
                 self.options,
                 self.compiled,
-                self.loaded.compiled.code(self.compiled.program),
+                segments.code(self.compiled.program),
                 self.fingerprint,
             )
         )
@@ -124,24 +127,28 @@ class Executable(_capi.Executable):  # type: ignore[misc]
 class LoadedExecutable(_capi.LoadedExecutable):  # type: ignore[misc]
     """A program on its devices. ``device_ids[i]`` is the global device of logical id i."""
 
-    def __init__(self, executable: Executable, device_ids: tuple[int, ...]) -> None:
-        client, program = executable.client, executable.compiled.program
+    def __init__(
+        self,
+        client: Client,
+        executable: Executable,
+        loaded: LoadedProgram,
+        device_ids: tuple[int, ...],
+    ) -> None:
+        program = executable.compiled.program
         self.executable = executable
         self.device_ids = device_ids
-        self.devices = tuple(
-            client.device(device_ids[logical]) for logical, _ in executable.loaded.local
-        )
+        self.devices = tuple(client.device(device_ids[logical]) for logical, _ in loaded.local)
         self.device_pointers = pointers(self.devices)
         memories = [
             [device.memories[MEMORY_KINDS.index(kind)] for kind in executable.memory_kinds]
             for device in self.devices
         ]
         self.prepare(
-            executable.loaded.execute_with_completion,
+            loaded.execute_with_completion,
             client.copy,
-            executable.loaded.single,
+            loaded.single,
             client.engine,
-            executable.loaded.has_host_callbacks,
+            loaded.has_host_callbacks,
             len(program.inputs),
             tuple(program.donated),
             executable.output_types,
@@ -162,17 +169,23 @@ class LoadedExecutable(_capi.LoadedExecutable):  # type: ignore[misc]
         return proto.SerializeToString()
 
 
-def compile_and_load(client: Client, source: bytes, options: bytes) -> LoadedExecutable:
-    """Compile a StableHLO module for the devices that the options name."""
-    num_replicas, num_partitions, device_ids = _placement(client, options)
+def compile_module(maker: Maker, source: bytes, options: bytes) -> CompiledModule:
+    """Take a StableHLO module through XLA and the front end."""
+    num_replicas, num_partitions, _ = _counts(options)
     statistics.compiled(programs=1)
-    compiled = compile_stablehlo(
+    return compile_stablehlo(
         source,
         CompileSpec(num_replicas, num_partitions, options),
-        pseudo_tokens=client.world.options.pseudo_tokens,
-        rewrites=client.world.options.rewrite,
-        valid=ValidPolicy.of(client.world.options),
+        pseudo_tokens=maker.options.pseudo_tokens,
+        rewrites=maker.options.rewrite,
+        valid=ValidPolicy.of(maker.options),
     )
+
+
+def compile_and_load(client: Client, source: bytes, options: bytes) -> LoadedExecutable:
+    """Compile a StableHLO module for the devices that the options name."""
+    _, _, device_ids = _placement(client, options)
+    compiled = compile_module(client, source, options)
     loaded = client.executor.load(
         compiled.program,
         device_ids,
@@ -182,9 +195,17 @@ def compile_and_load(client: Client, source: bytes, options: bytes) -> LoadedExe
         rewritten=compiled.rewritten,
         as_written=compiled.as_written,
     )
-    return LoadedExecutable(
-        Executable(client, compiled, loaded, options, source=source), device_ids
-    )
+    executable = Executable(client, compiled, lambda: loaded.compiled, options, source=source)
+    return LoadedExecutable(client, executable, loaded, device_ids)
+
+
+def compile_only(maker: Maker, source: bytes, options: bytes) -> Executable:
+    """Compile a StableHLO module for devices that need not be here, to be serialized."""
+    if callbacks.of_module(source):
+        raise NotImplementedError("a program that calls back into Python is compiled where it runs")
+    compiled = compile_module(maker, source, options)
+    segments = compile_segments(compiled.program, maker.engine)
+    return Executable(maker, compiled, lambda: segments, options, source=source)
 
 
 def load(client: Client, data: bytes, options: bytes = b"") -> LoadedExecutable:
@@ -211,16 +232,20 @@ def load(client: Client, data: bytes, options: bytes = b"") -> LoadedExecutable:
         as_written=compiled.as_written,
         code=stored.code,
     )
-    return LoadedExecutable(
-        Executable(client, compiled, loaded, options, stored=stored), device_ids
-    )
+    executable = Executable(client, compiled, lambda: loaded.compiled, options, stored=stored)
+    return LoadedExecutable(client, executable, loaded, device_ids)
+
+
+def _counts(options: bytes) -> tuple[int, int, bytes]:
+    """Replicas, partitions, and the device assignment."""
+    build = CompileOptionsProto.FromString(options).executable_build_options
+    return max(build.num_replicas, 1), max(build.num_partitions, 1), build.device_assignment
 
 
 def _placement(client: Client, options: bytes) -> tuple[int, int, tuple[int, ...]]:
     """Replicas, partitions, and the global device id of every logical id."""
-    build = CompileOptionsProto.FromString(options).executable_build_options
-    num_replicas, num_partitions = max(build.num_replicas, 1), max(build.num_partitions, 1)
-    device_ids = _device_ids(client, build.device_assignment, num_replicas, num_partitions)
+    num_replicas, num_partitions, assignment = _counts(options)
+    device_ids = _device_ids(client, assignment, num_replicas, num_partitions)
     return num_replicas, num_partitions, device_ids
 
 
@@ -249,13 +274,22 @@ def _device_ids(
 @entry("PJRT_Client_Compile")
 def compile_program(args: Any) -> None:
     client: Client = _capi.take(args.client)
+    args.executable = _capi.give(compile_and_load(client, *_source_and_options(args)))
+
+
+@entry("PJRT_Compile")
+def compile_for_topology(args: Any) -> None:
+    topology: Topology = _capi.take(args.topology)
+    args.executable = _capi.give(compile_only(topology.maker, *_source_and_options(args)))
+
+
+def _source_and_options(args: Any) -> tuple[bytes, bytes]:
     program = _program(args.program)
-    source = read_bytes(program.code, program.code_size)
     format = read_bytes(program.format, program.format_size)
     if format != b"mlir":
         raise NotImplementedError(f"stretto compiles StableHLO in MLIR, not {format.decode()!r}")
-    options = read_bytes(args.compile_options, args.compile_options_size)
-    args.executable = _capi.give(compile_and_load(client, source, options))
+    source = read_bytes(program.code, program.code_size)
+    return source, read_bytes(args.compile_options, args.compile_options_size)
 
 
 def _program(address: int) -> Any:

@@ -233,6 +233,25 @@ def use_compilation_cache() -> None:
 _SAVES_EXECUTABLES = SimpleNamespace(platform="cpu", supports_executable_serialization=True)
 
 
+def compile_for_topologies_without_client() -> None:
+    """Compile for a topology with what JAX has for those without a client, though there may be one.
+
+    A client has nothing to add, and jaxlib would wait for it while it holds Python's lock.
+    """
+    from jax._src import compiler
+
+    original = compiler._get_cross_compile_backend
+    if hasattr(original, "__wrapped_for_stretto__"):
+        return
+
+    @wraps(original)
+    def get_cross_compile_backend(backend: Any) -> Any:
+        return None if backend.platform == PLATFORM else original(backend)
+
+    get_cross_compile_backend.__wrapped_for_stretto__ = original  # type: ignore[attr-defined]
+    compiler._get_cross_compile_backend = get_cross_compile_backend
+
+
 def analyse_cost_before_compiling() -> None:
     """Give ``Lowered.cost_analysis``, which JAX refuses for plugins: XLA's own, by JAX's CPU backend."""
     from jax._src.interpreters import pxla

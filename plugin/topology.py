@@ -1,17 +1,32 @@
-"""The topology: platform and devices, as descriptions that need no client."""
+"""The topology: platform and devices, as descriptions that need no client.
+
+A client has one of its devices. Others are made by name, ``PROCESSESxDEVICES``, for programs that are
+compiled here and run elsewhere (`jax.experimental.topologies`); an empty name is this process alone.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import json
-from collections.abc import Callable, Mapping
+import re
+import socket
 from functools import cached_property
-from typing import Any
+from importlib.metadata import version
+from typing import Any, Protocol
+
+from stretto.collectives.types import TensorType
+from stretto.runtime import cost_tables
+from stretto.runtime.cost_tables import CostText
+from stretto.runtime.engine import Engine, create_engine
+from stretto.runtime.options import Options, in_force
 
 from . import _capi
-from .device import PLATFORM
-from .structs import NamedValues
+from .device import PLATFORM, make_devices
+from .structs import NamedValues, read_bytes, read_named_values
 from .table import entry
+from .target import difference, target
+
+MOST_DEVICES = 65536  # of a topology by name
 
 
 def pointers(handles: tuple[_capi.Handle, ...]) -> Any:
@@ -27,26 +42,102 @@ class Text:
         self.address, self.size = ctypes.addressof(self._data), len(self._data) - 1
 
 
-class Topology(_capi.Handle):
-    """Devices of the world with their descriptions; owned by a client."""
+def platform_version() -> str:
+    """What the platform reports as its version. JAX's tests look for names of other platforms in it."""
+    return f"{PLATFORM} {version('stretto')}"
 
-    def __init__(
-        self,
-        devices: tuple[_capi.Device, ...],
-        version: str,
-        target: Callable[[], Mapping[str, str]],
-    ) -> None:
-        self.devices, self._target = devices, target
+
+class Maker(Protocol):
+    """What programs are compiled with: a client, or a topology that has none."""
+
+    @property
+    def engine(self) -> Engine: ...
+
+    @property
+    def target(self) -> dict[str, str]:
+        """What they depend on, see `target.target`."""
+        ...
+
+    @property
+    def options(self) -> Options:
+        """The options in force."""
+        ...
+
+    def array_type(self, type: TensorType) -> _capi.ArrayType:
+        """The C form of a type. Raises ``KeyError`` for types that PJRT lacks."""
+        ...
+
+
+class Topology(_capi.Handle):  # type: ignore[misc]
+    """Devices with their descriptions. ``maker`` compiles programs for them."""
+
+    def __init__(self, devices: tuple[_capi.Device, ...], maker: Maker) -> None:
+        self.devices, self.maker = devices, maker
         self.descriptions = pointers(devices)
         self.platform_name = Text(PLATFORM)
-        self.platform_version = Text(version)
+        self.platform_version = Text(platform_version())
         self.attributes = NamedValues({})
 
     @cached_property
     def serialized(self) -> bytes:
         """What programs for these devices depend on: JAX makes keys of its compilation cache of it."""
         devices = [[d.id, d.process_index] for d in self.devices]
-        return json.dumps({"platform": PLATFORM, **self._target(), "ids": devices}).encode()
+        return json.dumps({"platform": PLATFORM, **self.maker.target, "ids": devices}).encode()
+
+
+class Elsewhere:
+    """Compiles for devices that need not exist, with an engine of this process."""
+
+    def __init__(self, processes: int, local_devices: int) -> None:
+        self.options = in_force()
+        self._processes, self._local_devices = processes, local_devices
+
+    @cached_property
+    def engine(self) -> Engine:
+        return create_engine(self.options.engine, self._local_devices)
+
+    @cached_property
+    def target(self) -> dict[str, str]:
+        chosen, hosts = self.options, [socket.gethostname()] * self._processes
+        costs = CostText()
+        if chosen.overlap:  # as if all of it were on this machine
+            costs = cost_tables.find(chosen.costs, hosts, self._local_devices, chosen.engine)
+        return target(self.engine, chosen, self._processes, costs.text)
+
+    def array_type(self, type: TensorType) -> _capi.ArrayType:
+        return _capi.ArrayType(type)
+
+
+def topology_of(processes: int, local_devices: int) -> Topology:
+    """A topology of devices that need not exist."""
+    devices = make_devices(processes, local_devices, rank=-1)
+    return Topology(devices, Elsewhere(processes, local_devices))
+
+
+_NAME = re.compile(r"(\d+)x(\d+)", re.ASCII)
+
+
+def named_topology(name: str) -> Topology:
+    """The topology ``PROCESSESxDEVICES``. Raises ``ValueError`` for names that are none."""
+    if not name:
+        return topology_of(1, in_force().local_devices)
+    found = _NAME.fullmatch(name)
+    counts = [int(count) for count in found.groups()] if found else [0]
+    if not all(counts) or counts[0] * counts[1] > MOST_DEVICES:
+        raise ValueError(
+            f"{name!r} is no topology of stretto: expected PROCESSESxDEVICES, '4x8' for 4 processes "
+            f"with 8 devices each, at most {MOST_DEVICES} devices in all"
+        )
+    return topology_of(*counts)
+
+
+@entry("PJRT_TopologyDescription_Create")
+def create(args: Any) -> None:
+    name = read_bytes(args.topology_name, args.topology_name_size).decode(errors="replace")
+    unknown = read_named_values(args.create_options, args.num_options)
+    if unknown:
+        raise ValueError(f"stretto's topologies have no option {next(iter(unknown))!r}")
+    args.topology = _capi.give(named_topology(name))
 
 
 @entry("PJRT_TopologyDescription_PlatformName")
@@ -57,7 +148,7 @@ def platform_name(args: Any) -> None:
 
 
 @entry("PJRT_TopologyDescription_PlatformVersion")
-def platform_version(args: Any) -> None:
+def topology_platform_version(args: Any) -> None:
     topology: Topology = _capi.take(args.topology)
     args.platform_version = topology.platform_version.address
     args.platform_version_size = topology.platform_version.size
@@ -83,3 +174,27 @@ def serialize(args: Any) -> None:
     args.serialized_bytes, args.serialized_bytes_size = data.address, len(data.data)
     args.serialized_topology = _capi.give(data)
     args.serialized_topology_deleter = _capi.deleter()
+
+
+def read_topology(data: bytes) -> Topology:
+    """Inverse of `Topology.serialized`. Raises ``ValueError`` for other bytes, and other versions."""
+    try:
+        about = json.loads(data)
+        ids = [(int(id), int(process)) for id, process in about.pop("ids")]
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise ValueError(f"these bytes are no topology of stretto: {error}") from error
+    processes = 1 + max((process for _, process in ids), default=-1)
+    local = len(ids) // max(processes, 1)
+    if not ids or len(ids) > MOST_DEVICES or ids != [(i, i // local) for i in range(len(ids))]:
+        raise ValueError("these bytes are no topology of stretto: its devices are not numbered")
+    topology = topology_of(processes, local)
+    other = difference(about, topology.maker.target)
+    if other:
+        raise ValueError(f"the topology is one of another stretto, of {other}")
+    return topology
+
+
+@entry("PJRT_TopologyDescription_Deserialize")
+def deserialize(args: Any) -> None:
+    data = read_bytes(args.serialized_topology, args.serialized_topology_size)
+    args.topology = _capi.give(read_topology(data))

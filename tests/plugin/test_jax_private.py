@@ -139,6 +139,14 @@ def test_compilation_cache() -> None:
     ]
 
 
+def test_cross_compile_backend() -> None:
+    """``backend_compile_and_load`` asks it for a client whose ``compile`` is called with a topology."""
+    compiler = jax._src.compiler
+    source = inspect.getsource(_original(compiler.backend_compile_and_load))
+    assert "cross_compile_backend = _get_cross_compile_backend(backend)" in source
+    assert "if cross_compile_backend is not None" in source
+
+
 def test_cost_before_compiling() -> None:
     """``Lowered.cost_analysis`` asks ``MeshComputation``, which refuses backends made of the C API."""
     computation = jax._src.interpreters.pxla.MeshComputation

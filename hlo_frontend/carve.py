@@ -1,6 +1,8 @@
 """Cutting an ordered block: maximal runs of compute of one part, between runtime nodes, become segment plans.
 
 Carving knows nothing of how the order came about: any topological order of a block's nodes will do.
+A node that occurs several times is computed anew in each segment that needs it; an `Await` is where what a
+collective gives is waited for, if that is not left to its first use.
 Constants and other cheap values that a runtime node or the block's result needs are made by the
 segment before it that runs on all devices, one fresh array for each use, so that each may be donated.
 """
@@ -37,7 +39,22 @@ class RuntimeStep:
     inputs: list[Value]
 
 
-Step = SegmentPlan | RuntimeStep
+@dataclass(frozen=True, eq=False)
+class Await:
+    """In an order of nodes: where the results of a collective are waited for."""
+
+    node: Node
+
+
+@dataclass(eq=False)
+class AwaitStep:
+    """Wait for a collective that was started before."""
+
+    node: Node
+    inputs: tuple[Value, ...] = ()
+
+
+Step = SegmentPlan | RuntimeStep | AwaitStep
 
 
 @dataclass(eq=False)
@@ -50,7 +67,7 @@ class BlockPlan:
     blocks: dict[Node, tuple[BlockPlan, ...]] = field(default_factory=dict)
 
 
-def carve(block: BlockGraph, ordered: Sequence[Node]) -> BlockPlan:
+def carve(block: BlockGraph, ordered: Sequence[Node | Await]) -> BlockPlan:
     """Cut ``ordered``, the nodes of ``block`` in a topological order."""
     steps: list[Step] = []
     pending: list[SegmentPlan] = []  # since the last runtime node
@@ -66,6 +83,11 @@ def carve(block: BlockGraph, ordered: Sequence[Node]) -> BlockPlan:
         return made
 
     for node in ordered:
+        if isinstance(node, Await):
+            steps += pending
+            pending.clear()
+            steps.append(AwaitStep(node.node))
+            continue
         if not node.is_runtime and node.kind is not NodeKind.LOGICAL_ID:
             if not pending or pending[-1].part != node.part:
                 pending.append(SegmentPlan(valid=node.valid, part=node.part))
@@ -98,7 +120,7 @@ def _connect(plan: BlockPlan) -> None:
     needed: set[Value] = set(plan.results)
     kept: list[Step] = []
     for step in reversed(plan.steps):
-        if isinstance(step, RuntimeStep):
+        if not isinstance(step, SegmentPlan):
             needed.update(step.inputs)
             kept.append(step)
             continue
@@ -118,6 +140,7 @@ def _connect(plan: BlockPlan) -> None:
             if value in needed and value.type is not None
         ] + [made for made, _ in step.made]
         if step.outputs or any(node.has_side_effect for node in step.nodes):
+            needed.difference_update(step.outputs)  # of a node that occurs again, once is enough
             needed.update(step.inputs)
             kept.append(step)
     plan.steps = kept[::-1]

@@ -22,6 +22,8 @@ from .collectives import CollectiveReader
 from .flatten import flatten
 from .graph import Module
 from .lower import lower
+from .overlap.apply import OverlapPolicy, Planned, carve_planned
+from .overlap.apply import plan as plan_overlap
 from .passes import unread
 from .passes.bytes import Rewrite, RewriteReport, rewrite
 from .passes.order import order
@@ -32,7 +34,7 @@ from .passes.valid.decide import LEAST_FLOPS
 from .schedule import reorder, schedule_of, token_edges
 from .schema import CompileOptionsProto, HloModuleProto, HloModuleProtoWithConfig
 from .text import parse_hlo_text
-from .values import BlockGraph
+from .values import BlockGraph, Node
 
 
 @dataclass(frozen=True)
@@ -76,9 +78,10 @@ class PartitionedModule:
         plan = plan_block(entry, self.valid.least_flops)
         return module, entry, plan, replace(report, liveness=None), done
 
-    def lower(self, module: Module, plan: BlockPlan) -> Program:
-        """The program of a plan."""
-        return lower(plan, module.name, self.num_replicas, self.num_partitions, _donated(module))
+    def lower(self, module: Module, plan: BlockPlan, *, streams: bool = False) -> Program:
+        """The program of a plan, its collectives on one stream or on several."""
+        counts = self.num_replicas, self.num_partitions
+        return lower(plan, module.name, *counts, _donated(module), streams=streams)
 
     def with_order(self, order: CommonOrder) -> Program:
         """The program with its collectives in another order. Raises `InvalidProgramError` where that
@@ -92,11 +95,18 @@ class PartitionedModule:
         _, entry, plan, *_ = self.plan()
         return token_edges(entry, plan)
 
-    def compiled(self) -> CompiledModule:
-        """The program, and what was found about it."""
+    def compiled(self, overlap: OverlapPolicy | None = None) -> CompiledModule:
+        """The program, and what was found about it. ``overlap``: how its collectives are scheduled."""
         module, entry, plan, valid, done = self.plan()
         schedule = schedule_of(entry, plan)
-        program = self.lower(module, plan)
+        found = None
+        if overlap is not None:
+            found = plan_overlap(entry, overlap, _donated(module), self._ordered)
+        if found is not None and found.changed:
+            # The schedule stays that of the plan without: ranks that differ come back to one like it.
+            program = self.lower(module, carve_planned(entry, found, self._ordered), streams=True)
+        else:
+            program = self.lower(module, plan)
         return CompiledModule(
             program,
             self,
@@ -106,7 +116,11 @@ class PartitionedModule:
             valid,
             done.rewrites,
             done.digest,
+            found,
         )
+
+    def _ordered(self, block: BlockGraph) -> list[Node]:
+        return order(block, self.valid.least_flops)
 
     def with_config(self) -> bytes:
         """A serialized ``HloModuleProtoWithConfig``."""
@@ -121,6 +135,8 @@ class CompiledModule:
     came. Memory kinds are empty strings where the program names none. ``schedule`` is what the program
     communicates, in its order. ``valid`` tells what was found about transfers in loops, ``rewrites`` what
     became of collectives (see `passes.bytes`); ``rewritten`` is a digest of that, empty if it is nothing.
+    ``overlap`` is what was planned to hide communication, where that was asked for and there is some; the
+    program that ``with_order`` gives goes without.
     """
 
     program: Program
@@ -131,6 +147,7 @@ class CompiledModule:
     valid: ValidReport = field(repr=False, default_factory=ValidReport)
     rewrites: tuple[Rewrite, ...] = ()
     rewritten: bytes = b""
+    overlap: Planned | None = field(repr=False, default=None)
 
     def hlo_with_config(self) -> bytes:
         """A serialized ``HloModuleProtoWithConfig`` of the whole program for one device: entry layout,
@@ -166,13 +183,15 @@ def compile_stablehlo(
     pseudo_tokens: bool = True,
     rewrites: bool = True,
     valid: ValidPolicy = _PROVED,
+    overlap: OverlapPolicy | None = None,
 ) -> CompiledModule:
     """Partition and lower StableHLO (text, bytecode, portable artifact).
 
     ``pseudo_tokens``: whether scalars that only order collectives become order (see
     `passes.pseudo_tokens`). ``rewrites``: whether collectives may become others that send less (see
     `passes.bytes`). ``valid``: how iterations are found in which transfers are made (see
-    `passes.valid`). Raises `InvalidProgramError` or `UnsupportedError`.
+    `passes.valid`). ``overlap``: how collectives are scheduled beside compute (see `overlap.apply`); None
+    where they are not. Raises `InvalidProgramError` or `UnsupportedError`.
     """
     if spec.num_replicas < 1 or spec.num_partitions < 1:
         raise InvalidProgramError(
@@ -190,7 +209,7 @@ def compile_stablehlo(
         signature = stablehlo.signature(parsed, types=False)
         hlo = tap.optimized_hlo(parsed, spec.num_replicas, spec.num_partitions, spec.options)
     counts = spec.num_replicas, spec.num_partitions
-    compiled = PartitionedModule(hlo, *counts, pseudo_tokens, valid, rewrites).compiled()
+    compiled = PartitionedModule(hlo, *counts, pseudo_tokens, valid, rewrites).compiled(overlap)
     return replace(
         compiled,
         input_memory_kinds=_padded(signature.input_memory_kinds, len(compiled.program.inputs)),
@@ -214,6 +233,7 @@ def compile_hlo(
     pseudo_tokens: bool = True,
     rewrites: bool = False,
     valid: ValidPolicy = _PROVED,
+    overlap: OverlapPolicy | None = None,
 ) -> CompiledModule:
     """Lower HLO that is partitioned already: text, or a serialized ``HloModuleProto``.
 
@@ -223,7 +243,7 @@ def compile_hlo(
         raise InvalidProgramError("a program needs at least one replica and one partition")
     serialized = parse_hlo_text(hlo) if isinstance(hlo, str) else hlo
     counts = num_replicas, num_partitions
-    return PartitionedModule(serialized, *counts, pseudo_tokens, valid, rewrites).compiled()
+    return PartitionedModule(serialized, *counts, pseudo_tokens, valid, rewrites).compiled(overlap)
 
 
 def _padded(kinds: tuple[str, ...], count: int) -> tuple[str, ...]:

@@ -7,8 +7,8 @@ Only owned arrays are donated. Whether a loop owns a carry follows from its body
 when it comes back. A body that donates a carry needs its initial value owned, so that is copied where it
 is not. Nothing is ever copied once per iteration.
 
-A `Wait` stands right before the first use of what its start gives; one for a send stands at the end
-of the block, since a peer may have to post its own send first.
+A `Wait` stands where the order of the block has an `Await`, or else right before the first use of what its
+start gives; one for a send stands at the end of the block, since a peer may have to post its own send first.
 """
 
 from __future__ import annotations
@@ -35,9 +35,10 @@ from stretto.runtime.program import (
 )
 
 from .aliases import find_aliases
-from .carve import BlockPlan, RuntimeStep, SegmentPlan
+from .carve import AwaitStep, BlockPlan, RuntimeStep, SegmentPlan
 from .graph import LOGICAL_IDS, Computation, trip_count
 from .segments import SegmentPool
+from .streams import Streams
 from .values import Node, NodeKind, Value
 
 
@@ -47,10 +48,15 @@ def lower(
     num_replicas: int,
     num_partitions: int,
     donated: Sequence[int] = (),
+    *,
+    streams: bool = False,
 ) -> Program:
-    """The program of an entry block whose parameters at positions ``donated`` are given up."""
+    """The program of an entry block whose parameters at positions ``donated`` are given up.
+
+    ``streams``: whether collectives run on several streams (see `streams`), instead of on one.
+    """
     owned = {plan.parameters[i] for i in donated}
-    state = _State()
+    state = _State(Streams() if streams else None)
     emitted = _emit(state, plan, owned, is_entry=True)
     pool = SegmentPool()
     finisher = _Finisher(state, pool)
@@ -64,6 +70,7 @@ def lower(
         collectives=tuple(finisher.collectives),
         body=body,
         donated=tuple(sorted(donated)),
+        num_streams=finisher.streams.count if finisher.streams else 1,
     )
 
 
@@ -71,6 +78,7 @@ def lower(
 class _State:
     """What blocks of one program share. Lists only grow, and are cut when a try is given up."""
 
+    streams: Streams | None = None
     slot_types: list[TensorType] = field(default_factory=list)
     runs: list[tuple[SegmentPlan, dict[int, int]]] = field(default_factory=list)
     starts: list[Node] = field(default_factory=list)
@@ -142,6 +150,8 @@ class _Emitter:
         for index, step in enumerate(plan.steps):
             if isinstance(step, SegmentPlan):
                 self.segment(index, step)
+            elif isinstance(step, AwaitStep):
+                self.await_(step.node.results)
             else:
                 _EMIT[step.node.kind](self, index, step)
         return self.finish(parameters)
@@ -388,6 +398,7 @@ class _Finisher:
     def __init__(self, state: _State, pool: SegmentPool) -> None:
         self.state = state
         self.pool = pool
+        self.streams = state.streams
         self.collectives: list[Collective] = []
         self._reducers: dict[tuple[Computation, tuple[TensorType, ...]], int] = {}
 
@@ -399,9 +410,9 @@ class _Finisher:
             plan, aliases = self.state.runs[instruction.segment]
             return replace(instruction, segment=self.pool.add(plan, aliases))
         if isinstance(instruction, Start):
-            return replace(
-                instruction, collective=self.collective(self.state.starts[instruction.collective])
-            )
+            collective = self.collective(self.state.starts[instruction.collective])
+            stream = self.streams.number(self.collectives[collective]) if self.streams else 0
+            return replace(instruction, collective=collective, stream=stream)
         if isinstance(instruction, Loop):
             return replace(
                 instruction,

@@ -19,6 +19,7 @@ from stretto.runtime.world import bootstrap
 
 from . import _capi, abi, store
 from .device import PLATFORM, make_devices
+from .overlap import policy_of
 from .structs import NamedValues, read_int64s
 from .table import entry
 from .target import target
@@ -41,6 +42,7 @@ class Client(_capi.Handle):  # type: ignore[misc]
         rank, size, local = self.world.rank, self.world.size, self.world.local_devices
         self.engine = create_engine(chosen.engine, local)
         self.executor = Executor(self.engine, self.world, chosen)
+        self.overlap = policy_of(chosen, self.world.costs, (p.host for p in self.world.peers))
         self.devices = make_devices(size, local, rank)
         for device in self.devices:
             device.client = self
@@ -61,7 +63,7 @@ class Client(_capi.Handle):  # type: ignore[misc]
     def target(self) -> dict[str, str]:
         """What programs that are compiled for this client depend on."""
         world = self.world
-        return target(self.engine, world.options, world.size, world.costs.text)
+        return target(self.engine, world.options, world.size, self.overlap)
 
     def array_type(self, type: TensorType) -> _capi.ArrayType:
         """The C form of a type, made once. Raises ``KeyError`` for types that PJRT lacks."""

@@ -179,6 +179,7 @@ def compile_module(maker: Maker, source: bytes, options: bytes) -> CompiledModul
         pseudo_tokens=maker.options.pseudo_tokens,
         rewrites=maker.options.rewrite,
         valid=ValidPolicy.of(maker.options),
+        overlap=maker.overlap,
     )
 
 

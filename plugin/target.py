@@ -12,6 +12,7 @@ from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 
+from stretto.hlo_frontend.overlap.apply import OverlapPolicy
 from stretto.runtime.engine import Engine, RestoringEngine
 from stretto.runtime.options import Options
 
@@ -31,10 +32,12 @@ def source_digest() -> str:
     return digest.hexdigest()[:16]
 
 
-def target(engine: Engine, options: Options, processes: int, costs: str = "") -> dict[str, str]:
+def target(
+    engine: Engine, options: Options, processes: int, overlap: OverlapPolicy | None = None
+) -> dict[str, str]:
     """What programs depend on that are compiled for this engine, in words that an error can use.
 
-    ``costs``: the text of the table of costs that they are scheduled by.
+    ``overlap``: how they are scheduled, and by which table of costs.
     """
     chosen = {f.name: getattr(options, f.name) for f in fields(options)}
     return {
@@ -43,7 +46,7 @@ def target(engine: Engine, options: Options, processes: int, costs: str = "") ->
         "engine": engine.name,
         "kind of device": engine.target if isinstance(engine, RestoringEngine) else "",
         "devices": f"{processes} processes with {engine.num_devices} devices each",
-        "table of costs": hashlib.sha256(costs.encode()).hexdigest()[:16] if costs else "",
+        "overlap": hashlib.sha256(repr(overlap).encode()).hexdigest()[:16] if overlap else "",
         "options": ", ".join(
             f"{k}={v!r}" for k, v in chosen.items() if k not in {*_ELSEWHERE, "origins"}
         ),

@@ -15,13 +15,14 @@ from importlib.metadata import version
 from typing import Any, Protocol
 
 from stretto.collectives.types import TensorType
+from stretto.hlo_frontend.overlap.apply import OverlapPolicy
 from stretto.runtime import cost_tables
-from stretto.runtime.cost_tables import CostText
 from stretto.runtime.engine import Engine, create_engine
 from stretto.runtime.options import Options, in_force
 
 from . import _capi
 from .device import PLATFORM, make_devices
+from .overlap import policy_of
 from .structs import NamedValues, read_bytes, read_named_values
 from .table import entry
 from .target import difference, target
@@ -63,6 +64,11 @@ class Maker(Protocol):
         """The options in force."""
         ...
 
+    @property
+    def overlap(self) -> OverlapPolicy | None:
+        """How they are scheduled; None if they are not."""
+        ...
+
     def array_type(self, type: TensorType) -> _capi.ArrayType:
         """The C form of a type. Raises ``KeyError`` for types that PJRT lacks."""
         ...
@@ -98,11 +104,16 @@ class Elsewhere:
 
     @cached_property
     def target(self) -> dict[str, str]:
+        return target(self.engine, self.options, self._processes, self.overlap)
+
+    @cached_property
+    def overlap(self) -> OverlapPolicy | None:
+        """As if all of it were on this machine."""
         chosen, hosts = self.options, [socket.gethostname()] * self._processes
-        costs = CostText()
-        if chosen.overlap:  # as if all of it were on this machine
-            costs = cost_tables.find(chosen.costs, hosts, self._local_devices, chosen.engine)
-        return target(self.engine, chosen, self._processes, costs.text)
+        if not chosen.overlap:
+            return None
+        costs = cost_tables.find(chosen.costs, hosts, self._local_devices, chosen.engine)
+        return policy_of(chosen, costs, hosts)
 
     def array_type(self, type: TensorType) -> _capi.ArrayType:
         return _capi.ArrayType(type)

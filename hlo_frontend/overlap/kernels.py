@@ -18,6 +18,7 @@ from heapq import heapify, heappop, heappush
 
 from stretto.collectives.ops import Collective
 
+from ..streams import stream_key
 from ..values import BlockGraph, Node, NodeKind
 from .costs import CostTable, flops, span
 from .layout import lay_out
@@ -38,12 +39,14 @@ def build(
     costs: CostTable,
     donated: Iterable[int] = (),
     opaque: Callable[[Node], float] = lambda node: 0.0,
+    *,
+    loops: bool = True,
 ) -> Graph:
     """The task graph of a block. ``donated`` are positions of parameters that may be freed.
 
-    ``opaque`` tells the seconds of a loop or branch that is not laid out.
+    ``opaque`` tells the seconds of a loop or branch that is not laid out; with ``loops`` false none is.
     """
-    ops, initial = lay_out(block, donated)
+    ops, initial = lay_out(block, donated, loops=loops)
     return _tasks(ops, initial, costs, opaque)
 
 
@@ -217,7 +220,7 @@ def _price(graph: Graph, costs: CostTable, opaque: Callable[[Node], float]) -> N
         if node.collective is not None:
             collective = node.collective
             charge = costs.collective(collective)
-            key, label = _stream_of(collective)
+            key, label = stream_key(collective), _label(collective)
             if key not in streams:
                 streams[key] = len(streams)
                 taken = sum(name.split("#")[0] == label for name in graph.streams)
@@ -234,13 +237,11 @@ def _price(graph: Graph, costs: CostTable, opaque: Callable[[Node], float]) -> N
             task.seconds = costs.compute.seconds(flops_needed, task.moved_bytes)
 
 
-def _stream_of(collective: Collective) -> tuple[object, str]:
-    """What a stream is: a set of groups, or the point-to-point transfers over a set of devices."""
-    stride, size = span(collective)
+def _label(collective: Collective) -> str:
     if collective.is_point_to_point:
-        members = tuple(sorted({m for pair in collective.pairs for m in pair}))
-        return ("p2p", members), "p2p"
-    return collective.groups, f"stride{stride}x{size}"
+        return "p2p"
+    stride, size = span(collective)
+    return f"stride{stride}x{size}"
 
 
 def kernel_cost(task: Task) -> tuple[float, float]:

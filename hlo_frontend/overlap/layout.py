@@ -26,9 +26,14 @@ _VIEWS = frozenset({"reshape", "bitcast", "bitcast-convert"})
 _SLICES = frozenset({"slice", "dynamic-slice"})
 
 
-def lay_out(block: BlockGraph, donated: Iterable[int]) -> tuple[list[Op], list[Buffer]]:
-    """The ops of a block and the buffers of its parameters. Donated ones may be freed, others are kept."""
-    layout = _Layout()
+def lay_out(
+    block: BlockGraph, donated: Iterable[int], *, loops: bool = True
+) -> tuple[list[Op], list[Buffer]]:
+    """The ops of a block and the buffers of its parameters. Donated ones may be freed, others are kept.
+
+    ``loops``: whether loops of known length are laid out; otherwise all of them are opaque.
+    """
+    layout = _Layout(loops)
     given_up = set(donated)
     env: dict[Value, Ref] = {}
     initial: list[Buffer] = []
@@ -45,7 +50,8 @@ def lay_out(block: BlockGraph, donated: Iterable[int]) -> tuple[list[Op], list[B
 class _Layout:
     """Walks blocks and makes ops; renaming nodes become part of the references to their sources."""
 
-    def __init__(self) -> None:
+    def __init__(self, loops: bool) -> None:
+        self.loops = loops
         self.ops: list[Op] = []
         self.fence: Op | None = None
         self.since_fence: list[Op] = []
@@ -174,7 +180,7 @@ class _Layout:
         env: dict[Value, Ref],
     ) -> tuple[Op, ...] | None:
         """Lay out a loop of known length. Gives its last iteration's ops, or None if it is opaque."""
-        trips = trips_of(node)
+        trips = trips_of(node) if self.loops else None
         body = node.blocks[1]
         if trips is None or trips * len(body.nodes) > MAX_LAID_OUT - len(self.ops):
             return None

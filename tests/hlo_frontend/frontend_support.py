@@ -28,12 +28,14 @@ def manual(f, over, in_specs, out_specs, **options):
     return jax.jit(mapped, **options)
 
 
-def compiled(function, *arguments, num_devices: int, platform: str | None = None) -> CompiledModule:
+def compiled(
+    function, *arguments, num_devices: int, platform: str | None = None, overlap=None
+) -> CompiledModule:
     """Lower a jitted function, as JAX would for this many devices, and compile it."""
     traced = function.trace(*arguments)
     lowered = traced.lower(lowering_platforms=(platform,)) if platform else traced.lower()
     text = lowered.as_text()
-    return compile_stablehlo(text, CompileSpec(1, num_devices))
+    return compile_stablehlo(text, CompileSpec(1, num_devices), overlap=overlap)
 
 
 def shards(array: np.ndarray, over: jax.sharding.Mesh, spec: PartitionSpec) -> list[np.ndarray]:

@@ -10,6 +10,8 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from stretto.hlo_frontend.compile import CompileSpec, compile_stablehlo
+from stretto.hlo_frontend.overlap.apply import OverlapPolicy
+from stretto.hlo_frontend.overlap.costs import ORDINARY_NETWORK
 from stretto.hlo_frontend.passes.valid import ValidPolicy
 from stretto.plugin.executable_codec import (
     OtherTargetError,
@@ -111,6 +113,6 @@ def test_what_a_program_depends_on() -> None:
         target(engine, options, 2),
         target(null.create(2), options, 3),
         target(engine, Options(pseudo_tokens=False), 3),
-        target(engine, options, 3, '{"costs": 1}'),
+        target(engine, options, 3, OverlapPolicy(ORDINARY_NETWORK)),
     ):
         assert difference(here, other)

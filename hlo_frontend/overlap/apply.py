@@ -1,0 +1,196 @@
+"""The pass: blocks whose collectives gain by it are put into the order of a plan.
+
+Every block is judged on its own: the entry, and the bodies of loops and branches, which are single steps of
+the blocks around them. What a block does without the pass (`passes.order`, collectives awaited at their
+first use) is replayed on the same clock as its plan; only a plan that is faster by `LEAST_GAIN` replaces it,
+after starts and waits that cut compute for less than a launch costs were moved to where there is a cut
+anyway (`tidy`). Blocks that send or receive keep their order, since a peer's may depend on it; so do those of
+which devices leave compute out that nobody reads (`passes.unread`), which is parted by levels of that order.
+
+The cheap way out: where all collectives of a block take less time together than a few launches, or than
+could make up for the least gain, nothing is planned.
+
+Invariant: decisions follow from the program's text and the table alone, the same on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from stretto.collectives.ops import Kind
+
+from ..carve import Await, BlockPlan, carve
+from ..passes.order import order
+from ..values import BlockGraph, Node, NodeKind
+from .costs import CostTable
+from .kernels import build
+from .loops import trips_of
+from .model import Graph
+from .place import place
+from .replay import Phase, Step, Timeline, replay, unscheduled
+from .schedule import schedule
+from .tidy import tidy
+from .uncombine import uncombine
+
+# The share of a block's time that a plan must save.
+LEAST_GAIN = 0.03
+# Launches that the collectives of a block must cost in all to be worth a look.
+LEAST_LAUNCHES = 2.0
+# Tasks that the passes of one block may visit in all. It bounds compile time.
+BUDGET = 20_000
+MEMORY_FACTOR = 1.1
+
+
+@dataclass(frozen=True)
+class OverlapPolicy:
+    """How blocks are judged and planned. ``least_gain`` is a share of the time without a plan."""
+
+    costs: CostTable
+    least_gain: float = LEAST_GAIN
+    memory_factor: float = MEMORY_FACTOR
+    budget: int = BUDGET
+
+
+@dataclass
+class Planned:
+    """What was decided for a block: ``steps`` are those of the plan, or None where it keeps its order.
+
+    ``seconds`` is the block's predicted time as it will run, ``without`` its time without the pass.
+    """
+
+    seconds: float
+    without: float
+    graph: Graph | None = field(default=None, repr=False)
+    steps: list[Step] | None = field(default=None, repr=False)
+    timeline: Timeline | None = field(default=None, repr=False)
+    inner: dict[Node, tuple[Planned, ...]] = field(default_factory=dict, repr=False)
+
+    @property
+    def changed(self) -> bool:
+        """Whether this block, or one inside it, has a plan."""
+        return self.steps is not None or any(p.changed for ps in self.inner.values() for p in ps)
+
+
+Order = Callable[[BlockGraph], list[Node]]
+
+
+def plan(
+    block: BlockGraph, policy: OverlapPolicy, donated: Iterable[int] = (), ordered: Order = order
+) -> Planned | None:
+    """Plan a block and those inside it; None where nothing of it communicates.
+
+    ``ordered`` is the order that blocks keep without a plan.
+
+    Combined collectives of blocks that get a plan are taken apart, for good: a block that is to be lowered
+    as it was must be carved before.
+    ``donated`` are positions of parameters that may be freed. Raises `InvalidProgramError` for groups that
+    the table lacks.
+    """
+    if not any(node.is_runtime for node in block.nodes):
+        return None
+    return _plan(block, policy, donated, ordered)
+
+
+def carve_planned(block: BlockGraph, planned: Planned | None, ordered: Order = order) -> BlockPlan:
+    """The block cut into segments as planned, and the blocks inside it."""
+    nodes: Sequence[Node | Await] = (
+        ordered(block)
+        if planned is None or planned.steps is None or planned.graph is None
+        else place(block, planned.graph, planned.steps)
+    )
+    carved = carve(block, nodes)
+    for node in block.nodes:
+        if node.blocks:
+            inner = planned.inner.get(node) if planned else None
+            plans = inner or (None,) * len(node.blocks)
+            carved.blocks[node] = tuple(
+                carve_planned(b, p, ordered) for b, p in zip(node.blocks, plans, strict=True)
+            )
+    return carved
+
+
+def _plan(
+    block: BlockGraph, policy: OverlapPolicy, donated: Iterable[int], ordered: Order
+) -> Planned:
+    costs = policy.costs
+    inner = {
+        node: tuple(_plan(b, policy, (), ordered) for b in node.blocks)
+        for node in block.nodes
+        if node.blocks
+    }
+    seconds = {node: _control_flow_seconds(node, plans) for node, plans in inner.items()}
+    collectives = [node.collective for node in block.nodes if node.collective is not None]
+    communication = sum(costs.collective(c).seconds for c in collectives)
+    # A block inside another one is worth what it costs there, but that is the same share of both.
+    worthwhile = communication > LEAST_LAUNCHES * costs.compute.launch_s and communication > 0.0
+    fixed = any(c.kind in (Kind.SEND, Kind.RECV) for c in collectives)
+    if worthwhile and not fixed:
+        fixed = any(node.valid for node in ordered(block))
+    if not worthwhile or fixed:
+        compute = _compute_seconds(block, costs, lambda node: seconds[node])
+        return Planned(compute + communication, compute + communication, inner=inner)
+    graph = build(block, costs, donated, lambda node: seconds[node], loops=False)
+    launch = costs.compute.launch_s
+    steps = unpassed(ordered(block), graph)
+    without = replay(graph, steps, launch)
+    compute_seconds = graph.compute_seconds
+    bound = max([compute_seconds, *graph.stream_seconds()])
+    kept = Planned(without.seconds, without.seconds, graph, timeline=without, inner=inner)
+    if bound >= without.seconds * (1.0 - policy.least_gain):
+        return kept
+    limit = policy.memory_factor * replay(graph, unscheduled(graph), launch).peak_bytes
+    undo = uncombine(block, costs)
+    if undo is not None:
+        graph = build(block, costs, donated, lambda node: seconds[node], loops=False)
+    found = schedule(graph, launch_s=launch, memory_limit=limit, budget=policy.budget)
+    best = tidy(graph, found, launch, limit)
+    if best.timeline.seconds > without.seconds * (1.0 - policy.least_gain):
+        if undo is not None:
+            undo()
+        return kept
+    return Planned(best.timeline.seconds, without.seconds, graph, best.steps, best.timeline, inner)
+
+
+def _control_flow_seconds(node: Node, plans: Sequence[Planned]) -> float:
+    if node.kind is NodeKind.LOOP:
+        return sum(p.seconds for p in plans) * (trips_of(node) or 1)
+    return max((p.seconds for p in plans), default=0.0)
+
+
+def _compute_seconds(block: BlockGraph, costs: CostTable, opaque: Callable[[Node], float]) -> float:
+    """Seconds of all that is not a collective."""
+    return build(block, costs, (), opaque, loops=False).compute_seconds
+
+
+def unpassed(ordered: Sequence[Node], graph: Graph) -> list[Step]:
+    """The steps of a block that keeps its order: a segment waits for all that it needs before it runs."""
+    at = {node: position for position, node in enumerate(ordered)}
+    where = [max(at[op.node] for op in task.ops) for task in graph.tasks]
+    steps: list[Step] = []
+    waited: set[int] = set()
+    segment: list[int] = []
+
+    def wait(indices: Iterable[int]) -> None:
+        for index in indices:
+            if graph.tasks[index].is_collective and index not in waited:
+                waited.add(index)
+                steps.append((index, Phase.WAIT))
+
+    def close() -> None:
+        for index in segment:
+            wait(graph.tasks[index].before)
+        steps.extend((index, Phase.COMPUTE) for index in segment)
+        segment.clear()
+
+    for index in sorted(range(len(graph.tasks)), key=lambda i: (where[i], i)):
+        task = graph.tasks[index]
+        if not task.ops[0].node.is_runtime:
+            segment.append(index)
+            continue
+        close()
+        wait(task.before)
+        steps.append((index, Phase.START if task.is_collective else Phase.COMPUTE))
+    close()
+    wait(range(len(graph.tasks)))
+    return steps

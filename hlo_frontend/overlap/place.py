@@ -1,0 +1,139 @@
+"""The steps of a plan as an order of nodes: what `carve` cuts into segments.
+
+Kernels between two starts or waits become one segment, whose nodes stand in the module's order: equal
+layers give equal segments, however the schedule came by them.
+
+What only renames data (reshapes, slices, broadcasts) is no task of the plan. Those that a kernel reads
+through are computed anew in each segment that needs them, so that no copy lies between segments. Those
+that a collective, a loop or the block's result needs are arrays: they are made once, at the end of the last
+segment before, or in a segment of their own where there is none that has their source.
+
+Invariant: every node of the block stands after all that it needs; the order follows from block and plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from ..carve import Await
+from ..values import BlockGraph, Node, NodeKind, Value
+from .model import Graph, Op
+from .replay import Phase, Step
+
+
+def place(block: BlockGraph, graph: Graph, steps: Sequence[Step]) -> list[Node | Await]:
+    """The block's nodes in the order of ``steps``, which are of ``graph``, a graph of the whole block."""
+    placer = _Placer(block, graph)
+    for index, phase in steps:
+        ops = graph.tasks[index].ops
+        if phase is Phase.WAIT:
+            placer.wait(ops[0].node)
+        elif ops[0].node.is_runtime:
+            placer.start(graph.tasks[index].ops)
+        else:
+            placer.kernel(ops)
+    return placer.finish()
+
+
+class _Placer:
+    """Segments and what stands between them, in order."""
+
+    def __init__(self, block: BlockGraph, graph: Graph) -> None:
+        self.block = block
+        self.items: list[set[Node] | Node | Await] = []
+        self.logical: list[Node] = []
+        self.last: set[Node] | None = None  # the last segment, open or not
+        self.number = 0  # of segments begun
+        listed = {op.node for task in graph.tasks for op in task.ops}
+        self.renaming = {
+            node for node in block.nodes if node not in listed and node.kind is NodeKind.COMPUTE
+        }
+        runtime = [node for node in block.nodes if node.is_runtime]
+        wanted = [v.root.node for node in runtime for v in node.operands if v.type is not None]
+        wanted += [v.root.node for v in block.results]
+        self.once = {node for node in wanted if node in self.renaming}
+        self.placed: set[Node] = set()  # of those that are made once
+        self.since: dict[
+            Node, int
+        ] = {}  # number of segments before one can read the node's results
+
+    # Steps.
+
+    def kernel(self, ops: Sequence[Op]) -> None:
+        for op in ops:
+            if op.node.kind is NodeKind.LOGICAL_ID:
+                self.logical.append(op.node)
+                continue
+            segment = self._open()
+            self._add(op.node, segment)
+
+    def start(self, ops: Sequence[Op]) -> None:
+        for op in ops:
+            self._make(op.node.operands)
+        (op,) = ops
+        self.items.append(op.node)
+        self.since[op.node] = self.number
+
+    def wait(self, node: Node) -> None:
+        self.items.append(Await(node))
+        self.since[node] = self.number
+
+    def finish(self) -> list[Node | Await]:
+        self._make(self.block.results)
+        ordered: list[Node | Await] = list(self.logical)
+        for item in self.items:
+            if isinstance(item, set):
+                nodes: list[Node] = sorted(item, key=lambda node: node.position)
+                ordered += nodes
+            else:
+                ordered.append(item)
+        return ordered
+
+    # Segments.
+
+    def _open(self) -> set[Node]:
+        """The segment that is open here."""
+        if self.last is None or not self.items or self.items[-1] is not self.last:
+            self.last = set()
+            self.items.append(self.last)
+            self.number += 1
+        return self.last
+
+    def _add(self, node: Node, segment: set[Node]) -> None:
+        """Put a node, and the renaming ones that it reads through, into the last segment."""
+        stack = [node]
+        while stack:
+            node = stack.pop()
+            if node in segment:
+                continue
+            segment.add(node)
+            if node in self.once or node not in self.renaming:
+                self.placed.add(node)
+                self.since[node] = self.number - 1
+            for value in node.operands:
+                source = value.root.node
+                if source in self.renaming and source not in self.placed:
+                    assert source is not None
+                    stack.append(source)
+
+    def _make(self, values: Iterable[Value]) -> None:
+        """Have the renamed arrays among these values made by now."""
+        for value in values:
+            node = value.root.node
+            if node in self.renaming and node not in self.placed:
+                assert node is not None
+                fits = self.last is not None and self._since(node) < self.number
+                self._add(node, self.last if fits and self.last is not None else self._open())
+
+    def _since(self, node: Node) -> int:
+        """How many segments must have begun before one that can compute this renaming node."""
+        since = 0
+        for value in node.operands:
+            source = value.root.node
+            if source is None or source.kind is NodeKind.CHEAP:
+                continue
+            if source in self.renaming and source not in self.placed:
+                since = max(since, self._since(source))
+            else:
+                since = max(since, self.since.get(source, 0))
+        return since

@@ -1,0 +1,126 @@
+"""Fewer cuts: starts and waits that interrupt compute for less than a launch are moved to another cut.
+
+A *cut* is a run of starts and waits between two runs of compute; it ends a segment and costs the launch of
+the next. A cut is dissolved by moving its waits to the cut before and its starts to the one before or the
+one after, whichever takes less time in the replay; it stays where that takes more.
+
+A start moves forward only as far as its inputs are there, and a wait only backward: what is waited for
+earlier frees memory earlier, what is started later takes it later. Starts that move forward take memory
+earlier; the limit is checked in the end, and such moves are undone where it is not kept.
+
+Invariant: the work is bounded by a count of steps visited, so that all ranks decide alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from .model import Graph
+from .replay import Phase, Step, replay
+from .schedule import Schedule
+
+# Steps that the replays of one schedule may visit in all.
+BUDGET = 400_000
+
+
+def tidy(graph: Graph, found: Schedule, launch_s: float, memory_limit: float) -> Schedule:
+    """The schedule with the cuts dissolved that cost more than they gain."""
+    for may_hurry in (True, False):
+        steps = _dissolve(graph, found.steps, launch_s, may_hurry)
+        timeline = replay(graph, steps, launch_s)
+        fits = timeline.peak_bytes <= max(memory_limit, found.timeline.peak_bytes)
+        if fits and timeline.seconds <= found.timeline.seconds:
+            return replace(found, steps=steps, timeline=timeline)
+    return found
+
+
+Run = list[Step]
+
+
+def _dissolve(graph: Graph, steps: Sequence[Step], launch_s: float, may_hurry: bool) -> list[Step]:
+    """``may_hurry``: whether starts may move forward."""
+    runs = _runs(steps)
+    best = seconds(graph, runs, launch_s)
+    left = BUDGET
+    position = 1 if runs and runs[0] and runs[0][0][1] is Phase.COMPUTE else 2
+    while position < len(runs) - 1 and left > 0:
+        for hurried in (True, False) if may_hurry else (False,):
+            tried = _without(graph, runs, position, hurried)
+            if tried is None:
+                continue
+            left -= len(steps)
+            time = seconds(graph, tried, launch_s)
+            if time <= best:
+                runs, best = tried, time
+                if position == 1 < len(runs) and runs[1][0][1] is Phase.COMPUTE:
+                    position = 2  # a cut was put before all compute
+                break
+        else:
+            position += 2
+    return [step for run in runs for step in run]
+
+
+def _runs(steps: Sequence[Step]) -> list[Run]:
+    """Runs of compute and cuts, in turn."""
+    runs: list[Run] = []
+    for step in steps:
+        is_compute = step[1] is Phase.COMPUTE
+        if not runs or (runs[-1][0][1] is Phase.COMPUTE) != is_compute:
+            runs.append([])
+        runs[-1].append(step)
+    return runs
+
+
+def _without(graph: Graph, runs: list[Run], position: int, hurried: bool) -> list[Run] | None:
+    """The runs with one cut dissolved; None where that cannot be."""
+    before, cut, after = runs[position - 1], runs[position], runs[position + 1]
+    inside = {index for index, _ in before}
+    earlier: list[Step] = []
+    later: list[Step] = []
+    moved: set[int] = set()  # starts that go to the next cut
+    for step in cut:
+        index, phase = step
+        needs = graph.tasks[index].before
+        if phase is Phase.WAIT:
+            if index in moved:
+                if any(index in graph.tasks[i].before for i, _ in after):
+                    return None
+                later.append(step)
+            else:
+                earlier.append(step)
+        elif hurried:
+            if inside.intersection(needs) or moved.intersection(needs):
+                return None
+            earlier.append(step)
+        else:
+            moved.add(index)
+            later.append(step)
+    first, last = runs[: position - 1], runs[position + 2 :]
+    merged = [*before, *after]
+    if earlier:
+        first = [*first[:-1], [*first[-1], *earlier]] if first else [earlier]
+    if later:
+        last = [[*later, *last[0]], *last[1:]] if last else [later]
+    return [*first, merged, *last]
+
+
+def seconds(graph: Graph, runs: Sequence[Run], launch_s: float) -> float:
+    """The time of `replay`, without the rest of it."""
+    tasks = graph.tasks
+    end = [0.0] * len(tasks)
+    free = [0.0] * len(graph.streams)
+    clock = 0.0
+    for run in runs:
+        if run[0][1] is Phase.COMPUTE:
+            clock += launch_s
+            for index, _ in run:
+                clock += tasks[index].seconds
+            continue
+        for index, phase in run:
+            if phase is Phase.WAIT:
+                clock = max(clock, end[index])
+            else:
+                stream = tasks[index].stream
+                end[index] = free[stream] = max(clock, free[stream]) + tasks[index].seconds
+    return max([clock, *free])

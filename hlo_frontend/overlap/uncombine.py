@@ -1,0 +1,109 @@
+"""Combined all-reduces taken apart: XLA puts all that are ready at some point into one of many operands.
+
+That saves latencies and costs overlap: the combined one starts when its last operand is there. An operand
+that takes longer on the wire than the latency becomes a collective of its own; smaller ones stay together,
+in the order in which they are computed, until they do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+from stretto.collectives.ops import Collective, Kind
+
+from ..values import BlockGraph, Node, Value
+from .costs import CostTable
+
+
+def uncombine(block: BlockGraph, costs: CostTable) -> Callable[[], None] | None:
+    """Take the block's combined all-reduces apart, in place.
+
+    Gives what undoes that, None where there was nothing to do.
+    """
+    parts = {
+        node: made
+        for node in block.nodes
+        if node.collective is not None
+        and node.collective.kind is Kind.ALL_REDUCE
+        and node.collective.reduction is not None
+        and len(node.collective.operands) > 1
+        and len(made := _parts(node, node.collective, costs)) > 1
+    }
+    if not parts:
+        return None
+    nodes = list(block.nodes)
+    orders: list[tuple[Node | Value, tuple[Node, ...]]] = []
+
+    def replace_order(of: Node | Value) -> None:
+        if any(node in parts for node in of.order):
+            orders.append((of, of.order))
+            of.order = tuple(part for node in of.order for part in parts.get(node, [node]))
+
+    for made in parts.values():
+        for part in made:
+            for index, value in enumerate(part.results):
+                value.node, value.index = part, index
+    block.nodes[:] = [part for node in nodes for part in parts.get(node, [node])]
+    for node in block.nodes:
+        replace_order(node)
+        for operand in node.operands:
+            replace_order(operand)
+    for value in block.results:
+        replace_order(value)
+
+    def undo() -> None:
+        block.nodes[:] = nodes
+        for node in parts:
+            for index, value in enumerate(node.results):
+                value.node, value.index = node, index
+        for of, order in reversed(orders):
+            of.order = order
+
+    return undo
+
+
+def _parts(node: Node, collective: Collective, costs: CostTable) -> list[Node]:
+    """The collectives that come of one."""
+    arrays = [value for value in node.operands if value.type is not None]
+    tokens = [value for value in node.operands if value.type is None]
+    return [
+        Node(
+            node.kind,
+            node.instruction,
+            node.position,
+            operands=[*(arrays[k] for k in chosen), *tokens],
+            order=node.order,
+            results=[node.results[k] for k in chosen],
+            collective=_part(collective, chosen),
+        )
+        for chosen in _grouped(arrays, collective, costs)
+    ]
+
+
+def _part(collective: Collective, chosen: Sequence[int]) -> Collective:
+    return replace(
+        collective,
+        operands=tuple(collective.operands[k] for k in chosen),
+        results=tuple(collective.results[k] for k in chosen),
+    )
+
+
+def _grouped(
+    arrays: Sequence[Value], collective: Collective, costs: CostTable
+) -> Iterator[list[int]]:
+    """Positions of the operands of each part."""
+
+    def computed(k: int) -> tuple[int, int]:
+        producer = arrays[k].root.node
+        return (-1 if producer is None else producer.position), k
+
+    group: list[int] = []
+    for k in sorted(range(len(arrays)), key=computed):
+        group.append(k)
+        charge = costs.collective(_part(collective, group))
+        if charge.link is None or charge.seconds > 2.0 * charge.link.latency_s:
+            yield group
+            group = []
+    if group:
+        yield group

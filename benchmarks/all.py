@@ -8,7 +8,15 @@ from pathlib import Path
 
 from harness import options
 
-NAMES = ("dispatch", "psum_two_ranks", "loop_psum", "order_cost", "compile_time", "memory")
+NAMES = (
+    "dispatch",
+    "psum_two_ranks",
+    "loop_psum",
+    "order_cost",
+    "compile_time",
+    "memory",
+    "two_hosts",
+)
 
 
 def main() -> int:

@@ -171,24 +171,41 @@ def clean_environment(**changes: str) -> dict[str, str]:
     return {k: v for k, v in os.environ.items() if not k.startswith(dropped)} | changes
 
 
-def start(name: str, script: str, ranks: int, launcher: str, **env: str) -> Contender:
+def start(
+    name: str,
+    script: str,
+    ranks: int,
+    launcher: str,
+    prefixes: Sequence[Sequence[str]] = (),
+    **env: str,
+) -> Contender:
     """Start ``ranks`` processes of ``script NAME`` and wait until each has connected and warmed up.
 
     ``launcher``: ``mpi`` (under mpiexec) or ``plain`` (separate processes, told rank and size in BENCH_…).
-    Raises RuntimeError with the output's tail if one ends first.
+    ``prefixes``: for each rank a command that starts what follows it. Raises RuntimeError with the output's
+    tail if one ends first.
     """
-    listener = socket.create_server(("127.0.0.1", 0))
+    listener = socket.socket(socket.AF_UNIX)  # reaches into other network namespaces
+    place = tempfile.TemporaryDirectory()
+    listener.bind(f"{place.name}/s")
+    listener.listen()
     listener.settimeout(1.0)
     token = secrets.token_hex(8)
-    port = listener.getsockname()[1]
-    env = clean_environment(**env, BENCH_PORT=str(port), BENCH_TOKEN=token, BENCH_RANKS=str(ranks))
-    argv = [sys.executable, str(HERE / script), name]
-    log = tempfile.TemporaryFile()  # noqa: SIM115 (lives as long as the processes)
-    commands = (
-        [([mpiexec(), "-n", str(ranks), *argv], env)]
-        if launcher == "mpi"
-        else [(argv, env | {"BENCH_RANK": str(i)}) for i in range(ranks)]
+    env = clean_environment(
+        **env, BENCH_SOCKET=f"{place.name}/s", BENCH_TOKEN=token, BENCH_RANKS=str(ranks)
     )
+    argv = [sys.executable, str(HERE / script), name]
+    prefixes = prefixes or [()] * ranks
+    log = tempfile.TemporaryFile()  # noqa: SIM115 (lives as long as the processes)
+    if launcher == "mpi":
+        command = [mpiexec()]
+        for rank, prefix in enumerate(prefixes):
+            command += [*([":"] if rank else []), "-n", "1", *prefix, *argv]
+        commands = [(command, env)]
+    else:
+        commands = [
+            ([*prefix, *argv], env | {"BENCH_RANK": str(i)}) for i, prefix in enumerate(prefixes)
+        ]
     contender = Contender(
         name,
         [
@@ -214,13 +231,15 @@ def start(name: str, script: str, ranks: int, launcher: str, **env: str) -> Cont
         if hello.get("token") == token:
             connected[hello["rank"]] = s
     listener.close()
+    place.cleanup()
     contender.sockets = [connected[i] for i in sorted(connected)]
     return contender
 
 
 def serve(rank: int, measure: Callable[[dict[str, Any]], float]) -> None:
     """The contender's side: connect, then answer cases until the benchmark closes the connection."""
-    s = socket.create_connection(("127.0.0.1", int(os.environ["BENCH_PORT"])))
+    s = socket.socket(socket.AF_UNIX)
+    s.connect(os.environ["BENCH_SOCKET"])
     s.sendall(json.dumps({"token": os.environ["BENCH_TOKEN"], "rank": rank}).encode() + b"\n")
     lines = s.makefile("r")
     for line in lines:

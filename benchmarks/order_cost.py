@@ -73,7 +73,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if "BENCH_PORT" in os.environ:
+    if "BENCH_SOCKET" in os.environ:
         rank(sys.argv[1])
     else:
         main()

@@ -1,0 +1,124 @@
+"""Training steps on two hosts with a 1 Gb/s link between them: stretto, with and without overlap, and gloo.
+
+A stack of transformer blocks, one device a host (`sharded_steps`): (a) fully sharded weights, gathered and
+scattered by hand and by shardings of `jit`, (b) tensor parallel, (c) data parallel. The hosts are network
+namespaces (`link`); without the rights to make them there is nothing to measure, and it says so.
+
+The batch is chosen so that compute takes as long as messages, both measured alone on stretto. The table's
+last columns are these two: no step can take less than the longer one, and none needs more than both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from harness import Contender, console, in_turns, show, start
+from link import Host, Unavailable, two_hosts
+
+OVERLAP, NO_OVERLAP, GLOO = "stretto", "stretto, no overlap", "JAX CPU (gloo)"
+TITLES = {
+    "sharded": "(a) sharded weights",
+    "plain": "(a) the same by `jit`",
+    "tensor": "(b) tensor parallel",
+    "data": "(c) data parallel",
+}
+GOALS = {
+    "sharded": "no overlap ≥ 1.45x, gloo ≥ 2x",
+    "plain": "gloo ≥ 2x",
+    "data": "gloo ≥ 2x",
+}
+MOST_SEQUENCES = 64
+
+
+def contenders(hosts: tuple[Host, Host], stack: ExitStack) -> list[Contender]:
+    """Two ranks of each runtime, one on each host."""
+    first = hosts[0].address
+    prefixes = [host.prefix for host in hosts]
+    common = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    stretto = common | {"JAX_PLATFORMS": "stretto,cpu", "STRETTO_CONTROL_HOST": first}
+    settings: dict[str, tuple[str, dict[str, str]]] = {
+        OVERLAP: ("mpi", stretto | {"STRETTO_OVERLAP": "1"}),
+        NO_OVERLAP: ("mpi", stretto | {"STRETTO_OVERLAP": "0"}),
+        GLOO: (
+            "plain",
+            common
+            | {
+                "JAX_PLATFORMS": "cpu",
+                "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
+                "BENCH_COORDINATOR": f"{first}:29400",
+            },
+        ),
+    }
+    made = []
+    for name, (launcher, env) in settings.items():
+        script_name = "gloo" if name == GLOO else "stretto"
+        contender = start(script_name, "host_ranks.py", 2, launcher, prefixes, **env)
+        stack.callback(contender.close)
+        contender.name = name
+        for s in contender.sockets:
+            s.settimeout(600)
+        made.append(contender)
+    return made
+
+
+def batch_for(
+    contender: Contender, program: str, sizes: dict[str, int], calls: int
+) -> tuple[int, dict[str, float]]:
+    """Sequences of a batch with which compute takes as long as messages, and what both take then."""
+
+    def alone(part: str, batch: int) -> float:
+        case: dict[str, Any] = {"program": program, "part": part, "calls": calls, **sizes}
+        return statistics.median(contender.run(case | {"batch": batch}) for _ in range(3))
+
+    batch = 4
+    compute, messages = alone("compute", batch), alone("messages", batch)
+    if program != "tensor":  # there both grow with the batch
+        batch = 2 * max(1, min(MOST_SEQUENCES // 2, round(batch * messages / compute / 2)))
+        compute, messages = alone("compute", batch), alone("messages", batch)
+    return batch, {"compute alone": compute, "messages alone": messages}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="fewer repeats: a look, not a figure")
+    parser.add_argument("--json", type=Path, help="write the medians there too")
+    parser.add_argument("--rate", default="1gbit", help="of the link, as tc spells it")
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--width", type=int, default=256, help="a multiple of 128")
+    parser.add_argument("--programs", nargs="*", choices=TITLES, default=list(TITLES))
+    args = parser.parse_args()
+    sizes = {"layers": args.layers, "width": args.width}
+    repeats, calls = (3, 2) if args.quick else (11, 3)
+    with ExitStack() as stack:
+        try:
+            hosts = stack.enter_context(two_hosts(args.rate))
+        except Unavailable as why:
+            console.print(f"skipped: two hosts cannot be made here: {why}", markup=False)
+            return 0
+        runtimes = contenders(hosts, stack)
+        rows: dict[str, dict[str, list[float]]] = {}
+        goals: dict[str, str] = {}
+        for program in args.programs:
+            batch, alone = batch_for(runtimes[0], program, sizes, calls)
+            title = f"{TITLES[program]}, {batch} sequences"
+            case = {"program": program, "part": "step", "batch": batch, "calls": calls, **sizes}
+            rows |= in_turns(runtimes, {title: case}, repeats)
+            rows[title] |= {name: [value] for name, value in alone.items()}
+            goals[title] = GOALS.get(program, "")
+    show(
+        f"steps of {args.layers} blocks of width {args.width}, {args.rate} between two hosts",
+        rows,
+        OVERLAP,
+        goals,
+        target=args.json,
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

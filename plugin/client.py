@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from stretto.collectives.types import TensorType
+from stretto.runtime import trace
 from stretto.runtime.engine import create_engine
 from stretto.runtime.executor import Executor
 from stretto.runtime.options import Options
@@ -41,7 +42,8 @@ class Client(_capi.Handle):  # type: ignore[misc]
         chosen = self.world.options
         rank, size, local = self.world.rank, self.world.size, self.world.local_devices
         self.engine = create_engine(chosen.engine, local)
-        self.executor = Executor(self.engine, self.world, chosen)
+        self.trace = trace.begin(self.world, self.engine)
+        self.executor = Executor(self.engine, self.world, chosen, instrument=self.trace)
         self.overlap = policy_of(chosen, self.world.costs, (p.host for p in self.world.peers))
         self.devices = make_devices(size, local, rank)
         for device in self.devices:

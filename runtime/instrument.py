@@ -6,7 +6,7 @@ are called from the dispatch thread and from stream threads, and must be quick a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -66,7 +66,8 @@ class Instrument:
     ) -> None:
         """The same call, for the local devices at the positions ``active``.
 
-        ``skip``: the collective's pairs that moved nothing. For a send, its message was posted; for a receive, the time is that of waiting for it.
+        ``skip``: the collective's pairs that moved nothing. For a send, its message was posted; for a
+        receive, the time is that of waiting for it.
         """
 
     def collective_queued(self, collective: Collective, stream: int) -> None:
@@ -74,6 +75,25 @@ class Instrument:
 
     def collective_awaited(self, collective: Collective, stream: int, began: float) -> None:
         """The walk has come through a wait, which it reached at ``began``."""
+
+
+class Instruments(Instrument):
+    """Several instruments as one: each is told everything, in their order."""
+
+    def __init__(self, *parts: Instrument) -> None:
+        self.parts = parts
+
+
+def _told(name: str) -> Callable[..., None]:
+    def tell(self: Instruments, *arguments: Any) -> None:
+        for part in self.parts:
+            getattr(part, name)(*arguments)
+
+    return tell
+
+
+for _name in [name for name in vars(Instrument) if not name.startswith("_")]:
+    setattr(Instruments, _name, _told(_name))
 
 
 @dataclass

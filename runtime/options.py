@@ -46,6 +46,7 @@ class Options:
     machines, if anything (`docs/overlap.md`).
     ``skip_compute``: do not run segments on devices where nobody reads what they give.
     ``rewrite``: whether collectives of JAX programs become others that send less (`docs/design.md`).
+    ``trace``: folder in which every rank writes what its streams do; empty: none (`docs/overlap.md`).
     ``origins``: for each field that was not left at its default, where its value came from.
     """
 
@@ -63,6 +64,7 @@ class Options:
     costs: str = ""
     skip_compute: bool = True
     rewrite: bool = True
+    trace: str = ""
     origins: Mapping[str, str] = field(
         default_factory=lambda: MappingProxyType({}), compare=False, repr=False
     )
@@ -122,6 +124,7 @@ VARIABLES: dict[str, tuple[str, Callable[[str], Any]]] = {
     "overlap": ("STRETTO_OVERLAP", _switch),
     "costs": ("STRETTO_COSTS", str),
     "skip_compute": ("STRETTO_SKIP_COMPUTE", _switch),
+    "trace": ("STRETTO_TRACE", str),
     "rewrite": ("STRETTO_REWRITE", _switch),
 }
 
@@ -140,6 +143,7 @@ _EXPECTED = {
     "poison_skipped": "expected 0 or 1",
     "overlap": "expected 0 or 1",
     "costs": "expected the name of a file",
+    "trace": "expected the name of a folder",
     "skip_compute": "expected 0 or 1",
     "rewrite": "expected 0 or 1",
 }
@@ -160,6 +164,7 @@ def _problem(name: str, value: Any) -> str:
         "poison_skipped": lambda v: isinstance(v, bool),
         "overlap": lambda v: isinstance(v, bool),
         "costs": lambda v: isinstance(v, str),
+        "trace": lambda v: isinstance(v, str),
         "skip_compute": lambda v: isinstance(v, bool),
         "rewrite": lambda v: isinstance(v, bool),
     }[name](value)

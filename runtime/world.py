@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
-from . import cost_tables, exits, joining, options, wireup
+from . import clock, cost_tables, exits, joining, options, wireup
 from .control import Control, connect
 from .cost_tables import CostText
 from .errors import RankFailed, StrettoError, WorldError
@@ -38,6 +38,7 @@ class World:
     duplicate of MPI's world communicator that nobody else uses, or None in a world of one process.
     ``peers`` tells where each rank runs; ``launcher`` what started this one, if anything did. ``runs`` is
     this rank's account of what it runs together with others. ``costs`` is the table of costs, rank 0's.
+    ``clock_offset``: seconds to add to ``perf_counter()`` for rank 0's, measured only for traces.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class World:
         self.launcher = launcher
         self.runs = RunLogs()
         self.costs = costs or _find_costs(options, [self.host])
+        self.clock_offset = 0.0
         self._progress: list[Progress] = []
         self._control: Control | None = None
         if comm is not None:
@@ -223,6 +225,8 @@ def _make(chosen: Options | None, rendezvous: Rendezvous | None) -> World:
         _check_facts(gathered)
         peers = [Peer(rank, f["pid"], f["host"]) for rank, f in enumerate(gathered)]
         made = World(chosen, comm, peers, launcher, _common_costs(chosen, comm, peers))
+        if chosen.trace:
+            made.clock_offset = clock.offset_to_first(comm)
     exits.on_uncaught(made.fail)
     os.register_at_fork(after_in_child=made.forget)
     return made
@@ -348,6 +352,7 @@ _EQUAL = {
     "poison_skipped": "handling of skipped buffers (STRETTO_POISON_SKIPPED)",
     "overlap": "scheduling for overlap (STRETTO_OVERLAP)",
     "skip_compute": "skipping of compute (STRETTO_SKIP_COMPUTE)",
+    "trace": "whether there is a trace (STRETTO_TRACE)",
     "stretto": "version of stretto",
     "jax": "version of jax",
     "jaxlib": "version of jaxlib",
@@ -369,6 +374,7 @@ def _facts(chosen: Options, problem: str) -> dict[str, Any]:
         "poison_skipped": chosen.poison_skipped,
         "overlap": chosen.overlap,
         "skip_compute": chosen.skip_compute,
+        "trace": bool(chosen.trace),
         "python": ".".join(platform.python_version_tuple()[:2]),
         **{name: _version(name) for name in ("stretto", "jax", "jaxlib")},
     }

@@ -40,11 +40,11 @@ from stretto.collectives.hierarchy import create_communicator
 from stretto.collectives.ops import Collective, Kind
 from stretto.collectives.order import CommonOrder, Schedule
 from stretto.collectives.types import TensorType
-from stretto.runtime import launcher, options
+from stretto.runtime import launcher, options, trace
 from stretto.runtime.engine import create_engine
 from stretto.runtime.errors import CollectiveMismatch, InvalidProgramError, StrettoError
 from stretto.runtime.executor import Executor
-from stretto.runtime.instrument import Instrument
+from stretto.runtime.instrument import Instrument, Instruments
 from stretto.runtime.program import Program
 from stretto.runtime.value import Value
 from stretto.runtime.world import World, bootstrap
@@ -259,18 +259,21 @@ class Counts(Instrument):
         for device in operands:
             group = collective.group_of.get(device, ())
             if len(group) > 1:
-                self.bytes += _given(collective, group, device, operands[device])
+                self.bytes += given_bytes(collective, group, device, operands[device])
 
 
-def _given(
-    collective: Collective, group: tuple[int, ...], device: int, operands: Sequence[Array]
+def given_bytes(
+    collective: Collective, group: tuple[int, ...], device: int, operands: Sequence[Array] = ()
 ) -> int:
-    """Payload bytes that a device gives to the others of its group."""
+    """Payload bytes that a device gives to the others of its group.
+
+    A root that is computed is taken to be the first member where there are no ``operands`` to tell.
+    """
     types = collective.operands
     if collective.kind is Kind.RAGGED_ALL_TO_ALL:
         return types[0].nbytes
     if collective.kind is Kind.BROADCAST:
-        root = int(operands[-1].reshape(())) if collective.dynamic_root else 0
+        root = int(operands[-1].reshape(())) if collective.dynamic_root and operands else 0
         if device != group[root]:
             return 0
         types = collective.results
@@ -343,6 +346,7 @@ def execute(
     program = compiled.program
     engine = create_engine(world.options.engine, world.local_devices)
     counts = Counts(program)
+    tracing = trace.begin(world, engine)
     executor = Executor(
         engine,
         world,
@@ -350,7 +354,7 @@ def execute(
         communicators=lambda stream: _CountingCommunicator(
             create_communicator(world.comm, stream), counts
         ),
-        instrument=counts,
+        instrument=counts if tracing is None else Instruments(counts, tracing),
     )
     try:
 

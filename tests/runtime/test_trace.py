@@ -1,0 +1,192 @@
+"""What a rank writes with STRETTO_TRACE, how it is read back, and what becomes of files that are damaged."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.handmade import F32, Rig, all_reduce, block, permute, program, segment
+
+from stretto.runtime import clock
+from stretto.runtime.errors import StrettoError, WorldError
+from stretto.runtime.program import Program, Run, Start, Wait
+from stretto.runtime.trace import Trace
+from stretto.runtime.trace_file import VERSION, Header, Kind, RankTrace, TraceError, file_name, read
+from stretto.testing import NullEngine
+
+HEADER = Header(0, 1, "here", 1, 2, "null", 0.0, 0.0)
+# Device 0's message is never sent.
+SHIFT = permute((0, 1), (1, 0), valid_iterations=((1, 0), (0, 9)))
+
+
+def shifting() -> Program:
+    """Start, a segment beside it, wait, another segment."""
+    body = block(
+        (0,),
+        [
+            Start(0, (0,), (1,), 0, 0),
+            Run(0, (0,), (2,)),
+            Wait(0),
+            Run(1, (1, 2), (3,)),
+        ],
+        (3,),
+    )
+    segments = [segment("increment"), segment("add", (F32, F32))]
+    return program(
+        [F32] * 4, body, devices=2, segments=segments, collectives=[SHIFT], name="shifting"
+    )
+
+
+def traced(folder: Path) -> tuple[Path, RankTrace]:
+    """The trace of one run of `shifting` on two local devices."""
+    trace = Trace(folder, HEADER, NullEngine(2))
+    rig = Rig(2, instrument=trace)
+    rig.run(shifting(), [0.0, 1.0])
+    rig.executor.close()
+    trace.close()
+    path = folder / file_name(0)
+    return path, read(path)
+
+
+def test_what_is_written_is_read_back(tmp_path: Path) -> None:
+    _, found = traced(tmp_path / "new" / "folder")
+    assert (found.header, found.warning) == (HEADER, "")
+    (loaded,) = found.programs
+    assert (loaded.name, loaded.collectives) == ("shifting", (SHIFT,))
+    assert [s.name for s in loaded.segments] == ["increment", "add"]
+    assert found.local == [((0, 0), (1, 1))]
+    events = found.events[np.argsort(found.events[:, 4], kind="stable")]
+    by_kind = {kind: events[events[:, 0] == kind] for kind in Kind}
+    assert [(int(n), int(o)) for n, o in by_kind[Kind.SEGMENT][:, 2:4]] == [
+        (0, 0),
+        (0, 1),
+        (1, 0),
+        (1, 1),
+    ]
+    assert [len(by_kind[k]) for k in (Kind.QUEUED, Kind.AWAITED, Kind.PROGRAM)] == [1, 1, 1]
+    (ran,) = by_kind[Kind.COLLECTIVE]
+    assert ran[2] == 0 and ran[6] // (1 << 24) == 1 and found.sets == [frozenset({0})]
+    assert (events[:, 5] >= events[:, 4]).all()
+    (walk,) = by_kind[Kind.PROGRAM]
+    assert walk[4] <= events[:, 4].min() and walk[6] == 0.0
+
+
+def test_a_failed_walk_is_marked(tmp_path: Path) -> None:
+    trace = Trace(tmp_path, HEADER, NullEngine(1))
+    rig = Rig(1, instrument=trace)
+    body = block((0,), [Run(0, (0,), (1,)), Start(0, (1,), (2,), 0, 0), Wait(0)], (2,))
+    failing = program([F32] * 3, body, segments=[segment("boom")], collectives=[all_reduce((0,))])
+    with pytest.raises(StrettoError, match="boom"):
+        rig.run(failing, [0.0])
+    rig.executor.close()
+    trace.close()
+    (walk,) = (e for e in read(tmp_path / file_name(0)).events if e[0] == Kind.PROGRAM)
+    assert walk[6] == 1.0
+
+
+def test_what_was_written_outlives_a_process_that_is_killed(tmp_path: Path) -> None:
+    script = f"""
+import os, signal
+from pathlib import Path
+from stretto.runtime.trace import Trace
+from stretto.runtime.trace_file import Header
+from stretto.testing import NullEngine
+trace = Trace(Path({str(tmp_path)!r}), Header(0, 1, "here", 1, 1, "null", 0.0, 0.0), NullEngine(1))
+trace.program_started("p", 1)
+trace.program_finished("p", 1, None)
+trace.write()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    done = subprocess.run([sys.executable, "-c", script], timeout=60, check=False)
+    assert done.returncode == -9
+    assert len(read(tmp_path / file_name(0)).events) == 1
+
+
+def test_a_child_does_not_write_to_its_parents_file(tmp_path: Path) -> None:
+    trace = Trace(tmp_path, HEADER, NullEngine(1))
+    trace.program_finished("p", 1, None)
+    child = os.fork()
+    if child == 0:
+        trace.write()
+        trace.close()
+        os._exit(0)
+    os.waitpid(child, 0)
+    trace.close()
+    assert len(read(tmp_path / file_name(0)).events) == 1
+
+
+@pytest.mark.parametrize("lost", [1, 20, 60])
+def test_a_file_that_was_cut_off_is_read_as_far_as_it_goes(tmp_path: Path, lost: int) -> None:
+    path, whole = traced(tmp_path)
+    path.write_bytes(path.read_bytes()[:-lost])
+    found = read(path)
+    assert "ends in the middle" in found.warning
+    assert found.programs == whole.programs and len(found.events) == 0
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda data: data.replace(b"trace %d" % VERSION, b"trace 99", 1), "of version 99"),
+        (lambda data: b"GIF89a" + data, "is not a trace"),
+        (lambda data: data.replace(b'"rank"', b'"knar"', 1), "its header cannot be read"),
+        (lambda data: b"", "is not a trace"),
+    ],
+)
+def test_files_that_cannot_be_read(
+    tmp_path: Path, damage: Callable[[bytes], bytes], message: str
+) -> None:
+    path, _ = traced(tmp_path)
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(TraceError, match=message):
+        read(path)
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(WorldError, match="STRETTO_TRACE"):
+        Trace(tmp_path / "file", HEADER, NullEngine(1))
+
+
+def test_times_are_told_on_rank_0s_clock(tmp_path: Path) -> None:
+    header = Header(1, 2, "there", 1, 1, "null", 1000.0, 0.0)
+    trace = Trace(tmp_path, header, NullEngine(1))
+    trace.program_finished("p", 1, None)
+    (row,) = list(trace._rows)
+    trace.close()
+    assert read(tmp_path / file_name(1)).events[0, 5] == pytest.approx(row[5] + 1000.0)
+
+
+class Far:
+    """Rank 1's view of rank 0, whose clock is 500 s ahead and whose answers take their time."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.delays = iter([(3.0, 1.0), (0.5, 0.5), *[(2.0, 4.0)] * (clock.ROUND_TRIPS - 2)])
+
+    def Get_rank(self) -> int:
+        return 1
+
+    def Get_size(self) -> int:
+        return 2
+
+    def send(self, what: Any, dest: int, tag: int) -> None:
+        self.there, self.back = next(self.delays)
+        self.now += self.there
+
+    def recv(self, source: int, tag: int) -> float:
+        said = self.now + 500.0
+        self.now += self.back
+        return said
+
+
+def test_the_shortest_round_trip_tells_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    comm = Far()
+    monkeypatch.setattr(clock, "perf_counter", lambda: comm.now)
+    assert clock.offset_to_first(comm) == 500.0

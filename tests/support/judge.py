@@ -39,12 +39,16 @@ NARROW_TOLERANCE = 0.26
 
 @dataclass(frozen=True)
 class Form:
-    """``processes`` ranks with ``devices`` each; ``platform`` is JAX_PLATFORMS."""
+    """``processes`` ranks with ``devices`` each; ``platform`` is JAX_PLATFORMS.
+
+    ``settings``: further variables of the environment.
+    """
 
     name: str
     processes: int
     devices: int
     platform: str = "stretto,cpu"
+    settings: tuple[tuple[str, str], ...] = ()
 
 
 REFERENCE = Form("reference", 1, 8, "cpu")
@@ -94,7 +98,7 @@ def environment(form: Form) -> dict[str, str]:
     else:
         env["STRETTO_LOCAL_DEVICES"] = str(form.devices)
         env["STRETTO_TIMEOUT"] = "30"
-    return env
+    return env | dict(form.settings)
 
 
 def run_programs(

@@ -12,6 +12,7 @@ from importlib import import_module
 COMMANDS = {
     "run": "run an HLO module (text or serialized) on local devices or under mpirun",
     "explain": "print what an HLO module communicates, in which order and why, without running it",
+    "bench": "measure what collectives and compute cost on these machines, and keep the table",
     "trace": "show what a job wrote with STRETTO_TRACE: a Perfetto trace, a page, what was exposed",
     "doctor": "say what is installed and in force, run one all-reduce, and tell what to do",
 }

@@ -1,0 +1,165 @@
+"""Measuring a table of costs: what collectives cost over every span of devices, and what compute costs.
+
+Spans are the groups that meshes over the devices have: every stride s and size g with s * g a divisor of
+their number, all groups of a span at once. Latency is the median time of a small all-reduce; bandwidth
+follows from the medians of large all-gathers, reduce-scatters and all-reduces less their latency, by the
+ring's wire bytes. Compute is measured on all local devices at once: operations by a matrix product, memory
+traffic by a sum of two arrays, a launch by the smallest segment. Rank 0's medians are everybody's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+from stretto.collectives.hierarchy import create_communicator
+from stretto.collectives.ops import Collective, Kind, Reduction
+from stretto.collectives.types import TensorType
+from stretto.hlo_frontend.overlap.costs import wire_bytes
+from stretto.runtime.engine import Engine
+from stretto.runtime.errors import StrettoError
+from stretto.runtime.program import Segment
+from stretto.runtime.world import World
+
+SMALL, LARGE = 64, 1 << 20  # float32 elements that a device gives
+SIDE = 1024  # of the matrices
+ELEMENTS = 1 << 24  # float32 of the arrays that are added
+
+
+def spans(devices: int) -> Iterator[tuple[int, int]]:
+    """(stride, group size) of the groups that a mesh over ``devices`` can have."""
+    for size in range(2, devices + 1):
+        for stride in range(1, devices // size + 1):
+            if devices % (stride * size) == 0:
+                yield stride, size
+
+
+def groups_of(devices: int, stride: int, size: int) -> tuple[tuple[int, ...], ...]:
+    """All groups of a span, which hold each device once."""
+    block = stride * size
+    return tuple(
+        tuple(range(first + offset, first + offset + block, stride))
+        for first in range(0, devices, block)
+        for offset in range(stride)
+    )
+
+
+def collective(kind: Kind, groups: tuple[tuple[int, ...], ...], elements: int) -> Collective:
+    """A float32 collective to which each device gives ``elements`` (a multiple of the groups' size)."""
+    size = len(groups[0])
+    results = {Kind.ALL_GATHER: elements * size, Kind.REDUCE_SCATTER: elements // size}
+    return Collective(
+        kind,
+        (TensorType("f32", (elements,)),),
+        (TensorType("f32", (results.get(kind, elements),)),),
+        groups=groups,
+        reduction=None if kind is Kind.ALL_GATHER else Reduction.SUM,
+        dimension=-1 if kind is Kind.ALL_REDUCE else 0,
+        name=f"calibrate.{kind}",
+    )
+
+
+def calibrate(world: World, engine: Engine, rounds: int) -> dict[str, Any]:
+    """The table as JSON, equal on all ranks, which all call this. Raises `StrettoError`."""
+    compute = measure_compute(world, engine, rounds)
+    links = []
+    for stride, size in spans(world.num_devices):
+        latency, rate = measure_link(world, groups_of(world.num_devices, stride, size), rounds)
+        links.append(
+            {"axis_stride": stride, "group_size": size, "latency_s": latency, "bytes_per_s": rate}
+        )
+    found = {"compute": compute, "links": links}
+    return found if world.comm is None else world.comm.bcast(found, root=0)  # type: ignore[no-any-return]
+
+
+def measure_link(
+    world: World, groups: tuple[tuple[int, ...], ...], rounds: int
+) -> tuple[float, float]:
+    """(seconds of latency, bytes a second) of these groups."""
+    size = len(groups[0])
+    owner = {device: device // world.local_devices for device in range(world.num_devices)}
+    local = [device for device, rank in owner.items() if rank == world.rank]
+    communicator = create_communicator(world.comm, 0)
+    try:
+
+        def seconds(kind: Kind, elements: int) -> tuple[float, float]:
+            wanted = collective(kind, groups, max(size, elements // size * size))
+            bound = communicator.bind(wanted, owner)
+            operands = {d: [np.ones(wanted.operands[0].shape, np.float32)] for d in local}
+            taken = _median(world, lambda: bound.run(operands), rounds)
+            return taken, wire_bytes(wanted, size)
+
+        latency, _ = seconds(Kind.ALL_REDUCE, SMALL)
+        elements = LARGE // size  # a gather's result is as large as the others' operands
+        times, moved = zip(
+            seconds(Kind.ALL_GATHER, elements),
+            seconds(Kind.REDUCE_SCATTER, LARGE),
+            seconds(Kind.ALL_REDUCE, LARGE),
+            strict=True,
+        )
+    finally:
+        communicator.close()
+    beyond = sum(times) - len(times) * latency
+    return latency, sum(moved) / max(beyond, 0.05 * sum(times))
+
+
+def measure_compute(world: World, engine: Engine, rounds: int) -> dict[str, float]:
+    """Rates of one device while all local ones compute. Raises `StrettoError` without a clock of its own."""
+    matrix = f"tensor<{SIDE}x{SIDE}xf32>"
+    product = _seconds(
+        world,
+        engine,
+        f"stablehlo.dot_general %a, %b, contracting_dims = [1] x [0] : ({matrix}, {matrix}) -> {matrix}",
+        (SIDE, SIDE),
+        rounds,
+    )
+    vector = f"tensor<{ELEMENTS}xf32>"
+    traffic = _seconds(world, engine, f"stablehlo.add %a, %b : {vector}", (ELEMENTS,), rounds)
+    launch = _seconds(world, engine, "stablehlo.add %a, %b : tensor<8xf32>", (8,), rounds)
+    if min(product, traffic, launch) <= 0.0:
+        raise StrettoError(f"engine {engine.name} computes in no time: there is nothing to measure")
+    return {
+        "flops_per_s": 2.0 * SIDE**3 / max(product - launch, 0.05 * product),
+        "bytes_per_s": 3.0 * 4 * ELEMENTS / max(traffic - launch, 0.05 * traffic),
+        "launch_s": launch,
+    }
+
+
+def _seconds(world: World, engine: Engine, line: str, shape: tuple[int, ...], rounds: int) -> float:
+    type = TensorType("f32", shape)
+    text = "x".join(map(str, shape)) + "xf32"
+    module = (
+        f"module @calibrate {{\n  func.func public @main(%a: tensor<{text}>, %b: tensor<{text}>) -> "
+        f"tensor<{text}> {{\n    %r = {line}\n    return %r : tensor<{text}>\n  }}\n}}\n"
+    )
+    segment = engine.compile(
+        Segment((type, type), (type,), module.encode(), name="calibrate"), name="calibrate"
+    )
+    host = np.full(shape, 0.5, np.float32)
+    inputs = [
+        [engine.put(host, type, ordinal), engine.put(host, type, ordinal)]
+        for ordinal in range(engine.num_devices)
+    ]
+
+    def work() -> None:
+        outputs = [segment.run(ordinal, arrays)[0] for ordinal, arrays in enumerate(inputs)]
+        for array in outputs:
+            engine.block(array)
+
+    return _median(world, work, rounds)
+
+
+def _median(world: World, work: Callable[[], Any], rounds: int) -> float:
+    """Seconds of a call that all ranks begin together; the first two calls do not count."""
+    taken = []
+    for _ in range(rounds + 2):
+        if world.comm is not None:
+            world.comm.Barrier()
+        began = perf_counter()
+        work()
+        taken.append(perf_counter() - began)
+    return median(taken[2:])

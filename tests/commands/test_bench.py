@@ -1,0 +1,126 @@
+"""`stretto bench --calibrate`: machines whose costs are known, and the table that is written and kept."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from support.mpi import run_ranks
+
+from stretto.cli import main
+from stretto.collectives.ops import Collective, Kind
+from stretto.commands import bench, calibration
+from stretto.hlo_frontend.overlap.costs import CostTable
+from stretto.runtime.options import Options
+from stretto.runtime.program import Segment
+from stretto.runtime.world import World
+
+LATENCY, RATE = 1e-3, 1e9
+
+
+def test_spans_of_a_mesh_by_hand() -> None:
+    assert list(calibration.spans(8)) == [(1, 2), (2, 2), (4, 2), (1, 4), (2, 4), (1, 8)]
+    assert list(calibration.spans(6)) == [(1, 2), (3, 2), (1, 3), (2, 3), (1, 6)]
+    assert list(calibration.spans(1)) == []
+    assert calibration.groups_of(8, 2, 2) == ((0, 2), (1, 3), (4, 6), (5, 7))
+    assert calibration.groups_of(6, 1, 3) == ((0, 1, 2), (3, 4, 5))
+
+
+class Machine:
+    """A clock, links and an engine that take the time they should."""
+
+    num_devices, name = 4, "exact"
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def create_communicator(self, comm: None, stream: int) -> Any:
+        def bind(collective: Collective, owner: Mapping[int, int]) -> Any:
+            (size,) = {len(group) for group in collective.groups}
+            given, taken = collective.operands[0].nbytes, collective.results[0].nbytes
+            wire = {
+                Kind.ALL_GATHER: taken * (size - 1) / size,
+                Kind.REDUCE_SCATTER: given * (size - 1) / size,
+                Kind.ALL_REDUCE: 2 * given * (size - 1) / size,
+            }[collective.kind]
+
+            def run(operands: Mapping[int, Any]) -> None:
+                assert set(operands) == {0, 1, 2, 3} == set(owner)
+                self.now += LATENCY + wire / RATE
+
+            return SimpleNamespace(run=run)
+
+        return SimpleNamespace(bind=bind, close=lambda: None)
+
+    def compile(self, segment: Segment, *, name: str) -> Any:
+        size = segment.inputs[0].nbytes
+
+        def run(ordinal: int, inputs: list[Any]) -> list[Any]:
+            if ordinal == 0:  # the devices compute beside each other
+                product = b"dot_general" in segment.module
+                self.now += 1e-4 + (2 * 1024**3 / 1e12 if product else 3 * size / 1e10)
+            return inputs[:1]
+
+        return SimpleNamespace(run=run)
+
+    def put(self, host: np.ndarray, type: Any, ordinal: int) -> np.ndarray:
+        return host
+
+    def block(self, array: Any) -> None: ...
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    made = Machine()
+    monkeypatch.setattr(calibration, "perf_counter", lambda: made.now)
+    monkeypatch.setattr(calibration, "create_communicator", made.create_communicator)
+    return made
+
+
+def test_a_known_machine_is_measured_as_it_is(machine: Machine) -> None:
+    table = calibration.calibrate(World(Options(local_devices=4)), machine, rounds=3)  # type: ignore[arg-type]
+    costs = CostTable.from_json(table)
+    assert [(c.axis_stride, c.group_size) for c in costs.links] == [(1, 2), (2, 2), (1, 4)]
+    for link in costs.links:
+        assert link.latency_s == pytest.approx(LATENCY, rel=1e-2)
+        assert link.bytes_per_s == pytest.approx(RATE, rel=1e-2)
+    assert costs.compute.flops_per_s == pytest.approx(1e12, rel=1e-2)
+    assert costs.compute.bytes_per_s == pytest.approx(1e10, rel=1e-2)
+    assert costs.compute.launch_s == pytest.approx(1e-4, rel=1e-2)
+
+
+def test_an_engine_without_a_clock(
+    monkeypatch: pytest.MonkeyPatch, machine: Machine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(bench, "bootstrap", lambda: World(Options(engine="null")))
+    assert main(["bench", "--calibrate"]) == 1
+    assert "engine null computes in no time" in capsys.readouterr().err
+
+
+def test_what_is_to_be_done_must_be_said(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["bench"])
+    assert "--calibrate" in capsys.readouterr().err
+    assert main(["bench", "--calibrate", "--rounds", "0"]) == 2
+
+
+@pytest.mark.mpi
+def test_jobs_on_the_same_machines_find_the_table(tmp_path: Path) -> None:
+    out = tmp_path / "new" / "costs.json"
+    env = {"XDG_CACHE_HOME": str(tmp_path / "cache"), "STRETTO_LOCAL_DEVICES": "2"}
+    command = ["-m", "stretto.cli", "bench", "--calibrate", "--rounds", "1", "--json"]
+    done = run_ranks(2, [*command, "-o", str(out)], env=env)
+    assert done.returncode == 0, done.stderr
+    table = json.loads(out.read_text())
+    assert json.loads(done.stdout) == table
+    spans = [(c.axis_stride, c.group_size) for c in CostTable.from_json(table).links]
+    assert spans == [(1, 2), (2, 2), (1, 4)]
+    script = "from stretto.runtime.world import bootstrap; print(bootstrap().costs.text.strip())"
+    found = run_ranks(2, ["-c", f"{script}"], env=env)
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.count('"axis_stride": 1') == 2 * 2

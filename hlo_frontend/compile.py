@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from google.protobuf.message import DecodeError
 from jaxlib import _jax
 
 from stretto.collectives.order import CommonOrder, Schedule
@@ -24,15 +23,18 @@ from .graph import Module
 from .lower import lower
 from .overlap.apply import OverlapPolicy, Planned, carve_planned
 from .overlap.apply import plan as plan_overlap
+from .own_options import split
 from .passes import unread
 from .passes.bytes import Rewrite, RewriteReport, rewrite
+from .passes.interleave import Interleaved
+from .passes.interleave import apply as interleaved
 from .passes.order import order
 from .passes.pseudo_tokens import remove_pseudo_tokens
 from .passes.valid import ValidPolicy, ValidReport
 from .passes.valid import apply as find_valid_iterations
 from .passes.valid.decide import LEAST_FLOPS
 from .schedule import reorder, schedule_of, token_edges
-from .schema import CompileOptionsProto, HloModuleProto, HloModuleProtoWithConfig
+from .schema import HloModuleProto, HloModuleProtoWithConfig
 from .text import parse_hlo_text
 from .values import BlockGraph, Node
 
@@ -137,6 +139,7 @@ class CompiledModule:
     became of collectives (see `passes.bytes`); ``rewritten`` is a digest of that, empty if it is nothing.
     ``overlap`` is what was planned to hide communication, where that was asked for and there is some; the
     program that ``with_order`` gives goes without.
+    ``interleaved`` tells what became of pipelines that were to be interleaved (see `passes.interleave`).
     """
 
     program: Program
@@ -148,6 +151,7 @@ class CompiledModule:
     rewrites: tuple[Rewrite, ...] = ()
     rewritten: bytes = b""
     overlap: Planned | None = field(repr=False, default=None)
+    interleaved: tuple[Interleaved, ...] = ()
 
     def hlo_with_config(self) -> bytes:
         """A serialized ``HloModuleProtoWithConfig`` of the whole program for one device: entry layout,
@@ -184,6 +188,7 @@ def compile_stablehlo(
     rewrites: bool = True,
     valid: ValidPolicy = _PROVED,
     overlap: OverlapPolicy | None = None,
+    interleave: int = 1,
 ) -> CompiledModule:
     """Partition and lower StableHLO (text, bytecode, portable artifact).
 
@@ -191,38 +196,35 @@ def compile_stablehlo(
     `passes.pseudo_tokens`). ``rewrites``: whether collectives may become others that send less (see
     `passes.bytes`). ``valid``: how iterations are found in which transfers are made (see
     `passes.valid`). ``overlap``: how collectives are scheduled beside compute (see `overlap.apply`); None
-    where they are not. Raises `InvalidProgramError` or `UnsupportedError`.
+    where they are not. ``interleave``: chunks of layers that each device of a pipeline is to have (see
+    `passes.interleave`), where the compile options do not say it. Raises `InvalidProgramError` or
+    `UnsupportedError`.
     """
     if spec.num_replicas < 1 or spec.num_partitions < 1:
         raise InvalidProgramError(
             f"a program needs at least one replica and one partition, not {spec.num_replicas} "
             f"and {spec.num_partitions}"
         )
+    own, options, names_xla = split(spec.options)
     with stablehlo.parsed(module) as parsed:
         stablehlo.replace_boundary_tokens(parsed)
         stablehlo.settle_layouts(parsed)
         single = spec.num_replicas * spec.num_partitions == 1
-        if single and not _names_xla_options(spec.options) and stablehlo.is_local(parsed):
-            return _whole(parsed)
+        if single and not names_xla and stablehlo.is_local(parsed):
+            return _whole(parsed)  # options of XLA are XLA's to check and to follow
         stablehlo.inline_late_calls(parsed)
         stablehlo.call_decompositions(parsed)
         signature = stablehlo.signature(parsed, types=False)
-        hlo = tap.optimized_hlo(parsed, spec.num_replicas, spec.num_partitions, spec.options)
+        hlo = tap.optimized_hlo(parsed, spec.num_replicas, spec.num_partitions, options)
     counts = spec.num_replicas, spec.num_partitions
+    hlo, found = interleaved(hlo, *counts, own.interleave or interleave)
     compiled = PartitionedModule(hlo, *counts, pseudo_tokens, valid, rewrites).compiled(overlap)
     return replace(
         compiled,
         input_memory_kinds=_padded(signature.input_memory_kinds, len(compiled.program.inputs)),
         output_memory_kinds=_padded(signature.output_memory_kinds, len(compiled.program.outputs)),
+        interleaved=found,
     )
-
-
-def _names_xla_options(options: bytes) -> bool:
-    """Whether the user set options of XLA, which are XLA's to check and to follow."""
-    try:
-        return bool(CompileOptionsProto.FromString(options).env_option_overrides)
-    except DecodeError as error:
-        raise InvalidProgramError(f"cannot read the compile options: {error}") from error
 
 
 def compile_hlo(
@@ -234,6 +236,7 @@ def compile_hlo(
     rewrites: bool = False,
     valid: ValidPolicy = _PROVED,
     overlap: OverlapPolicy | None = None,
+    interleave: int = 1,
 ) -> CompiledModule:
     """Lower HLO that is partitioned already: text, or a serialized ``HloModuleProto``.
 
@@ -243,7 +246,9 @@ def compile_hlo(
         raise InvalidProgramError("a program needs at least one replica and one partition")
     serialized = parse_hlo_text(hlo) if isinstance(hlo, str) else hlo
     counts = num_replicas, num_partitions
-    return PartitionedModule(serialized, *counts, pseudo_tokens, valid, rewrites).compiled(overlap)
+    serialized, found = interleaved(serialized, *counts, interleave)
+    module = PartitionedModule(serialized, *counts, pseudo_tokens, valid, rewrites)
+    return replace(module.compiled(overlap), interleaved=found)
 
 
 def _padded(kinds: tuple[str, ...], count: int) -> tuple[str, ...]:

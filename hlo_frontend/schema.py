@@ -56,7 +56,17 @@ TABLE: dict[str, str] = {
         "lhs_batch_dimensions:3:int64* rhs_batch_dimensions:4:int64*"
     ),
     "ConvolutionDimensionNumbers": "kernel_output_feature_dimension:4:int64",
-    "OpSharding": "",
+    "OpSharding": (
+        "type:1:int32 tile_assignment_dimensions:3:int64* tile_assignment_devices:4:int64* "
+        "replicate_on_last_tile_dim:6:bool metadata:7:OpMetadata* last_tile_dims:8:int32* "
+        "iota_reshape_dims:9:int64* iota_transpose_perm:10:int32* "
+        "named_sharding:14:NamedShardingProto"
+    ),
+    "NamedShardingProto": (
+        "mesh:2:MeshProto dim_shardings:3:DimensionSharding* replicated_axes:4:AxisRefProto* "
+        "unreduced_axes:5:AxisRefProto* metadata:6:OpMetadata* manual_axes:7:AxisRefProto*"
+    ),
+    "DimensionSharding": "axes:1:AxisRefProto* is_closed:2:bool",
     "SliceDimensions": "start:1:int64 limit:2:int64 stride:3:int64",
     "PaddingConfig": "dimensions:1:PaddingConfigDimension*",
     "PaddingConfigDimension": (
@@ -120,7 +130,7 @@ TABLE: dict[str, str] = {
         "process_index:22:int64 process_count:23:int64"
     ),
     "EnvOptionOverridesEntry": "key:1:string value:2:OptionOverrideProto",
-    "OptionOverrideProto": "string_field:1:string/",
+    "OptionOverrideProto": "string_field:1:string/ bool_field:2:bool/ int_field:3:int64/",
     "DeviceAssignmentProto": (
         "replica_count:1:int32 computation_count:2:int32 computation_devices:3:ComputationDevice*"
     ),
@@ -197,6 +207,7 @@ ProgramShapeProto: Any = _MESSAGES["ProgramShapeProto"]
 LiteralProto: Any = _MESSAGES["LiteralProto"]
 CompileOptionsProto: Any = _MESSAGES["CompileOptionsProto"]
 DeviceAssignmentProto: Any = _MESSAGES["DeviceAssignmentProto"]
+OpSharding: Any = _MESSAGES["OpSharding"]
 
 # XLA's PrimitiveType codes of the element types that arrays may have.
 PRIMITIVE_TYPES: dict[int, str] = {

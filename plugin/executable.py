@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import logging
 from collections.abc import Callable
 from functools import cached_property
 from importlib.metadata import version
@@ -34,6 +35,8 @@ from .executable_codec import StoredExecutable
 from .structs import STRUCTS, NamedValues, read_bytes
 from .table import entry
 from .topology import Maker, Text, Topology, pointers
+
+_log = logging.getLogger("stretto")
 
 
 class Executable(_capi.Executable):  # type: ignore[misc]
@@ -180,6 +183,7 @@ def compile_module(maker: Maker, source: bytes, options: bytes) -> CompiledModul
         rewrites=maker.options.rewrite,
         valid=ValidPolicy.of(maker.options),
         overlap=maker.overlap,
+        interleave=maker.options.interleave,
     )
 
 
@@ -187,6 +191,9 @@ def compile_and_load(client: Client, source: bytes, options: bytes) -> LoadedExe
     """Compile a StableHLO module for the devices that the options name."""
     _, _, device_ids = _placement(client, options)
     compiled = compile_module(client, source, options)
+    for loop in compiled.interleaved:
+        if loop.why and client.world.rank == 0:
+            _log.warning("%s", loop.describe())
     loaded = client.executor.load(
         compiled.program,
         device_ids,

@@ -47,6 +47,8 @@ class Options:
     ``skip_compute``: do not run segments on devices where nobody reads what they give.
     ``rewrite``: whether collectives of JAX programs become others that send less (`docs/design.md`).
     ``trace``: folder in which every rank writes what its streams do; empty: none (`docs/overlap.md`).
+    ``interleave``: chunks of layers that each device of a pipeline has; 1 leaves pipelines as they are
+    written (`docs/pipelines.md`).
     ``origins``: for each field that was not left at its default, where its value came from.
     """
 
@@ -65,6 +67,7 @@ class Options:
     skip_compute: bool = True
     rewrite: bool = True
     trace: str = ""
+    interleave: int = 1
     origins: Mapping[str, str] = field(
         default_factory=lambda: MappingProxyType({}), compare=False, repr=False
     )
@@ -126,6 +129,7 @@ VARIABLES: dict[str, tuple[str, Callable[[str], Any]]] = {
     "skip_compute": ("STRETTO_SKIP_COMPUTE", _switch),
     "trace": ("STRETTO_TRACE", str),
     "rewrite": ("STRETTO_REWRITE", _switch),
+    "interleave": ("STRETTO_INTERLEAVE", int),
 }
 
 LAUNCHERS = ("auto", "mpi", "jax", "none")
@@ -146,6 +150,7 @@ _EXPECTED = {
     "trace": "expected the name of a folder",
     "skip_compute": "expected 0 or 1",
     "rewrite": "expected 0 or 1",
+    "interleave": "expected a whole number of chunks a device, at least 1",
 }
 
 
@@ -167,6 +172,7 @@ def _problem(name: str, value: Any) -> str:
         "trace": lambda v: isinstance(v, str),
         "skip_compute": lambda v: isinstance(v, bool),
         "rewrite": lambda v: isinstance(v, bool),
+        "interleave": lambda v: isinstance(v, int) and not isinstance(v, bool) and v >= 1,
     }[name](value)
     return "" if accepted else _EXPECTED[name]
 

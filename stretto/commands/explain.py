@@ -83,6 +83,7 @@ def explain(compiled: CompiledFile) -> dict[str, Any]:
         "collectives": list(_entries(compiled.schedule, by_name, compiled.tokens, [])),
         "compute": asdict(work(program)),
         "loops": [asdict(loop) for loop in compiled.valid.loops],
+        "interleaved": [asdict(i) | {"text": i.describe()} for i in compiled.interleaved],
         "rewrites": [asdict(rewrite) for rewrite in compiled.rewrites],
     }
 
@@ -174,6 +175,7 @@ def to_text(explanation: dict[str, Any]) -> str:
             f"{c['skipped_runs']} of {c['runs']} runs of segments, with {share:.0%} of the arithmetic, are "
             "left out on devices where nobody reads what they give"
         )
+    lines += [found["text"] for found in e["interleaved"]]
     for loop in e["loops"]:
         lines += loop_lines(loop)
     for rewrite in e["rewrites"]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from stretto.collectives.order import CommonOrder, Schedule
 from stretto.hlo_frontend.compile import CompiledModule, compile_hlo
 from stretto.hlo_frontend.passes.bytes import Rewrite
+from stretto.hlo_frontend.passes.interleave import Interleaved
 from stretto.hlo_frontend.passes.valid import ValidPolicy, ValidReport
 from stretto.hlo_frontend.source import HloSource, in_fork, read_hlo
 from stretto.runtime import options
@@ -23,7 +24,8 @@ class CompiledFile:
     """A file's program. ``tokens``: by name of each collective, those that tokens put before it.
 
     ``policy``: how valid iterations were found, and ``valid`` what was. ``rewrites``: what became of
-    collectives, where that was asked for; ``rewritten`` is its digest.
+    collectives, where that was asked for; ``rewritten`` is its digest. ``interleave``: chunks of layers that
+    pipelines were to have, and ``interleaved`` what became of them.
     """
 
     source: HloSource
@@ -35,6 +37,8 @@ class CompiledFile:
     valid: ValidReport
     rewrites: tuple[Rewrite, ...] = ()
     rewritten: bytes = b""
+    interleave: int = 1
+    interleaved: tuple[Interleaved, ...] = ()
 
     def with_order(self, order: CommonOrder) -> Program:
         """The program with its collectives in another order; see `CompiledModule`."""
@@ -52,6 +56,7 @@ class CompiledFile:
             pseudo_tokens=self.pseudo_tokens,
             rewrites=rewrites,
             valid=self.policy,
+            interleave=self.interleave,
         )
 
 
@@ -93,13 +98,19 @@ def compile_file(
     ``guarded``: in a forked process, so that input which crashes XLA raises `InvalidProgramError`.
     """
     pseudo_tokens = options.in_force().pseudo_tokens
+    chunks = options.in_force().interleave
     how = policy or ValidPolicy.of(options.in_force())
 
     def work() -> CompiledFile:
         source = read_hlo(data)
         counts = source.counts(num_devices)
         compiled = compile_hlo(
-            source.module, *counts, pseudo_tokens=pseudo_tokens, rewrites=rewrites, valid=how
+            source.module,
+            *counts,
+            pseudo_tokens=pseudo_tokens,
+            rewrites=rewrites,
+            valid=how,
+            interleave=chunks,
         )
         tokens = compiled.tokens()
         return CompiledFile(
@@ -112,6 +123,8 @@ def compile_file(
             compiled.valid,
             compiled.rewrites,
             compiled.rewritten,
+            chunks,
+            compiled.interleaved,
         )
 
     return in_fork(work) if guarded else work()

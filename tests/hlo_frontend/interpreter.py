@@ -56,9 +56,16 @@ def compile_segment(segment: Segment):
 
 @dataclass
 class Interpreter:
-    """Runs a checked program on all of its logical devices."""
+    """Runs a checked program on all of its logical devices. ``iteration`` is that of the innermost loop.
+
+    ``skipped``: what is received where a transfer is left out (see valid iterations), or None to make all
+    of them. ``messages`` counts by pair of devices what permutes and receives move.
+    """
 
     program: Program
+    skipped: float | None = None
+    messages: Counter = field(default_factory=Counter)
+    iteration: int = 0
     counts: Counter = field(default_factory=Counter)
     _loaded: dict[int, object] = field(default_factory=dict)
 
@@ -149,7 +156,9 @@ class Interpreter:
                     break
             for slot, carry in zip(loop.body.parameters, carries, strict=True):
                 registers[slot] = {d: carry[d] for d in inside}
+            outer, self.iteration = self.iteration, iteration
             self._block(loop.body, registers, inside)
+            self.iteration = outer
             for slot, carry in zip(loop.body.results, carries, strict=True):
                 carry.update({d: registers[slot][d] for d in inside})
             iteration += 1
@@ -181,6 +190,13 @@ class Interpreter:
 
     # Collectives.
 
+    def _is_valid(self, c: Collective, pair: int) -> bool:
+        if not c.valid_iterations:
+            return True
+        bounds = c.valid_iterations[pair]
+        runs = zip(bounds[::2], bounds[1::2], strict=True)
+        return any(low <= self.iteration <= high for low, high in runs)
+
     def _collective(
         self, c: Collective, operands: dict[int, list[np.ndarray]]
     ) -> dict[int, list[np.ndarray]]:
@@ -193,9 +209,14 @@ class Interpreter:
                 sender, data = self._sent
                 assert sender.pairs == c.pairs
             results = {d: [np.zeros(t.shape, t.numpy) for t in c.results] for d in operands}
-            for source, target in c.pairs:
-                if target in results:
-                    results[target] = [x.copy() for x in data[source]]
+            for k, (source, target) in enumerate(c.pairs):
+                if target not in results:
+                    continue
+                if self.skipped is not None and not self._is_valid(c, k):
+                    results[target] = [np.full_like(x, self.skipped) for x in data[source]]
+                    continue
+                results[target] = [x.copy() for x in data[source]]
+                self.messages[source, target] += source != target
             return results
         members = {d for group in c.groups for d in group}
         results = {

@@ -30,11 +30,12 @@ def test_every_variable_sets_its_field() -> None:
         "skip_compute": "0",
         "rewrite": "0",
         "trace": "folder",
+        "interleave": "3",
     }
     assert texts.keys() == VARIABLES.keys()
     options = Options.from_environment({VARIABLES[n][0]: text for n, text in texts.items()})
     values = (4, "null", 2.5, 0.0, "none", "10.0.0.1", False, True, False, True, False)
-    assert options == Options(*values, "costs.json", False, False, "folder")
+    assert options == Options(*values, "costs.json", False, False, "folder", 3)
     for name, (variable, _) in VARIABLES.items():
         assert options.origin(name) == variable
 

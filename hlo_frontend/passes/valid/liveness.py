@@ -10,7 +10,7 @@ receives nothing has zeros.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -26,6 +26,8 @@ from .dependence import Dependence
 from .trace import BranchTrace, Forward, LoopTrace, Trace, Transfer, is_transfer
 
 Mask = np.ndarray | None
+# What a node needs of its operands, given a trace of its block and what is live of its results.
+Needs = Callable[[Trace, Sequence[Mask]], rules.Needs]
 
 
 @dataclass(eq=False)
@@ -69,10 +71,12 @@ class Liveness:
     """Fills in what is live of ``forward.transfers``, ``bubbles``, and ``reads`` of every block walked.
 
     ``explain``: also keep for each live value the next one on its way to a result: `why`.
+    ``needs``: by compute node, what it is taken to need, whatever it does.
     """
 
     forward: Forward
     explain: bool = False
+    needs: Mapping[Node, Needs] = field(default_factory=dict)
     bubbles: dict[Node, Bubble] = field(default_factory=dict)
     why: dict[tuple[Trace, Value, int], tuple[str, Place | None]] = field(default_factory=dict)
     received: dict[tuple[Node, int | None, int], Place] = field(default_factory=dict)
@@ -231,6 +235,10 @@ class _Walk:
         some = any(m is not None for m in masks)
         has_effect = self.of._dependence.has_effect(node.instruction)
         self._count(node, masks, has_effect)
+        if node in self.of.needs:
+            for i, mask in self.of.needs[node](self.trace, masks):
+                self.add_from(node, node.operands[i], mask, self._first_live(node))
+            return
         for i in self.of._dependence.control(node.instruction):
             # On padding a loop might not end. Where it is not run, it will not matter either.
             type = node.operands[i].type

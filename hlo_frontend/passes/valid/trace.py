@@ -123,6 +123,12 @@ class Forward:
         self._walk(trace, 0)
         return trace
 
+    def once(self, block: BlockGraph, known: Sequence[Known]) -> Trace:
+        """The trace of one run of a block, of whose parameters this is known. Raises `GaveUpError`."""
+        trace = self._enter(block, 0, known, [None] * len(known))
+        self._walk(trace, 1)
+        return trace
+
     def visit(self, count: int) -> None:
         self.visits += count
         if self.visits > MOST_VISITS:

@@ -1,0 +1,177 @@
+"""Who computes on what: the way of values from stage to stage, followed exactly.
+
+`Origins` goes from a value of one device and iteration backwards through everything that hands its operand
+on as it is: selects and conditionals whose predicate is known, reshapes, permutes, carries, slices that are
+put into an array and taken out of it. What it ends at made the value, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from stretto.collectives.ops import Kind
+
+from ...graph import Instruction, leaf_count
+from ...schema import TUPLE
+from ...values import Node, NodeKind, Value
+from ..valid.known import is_reshape, spread, starts_of
+from ..valid.live import selected
+from ..valid.trace import Forward, LoopTrace
+
+MOST_STEPS = 100_000
+
+
+@dataclass(frozen=True, order=True)
+class Execution:
+    """One run of a stage: in which iteration of the loop, and on which device."""
+
+    iteration: int
+    device: int
+
+
+@dataclass(frozen=True)
+class Made:
+    """What made a value: result ``leaf`` of ``node``, or, without a node, what the loop started with."""
+
+    node: Node | None
+    leaf: int
+    at: Execution
+
+
+class Origins:
+    """Of values in the body of a loop that was followed. ``node``: the loop."""
+
+    def __init__(self, forward: Forward, node: Node, trace: LoopTrace) -> None:
+        self.forward = forward
+        self.block = node.blocks[1]
+        self.iterations = trace.iterations
+        self._index = {p: i for i, p in enumerate(self.block.parameters)}
+
+    def of(self, value: Value, at: Execution) -> Made:
+        """What made the value that a device has in an iteration."""
+        slot: int | None = (
+            None  # of what is followed only this slice along the first dimension is meant
+        )
+        for _ in range(MOST_STEPS):
+            root = value.root
+            if root.node is None:
+                if not at.iteration:
+                    return Made(None, self._index[root], at)
+                at = Execution(at.iteration - 1, at.device)
+                value = self.block.results[self._index[root]]
+                continue
+            place = self._slot(root.node, at)
+            if (
+                place is not None
+                and root.node.instruction.opcode == "dynamic-slice"
+                and slot is None
+            ):
+                slot, value = place, root.node.operands[0]
+                continue
+            if place is not None and slot is not None:
+                value = root.node.operands[1 if place == slot else 0]
+                slot = None if place == slot else slot
+                continue
+            before = None if slot is not None else self._before(root, at)
+            if before is None:
+                return Made(root.node, root.index, at)
+            value, at = before
+        return Made(value.root.node, value.root.index, at)
+
+    def _slot(self, node: Node, at: Execution) -> int | None:
+        """The slice that is read or written, where that is one along the first dimension and known."""
+        opcode = node.instruction.opcode
+        if opcode == "dynamic-slice":
+            first, part = 1, node.results[0].type
+        elif opcode == "dynamic-update-slice":
+            first, part = 2, node.operands[1].type
+        else:
+            return None
+        whole = node.operands[0].type
+        assert whole is not None and part is not None
+        if not whole.shape or part.shape != (1, *whole.shape[1:]):
+            return None
+        trace = self.iterations[at.iteration]
+        starts = starts_of(node, [self.forward.known(trace, o) for o in node.operands], first)
+        return None if starts is None else int(starts[at.device if len(starts) > 1 else 0][0])
+
+    def row(self, value: Value, at: Execution) -> bool | None:
+        """A predicate that is the same for all elements, where it is known; not 0 for an integer."""
+        known = self.forward.known(self.iterations[at.iteration], value)
+        if known is None:
+            return None
+        own = known[at.device if len(known) > 1 else 0]
+        return bool(own.all()) if own.all() == own.any() else None
+
+    def number(self, value: Value, at: Execution) -> int | None:
+        """An integer that is the same for all elements, where it is known."""
+        known = self.forward.known(self.iterations[at.iteration], value)
+        if known is None:
+            return None
+        own = spread(known, 0)[at.device if len(known) > 1 else 0].reshape(-1)
+        return int(own[0]) if own.size and (own == own[0]).all() else None
+
+    def _before(self, value: Value, at: Execution) -> tuple[Value, Execution] | None:
+        """The value that this one is, bit for bit; None where it was made here."""
+        node = value.node
+        assert node is not None
+        opcode = node.instruction.opcode
+        if opcode == "select":
+            taken = self.row(node.operands[0], at)
+            return None if taken is None else (node.operands[1 if taken else 2], at)
+        if opcode == "reshape" or (opcode == "bitcast" and is_reshape(node)):
+            return node.operands[0], at
+        if opcode == "conditional" and node.kind is NodeKind.COMPUTE:
+            return self._through_branch(node, value.index, at)
+        collective = node.collective
+        if collective is not None and collective.kind is Kind.PERMUTE:
+            for source, target in collective.pairs:
+                if target == at.device:
+                    return node.operands[value.index], Execution(at.iteration, source)
+        return None
+
+    def _through_branch(
+        self, node: Node, leaf: int, at: Execution
+    ) -> tuple[Value, Execution] | None:
+        known = self.forward.known(self.iterations[at.iteration], node.operands[0])
+        if known is None:
+            return None
+        chosen = selected(known, len(node.instruction.called))
+        branch = int(chosen[at.device if len(chosen) > 1 else 0])
+        position = _handed_on(node.instruction.called[branch].root, leaf)
+        if position is None:
+            return None
+        first = 1 + sum(leaf_count(a.shape) for a in node.instruction.operands[1 : 1 + branch])
+        return node.operands[first + position], at
+
+
+def _handed_on(root: Instruction, leaf: int) -> int | None:
+    """The leaf of a computation's only parameter that a leaf of its root is; None where it is another."""
+    part = root
+    if root.shape.element_type == TUPLE and root.opcode == "tuple":
+        part = root.operands[leaf]
+    while part.opcode in ("copy", "reshape", "bitcast"):
+        part = part.operands[0]
+    if part.opcode == "get-tuple-element" and part.operands[0].opcode == "parameter":
+        whole = part.operands[0].shape
+        flat = leaf_count(whole) == len(whole.tuple_shapes)
+        return int(part.proto.tuple_index) if flat else None
+    return 0 if part.opcode == "parameter" and part.shape.element_type != TUPLE else None
+
+
+def chains(
+    live: Sequence[Execution], before: dict[Execution, Execution]
+) -> list[tuple[Execution, ...]]:
+    """Executions that take from one another, each from its first to its last, by their first ones.
+
+    An execution of which two others take is the end of none: both chains have it.
+    """
+    taken = set(before.values())
+    found = []
+    for last in sorted(e for e in live if e not in taken):
+        chain = [last]
+        while chain[-1] in before:
+            chain.append(before[chain[-1]])
+        found.append(tuple(reversed(chain)))
+    return sorted(found)

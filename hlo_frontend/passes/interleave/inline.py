@@ -1,0 +1,107 @@
+"""Conditionals and calls around a loop over layers, inlined: a stage is then in the loop's own body.
+
+Conditionals become selects. What runs under `lax.cond` runs in all cases then, and a select takes what the
+branch gave. That is the same result, and more work, so it is for analysis, and for rewriting where the stage
+gets a conditional of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ...graph import COLLECTIVES, Computation, Instruction, Module
+from ...schema import PRIMITIVE_CODES, TOKEN, TUPLE
+from .emit import Builder, Editor, array_shape
+
+
+def inlined(module: Module, loop: str) -> Module:
+    """The module, with conditionals and calls that hold loops inlined in the body of this loop."""
+    while True:
+        found = next(iter(_around_loops(module.entry, loop)), None)
+        if found is None:
+            return module
+        editor = Editor(module)
+        _inline(editor.replace(found), found)
+        module = Module.parse(editor.finish())
+
+
+def _around_loops(entry: Computation, name: str) -> list[Instruction]:
+    return [
+        i
+        for loop in entry.instructions
+        if loop.opcode == "while" and loop.name == name
+        for i in loop.called[0].instructions
+        if i.opcode in ("conditional", "call") and _can_be(i)
+    ]
+
+
+def _can_be(caller: Instruction) -> bool:
+    return (
+        any(map(_has_loop, caller.called))
+        and not any(communicates(c) or c.has_side_effect for c in caller.called)
+        and all(p.element_type not in (TUPLE, TOKEN) for p in _parts(caller.shape))
+    )
+
+
+def communicates(computation: Computation) -> bool:
+    """Whether a collective is in it or in what it calls."""
+    return computation.needs_runtime and any(
+        i.opcode in COLLECTIVES or any(map(communicates, i.called))
+        for i in computation.instructions
+    )
+
+
+def _has_loop(computation: Computation) -> bool:
+    return any(
+        i.opcode == "while"
+        or (i.opcode in ("conditional", "call") and any(map(_has_loop, i.called)))
+        for i in computation.instructions
+    )
+
+
+def _parts(shape: Any) -> list[Any]:
+    return list(shape.tuple_shapes) if shape.element_type == TUPLE else [shape]
+
+
+def _inline(builder: Builder, caller: Instruction) -> None:
+    builder.metadata = caller.proto.metadata
+    is_tuple = caller.shape.element_type == TUPLE
+    if caller.opcode == "call":
+        results = [_results(builder, caller.called[0], caller.operands, is_tuple)]
+    else:
+        arguments = zip(caller.called, caller.operands[1:], strict=True)
+        results = [_results(builder, called, [given], is_tuple) for called, given in arguments]
+    chosen = results[-1]
+    for index in range(len(results) - 2, -1, -1):
+        predicate = selector = caller.operands[0].proto
+        if selector.shape.element_type != PRIMITIVE_CODES["pred"]:
+            predicate = builder.add(
+                "compare", array_shape("pred"), [selector, builder.constant(index)],
+                comparison_direction="EQ",
+            )  # fmt: skip
+        chosen = [builder.select(predicate, a, b)
+                  for a, b in zip(results[index], chosen, strict=True)]  # fmt: skip
+    builder.stand_in(chosen if is_tuple else chosen[0])
+
+
+def _results(
+    builder: Builder, called: Computation, arguments: Sequence[Instruction], is_tuple: bool
+) -> list[Any]:
+    """The called computation, here: its results."""
+    env: dict[Instruction, Any] = {
+        p: a.proto for p, a in zip(called.parameters, arguments, strict=True)
+    }
+    given = dict(zip(called.parameters, arguments, strict=True))
+    for read in called.instructions:
+        # Reads of what a tuple was made of are what it was made of: nothing else is then needed.
+        if read.opcode == "get-tuple-element" and read.operands[0] in given:
+            argument = given[read.operands[0]]
+            if argument.opcode == "tuple":
+                env[read] = argument.operands[read.proto.tuple_index].proto
+    root = called.root
+    if is_tuple and root.opcode == "tuple":
+        builder.clone(root.operands, env)
+        return [env[o] for o in root.operands]
+    builder.clone([root], env)
+    return builder.elements(env[root]) if is_tuple else [env[root]]

@@ -1,0 +1,188 @@
+"""Which values of a program are the same on all devices of a pipeline, bit for bit, before its loop.
+
+`Sameness.of` puts an instruction of the entry computation in one of three classes: the same on all stages; a
+known function of the device's own id and of what is the same (`BY_ID`), so that each device can have
+another's for the asking; or anything else. Parameters are the same where the module says that they are
+sharded so. The result of floating point arithmetic on what depends on the id counts as anything: another
+program for it might round differently.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+
+from ...graph import COLLECTIVES, Instruction, Module
+from ...schema import OpSharding
+
+_REPLICATED, _OTHER = 0, 3  # OpSharding.Type
+_MOVES = frozenset(
+    {
+        "bitcast",
+        "broadcast",
+        "concatenate",
+        "copy",
+        "dynamic-slice",
+        "get-tuple-element",
+        "gather",
+        "opt-barrier",
+        "pad",
+        "reshape",
+        "reverse",
+        "select",
+        "slice",
+        "transpose",
+        "tuple",
+    }
+)
+_INTEGERS = frozenset({1, 2, 3, 4, 5, 6, 7, 8, 9})  # PrimitiveType: pred, s8 … u64
+_NEVER_SAME = COLLECTIVES | {
+    "custom-call",
+    "infeed",
+    "rng",
+    "rng-get-and-update-state",
+    "replica-id",
+}
+
+
+class Class(IntEnum):
+    """How a value differs from stage to stage."""
+
+    SAME = 0
+    BY_ID = 1
+    ANY = 2
+
+
+class Sameness:
+    """For pipelines on ``groups`` of devices."""
+
+    def __init__(self, module: Module, groups: Sequence[Sequence[int]]) -> None:
+        self.groups = groups
+        self._found: dict[Instruction, Class] = {}
+        shardings = list(module.proto.spmd_parameters_shardings)
+        parameters = module.entry.parameters
+        if len(shardings) != len(parameters):  # HLO text has them with the parameters alone
+            shardings = [p.proto.sharding or None for p in parameters]
+        for parameter, sharding in zip(parameters, shardings, strict=True):
+            same = sharding is not None and self._is_same(sharding)
+            self._found[parameter] = Class.SAME if same else Class.ANY
+
+    def _is_same(self, serialized: bytes) -> bool:
+        """Whether devices of one group hold the same part of an array with this sharding."""
+        part = parts(serialized)
+        if part is None:
+            return False
+        return all(len({part(d) for d in group}) == 1 for group in self.groups)
+
+    def of(self, instruction: Instruction) -> Class:
+        """The class of an instruction of the entry computation."""
+        stack = [instruction]
+        while stack:
+            top = stack[-1]
+            missing = [o for o in top.operands if o not in self._found]
+            if top in self._found or not missing:
+                stack.pop()
+                self._found.setdefault(top, self.step(top, self._found))
+            else:
+                stack += missing
+        return self._found[instruction]
+
+    def step(self, instruction: Instruction, operands: Any) -> Class:
+        """The class of an instruction whose operands' classes ``operands`` has."""
+        opcode = instruction.opcode
+        if opcode == "partition-id":
+            return Class.BY_ID
+        if opcode in _NEVER_SAME or any(c.needs_runtime for c in instruction.called):
+            return Class.ANY
+        if opcode == "get-tuple-element" and instruction.operands[0].opcode == "tuple":
+            return Class(operands[instruction.operands[0].operands[instruction.proto.tuple_index]])
+        found = max((operands[o] for o in instruction.operands), default=Class.SAME)
+        if any(_draws(c) for c in instruction.called):
+            return Class.ANY
+        if found is Class.BY_ID and not (
+            opcode in _MOVES or instruction.shape.element_type in _INTEGERS
+        ):
+            return Class.ANY
+        return Class(found)
+
+
+Part = tuple[int, ...]
+
+
+def parts(serialized: bytes) -> Callable[[int], Part] | None:
+    """By device: which part of an array it holds, by a serialized ``OpSharding``; None where it is unclear.
+
+    Devices with the same part hold the same. A sharding with anything unknown in it is unclear.
+    """
+    sharding = OpSharding.FromString(serialized)
+    known = OpSharding()
+    known.CopyFrom(sharding)
+    known.DiscardUnknownFields()
+    if known.ByteSize() != sharding.ByteSize():
+        return None
+    if sharding.HasField("named_sharding"):
+        return _named_parts(sharding.named_sharding)
+    if sharding.type == _REPLICATED:
+        return lambda device: ()
+    if sharding.type != _OTHER:
+        return None
+    dimensions = list(sharding.tile_assignment_dimensions)
+    tiles = _arranged(
+        dimensions,
+        sharding.tile_assignment_devices,
+        sharding.iota_reshape_dims,
+        sharding.iota_transpose_perm,
+    )
+    copied = [len(dimensions) - 1] if sharding.replicate_on_last_tile_dim else []
+    subgroups = list(sharding.last_tile_dims)
+    first = len(dimensions) - len(subgroups)
+    copied += [first + i for i, kind in enumerate(subgroups) if kind == _REPLICATED]
+    return _by_device(tiles, [i for i in range(len(dimensions)) if i not in copied])
+
+
+def _named_parts(sharding: Any) -> Callable[[int], Part] | None:
+    """By axes of a mesh (from jaxlib 0.12 on); a part of an axis counts as all of it."""
+    mesh = sharding.mesh
+    if not mesh.axes:
+        return lambda device: ()
+    used = [a for d in sharding.dim_shardings for a in d.axes]
+    used += [*sharding.unreduced_axes, *sharding.manual_axes]
+    transform = mesh.iota_transform
+    devices = _arranged(
+        [axis.size for axis in mesh.axes],
+        mesh.device_ids,
+        transform.reshape_dims,
+        transform.transpose_perm,
+    )
+    return _by_device(devices, sorted({axis.mesh_axis_index for axis in used}))
+
+
+def _arranged(
+    shape: Sequence[int], ids: Sequence[int], source: Sequence[int], order: Sequence[int]
+) -> np.ndarray | None:
+    """Device ids in an array of this shape: listed, or counted in one of shape ``source``, transposed."""
+    count = int(np.prod(shape))
+    flat = np.array(ids) if ids else np.arange(count)
+    if not ids and source:
+        flat = flat.reshape(source).transpose(order or range(len(source))).reshape(-1)
+    return flat.reshape(shape) if flat.size == count else None
+
+
+def _by_device(devices: np.ndarray | None, axes: Sequence[int]) -> Callable[[int], Part] | None:
+    if devices is None:
+        return None
+    found = {
+        int(devices[index]): tuple(index[i] for i in axes) for index in np.ndindex(*devices.shape)
+    }
+    return lambda device: found.get(device, (-1, device))
+
+
+def _draws(computation: Any) -> bool:
+    """Whether something in a called computation is not a function of its operands alone."""
+    return any(
+        i.opcode in _NEVER_SAME or any(_draws(c) for c in i.called)
+        for i in computation.instructions
+    )

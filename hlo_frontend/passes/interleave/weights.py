@@ -1,0 +1,196 @@
+"""The layers that a device needs in the interleaved schedule, from those that it has in the written one.
+
+In the written loop a device holds consecutive layers, in R chunks: chunk c of stage s holds the layers of
+virtual stage ``s * R + c``. In the interleaved schedule slot r of stage s holds virtual stage ``r * P + s``.
+So chunks change places, once for each run of the program, before the loop. Where every device can compute
+which weights another one takes (from arrays that all have), it takes others; where it cannot, chunks are
+moved by R permutes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from stretto.collectives.types import TensorType
+
+from ...graph import Instruction, leaf_types
+from .emit import Builder, array_shape
+from .pipeline import Pipeline
+from .sameness import Class, Sameness
+
+# By read of the loop's carry in its body: what the carry begins as.
+Inits = dict[Instruction, Instruction]
+
+
+@dataclass(frozen=True)
+class Move:
+    """In a round, stage s sends its chunk ``gives[s]`` to stage ``to[s]``, and puts what it gets into
+    slot ``takes[s]``."""
+
+    gives: tuple[int, ...]
+    to: tuple[int, ...]
+    takes: tuple[int, ...]
+
+
+def moves(stages: int, chunks: int) -> list[Move]:
+    """R rounds in which every stage gives one chunk and takes one.
+
+    Edges from the stage that has a chunk to the one that needs it form a bipartite graph in which every
+    vertex has R edges, which is a union of R perfect matchings (König).
+    """
+    left = {(s, c): (s * chunks + c) % stages for s in range(stages) for c in range(chunks)}
+    rounds = []
+    for _ in range(chunks):
+        taker: dict[int, tuple[int, int]] = {}
+        for stage in range(stages):
+            _augment(stage, left, taker, set())
+        gives, to, takes = [0] * stages, [0] * stages, [0] * stages
+        for target, (stage, chunk) in taker.items():
+            gives[stage], to[stage] = chunk, target
+            takes[target] = (stage * chunks + chunk) // stages
+            del left[stage, chunk]
+        rounds.append(Move(tuple(gives), tuple(to), tuple(takes)))
+    return rounds
+
+
+def _augment(
+    stage: int,
+    left: dict[tuple[int, int], int],
+    taker: dict[int, tuple[int, int]],
+    seen: set[int],
+) -> bool:
+    for edge, target in sorted(left.items()):
+        if edge[0] != stage or target in seen:
+            continue
+        seen.add(target)
+        if target not in taker or _augment(taker[target][0], left, taker, seen):
+            taker[target] = edge
+            return True
+    return False
+
+
+class Weights:
+    """Puts weights into place, before the loop. ``moved``: bytes sent by all devices together.
+
+    ``builder`` adds to the entry computation; ``device`` is there its own id.
+    """
+
+    def __init__(
+        self,
+        builder: Builder,
+        pipeline: Pipeline,
+        chunks: int,
+        sameness: Sameness,
+        num_devices: int,
+    ) -> None:
+        self.builder = builder
+        self.pipeline = pipeline
+        self.chunks = chunks
+        self.size = pipeline.layers.count // chunks  # layers of a chunk
+        self.sameness = sameness
+        self.moved = 0
+        self.taken = 0  # weights that are indexed otherwise, and nothing is moved
+        self.device = builder.add("partition-id", array_shape("u32"))
+        self.stage_of = np.zeros(num_devices, np.int32)
+        for group in pipeline.groups:
+            self.stage_of[list(group)] = range(len(group))
+        self._partner: dict[int, tuple[Any, Any]] = {}
+
+    def placed(self, wanted: Instruction, inner: Sequence[Instruction], inits: Inits) -> Any:
+        """The weights ``wanted`` of the loop's body, in their new places.
+
+        ``inner``: what of the body they are computed by, ``inits`` what its reads of the carry are before
+        the loop.
+        """
+        classes: dict[Instruction, Class] = {
+            read: self.sameness.of(init) for read, init in inits.items()
+        }
+        for instruction in inner:
+            classes[instruction] = self.sameness.step(instruction, classes)
+        type = leaf_types(wanted.shape, wanted)[0]
+        assert type is not None
+        if classes[wanted] is Class.ANY:
+            env = {read: init.proto for read, init in inits.items()}
+            return self._permuted(self._clone(wanted, inner, env), type)
+        self.taken += 1
+        parts = []
+        for slot in range(self.chunks):
+            partner, start = self._source(slot)
+            env = self._as_on(partner, inits)
+            whole = self._clone(wanted, inner, env)
+            parts.append(self._chunk(whole, start, type))
+        return self.builder.add("concatenate", wanted.shape, parts, dimensions=[0])
+
+    def _clone(
+        self, wanted: Instruction, inner: Sequence[Instruction], env: dict[Instruction, Any]
+    ) -> Any:
+        for instruction in inner:
+            if instruction.opcode == "partition-id":
+                env.setdefault(instruction, self.device)
+        return self.builder.clone([wanted], env)[wanted]
+
+    def _as_on(self, partner: Any, inits: Inits) -> dict[Instruction, Any]:
+        """What the carries are on another device, computed from what is the same on all."""
+        entry = self.pipeline.loop.computation
+        env: dict[Instruction, Any] = {}
+        for instruction in entry.instructions:
+            if instruction is self.pipeline.loop:
+                break
+            if instruction.opcode == "partition-id":
+                env[instruction] = partner
+            elif self.sameness.of(instruction) is Class.SAME:
+                env[instruction] = instruction.proto
+        reads = {r: i for r, i in inits.items() if self.sameness.of(i) is not Class.ANY}
+        self.builder.clone(reads.values(), env)
+        found = {read: env[init] for read, init in reads.items()}
+        for instruction in self.pipeline.loop.called[0].instructions:
+            if instruction.opcode == "partition-id":
+                found[instruction] = partner
+        return found
+
+    def _source(self, slot: int) -> tuple[Any, Any]:
+        """The device that has the chunk of this slot in the written loop, and its first layer there."""
+        if slot not in self._partner:
+            stages = self.pipeline.stages
+            partner = np.zeros(len(self.stage_of), np.int32)
+            start = np.zeros(len(self.stage_of), np.int32)
+            for group in self.pipeline.groups:
+                for stage, device in enumerate(group):
+                    owner, chunk = divmod(slot * stages + stage, self.chunks)
+                    partner[device], start[device] = group[owner], chunk * self.size
+            b = self.builder
+            id = b.add("convert", array_shape("u32"), [b.lookup(partner, [self.device])])
+            self._partner[slot] = id, b.lookup(start, [self.device])
+        return self._partner[slot]
+
+    def _chunk(self, whole: Any, start: Any, type: TensorType) -> Any:
+        zero = self.builder.constant(0)
+        starts = [start] + [zero] * (len(type.shape) - 1)
+        return self.builder.slice(whole, starts, [self.size, *type.shape[1:]])
+
+    def _permuted(self, whole: Any, type: TensorType) -> Any:
+        b = self.builder
+        result, zero = whole, b.constant(0)
+        chunk = type.nbytes // self.chunks
+        for move in moves(self.pipeline.stages, self.chunks):
+            gives = np.array(move.gives, np.int32)[self.stage_of] * self.size
+            takes = np.array(move.takes, np.int32)[self.stage_of] * self.size
+            part = self._chunk(whole, b.lookup(gives, [self.device]), type)
+            pairs = [(g[s], g[t]) for g in self.pipeline.groups for s, t in enumerate(move.to)]
+            moved = permute(b, part, sorted(pairs))
+            self.moved += chunk * sum(s != t for s, t in pairs)
+            starts = [b.lookup(takes, [self.device])] + [zero] * (len(type.shape) - 1)
+            result = b.update(result, moved, starts)
+        return result
+
+
+def permute(builder: Builder, value: Any, pairs: Sequence[tuple[int, int]]) -> Any:
+    """A collective-permute between partitions."""
+    made = builder.add("collective-permute", value.shape, [value], channel_id=1)
+    for source, target in pairs:
+        made.source_target_pairs.add(source=source, target=target)
+    return made

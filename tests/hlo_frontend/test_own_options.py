@@ -1,0 +1,49 @@
+"""Options of stretto among those of XLA in the compile options of one program."""
+
+from __future__ import annotations
+
+import pytest
+
+from stretto.hlo_frontend.own_options import OwnOptions, split
+from stretto.hlo_frontend.schema import CompileOptionsProto
+from stretto.runtime.errors import InvalidProgramError
+
+
+def options(**values) -> bytes:
+    proto = CompileOptionsProto()
+    proto.executable_build_options.num_partitions = 4
+    for key, value in values.items():
+        entry = proto.env_option_overrides.add(key=key)
+        kind = {bool: "bool_field", int: "int_field", str: "string_field"}[type(value)]
+        setattr(entry.value, kind, value)
+    return proto.SerializeToString()
+
+
+def test_without_any_the_options_are_as_they_came():
+    assert split(b"") == (OwnOptions(), b"", False)
+    xla = options(xla_dump_to="there")
+    assert split(xla) == (OwnOptions(), xla, True)
+
+
+@pytest.mark.parametrize("value", [3, "3"])
+def test_own_options_are_taken_out(value):
+    own, left, names_xla = split(options(stretto_interleave=value, xla_dump_to="there"))
+    assert (own, names_xla) == (OwnOptions(interleave=3), True)
+    assert left == options(xla_dump_to="there")
+    assert split(options(stretto_interleave=value))[1:] == (options(), False)
+
+
+@pytest.mark.parametrize("value", [0, -2, "two", True, ""])
+def test_values_that_cannot_be_used(value):
+    with pytest.raises(InvalidProgramError, match=r"stretto_interleave is .*expected a whole"):
+        split(options(stretto_interleave=value))
+
+
+def test_options_that_do_not_exist():
+    with pytest.raises(InvalidProgramError, match="there is no compiler option stretto_interlace"):
+        split(options(stretto_interlace=2))
+
+
+def test_bytes_that_are_no_options():
+    with pytest.raises(InvalidProgramError, match="cannot read the compile options"):
+        split(b"\xff\xff\xff")

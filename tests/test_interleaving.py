@@ -1,0 +1,90 @@
+"""A pipeline on stretto, interleaved by an option of one `jit` and by STRETTO_INTERLEAVE.
+
+Messages are counted by hand: each of M microbatches makes P * R - 1 hops, and of each array of weights the
+chunks move that are not where they should be.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.mpi import run_ranks
+
+HERE = Path(__file__).parent
+SCRIPT = """
+import json, sys
+import jax, numpy as np
+from jax.sharding import NamedSharding
+import stretto
+sys.path.insert(0, {here!r} + "/hlo_frontend")
+import frontend_support
+frontend_support.mesh = lambda n: jax.make_mesh((n,), ("x",))
+import gpipe
+from frontend_support import P
+
+def place(array, spec):
+    sharding = NamedSharding(frontend_support.mesh(4), spec)
+    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+
+weights = jax.tree.map(lambda w: place(w, P("x")), gpipe.weights(4 * 4))
+inputs = place(gpipe.inputs(4), P())
+found = {{}}
+for name, options in (("plain", {{}}), ("asked", {{"stretto_interleave": 2}})):
+    mapped = jax.shard_map(gpipe.where(4, 4), mesh=frontend_support.mesh(4),
+                           in_specs=(P("x"), P()), out_specs=P(), check_vma=False)
+    before = stretto.stats().messages
+    result = np.asarray(jax.jit(mapped, compiler_options=options)(weights, inputs))
+    found[name] = [result.tobytes().hex(), stretto.stats().messages - before]
+with open(f"{{sys.argv[1]}}/{{jax.process_index()}}.json", "w") as file:
+    json.dump(found, file)
+"""
+HOPS = 4 * (4 - 1)
+INTERLEAVED = 4 * (4 * 2 - 1) + 2 * 6  # of 8 chunks of each of two arrays two stay
+
+
+def run(tmp_path: Path, ranks: int = 1, **environment: str) -> tuple[dict[str, int], str]:
+    """Messages of all processes, of each of the two runs; and what was written to standard error."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.format(here=str(HERE)))
+    env = {"JAX_PLATFORMS": "stretto", "STRETTO_LOCAL_DEVICES": str(4 // ranks), **environment}
+    if ranks > 1:
+        done = run_ranks(ranks, [str(script), str(tmp_path)], env=env)
+    else:
+        done = subprocess.run(
+            [sys.executable, str(script), str(tmp_path)],
+            env={**os.environ, **env},
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+    assert done.returncode == 0, done.stderr
+    reports = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("*.json"))]
+    assert len(reports) == ranks
+    assert len({report[name][0] for report in reports for name in report}) == 1  # bit for bit
+    return {name: sum(r[name][1] for r in reports) for name in reports[0]}, done.stderr
+
+
+def test_by_an_option_of_one_jit(tmp_path):
+    messages, _ = run(tmp_path)
+    assert messages["asked"] - messages["plain"] == INTERLEAVED - HOPS
+
+
+def test_for_the_whole_process_and_refused_with_a_reason(tmp_path):
+    messages, errors = run(tmp_path, STRETTO_INTERLEAVE="2")
+    assert messages["plain"] == messages["asked"]
+    assert "is not interleaved" not in errors
+    messages, errors = run(tmp_path, STRETTO_INTERLEAVE="3")
+    assert messages["asked"] - messages["plain"] == INTERLEAVED - HOPS
+    assert "is not interleaved: 4 layers of a device are not 3 equal chunks" in errors
+
+
+@pytest.mark.mpi
+def test_on_ranks(tmp_path):
+    messages, _ = run(tmp_path, 2)
+    assert messages["asked"] > messages["plain"]

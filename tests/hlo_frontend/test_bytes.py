@@ -596,3 +596,15 @@ def test_a_sum_and_a_slice_by_hand() -> None:
     assert [interpreter.program.collectives[s.collective].kind for s in starts] == [
         Kind.REDUCE_SCATTER
     ]
+
+
+def test_thousands_of_copies_and_barriers_in_a_row() -> None:
+    lines, last = [], "p"
+    for i in range(600):
+        lines.append(f"  r{i} = f32[8,3] all-reduce({last}), to_apply=sum, {ALONE}")
+        lines.append(f"  b{i} = (f32[8,3], f32[8,3]) tuple(r{i}, p)")
+        lines.append(f"  h{i} = (f32[8,3], f32[8,3]) opt-barrier(b{i})")
+        lines.append(f"  g{i} = f32[8,3] get-tuple-element(h{i}), index=0")
+        last = f"g{i}" if i % 2 else f"r{i}"
+    text = module("\n".join([*lines, f"  ROOT out = f32[8,3] negate({last})"]))
+    assert kinds(compile_hlo(text, 1, N, rewrites=True)) == []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 
 from stretto.collectives.order import entry_of
@@ -54,7 +54,8 @@ def rewrite(entry: BlockGraph, num_replicas: int, num_partitions: int) -> Rewrit
         if context is None:
             known = DeviceValues(entry, num_replicas, num_partitions)
             context = Context(known, num_replicas * num_partitions)
-        found = _Block(block, collectives).rewrite(context)
+        slices = any(n.instruction.opcode == "dynamic-slice" for n in block.nodes)
+        found = _Block(block, collectives).rewrite(replace(context, has_slices=slices))
         if found is not None:
             done += found.rewrites
             digests.append(b"%d:" % number + found.digest)

@@ -10,10 +10,14 @@ from .device_values import DeviceValues
 
 @dataclass(frozen=True, eq=False)
 class Context:
-    """``known``: values that devices have; ``num_devices``: of the program, replicas times partitions."""
+    """``known``: values that devices have; ``num_devices``: of the program, replicas times partitions.
+
+    ``has_slices``: whether the block has dynamic slices at all.
+    """
 
     known: DeviceValues
     num_devices: int
+    has_slices: bool = True
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,7 +13,7 @@ from ...values import BlockGraph, Node, NodeKind, Value
 from ..valid.known import Known, evaluate
 
 # Nodes between a value and the constants it comes from, at most.
-_DEPTH = 200
+_DEPTH = 64
 
 
 class DeviceValues:

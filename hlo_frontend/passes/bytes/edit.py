@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from stretto.collectives.ops import Collective
 
-from ...values import BlockGraph, Node, NodeKind, Value
+from ...values import Barrier, BlockGraph, Node, NodeKind, Value
 
 
-@dataclass(frozen=True, eq=False)
-class Use:
+class Use(NamedTuple):
     """One place where a block reads an array. ``node`` is None for a result of the block.
 
     ``value`` is the view that is read there.
@@ -58,6 +58,9 @@ class Editor:
 
     def replace(self, old: Value, new: Value) -> None:
         """Whoever reads ``old`` is to read ``new``, after all that it came after anyway."""
+        known = self._replaced.get(new.root)
+        if known is not None:  # no chains: there may be thousands in a row
+            new = known.view(new.order, new.barrier)
         self._replaced[old.root] = new
 
     def remove(self, node: Node, instead: Iterable[Node] = ()) -> None:
@@ -118,7 +121,7 @@ class _Resolver:
         self._replaced, self._removed = replaced, removed
         self._stand_ins: dict[Node, tuple[Node, ...]] = {}
         self._values: dict[Value, Value] = {}
-        self._barriers: set[object] = set()
+        self._barriers: set[Barrier] = set()
 
     def value(self, value: Value) -> Value:
         if value not in self._values:
@@ -127,9 +130,8 @@ class _Resolver:
 
     def _resolved(self, value: Value) -> Value:
         barrier = value.barrier
-        if barrier is not None and barrier not in self._barriers:
-            self._barriers.add(barrier)
-            barrier.operands = tuple([self.value(v) for v in barrier.operands])
+        if barrier is not None:
+            self._settle(barrier)
         order = self.order(value.order)
         new = self._replaced.get(value.root)
         if new is not None:
@@ -142,6 +144,22 @@ class _Resolver:
         return Value(
             value.type, value.node, value.index, order=order, view_of=value, barrier=barrier
         )
+
+    def _settle(self, barrier: Barrier) -> None:
+        """Resolve what a barrier holds, and before that what the barriers before it hold."""
+        todo = [barrier]
+        while todo:
+            current = todo[-1]
+            seen = [(v, self._replaced.get(v.root)) for v in current.operands]
+            before = [v.barrier for pair in seen for v in pair if v is not None]
+            waiting = [b for b in before if b is not None and b not in self._barriers]
+            if current not in self._barriers and waiting:
+                todo += waiting
+                continue
+            todo.pop()
+            if current not in self._barriers:
+                self._barriers.add(current)
+                current.operands = tuple([self.value(v) for v in current.operands])
 
     def order(self, nodes: Sequence[Node]) -> tuple[Node, ...]:
         """The nodes, with stand-ins for those that are left out."""

@@ -20,7 +20,7 @@ def take_own(editor: Editor, node: Node, context: Context) -> Rewritten | None:
     collective = node.collective
     if collective is None or collective.kind is not Kind.ALL_GATHER:
         return None
-    where = places(collective)
+    where = places(collective) if context.has_slices else None
     if where is None or len(where.place) != context.num_devices:
         return None
     kept: list[int] = []

@@ -25,7 +25,7 @@ def scatter(editor: Editor, node: Node, context: Context) -> Rewritten | None:
     collective = node.collective
     if collective is None or collective.kind is not Kind.ALL_REDUCE:
         return None
-    where = places(collective)
+    where = places(collective) if context.has_slices else None
     if where is None:
         return None
     found = []

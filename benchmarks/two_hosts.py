@@ -4,19 +4,26 @@ A stack of transformer blocks, one device a host (`sharded_steps`): (a) fully sh
 scattered by hand and by shardings of `jit`, (b) tensor parallel, (c) data parallel. The hosts are network
 namespaces (`link`); without the rights to make them there is nothing to measure, and it says so.
 
-The batch is chosen so that compute takes as long as messages, both measured alone on stretto. The table's
-last columns are these two: no step can take less than the longer one, and none needs more than both.
+stretto schedules by a table of costs, ``--costs`` or one made here: what the link lets through, and how fast
+one host multiplies matrices. The batch is chosen so that compute takes as long as messages, both measured
+alone on stretto. The table's last columns are these two: no step can take less than the longer one, and none
+needs more than both.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import statistics
 import sys
+import tempfile
+import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from harness import Contender, console, in_turns, show, start
 from link import Host, Unavailable, two_hosts
 
@@ -35,14 +42,41 @@ GOALS = {
 MOST_SEQUENCES = 64
 
 
-def contenders(hosts: tuple[Host, Host], stack: ExitStack) -> list[Contender]:
+def flops_per_s(cores: tuple[int, ...]) -> float:
+    """What a host reaches in a product of two matrices, the best of a few."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)
+    n, best = 768, float("inf")
+    x = np.ones((n, n), np.float32)
+    for _ in range(8):
+        began = time.perf_counter()
+        x @ x
+        best = min(best, time.perf_counter() - began)
+    os.sched_setaffinity(0, before)
+    return 2 * n**3 / best
+
+
+def cost_table(hosts: tuple[Host, Host], bits_per_s: float) -> dict[str, Any]:
+    """See docs/overlap.md. A 16th of the link goes to headers; the latency is that of a small message."""
+    link = {"axis_stride": 1, "group_size": 2, "latency_s": 3e-4}
+    return {
+        "compute": {
+            "flops_per_s": flops_per_s(hosts[0].cores),
+            "bytes_per_s": 8e9,
+            "launch_s": 5e-5,
+        },
+        "links": [link | {"bytes_per_s": bits_per_s / 8 * 15 / 16}],
+    }
+
+
+def contenders(hosts: tuple[Host, Host], costs: str, stack: ExitStack) -> list[Contender]:
     """Two ranks of each runtime, one on each host."""
     first = hosts[0].address
     prefixes = [host.prefix for host in hosts]
     common = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     stretto = common | {"JAX_PLATFORMS": "stretto,cpu", "STRETTO_CONTROL_HOST": first}
     settings: dict[str, tuple[str, dict[str, str]]] = {
-        OVERLAP: ("mpi", stretto | {"STRETTO_OVERLAP": "1"}),
+        OVERLAP: ("mpi", stretto | {"STRETTO_OVERLAP": "1", "STRETTO_COSTS": costs}),
         NO_OVERLAP: ("mpi", stretto | {"STRETTO_OVERLAP": "0"}),
         GLOO: (
             "plain",
@@ -87,7 +121,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="fewer repeats: a look, not a figure")
     parser.add_argument("--json", type=Path, help="write the medians there too")
-    parser.add_argument("--rate", default="1gbit", help="of the link, as tc spells it")
+    parser.add_argument("--rate", type=float, default=1000.0, help="of the link, in Mb/s")
+    parser.add_argument("--costs", type=Path, help="table of costs (default: made here)")
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--width", type=int, default=256, help="a multiple of 128")
     parser.add_argument("--programs", nargs="*", choices=TITLES, default=list(TITLES))
@@ -96,11 +131,15 @@ def main() -> int:
     repeats, calls = (3, 2) if args.quick else (11, 3)
     with ExitStack() as stack:
         try:
-            hosts = stack.enter_context(two_hosts(args.rate))
+            hosts = stack.enter_context(two_hosts(f"{args.rate:g}mbit"))
         except Unavailable as why:
             console.print(f"skipped: two hosts cannot be made here: {why}", markup=False)
             return 0
-        runtimes = contenders(hosts, stack)
+        costs = args.costs
+        if costs is None:
+            costs = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "costs.json"
+            costs.write_text(json.dumps(cost_table(hosts, args.rate * 1e6)))
+        runtimes = contenders(hosts, str(costs.resolve()), stack)
         rows: dict[str, dict[str, list[float]]] = {}
         goals: dict[str, str] = {}
         for program in args.programs:
@@ -111,7 +150,7 @@ def main() -> int:
             rows[title] |= {name: [value] for name, value in alone.items()}
             goals[title] = GOALS.get(program, "")
     show(
-        f"steps of {args.layers} blocks of width {args.width}, {args.rate} between two hosts",
+        f"steps of {args.layers} blocks of width {args.width}, {args.rate:g} Mb/s between two hosts",
         rows,
         OVERLAP,
         goals,

@@ -10,7 +10,7 @@ import ctypes
 import hashlib
 import logging
 from collections.abc import Callable
-from functools import cached_property
+from functools import cache, cached_property
 from importlib.metadata import version
 from typing import Any
 
@@ -37,6 +37,12 @@ from .table import entry
 from .topology import Maker, Text, Topology, pointers
 
 _log = logging.getLogger("stretto")
+
+
+@cache
+def _versions() -> tuple[str, str]:
+    """Of what makes machine code of a program. Looked up once: they are read from files."""
+    return version("stretto"), version("jaxlib")
 
 
 class Executable(_capi.Executable):  # type: ignore[misc]
@@ -85,7 +91,7 @@ class Executable(_capi.Executable):  # type: ignore[misc]
         if self._stored is not None:
             return self._stored.fingerprint
         digest = hashlib.sha256()
-        for part in (version("stretto"), version("jaxlib"), self.maker.engine.name):
+        for part in (*_versions(), self.maker.engine.name):
             digest.update(part.encode() + b"\0")
         # Where the program was written does not make it another program. Of the options, those that are
         # read count: the others hold maps, which are serialized in any order.

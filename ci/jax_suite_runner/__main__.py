@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import resource
 import sys
 import time
 from dataclasses import replace
@@ -88,7 +89,8 @@ def _verdicts(
 def _baseline(env: environment.Environment, selection: Selection, limit: float) -> FileResult:
     """What the tests do on JAX's CPU backend; kept until file or selection change."""
     source = (env.checkout / selection.file).read_bytes()
-    key = hashlib.sha256(repr(selection).encode() + source).hexdigest()[:16]
+    form = repr(FileResult())  # results of an older form are of no use
+    key = hashlib.sha256(f"{selection}{form}".encode() + source).hexdigest()[:16]
     path = env.baselines / f"{selection.name.replace('/', '.')}.{key}.json"
     if path.exists():
         return FileResult.load(path)
@@ -102,6 +104,7 @@ def _run(
 ) -> FileResult:
     title = f"{selection.name} on {platform}"
     logs = env.folder / "logs"
+    used = _processor_seconds()
     if selection.several_processes:
         title += f", {how}"
         print(f"== {title}", flush=True)
@@ -109,6 +112,7 @@ def _run(
     else:
         print(f"== {title}", flush=True)
         result = single.run(env, selection, platform, logs, limit, _Progress())
+    result.processor_seconds = _processor_seconds() - used
     counts = ", ".join(
         f"{result.count(outcome)} {outcome}"
         for outcome in (PASSED, FAILED, CRASHED)
@@ -116,6 +120,12 @@ def _run(
     )
     print(f"   {counts} in {result.seconds:.0f} s", flush=True)
     return result
+
+
+def _processor_seconds() -> float:
+    """Of all processes that were started here and have ended."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
 
 class _Progress:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -124,7 +125,10 @@ def _read(path: Path) -> str:
 def _pip(python: Path, *what: str) -> None:
     command = [str(python), "-m", "pip", "install", "--quiet", *what]
     if subprocess.run(command, check=False, stdout=sys.stderr).returncode:
-        raise SetupError(f"failed: {' '.join(command)}")
+        raise SetupError(
+            f"failed, with Python {platform.python_version()}: {' '.join(command)}\n"
+            "Releases of JAX differ in the Pythons they are for; PYTHON=/path/to/python names another one"
+        )
 
 
 def _hash_of_sources() -> str:

@@ -81,9 +81,13 @@ class Verdict:
         return f"{outcome.outcome}: {text[:200]}" if text else outcome.outcome
 
 
+# By the clock, and of processors; the last of each pair is the CPU backend's.
+_SECONDS = ("s", "CPU s", "proc s", "CPU proc s")
+
+
 def table(verdicts: list[Verdict]) -> str:
     """One line a file, and their sums."""
-    head = ("file", "CPU passed", "passed", "skipped", "failed", "crashed", "s", "CPU s")
+    head = ("file", "CPU passed", "passed", "skipped", "failed", "crashed", *_SECONDS)
     rows = [
         (
             v.name,
@@ -94,6 +98,8 @@ def table(verdicts: list[Verdict]) -> str:
             v.stretto.count(CRASHED),
             round(v.stretto.seconds),
             round(v.cpu.seconds),
+            round(v.stretto.processor_seconds),
+            round(v.cpu.processor_seconds),
         )
         for v in verdicts
     ]
@@ -106,6 +112,14 @@ def table(verdicts: list[Verdict]) -> str:
     )
 
 
+def _times(verdicts: list[Verdict]) -> str:
+    """How much longer than on the CPU backend it all took."""
+    clock = sum(v.stretto.seconds for v in verdicts) / sum(v.cpu.seconds for v in verdicts)
+    used = sum(v.stretto.processor_seconds for v in verdicts)
+    cpu_used = sum(v.cpu.processor_seconds for v in verdicts)
+    return f"{clock:.2f} times the CPU backend's seconds, {used / cpu_used:.2f} times its processor seconds"
+
+
 def report(verdicts: list[Verdict]) -> tuple[str, bool]:
     """The table, the misses and what they mean; whether all is as it should be."""
     parts = [table(verdicts)]
@@ -113,6 +127,7 @@ def report(verdicts: list[Verdict]) -> tuple[str, bool]:
     total = sum(v.scored[1] for v in verdicts)
     if total:
         parts.append(f"{passed} of {total} tests that pass on CPU pass: {passed / total:.2%}")
+        parts.append(_times(verdicts))
     lists = (
         ("not accepted", lambda v: [f"{t}  {v.why(t)}" for t in v.unexpected]),
         ("listed as failing, but pass", lambda v: v.outdated),

@@ -23,10 +23,14 @@ class Outcome:
 
 @dataclass
 class FileResult:
-    """Outcomes by test, ``Class::test``, and the wall-clock seconds that the file took."""
+    """Outcomes by test, ``Class::test``, and the seconds that the file took: by the clock, and of processors.
+
+    The latter say more on a machine that does other things too.
+    """
 
     tests: dict[str, Outcome] = field(default_factory=dict)
     seconds: float = 0.0
+    processor_seconds: float = 0.0
 
     def count(self, outcome: str) -> int:
         return sum(1 for test in self.tests.values() if test.outcome == outcome)
@@ -42,4 +46,4 @@ class FileResult:
     def load(path: Path) -> FileResult:
         stored = json.loads(path.read_text())
         tests = {name: Outcome(**outcome) for name, outcome in stored["tests"].items()}
-        return FileResult(tests, stored["seconds"])
+        return FileResult(tests, stored["seconds"], stored["processor_seconds"])

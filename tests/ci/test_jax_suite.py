@@ -1,0 +1,82 @@
+"""The judge of JAX's own tests: scores, misses, accepted failures, and the lists of those."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "ci"))
+
+from jax_suite_runner import judge  # noqa: E402
+from jax_suite_runner.results import CRASHED, FAILED, PASSED, SKIPPED, FileResult, Outcome  # noqa: E402
+
+
+def result(**outcomes: str) -> FileResult:
+    tests = {f"Test::{name}": Outcome(outcome) for name, outcome in outcomes.items()}
+    return FileResult(tests, seconds=2.0, processor_seconds=4.0)
+
+
+CPU = result(a=PASSED, b=PASSED, c=PASSED, d=FAILED, e=SKIPPED)
+
+
+def test_only_what_passes_on_cpu_counts() -> None:
+    verdict = judge.Verdict(
+        "x_test", CPU, result(a=PASSED, b=FAILED, c=SKIPPED, d=FAILED, e=PASSED)
+    )
+    assert verdict.scored == (1, 3)
+    assert verdict.missed == ["Test::b", "Test::c"]
+
+
+def test_a_crash_is_a_miss_whatever_cpu_did() -> None:
+    verdict = judge.Verdict("x_test", CPU, result(a=PASSED, b=PASSED, c=PASSED, d=CRASHED))
+    assert verdict.scored == (3, 3)
+    assert verdict.unexpected == ["Test::d"]
+
+
+@pytest.mark.parametrize(
+    ("known", "good"),
+    [
+        ({}, False),
+        ({"Test::b": "why", "Test::c": "why"}, True),
+        ({"Test::b": "why", "Test::c": "why", "Test::a": "passes"}, False),
+    ],
+)
+def test_misses_are_to_be_accepted_and_accepted_ones_are_to_miss(
+    known: dict[str, str], good: bool
+) -> None:
+    missing = result(a=PASSED, b=FAILED, c=SKIPPED)
+    text, found = judge.report([judge.Verdict("x_test", CPU, missing, known)])
+    assert found is good
+    assert "1 of 3 tests that pass on CPU pass: 33.33%" in text
+
+
+def test_a_run_of_nothing_is_not_good() -> None:
+    assert judge.report([judge.Verdict("x_test", FileResult(), FileResult())])[1] is False
+
+
+def test_both_kinds_of_seconds_are_compared() -> None:
+    slow = FileResult(CPU.tests, seconds=5.0, processor_seconds=6.0)
+    text, _ = judge.report([judge.Verdict("x_test", CPU, slow)])
+    assert "2.50 times the CPU backend's seconds, 1.50 times its processor seconds" in text
+
+
+def test_results_are_kept_whole(tmp_path: Path) -> None:
+    CPU.save(tmp_path / "folder/x.json")
+    assert FileResult.load(tmp_path / "folder/x.json") == CPU
+
+
+def test_a_known_failure_without_a_reason_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "x_test.txt").write_text("# a comment\n\nTest::a  # why\nTest::b\n")
+    with pytest.raises(judge.KnownFailuresError, match=r"x_test\.txt:4"):
+        judge.known_failures("x_test", tmp_path)
+
+
+@pytest.mark.parametrize("path", sorted(judge.KNOWN.glob("*.txt")), ids=lambda path: path.stem)
+def test_the_lists_of_known_failures(path: Path) -> None:
+    known = judge.known_failures(path.stem)
+    assert known
+    assert all(re.fullmatch(r"\w+::\w+", test) for test in known)

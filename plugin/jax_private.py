@@ -119,9 +119,13 @@ def call_what_was_exported() -> None:
     def lower(ctx: Any, *operands: Any, exported: Any) -> Any:
         module, exported_for = ctx.module_context, exported.platforms
         as_cpu = tuple(module.platforms) == ("cpu",) and "cpu" not in exported_for
-        if as_cpu and PLATFORM in exported_for:
-            ctx = ctx.replace(module_context=module.replace(platforms=(PLATFORM,)))
-        return original(ctx, *operands, exported=exported)
+        if not (as_cpu and PLATFORM in exported_for):
+            return original(ctx, *operands, exported=exported)
+        inner = ctx.replace(module_context=module.replace(platforms=(PLATFORM,)))
+        results = original(inner, *operands, exported=exported)
+        if inner.tokens_out is not None:
+            ctx.set_tokens_out(inner.tokens_out)
+        return results
 
     mlir.register_lowering(_export.call_exported_p, lower)
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import export
+from jax._src import effects
+from jax._src.interpreters import mlir
 from jax.experimental import io_callback
 from jax.experimental.layout import Format, Layout
 from jax.extend import xla as jax_extend_xla
+from jax.extend.core import Primitive
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 pytestmark = pytest.mark.usefixtures("on_stretto")
@@ -77,6 +81,27 @@ def test_what_was_exported_for_stretto_can_be_called_here() -> None:
     argument = np.arange(3, dtype=np.float32)
     result = jax.jit(lambda a: exported.call(a) + 1)(argument)
     np.testing.assert_allclose(np.asarray(result), np.sin(argument) * 2 + 1, rtol=1e-6)
+
+
+class _Order(effects.Effect):
+    """An effect that is ordered by a token."""
+
+
+def test_also_if_it_has_ordered_effects() -> None:
+    order = _Order()
+    effects.lowerable_effects.add_type(_Order)
+    effects.ordered_effects.add_type(_Order)
+    twice_p = Primitive("twice_in_order")
+    twice_p.def_effectful_abstract_eval(lambda aval: (aval, {order}))
+
+    def lower(ctx: Any, a: Any) -> Any:
+        ctx.set_tokens_out(mlir.TokenSet({order: ctx.tokens_in.get(order)}))
+        return [mlir.hlo.add(a, a)]
+
+    mlir.register_lowering(twice_p, lower)
+    exported = export.export(jax.jit(twice_p.bind), platforms=["stretto"])(np.float32(0))
+    assert exported.ordered_effects == (order,)
+    assert float(jax.jit(exported.call)(np.float32(2))) == 4
 
 
 def test_and_what_was_exported_for_cpu() -> None:

@@ -20,7 +20,8 @@ class SegmentPlan:
     """Compute nodes that run as one segment.
 
     ``inputs`` and ``outputs`` are arrays (root values); ``made`` are outputs that are copies of cheap
-    values: pairs of the new value and the cheap one. ``part`` and ``valid``: those of the nodes.
+    values: pairs of the new value and the cheap one. ``part`` (with the phase before it) and ``valid``: those
+    of the nodes.
     """
 
     nodes: list[Node] = field(default_factory=list)
@@ -28,7 +29,7 @@ class SegmentPlan:
     outputs: list[Value] = field(default_factory=list)
     made: list[tuple[Value, Value]] = field(default_factory=list)
     valid: tuple[tuple[int, ...], ...] = ()
-    part: tuple[int, int] = (0, 0)
+    part: tuple[int, ...] = (0, 0, 0)
 
 
 @dataclass(eq=False)
@@ -89,8 +90,9 @@ def carve(block: BlockGraph, ordered: Sequence[Node | Await]) -> BlockPlan:
             steps.append(AwaitStep(node.node))
             continue
         if not node.is_runtime and node.kind is not NodeKind.LOGICAL_ID:
-            if not pending or pending[-1].part != node.part:
-                pending.append(SegmentPlan(valid=node.valid, part=node.part))
+            part = (node.phase, *node.part)
+            if not pending or pending[-1].part != part:
+                pending.append(SegmentPlan(valid=node.valid, part=part))
             pending[-1].nodes.append(node)
             continue
         inputs = [materialized(value) for value in node.operands]

@@ -21,7 +21,7 @@ from .collectives import CollectiveReader
 from .flatten import flatten
 from .graph import Module
 from .lower import lower
-from .overlap.apply import OverlapPolicy, Planned, carve_planned
+from .overlap.apply import OverlapPolicy, Planned, carve_planned, planned_loops
 from .overlap.apply import plan as plan_overlap
 from .own_options import split
 from .passes import unread
@@ -30,6 +30,7 @@ from .passes.interleave import Interleaved
 from .passes.interleave import apply as interleaved
 from .passes.order import order
 from .passes.pseudo_tokens import remove_pseudo_tokens
+from .passes.rotate import rotate
 from .passes.valid import ValidPolicy, ValidReport
 from .passes.valid import apply as find_valid_iterations
 from .passes.valid.decide import LEAST_FLOPS
@@ -104,10 +105,13 @@ class PartitionedModule:
         found = None
         if overlap is not None:
             found = plan_overlap(entry, overlap, _donated(module), self._ordered)
+        # The schedule stays that of the plain plan: ranks that differ come back to one like it.
+        rotated = self.valid.pipeline and rotate(entry, planned_loops(found))
         if found is not None and found.changed:
-            # The schedule stays that of the plan without: ranks that differ come back to one like it.
             program = self.lower(module, carve_planned(entry, found, self._ordered), streams=True)
         else:
+            if rotated:
+                plan = plan_block(entry, self.valid.least_flops)
             program = self.lower(module, plan)
         return CompiledModule(
             program,

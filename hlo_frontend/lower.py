@@ -8,7 +8,8 @@ when it comes back. A body that donates a carry needs its initial value owned, s
 is not. Nothing is ever copied once per iteration.
 
 A `Wait` stands where the order of the block has an `Await`, or else right before the first use of what its
-start gives; one for a send stands at the end of the block, since a peer may have to post its own send first.
+start gives, in the next iteration for starts that a loop carries there; one for a send stands at the end of
+the block, since a peer may have to post its own send first.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from stretto.collectives.types import TensorType
 from stretto.runtime.program import (
     Block,
     Branch,
+    Carried,
     Copy,
     Free,
     Instruction,
@@ -32,11 +34,13 @@ from stretto.runtime.program import (
     Slot,
     Start,
     Wait,
+    instructions,
 )
 
 from .aliases import find_aliases
 from .carve import AwaitStep, BlockPlan, RuntimeStep, SegmentPlan
 from .graph import LOGICAL_IDS, Computation, trip_count
+from .passes.rotate import STREAMS
 from .segments import SegmentPool
 from .streams import Streams
 from .values import Node, NodeKind, Value
@@ -70,8 +74,12 @@ def lower(
         collectives=tuple(finisher.collectives),
         body=body,
         donated=tuple(sorted(donated)),
-        num_streams=finisher.streams.count if finisher.streams else 1,
+        num_streams=1 + max(_streams(body)),
     )
+
+
+def _streams(body: Block) -> set[int]:
+    return {0} | {i.stream for i in instructions(body) if isinstance(i, Start)}
 
 
 @dataclass
@@ -110,6 +118,7 @@ class _Emitted:
     consumed: set[Value]
     owned_results: list[bool]
     result_sources: list[set[Value]]
+    carried: tuple[Carried, ...] = ()
 
 
 _NEVER = 1 << 60
@@ -131,6 +140,9 @@ class _Emitter:
         self.pending: dict[Value, int] = {}  # value -> event of its start
         self.events: dict[int, Node] = {}  # events not waited for -> their starts' nodes
         self.reading: dict[Value, set[int]] = {}  # value -> events whose starts read it
+        self.crossing: dict[Node, int] = {}  # starts awaited in the next iteration -> their events
+        self.arriving: dict[int, list[Value]] = {}  # event -> parameters that its wait will give
+        self.held: set[Value] = set()  # values that starts still read in the next iteration
         self.dead: set[Value] = set()  # values to be freed once nothing reads them any more
         self.derived: dict[Value, set[Value]] = {}  # loop result -> parameters it may be
         self.last_use: dict[Value, int] = {}
@@ -145,8 +157,13 @@ class _Emitter:
         for parameter in plan.parameters:
             self.slots[parameter] = self.state.slot(parameter)
         parameters = tuple(self.slots[p] for p in plan.parameters)
+        for step in plan.steps:
+            if isinstance(step, RuntimeStep) and step.node.carried:
+                self.cross(step.node)
+        arriving = set(self.pending)
         if not self.is_entry:
-            self.free([p for p in plan.parameters if p not in self.last_use])
+            unused = [p for p in plan.parameters if p not in self.last_use]
+            self.free([p for p in unused if p not in arriving])
         for index, step in enumerate(plan.steps):
             if isinstance(step, SegmentPlan):
                 self.segment(index, step)
@@ -170,8 +187,22 @@ class _Emitter:
             if value in self.pending:
                 self.wait(self.pending[value])
 
+    def cross(self, node: Node) -> None:
+        """The start of this node is awaited in the next iteration; what comes in is awaited in this one."""
+        event = self.crossing[node] = self.state.events
+        self.state.events += 1
+        self.arriving[event] = [self.plan.parameters[k] for _, k in node.carried]
+        for parameter in self.arriving[event]:
+            self.pending[parameter] = event
+
     def wait(self, event: int) -> None:
         self.out.append(Wait(event))
+        if event in self.arriving:
+            parameters = self.arriving.pop(event)
+            for value in parameters:
+                del self.pending[value]
+            self.free([v for v in parameters if v not in self.last_use])
+            return
         node = self.events.pop(event)
         for value in node.results:
             del self.pending[value]
@@ -211,7 +242,8 @@ class _Emitter:
     def segment(self, index: int, plan: SegmentPlan) -> None:
         self.await_(plan.inputs)
         dying = self.dying(index, plan.inputs)
-        may = [v for v in dying if v in self.owned and v not in self.reading]
+        busy = self.held.union(self.reading)
+        may = [v for v in dying if v in self.owned and v not in busy]
         aliases = find_aliases(plan, may)
         given = {plan.inputs[i] for i in aliases}
         for value in given:
@@ -233,6 +265,9 @@ class _Emitter:
     def collective(self, index: int, step: RuntimeStep) -> None:
         node = step.node
         self.await_(step.inputs)
+        if node in self.crossing:
+            self.start_crossing(index, step)
+            return
         event = self.state.events
         self.state.events += 1
         inputs = tuple(self.slots[v] for v in step.inputs)
@@ -244,6 +279,18 @@ class _Emitter:
             self.pending[value] = event
         for value in step.inputs:
             self.reading.setdefault(value, set()).add(event)
+        self.free(self.dying(index, step.inputs))
+
+    def start_crossing(self, index: int, step: RuntimeStep) -> None:
+        node, event = step.node, self.crossing[step.node]
+        if event in self.arriving:  # nobody has needed it, but it must not be overtaken
+            self.wait(event)
+        inputs = tuple(self.slots[v] for v in step.inputs)
+        outputs = tuple(self.define(v, owned=False) for v in node.results)
+        stream = 1 + list(self.crossing).index(node) % STREAMS
+        self.state.starts.append(node)
+        self.out.append(Start(len(self.state.starts) - 1, inputs, outputs, event, stream))
+        self.held.update(step.inputs)
         self.free(self.dying(index, step.inputs))
 
     def loop(self, index: int, step: RuntimeStep) -> None:
@@ -263,7 +310,7 @@ class _Emitter:
         for i, value in enumerate(step.inputs):
             slot = self.slots[value]
             mine = value in self.owned and value in dying and uses[value] == 1
-            mine = mine and value not in self.reading
+            mine = mine and value not in self.reading and value not in self.held
             # Giving up a carry of a loop around this one means that it must be owned there.
             if mine and (i in consumed or not self._parameters_behind([value])):
                 donated.append(slot)
@@ -294,6 +341,7 @@ class _Emitter:
                 donated=tuple(donated),
                 name=node.instruction.name,
                 source=node.instruction.source,
+                carried=body.carried,
             )
         )
         self.free([v for v in self.dying(index, step.inputs) if v not in taken])
@@ -337,6 +385,8 @@ class _Emitter:
 
     def finish(self, parameters: tuple[Slot, ...]) -> _Emitted:
         self.await_(self.plan.results)
+        for event in sorted(self.arriving):
+            self.wait(event)
         for event in sorted(self.events):
             self.wait(event)
         uses = Counter(self.plan.results)
@@ -349,10 +399,14 @@ class _Emitter:
                 self.out.append(Copy(slot, copy))
                 slot = copy
             results.append(slot)
-        owned = [value in self.owned and uses[value] == 1 for value in self.plan.results]
+        owned = [
+            value in self.owned and uses[value] == 1 and value not in self.held
+            for value in self.plan.results
+        ]
         sources = [self._parameters_behind([value]) for value in self.plan.results]
         block = Block(parameters, tuple(self.out), tuple(results))
-        return _Emitted(block, self.consumed, owned, sources)
+        carried = tuple(Carried(event, node.carried) for node, event in self.crossing.items())
+        return _Emitted(block, self.consumed, owned, sources, carried)
 
 
 _EMIT = {
@@ -411,7 +465,10 @@ class _Finisher:
             return replace(instruction, segment=self.pool.add(plan, aliases))
         if isinstance(instruction, Start):
             collective = self.collective(self.state.starts[instruction.collective])
-            stream = self.streams.number(self.collectives[collective]) if self.streams else 0
+            stream = instruction.stream
+            if self.streams:
+                own = self.collectives[collective]
+                stream = self.streams.crossing(stream) if stream else self.streams.number(own)
             return replace(instruction, collective=collective, stream=stream)
         if isinstance(instruction, Loop):
             return replace(

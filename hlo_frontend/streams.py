@@ -2,7 +2,8 @@
 
 Collectives of a stream run one after the other, in the order of their starts; streams do not wait for each
 other. Every set of groups has a stream of its own, since different groups proceed independently; so has
-the point-to-point traffic of each set of devices, which would otherwise wait behind collectives.
+the point-to-point traffic of each set of devices, which would otherwise wait behind collectives, and so have
+permutes that cross into the next iteration (`passes.rotate`).
 
 Invariant: the numbers of streams follow from the order of starts in the program, the same on all ranks.
 """
@@ -33,6 +34,13 @@ class Streams:
 
     def number(self, collective: Collective) -> int:
         key = stream_key(collective)
+        if key not in self.numbers:
+            self.numbers[key] = min(len(self.numbers), MOST_STREAMS - 1)
+        return self.numbers[key]
+
+    def crossing(self, number: int) -> int:
+        """The stream of a start that a loop carries, the ``number``-th of its own."""
+        key = "crossing", number
         if key not in self.numbers:
             self.numbers[key] = min(len(self.numbers), MOST_STREAMS - 1)
         return self.numbers[key]

@@ -90,7 +90,9 @@ class Node:
     ``order`` lists nodes that come before it though it reads nothing of theirs. ``called`` replaces
     the instruction's called computations where a call was inlined around it. ``unread``: where nobody
     reads it; ``part`` and ``valid``: the part of its level that it runs in, and in which iterations that
-    runs on each device, as in `Run.valid` (`passes.unread`).
+    runs on each device, as in `Run.valid` (`passes.unread`). ``phase``: of a loop's body that is
+    pipelined, and ``carried``: of a permute that is awaited in the next iteration, (result, carry) pairs
+    (`passes.rotate`).
     """
 
     kind: NodeKind
@@ -107,6 +109,8 @@ class Node:
     unread: Unread | None = None
     part: tuple[int, int] = (0, 0)
     valid: tuple[tuple[int, ...], ...] = ()
+    phase: int = 0
+    carried: tuple[tuple[int, int], ...] = ()
 
     @property
     def is_runtime(self) -> bool:

@@ -24,7 +24,7 @@ from stretto.collectives.ops import Collective, Kind
 from .engine import Engine, LoadedSegment
 from .frame import Frame, Hosted, Operation, named
 from .instrument import Counters, Instrument
-from .program import Program, Start, Wait, instructions
+from .program import Loop, Program, Start, Wait, instructions
 from .progress import Progress
 from .stream import Stream
 from .valid import left_out
@@ -85,6 +85,13 @@ class Communication:
         self.instrument = instrument
         self.called = called
         self._starts = {i.event: i for i in instructions(program.body) if isinstance(i, Start)}
+        # By event that a loop carries: outputs of its start, and the parameters they become.
+        self._carried = {
+            c.event: [(output, i.body.parameters[k]) for output, k in c.carries]
+            for i in instructions(program.body)
+            if isinstance(i, Loop)
+            for c in i.carried
+        }
         self._bound = self._bind()
 
     def is_prompt(self, start: Start) -> bool:
@@ -316,24 +323,11 @@ class Communication:
         return post
 
     def wait(self, wait: Wait) -> Operation:
+        if wait.event in self._carried:
+            return self._arrive(wait.event)
         start = self._starts[wait.event]
         collective = self.program.collectives[start.collective]
-        lane, outputs = self.lanes[start.stream], start.outputs
-        stream, instrument = lane.stream, self.instrument
-
-        def taken(frame: Frame) -> Any:
-            event = frame.events.pop(wait.event)
-            stream.wait(event)
-            return event.result()
-
-        def watched(frame: Frame) -> Any:
-            assert instrument is not None
-            began = perf_counter()
-            result = taken(frame)
-            instrument.collective_awaited(collective, start.stream, began)
-            return result
-
-        take = taken if instrument is None else watched
+        lane, outputs, take = self.lanes[start.stream], start.outputs, self._taker(wait.event)
 
         def finish(frame: Frame) -> None:
             for slot, register in zip(outputs, take(frame), strict=True):
@@ -344,6 +338,51 @@ class Communication:
         return {Kind.SEND: take, Kind.RECV: self._receive(start, collective, lane, take)}.get(
             collective.kind, finish
         )
+
+    def _taker(self, number: int) -> Callable[[Frame], Any]:
+        """``take(frame)``: wait for the event with this number, which must be there; its value."""
+        start = self._starts[number]
+        collective = self.program.collectives[start.collective]
+        stream, instrument = self.lanes[start.stream].stream, self.instrument
+
+        def taken(frame: Frame) -> Any:
+            event = frame.events.pop(number)
+            stream.wait(event)
+            return event.result()
+
+        def watched(frame: Frame) -> Any:
+            assert instrument is not None
+            began = perf_counter()
+            result = taken(frame)
+            instrument.collective_awaited(collective, start.stream, began)
+            return result
+
+        return taken if instrument is None else watched
+
+    def _arrive(self, event: int) -> Operation:
+        """What the iteration before has started, if there was one, goes to the body's parameters."""
+        take, targets = self._taker(event), self._carried[event]
+
+        def arrive(frame: Frame) -> None:
+            if event in frame.events:
+                results = take(frame)
+                for output, slot in targets:
+                    frame.registers[slot] = results[output]
+
+        return arrive
+
+    def settle(self, loop: Loop) -> Callable[[Frame, list[Any]], None]:
+        """``settle(frame, values)``: await what a loop's last iteration has started, into its carries."""
+        takers = [(c.event, self._taker(c.event), c.carries) for c in loop.carried]
+
+        def settle(frame: Frame, values: list[Any]) -> None:
+            for event, take, carries in takers:
+                if event in frame.events:
+                    results = take(frame)
+                    for output, carry in carries:
+                        values[carry] = results[output]
+
+        return settle
 
     def _receive(
         self, start: Start, collective: Collective, lane: Lane, take: Callable[[Frame], Any]

@@ -45,6 +45,7 @@ class Options:
     ``costs``: file of the table of costs to schedule by, read on rank 0; empty: what was measured for these
     machines, if anything (`docs/overlap.md`).
     ``skip_compute``: do not run segments on devices where nobody reads what they give.
+    ``pipeline_loops``: await a permute that only the next iteration of its loop reads there.
     ``rewrite``: whether collectives of JAX programs become others that send less (`docs/design.md`).
     ``trace``: folder in which every rank writes what its streams do; empty: none (`docs/overlap.md`).
     ``interleave``: chunks of layers that each device of a pipeline has; 1 leaves pipelines as they are
@@ -65,6 +66,7 @@ class Options:
     overlap: bool = True
     costs: str = ""
     skip_compute: bool = True
+    pipeline_loops: bool = True
     rewrite: bool = True
     trace: str = ""
     interleave: int = 1
@@ -128,6 +130,7 @@ VARIABLES: dict[str, tuple[str, Callable[[str], Any]]] = {
     "costs": ("STRETTO_COSTS", str),
     "skip_compute": ("STRETTO_SKIP_COMPUTE", _switch),
     "trace": ("STRETTO_TRACE", str),
+    "pipeline_loops": ("STRETTO_PIPELINE_LOOPS", _switch),
     "rewrite": ("STRETTO_REWRITE", _switch),
     "interleave": ("STRETTO_INTERLEAVE", int),
 }
@@ -149,6 +152,7 @@ _EXPECTED = {
     "costs": "expected the name of a file",
     "trace": "expected the name of a folder",
     "skip_compute": "expected 0 or 1",
+    "pipeline_loops": "expected 0 or 1",
     "rewrite": "expected 0 or 1",
     "interleave": "expected a whole number of chunks a device, at least 1",
 }
@@ -171,6 +175,7 @@ def _problem(name: str, value: Any) -> str:
         "costs": lambda v: isinstance(v, str),
         "trace": lambda v: isinstance(v, str),
         "skip_compute": lambda v: isinstance(v, bool),
+        "pipeline_loops": lambda v: isinstance(v, bool),
         "rewrite": lambda v: isinstance(v, bool),
         "interleave": lambda v: isinstance(v, int) and not isinstance(v, bool) and v >= 1,
     }[name](value)

@@ -12,7 +12,8 @@ Invariants, checked by `program_check.check`:
 
 - a slot is defined before it is read, on every path, and is not read after it was freed or donated;
 - the outputs of a `Start` become defined at the `Wait` of its event; its inputs stay alive until then;
-- every `Start` has exactly one `Wait`, in the same block;
+- every `Start` has exactly one `Wait`, in the same block: behind it, or before it where the loop carries
+  it into its next iteration (`Carried`);
 - outputs of a `Run` that some devices may leave out are never donated: who leaves it out shares them;
 - types agree along every edge: segments, collectives, loop carries, branch results.
 """
@@ -83,13 +84,29 @@ class Wait:
 
 
 @dataclass(frozen=True)
+class Carried:
+    """A start of a loop's body that is awaited in the next iteration: its `Wait` stands before it.
+
+    ``carries``: pairs (position of an output of the start, position of the carry that it becomes). The
+    wait makes the body's parameters at these carries available: what the start of the iteration before
+    gives, in the first iteration their initial values. What the last iteration starts, the loop awaits at
+    its end; a loop that is not entered starts nothing.
+    """
+
+    event: int
+    carries: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
 class Loop:
     """HLO while. ``condition`` and ``body`` take the carries as block parameters.
 
     ``inputs`` are the initial carries, ``outputs`` the final ones. ``condition`` yields one ``pred[]``.
     ``trip_count`` is known on every device, or None: then the condition is evaluated each time, and
     devices whose condition is false leave the loop and keep their carries while the others go on.
-    ``donated`` are the inputs consumed by the first iteration.
+    ``donated`` are the inputs consumed by the first iteration. ``carried`` are starts whose outputs cross
+    into the next iteration while under way: body results at their carries are these outputs, and neither
+    the condition nor anything before the wait reads the parameters.
     """
 
     inputs: tuple[Slot, ...]
@@ -100,6 +117,7 @@ class Loop:
     donated: tuple[Slot, ...] = ()
     name: str = ""
     source: str = ""
+    carried: tuple[Carried, ...] = ()
 
 
 @dataclass(frozen=True)

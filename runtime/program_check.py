@@ -22,6 +22,7 @@ from .errors import InvalidProgramError
 from .program import (
     Block,
     Branch,
+    Carried,
     Copy,
     Free,
     LogicalId,
@@ -32,6 +33,7 @@ from .program import (
     Slot,
     Start,
     Wait,
+    instructions,
 )
 from .valid import are_bounds
 
@@ -57,6 +59,8 @@ class _Scope:
         self.consumed: set[Slot] = set()
         self.shared: set[Slot] = set()  # outputs of runs that may be left out
         self.pending: dict[int, Start] = {}
+        self.carried: dict[int, tuple[Slot, ...]] = {}  # event -> parameters that its wait gives
+        self.crossing: dict[int, Start] = {}  # started, to be awaited in the next iteration
 
     def defines(self, slot: Slot) -> bool:
         scope: _Scope | None = self
@@ -82,6 +86,7 @@ class _Checker:
         self.where = f"program {program.name}"
         self.written: dict[Slot, str] = {}
         self.events: set[int] = set()
+        self.carrying: set[int] = set()  # events that loops carry
         self.rules: dict[type, Callable[[Any, _Scope], None]] = {
             Run: self._run,
             Start: self._start,
@@ -169,10 +174,15 @@ class _Checker:
                 f"not {_signature((*operands, *operands), operands)}"
             )
 
-    def _block(self, block: Block, outer: _Scope | None, where: str) -> _Scope:
+    def _block(
+        self, block: Block, outer: _Scope | None, where: str, carried: tuple[Carried, ...] = ()
+    ) -> _Scope:
         scope = _Scope(outer, where)
         entered, self.where = self.where, f"{self.where}, {where}"
         self._write(block.parameters, scope, f"a parameter of {where}")
+        for c in carried:
+            scope.carried[c.event] = tuple(block.parameters[k] for _, k in c.carries)
+            scope.own.difference_update(scope.carried[c.event])
         inside = self.where
         for index, instruction in enumerate(block.instructions):
             rule = self.rules.get(type(instruction))
@@ -184,9 +194,29 @@ class _Checker:
         self.where = inside
         for event in scope.pending:
             self._fail(f"event {event} is started but not awaited in this block")
-        self._read(block.results, scope)
+        for c in carried:
+            self._crosses(c, block, scope)
+        crossing = {slot for start in scope.crossing.values() for slot in start.outputs}
+        self._read((slot for slot in block.results if slot not in crossing), scope)
         self.where = entered
         return scope
+
+    def _crosses(self, carried: Carried, block: Block, scope: _Scope) -> None:
+        start = scope.crossing.get(carried.event)
+        if start is None:
+            self._fail(f"event {carried.event} is carried, but not started in this block")
+            return
+        for output, carry in carried.carries:
+            if not 0 <= output < len(start.outputs):
+                self._fail(f"event {carried.event} has no output {output}")
+            if block.results[carry] != start.outputs[output]:
+                self._fail(
+                    f"carry {carry} is %{block.results[carry]}, not output {output} of event "
+                    f"{carried.event}"
+                )
+        given = [k for k, slot in enumerate(block.results) if slot in start.outputs]
+        if sorted(given) != sorted(k for _, k in carried.carries):
+            self._fail(f"event {carried.event} becomes carries {given}, not those that it names")
 
     def _slot(self, slot: Slot) -> TensorType:
         if not 0 <= slot < len(self.program.slot_types):
@@ -216,6 +246,12 @@ class _Checker:
             self._read((slot,), scope)
             if slot not in scope.own:
                 self._fail(f"%{slot} belongs to a block around this one and cannot be {how} here")
+            if how == "donated":
+                for event, start in scope.crossing.items():
+                    if slot in start.inputs:
+                        self._fail(
+                            f"%{slot} is donated while event {event}, which reads it, is under way"
+                        )
             for event, start in scope.pending.items():
                 if slot in start.inputs:
                     self._fail(f"%{slot} is {how} before the wait of event {event}, which reads it")
@@ -261,13 +297,21 @@ class _Checker:
         self._read(start.inputs, scope)
         self._match(self._types(start.inputs), collective.operands, "inputs")
         self._match(self._types(start.outputs), collective.results, "outputs")
-        scope.pending[start.event] = start
+        if start.event in self.carrying:
+            if start.event in scope.carried:
+                self._fail(f"event {start.event} is started before it is awaited")
+            scope.crossing[start.event] = start
+        else:
+            scope.pending[start.event] = start
         for slot in start.outputs:
             if slot in self.written:
                 self._fail(f"%{slot} is written twice, first by {self.written[slot]}")
             self.written[slot] = self.where
 
     def _wait(self, wait: Wait, scope: _Scope) -> None:
+        if wait.event in scope.carried:
+            scope.own.update(scope.carried.pop(wait.event))
+            return
         start = scope.pending.pop(wait.event, None)
         if start is None:
             if wait.event in self.events:
@@ -284,13 +328,28 @@ class _Checker:
         self._match(self._types(loop.body.results), carries, "results of the body")
         if loop.trip_count is not None and loop.trip_count < 0:
             self._fail(f"trip count {loop.trip_count}")
+        self._carried(loop)
         if loop.trip_count is None or loop.condition != _EMPTY:
             condition = loop.condition
             self._match(self._types(condition.parameters), carries, "parameters of the condition")
             self._match(self._types(condition.results), (_PRED,), "results of the condition")
             inner = self._block(condition, scope, "condition")
+            untouched = {condition.parameters[k] for c in loop.carried for _, k in c.carries}
+            if untouched.intersection(_read_slots(condition)):
+                self._fail("its condition reads a carry that is under way")
             self._keeps(condition, inner, "condition")
-        inner = self._block(loop.body, scope, "body")
+        inner = self._block(loop.body, scope, "body", loop.carried)
+        for start in inner.crossing.values():
+            if self.program.collectives[start.collective].kind in (Kind.SEND, Kind.RECV):
+                self._fail(f"event {start.event} is a send or a receive, which no loop carries")
+            for k in set(loop.body.results).intersection(start.inputs):
+                if any(
+                    p in inner.consumed and r == k
+                    for p, r in zip(loop.body.parameters, loop.body.results, strict=True)
+                ):
+                    self._fail(
+                        f"%{k} becomes a carry that is consumed while event {start.event} reads it"
+                    )
         consumed = [k for k, slot in enumerate(loop.body.parameters) if slot in inner.consumed]
         expected = {loop.inputs[k] for k in consumed}
         if not expected <= set(loop.donated):
@@ -314,6 +373,14 @@ class _Checker:
             self._fail(f"donates {_slots(loop.donated)}, which are not all among its inputs")
         self._end(loop.donated, scope, "donated")
         self._write(loop.outputs, scope)
+
+    def _carried(self, loop: Loop) -> None:
+        carries = [k for c in loop.carried for _, k in c.carries]
+        self._positions(tuple(carries), len(loop.inputs), "carries under way")
+        for c in loop.carried:
+            if c.event in self.carrying or c.event in self.events or not c.carries:
+                self._fail(f"event {c.event} is carried twice, or by no carry")
+            self.carrying.add(c.event)
 
     def _keeps(self, block: Block, inner: _Scope, what: str) -> None:
         for slot in block.parameters:
@@ -352,6 +419,20 @@ class _Checker:
 
     def _free(self, free: Free, scope: _Scope) -> None:
         self._end(free.slots, scope, "freed")
+
+
+def _read_slots(block: Block) -> set[Slot]:
+    """What the instructions of a block read, and its results; not what they free."""
+    read = set(block.results)
+    for instruction in instructions(block):
+        inputs = getattr(instruction, "inputs", ())
+        for one in inputs:
+            read.update(one if isinstance(one, tuple) else (one,))
+        if isinstance(instruction, Copy):
+            read.add(instruction.input)
+        if isinstance(instruction, Branch):
+            read.add(instruction.selector)
+    return read
 
 
 def _slots(slots: Iterable[Slot]) -> str:

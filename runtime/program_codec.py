@@ -21,6 +21,7 @@ from .errors import InvalidProgramError
 from .program import (
     Block,
     Branch,
+    Carried,
     Copy,
     Free,
     LogicalId,
@@ -34,7 +35,7 @@ from .program import (
 from .program_check import check
 
 MAGIC = b"STRP"
-VERSION = 2  # to be raised whenever a field of one of the classes below changes
+VERSION = 3  # to be raised whenever a field of one of the classes below changes
 _HEADER = struct.Struct("<4sHI")
 _CLASSES: dict[str, type] = {
     "P": Program,
@@ -46,6 +47,7 @@ _CLASSES: dict[str, type] = {
     "s": Start,
     "w": Wait,
     "l": Loop,
+    "k": Carried,
     "b": Branch,
     "c": Copy,
     "i": LogicalId,

@@ -31,6 +31,7 @@ from .errors import InvalidProgramError
 from .program import (
     Block,
     Branch,
+    Carried,
     Copy,
     Free,
     Instruction,
@@ -155,6 +156,7 @@ class _Printer:
                     + (f" trip_count {i.trip_count}" if i.trip_count is not None else "")
                     + _option("donated", i.donated, _slots)
                     + (f" source {_quote(i.source)}" if i.source else "")
+                    + "".join(f" carried {c.event} {_nested(c.carries)}" for c in i.carried)
                 )
                 yield from self.block("condition", i.condition, indent + "  ")
                 yield from self.block("body", i.body, indent + "  ")
@@ -345,10 +347,14 @@ class _Parser:
         name, inputs, outputs = self.string(), self.items(self.slot), self.outputs()
         trip_count = self.option("trip_count", self.number, None)
         donated, source = self.donated(), self.option("source", self.string, "")
+        carried = []
+        while self.accept("carried"):
+            carried.append(Carried(self.number(), self.nested()))
         self.expect("condition")
         condition = self.block()
         self.expect("body")
-        return Loop(inputs, outputs, condition, self.block(), trip_count, donated, name, source)
+        body, given = self.block(), tuple(carried)
+        return Loop(inputs, outputs, condition, body, trip_count, donated, name, source, given)
 
     def _branch(self) -> Branch:
         name, (selector,), outputs = self.string(), self.items(self.slot), self.outputs()

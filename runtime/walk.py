@@ -217,6 +217,7 @@ class Walker:
             loop.donated,
         )
         iterations = range(loop.trip_count)
+        settle = self._communication.settle(loop)
 
         def walk(frame: Frame) -> None:
             registers, outer = frame.registers, frame.iteration
@@ -225,6 +226,7 @@ class Walker:
                 registers[slot] = None
             for frame.iteration in iterations:
                 values = enter(frame, values)
+            settle(frame, values)
             frame.iteration = outer
             for slot, register in zip(outputs, values, strict=True):
                 registers[slot] = register
@@ -235,7 +237,7 @@ class Walker:
         test, enter = self._enter(loop.condition), self._enter(loop.body)
         inputs, outputs, donated = loop.inputs, loop.outputs, loop.donated
         what = f"loop {loop.name or '(unnamed)'}{f' at {loop.source}' if loop.source else ''}"
-        host_view = self.engine.host_view
+        host_view, settle = self.engine.host_view, self._communication.settle(loop)
 
         def staying(frame: Frame, predicate: Any) -> tuple[int, ...]:
             hosted = type(predicate) is Hosted
@@ -258,6 +260,7 @@ class Walker:
             while True:
                 remaining = staying(frame, *test(frame, list(values)))
                 if len(remaining) != len(frame.active):
+                    settle(frame, values)
                     leaving = tuple(p for p in frame.active if p not in remaining)
                     if final is None and not remaining:
                         final = values

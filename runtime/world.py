@@ -354,6 +354,7 @@ _EQUAL = {
     "overlap": "scheduling for overlap (STRETTO_OVERLAP)",
     "skip_compute": "skipping of compute (STRETTO_SKIP_COMPUTE)",
     "trace": "whether there is a trace (STRETTO_TRACE)",
+    "pipeline_loops": "pipelining of loops (STRETTO_PIPELINE_LOOPS)",
     "stretto": "version of stretto",
     "jax": "version of jax",
     "jaxlib": "version of jaxlib",
@@ -377,6 +378,7 @@ def _facts(chosen: Options, problem: str) -> dict[str, Any]:
         "overlap": chosen.overlap,
         "skip_compute": chosen.skip_compute,
         "trace": bool(chosen.trace),
+        "pipeline_loops": chosen.pipeline_loops,
         "python": ".".join(platform.python_version_tuple()[:2]),
         **{name: _version(name) for name in ("stretto", "jax", "jaxlib")},
     }

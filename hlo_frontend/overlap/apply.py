@@ -72,6 +72,17 @@ class Planned:
         return self.steps is not None or any(p.changed for ps in self.inner.values() for p in ps)
 
 
+def planned_loops(planned: Planned | None) -> set[Node]:
+    """The loops, at any depth, of which a block has a plan."""
+    found: set[Node] = set()
+    for node, plans in planned.inner.items() if planned else ():
+        for inner in plans:
+            found |= planned_loops(inner)
+            if inner.steps is not None:
+                found.add(node)
+    return found
+
+
 Order = Callable[[BlockGraph], list[Node]]
 
 

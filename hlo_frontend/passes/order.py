@@ -3,6 +3,7 @@
 The level of a node is the number of runtime nodes (collectives, loops, branches) on the longest path
 above it. Each level has its compute first, then its runtime nodes, each by position: compute between
 two rounds of collectives becomes one segment, or a few where some devices leave part of it out (`unread`).
+The phases of a pipelined body come one after the other (`rotate`).
 
 What is made of one parameter alone (a weight gathered, widened, transposed), or of none (masks), is then
 put off to the level where it is first needed, so that it does not pile up long before its use: the
@@ -27,7 +28,8 @@ def order(block: BlockGraph, least_flops: float = LEAST_FLOPS) -> list[Node]:
     _put_off(block.nodes)
     divide(block.nodes, least_flops)
     return sorted(
-        block.nodes, key=lambda node: (node.level, node.is_runtime, node.part, node.position)
+        block.nodes,
+        key=lambda node: (node.phase, node.level, node.is_runtime, node.part, node.position),
     )
 
 

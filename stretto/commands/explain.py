@@ -16,7 +16,7 @@ from stretto.hlo_frontend.collectives import NEVER
 from stretto.hlo_frontend.passes.valid.decide import LAST
 from stretto.runtime.errors import InvalidProgramError, StrettoError
 from stretto.runtime.options import in_force
-from stretto.runtime.program import Run, instructions
+from stretto.runtime.program import Loop, Program, Run, Start, instructions
 from stretto.runtime.runs import work
 
 from .explain_costs import ledger_text, schedule_file
@@ -70,6 +70,7 @@ def explain(compiled: CompiledFile) -> dict[str, Any]:
     """What there is to say about a program, as JSON."""
     program = compiled.program
     by_name = {c.name: c for c in program.collectives}
+    later = _awaited_later(program)
     return {
         "name": program.name,
         "replicas": program.num_replicas,
@@ -80,12 +81,23 @@ def explain(compiled: CompiledFile) -> dict[str, Any]:
         "segments": sum(isinstance(i, Run) for i in instructions(program.body)),
         "distinct_segments": len(program.segments),
         "order": [e.name for e in compiled.schedule.walk() if e.name in by_name],
-        "collectives": list(_entries(compiled.schedule, by_name, compiled.tokens, [])),
+        "collectives": [
+            entry | ({"awaited": "next iteration"} if entry["name"] in later else {})
+            for entry in _entries(compiled.schedule, by_name, compiled.tokens, [])
+        ],
         "compute": asdict(work(program)),
         "loops": [asdict(loop) for loop in compiled.valid.loops],
         "interleaved": [asdict(i) | {"text": i.describe()} for i in compiled.interleaved],
         "rewrites": [asdict(rewrite) for rewrite in compiled.rewrites],
     }
+
+
+def _awaited_later(program: Program) -> set[str]:
+    """Names of the collectives that are awaited in the iteration after that which starts them."""
+    found = list(instructions(program.body))
+    events = {c.event for i in found if isinstance(i, Loop) for c in i.carried}
+    starts = [i for i in found if isinstance(i, Start) and i.event in events]
+    return {program.collectives[i.collective].name for i in starts}
 
 
 def _entries(
@@ -164,6 +176,8 @@ def to_text(explanation: dict[str, Any]) -> str:
         extras = "".join(f" {k} {c[k]}" for k in ("reducer", "dimension", "channel") if k in c)
         if "valid_iterations" in c:
             extras += " valid " + ",".join(map(spelled, c["valid_iterations"]))
+        if "awaited" in c:
+            extras += f" awaited in the {c['awaited']}"
         lines.append(
             f"{indent}{number}: {c['kind']} %{c['name']} {types}{extras} {what} [{shown}] "
             f"{c['bytes']} bytes{_reasons(c)}"

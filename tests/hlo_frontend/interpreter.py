@@ -68,6 +68,9 @@ class Interpreter:
     iteration: int = 0
     counts: Counter = field(default_factory=Counter)
     _loaded: dict[int, object] = field(default_factory=dict)
+    # By event that the loops under way carry: what its wait will give, by parameter.
+    _arriving: dict[int, dict[Slot, Arrays]] = field(default_factory=dict)
+    _carrying: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         check(self.program)
@@ -96,7 +99,14 @@ class Interpreter:
                     collective = self.program.collectives[instruction.collective]
                     operands = {d: [registers[s][d] for s in instruction.inputs] for d in active}
                     results = self._collective(collective, operands)
-                    pending[instruction.event] = (instruction, results)
+                    if instruction.event in self._carrying:
+                        assert instruction.event not in self._arriving, "not awaited"
+                        for i, slot in enumerate(instruction.outputs):
+                            registers[slot] = {d: results[d][i] for d in active}
+                    else:
+                        pending[instruction.event] = (instruction, results)
+                case Wait() if instruction.event in self._carrying:
+                    registers.update(self._arriving.pop(instruction.event))
                 case Wait():
                     start, results = pending.pop(instruction.event)
                     for i, slot in enumerate(start.outputs):
@@ -157,6 +167,10 @@ class Interpreter:
             for slot, carry in zip(loop.body.parameters, carries, strict=True):
                 registers[slot] = {d: carry[d] for d in inside}
             outer, self.iteration = self.iteration, iteration
+            for carried in loop.carried:
+                parameters = [loop.body.parameters[k] for _, k in carried.carries]
+                self._carrying.add(carried.event)
+                self._arriving[carried.event] = {p: registers.pop(p) for p in parameters}
             self._block(loop.body, registers, inside)
             self.iteration = outer
             for slot, carry in zip(loop.body.results, carries, strict=True):

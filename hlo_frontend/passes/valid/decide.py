@@ -45,16 +45,22 @@ class ValidOptions(Protocol):
     @property
     def skip_compute(self) -> bool: ...
 
+    @property
+    def pipeline_loops(self) -> bool: ...
+
 
 @dataclass(frozen=True)
 class ValidPolicy:
-    """``derive``: find valid iterations of loops that have none (STRETTO_DERIVE_VALID_ITERATIONS).
+    """How loops that send are treated.
+
+    ``derive``: find valid iterations of loops that have none (STRETTO_DERIVE_VALID_ITERATIONS).
 
     ``trust``: honour attributes without proof (STRETTO_TRUST_VALID_ITERATIONS). ``dead_only``: leave out
     only what nobody reads, not zeros that are read: for runs that fill what is left out with NaN.
     ``compute``: also leave out compute that nobody reads (STRETTO_SKIP_COMPUTE), where it is found at
     all, that is, with ``derive``; ``least_flops`` is what that must save (`LEAST_FLOPS`). ``as_written``:
     leave out nothing at all, attributes are dropped unseen: what other runs are compared with.
+    ``pipeline``: have permutes that only the next iteration reads awaited there (STRETTO_PIPELINE_LOOPS).
     """
 
     derive: bool = True
@@ -63,6 +69,7 @@ class ValidPolicy:
     compute: bool = True
     least_flops: float = LEAST_FLOPS
     as_written: bool = False
+    pipeline: bool = True
 
     @classmethod
     def of(cls, options: ValidOptions) -> ValidPolicy:
@@ -72,6 +79,7 @@ class ValidPolicy:
             trust=options.trust_valid_iterations,
             dead_only=options.poison_skipped,
             compute=options.skip_compute,
+            pipeline=options.pipeline_loops,
         )
 
 

@@ -1,0 +1,124 @@
+"""Loops pipelined: a permute that only the next iteration reads is awaited there.
+
+In a pipeline's loop a device sends at the end of an iteration what its neighbour reads in the next one.
+Such a permute becomes a start whose outputs are carries under way (`runtime.program.Carried`), and the body
+is put into three phases: what depends on nothing that is under way; then, behind the wait, what the permutes'
+operands need; then, behind their starts, all the rest. So the transfer runs beside the last phase and the
+first one of the next iteration.
+
+Invariants: phases never fall along data and order; a carry under way is read by neither the loop's condition
+nor anything in the first phase; what is decided follows from the text of the module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+from stretto.collectives.ops import Kind
+
+from ..cost import arithmetic_and_flops
+from ..graph import trip_count
+from ..values import BlockGraph, Node, NodeKind, Value
+
+# Operations that must be there to hide a transfer behind: about what a core does while a message is
+# handed to the stream's thread and comes over from the next process.
+LEAST_HIDDEN_FLOPS = 5e5
+# Streams for permutes under way, beside that of all other collectives: a ring and its reverse do not wait for
+# each other.
+STREAMS = 2
+
+
+def rotate(block: BlockGraph, left: Collection[Node] = ()) -> bool:
+    """Pipeline the loops in a block and in those inside it, without those that are ``left`` as they are: set
+    ``carried`` of permutes, and ``phase`` of the nodes beside them. Whether there is such a loop.
+    """
+    found = False
+    for node in block.nodes:
+        if node.kind is NodeKind.LOOP and node not in left:
+            found |= _rotate(node)
+        for inner in node.blocks:
+            found |= rotate(inner, left)
+    return found
+
+
+def _rotate(loop: Node) -> bool:
+    condition, body = loop.blocks
+    chosen = _candidates(body, condition if trip_count(loop.instruction) is None else None)
+    while chosen:
+        phases = _phases(body, chosen)
+        late = [node for node in chosen if phases[node] != 1]
+        if not late:
+            break
+        for node in late:
+            del chosen[node]
+    if not chosen or _hidden(body, phases) < LEAST_HIDDEN_FLOPS:
+        return False
+    for node in body.nodes:
+        node.phase = phases[node]
+    for node, carries in chosen.items():
+        node.carried = carries
+    return True
+
+
+def _candidates(
+    body: BlockGraph, condition: BlockGraph | None
+) -> dict[Node, tuple[tuple[int, int], ...]]:
+    """Permutes all of whose results are carries and nothing else, with (result, carry) pairs."""
+    read = {v.root for node in body.nodes for v in node.operands}
+    tested: set[Value] = set()
+    if condition is not None:
+        own = {v.root for node in condition.nodes for v in node.operands}
+        own.update(v.root for v in condition.results)
+        tested = {body.parameters[k] for k, p in enumerate(condition.parameters) if p in own}
+    found: dict[Node, tuple[tuple[int, int], ...]] = {}
+    for node in body.nodes:
+        if node.collective is None or node.collective.kind is not Kind.PERMUTE:
+            continue
+        carries = tuple(
+            (i, k)
+            for i, result in enumerate(node.results)
+            for k, value in enumerate(body.results)
+            if value.root is result
+        )
+        if not carries or read.intersection(node.results):
+            continue
+        if tested.intersection(body.parameters[k] for _, k in carries):
+            continue
+        found[node] = carries
+    return found
+
+
+def _before(node: Node) -> Iterator[Node]:
+    for value in node.operands:
+        producer = value.root.node
+        if producer is not None and producer.kind is not NodeKind.CHEAP:
+            yield producer
+        yield from value.order
+    yield from node.order
+
+
+def _phases(body: BlockGraph, chosen: dict[Node, tuple[tuple[int, int], ...]]) -> dict[Node, int]:
+    arriving = {body.parameters[k] for carries in chosen.values() for _, k in carries}
+    needed: set[Node] = set(chosen)
+    for node in reversed(body.nodes):
+        if node in needed:
+            needed.update(_before(node))
+    phases: dict[Node, int] = {}
+    for node in body.nodes:
+        phase = 0
+        if any(v.root in arriving for v in node.operands) or node in chosen:
+            phase = 1
+        for before in _before(node):
+            after_start = before in chosen and node not in chosen
+            phase = max(phase, 2 if after_start else phases.get(before, 0))
+        if phase == 1 and node not in needed:
+            phase = 2
+        phases[node] = phase
+    return phases
+
+
+def _hidden(body: BlockGraph, phases: dict[Node, int]) -> float:
+    """Operations that run beside a transfer."""
+    beside = [node for node in body.nodes if phases[node] != 1]
+    own = (n.instruction for n in beside if n.kind is NodeKind.COMPUTE)
+    return arithmetic_and_flops(own)[1]

@@ -51,8 +51,15 @@ def _rotate(loop: Node) -> bool:
             break
         for node in late:
             del chosen[node]
-    if not chosen or _hidden(body, phases) < LEAST_HIDDEN_FLOPS:
+    if not chosen:
         return False
+    hidden = [_flops(body, phases, 0), _flops(body, phases, 2)]
+    if sum(hidden) < LEAST_HIDDEN_FLOPS:
+        return False
+    # A phase that hides little is not worth a segment.
+    for phase, flops in zip((0, 2), hidden, strict=True):
+        if flops < LEAST_HIDDEN_FLOPS / 2:
+            _fold(body, chosen, phases, phase)
     for node in body.nodes:
         node.phase = phases[node]
     for node, carries in chosen.items():
@@ -117,8 +124,16 @@ def _phases(body: BlockGraph, chosen: dict[Node, tuple[tuple[int, int], ...]]) -
     return phases
 
 
-def _hidden(body: BlockGraph, phases: dict[Node, int]) -> float:
-    """Operations that run beside a transfer."""
-    beside = [node for node in body.nodes if phases[node] != 1]
-    own = (n.instruction for n in beside if n.kind is NodeKind.COMPUTE)
+def _flops(body: BlockGraph, phases: dict[Node, int], phase: int) -> float:
+    """Operations of a phase."""
+    own = (n.instruction for n in body.nodes if n.kind is NodeKind.COMPUTE and phases[n] == phase)
     return arithmetic_and_flops(own)[1]
+
+
+def _fold(body: BlockGraph, chosen: Collection[Node], phases: dict[Node, int], phase: int) -> None:
+    """Make a phase part of the one between, unless collectives or their order keep it apart."""
+    own = [node for node in body.nodes if phases[node] == phase]
+    if any(node.is_runtime or any(b in chosen for b in _before(node)) for node in own):
+        return
+    for node in own:
+        phases[node] = 1

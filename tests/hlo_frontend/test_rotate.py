@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import numpy as np
+import pipelines
 import pytest
 from executed import execute
 from pipelines import circular, expected, hops
@@ -73,6 +74,14 @@ def test_it_is_left_as_it_is_where_there_is_nothing_to_hide_it_behind(monkeypatc
     assert the_loop(program).carried == ()
     assert program.num_streams == 1
     assert the_loop(compiled(circular(4, 4), 4, ValidPolicy(pipeline=False))).carried == ()
+
+
+def test_a_phase_that_hides_little_is_no_segment_of_its_own(monkeypatch):
+    """The indices hide nothing, taking the result does."""
+    monkeypatch.setattr(pipelines, "WIDTH", 100_000)
+    monkeypatch.setattr(rotate, "LEAST_HIDDEN_FLOPS", 1e5)
+    body = order(the_loop(compiled(circular(4, 4), 4, NONE)))
+    assert body == ["wait", "run", "start", "run"]
 
 
 SIZE = 512  # large enough to be donated

@@ -23,13 +23,14 @@ from stretto.collectives.ops import Kind
 from ..carve import Await, BlockPlan, carve
 from ..passes.order import order
 from ..values import BlockGraph, Node, NodeKind
+from .buckets import bucket
 from .costs import CostTable
 from .kernels import build
 from .loops import trips_of
 from .model import Graph
 from .place import place
 from .replay import Phase, Step, Timeline, replay, unscheduled
-from .schedule import schedule
+from .schedule import Schedule, schedule
 from .tidy import tidy
 from .uncombine import uncombine
 
@@ -154,8 +155,14 @@ def _plan(
     undo = uncombine(block, costs)
     if undo is not None:
         graph = build(block, costs, donated, lambda node: seconds[node], loops=False)
-    found = schedule(graph, launch_s=launch, memory_limit=limit, budget=policy.budget)
-    best = tidy(graph, found, launch, limit)
+
+    def search(candidate: Graph, budget: int, like: Schedule | None = None) -> Schedule:
+        found = schedule(candidate, launch_s=launch, memory_limit=limit, budget=budget, like=like)
+        return tidy(candidate, found, launch, limit)
+
+    first = search(graph, policy.budget)
+    bucketed = bucket(graph, first, costs, lambda g: search(g, policy.budget // 4, first))
+    graph, best = bucketed.graph, bucketed.schedule
     if best.timeline.seconds > without.seconds * (1.0 - policy.least_gain):
         if undo is not None:
             undo()

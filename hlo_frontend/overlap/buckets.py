@@ -1,8 +1,9 @@
 """Buckets: small collectives of one kind merged into one, where that lowers the predicted time.
 
-A bucket has members of one kind, stream (groups), dtype and native reducer. It saves the latency of all
-but one of them and pays for copies: every operand into the packed buffer, every result out of it, read and
-written at the rate of memory, on the bucket's stream; the packed buffers take memory while it is in flight.
+A bucket has members of one kind, stream (groups), dtype, native reducer and dimension. It saves the latency
+of all but one of them and pays for copies: every operand into the packed buffer, every result out of it,
+read and written at the rate of memory, on the bucket's stream; the packed buffers take memory while it is in
+flight.
 
 Members are neighbours in the order in which the best schedule found so far issues them. A merge is made
 only if no member depends on another, directly or through buckets made before: the ancestors of a bucket are
@@ -26,6 +27,8 @@ from .model import Graph, Task
 from .schedule import Schedule
 
 MERGED_KINDS = frozenset({Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.ALL_REDUCE})
+# Floats that are summed in a wider type, whose partial sums travel as one or the other by their size.
+NARROW = ("bf16", "f16", "f8", "f4")
 # Sizes of buckets tried, in multiples of the time that a link's latency takes.
 SIZES = (32.0, 8.0)
 # How often a plan is scheduled anew after buckets that expose what was hidden were dissolved.
@@ -125,7 +128,10 @@ def _key(task: Task) -> object:
     dtypes = {operand.dtype for operand in collective.operands}
     if len(dtypes) != 1:
         return None
-    return task.stream, collective.kind, dtypes.pop(), collective.reduction
+    (dtype,) = dtypes
+    if collective.kind is Kind.ALL_REDUCE and dtype.startswith(NARROW):
+        return None  # merging would change bits
+    return task.stream, collective.kind, dtype, collective.reduction, collective.dimension
 
 
 def _copied_bytes(task: Task) -> int:

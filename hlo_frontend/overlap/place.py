@@ -8,16 +8,19 @@ through are computed anew in each segment that needs them, so that no copy lies 
 that a collective, a loop or the block's result needs are arrays: they are made once, at the end of the last
 segment before, or in a segment of their own where there is none that has their source.
 
+A bucket becomes one collective with the operands of all its members; it carries their names, joined by ``+``.
+
 Invariant: every node of the block stands after all that it needs; the order follows from block and plan.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from ..carve import Await
 from ..values import BlockGraph, Node, NodeKind, Value
-from .model import Graph, Op
+from .model import Graph, Op, Task
 from .replay import Phase, Step
 
 
@@ -25,13 +28,13 @@ def place(block: BlockGraph, graph: Graph, steps: Sequence[Step]) -> list[Node |
     """The block's nodes in the order of ``steps``, which are of ``graph``, a graph of the whole block."""
     placer = _Placer(block, graph)
     for index, phase in steps:
-        ops = graph.tasks[index].ops
+        task = graph.tasks[index]
         if phase is Phase.WAIT:
-            placer.wait(ops[0].node)
-        elif ops[0].node.is_runtime:
-            placer.start(graph.tasks[index].ops)
+            placer.wait(task)
+        elif task.ops[0].node.is_runtime:
+            placer.start(task)
         else:
-            placer.kernel(ops)
+            placer.kernel(task.ops)
     return placer.finish()
 
 
@@ -52,6 +55,7 @@ class _Placer:
         wanted = [v.root.node for node in runtime for v in node.operands if v.type is not None]
         wanted += [v.root.node for v in block.results]
         self.once = {node for node in wanted if node in self.renaming}
+        self.started: dict[int, Node] = {}  # by task: a collective, or the one that a bucket became
         self.placed: set[Node] = set()  # of those that are made once
         self.since: dict[
             Node, int
@@ -67,16 +71,19 @@ class _Placer:
             segment = self._open()
             self._add(op.node, segment)
 
-    def start(self, ops: Sequence[Op]) -> None:
-        for op in ops:
+    def start(self, task: Task) -> None:
+        for op in task.ops:
             self._make(op.node.operands)
-        (op,) = ops
-        self.items.append(op.node)
-        self.since[op.node] = self.number
+        for op in task.ops:
+            self.since[op.node] = self.number
+        node = task.ops[0].node if len(task.ops) == 1 else _bucket(task)
+        self.started[task.index] = node
+        self.items.append(node)
 
-    def wait(self, node: Node) -> None:
-        self.items.append(Await(node))
-        self.since[node] = self.number
+    def wait(self, task: Task) -> None:
+        self.items.append(Await(self.started[task.index]))
+        for op in task.ops:
+            self.since[op.node] = self.number
 
     def finish(self) -> list[Node | Await]:
         self._make(self.block.results)
@@ -137,3 +144,19 @@ class _Placer:
             else:
                 since = max(since, self.since.get(source, 0))
         return since
+
+
+def _bucket(task: Task) -> Node:
+    """The collective that the members of a bucket are together."""
+    members = [op.node for op in task.ops]
+    first = members[0]
+    assert task.collective is not None
+    names = dict.fromkeys(m.collective.name for m in members if m.collective is not None)
+    return Node(
+        first.kind,
+        first.instruction,
+        first.position,
+        operands=[v for m in members for v in m.operands if v.type is not None],
+        results=[v for m in members for v in m.results],
+        collective=replace(task.collective, name="+".join(names)),
+    )

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from frontend_support import P, compiled, judge, manual, mesh
+from interpreter import Interpreter
 from jax import lax
 
 from stretto.hlo_frontend.compile import CompiledModule
@@ -263,3 +264,39 @@ def test_combined_reductions_are_taken_apart(rng: np.random.Generator) -> None:
 @pytest.fixture
 def rng() -> np.random.Generator:
     return np.random.default_rng(0)
+
+
+def test_small_collectives_become_one_with_the_operands_of_all(rng: np.random.Generator) -> None:
+    """Each of many small gathers costs a latency, and nothing lies between them that could hide it."""
+    over = mesh(4)
+
+    def f(ws, v, x):
+        big = x @ lax.all_gather(v, "x", tiled=True)
+        full = [lax.all_gather(w, "x", tiled=True) for w in ws]
+        for w in full:
+            big = jnp.tanh(big * w) @ big.T @ big
+        return big
+
+    ws = [rng.normal(size=(32,)).astype(np.float32) for _ in range(6)]
+    v, x = rng.normal(size=(32, 32)).astype(np.float32) / 9, rng.normal(size=(128, 32)) / 9
+    specs = ([P("x")] * 6, P("x"), P("x"))
+    function = manual(f, over, specs, P("x"))
+    costs = replace(TABLE, links=(Link(1, 4, 1e-3, 1e9),))
+    policy = OverlapPolicy(costs)
+    arguments = (ws, v, x.astype(np.float32))
+    without, program = (
+        compiled(function, *arguments, num_devices=4, overlap=p).program for p in (None, policy)
+    )
+    assert len(program.collectives) < len(without.collectives)
+    packed = [c for c in program.collectives if "+" in c.name]
+    assert packed
+    for c in packed:
+        assert len(c.operands) == len(c.results) == len(c.name.split("+"))
+    members = [n for c in program.collectives for n in c.name.split("+")]
+    assert sorted(members) == sorted(c.name for c in without.collectives)
+    results = [
+        Interpreter(p).run(*(np.split(w, 4) for w in ws), np.split(v, 4), np.split(arguments[2], 4))
+        for p in (without, program)
+    ]
+    for a, b in zip(*results, strict=True):
+        np.testing.assert_array_equal(a, b)

@@ -87,7 +87,9 @@ def test_gathers_run_ahead_into_the_iteration_before_theirs() -> None:
     for position, step in enumerate(data["steps"]):
         if step["name"] in inside and step["kind"] == "compute":
             last_kernel[step["iteration"][0]] = position
-        elif step["name"] in inside and step["kind"] == "start" and step["op"] == "all-gather":
-            first_start.setdefault(step["iteration"][0], position)
+        elif step["kind"] == "start" and step["op"] == "all-gather":
+            for member, iteration in zip(step["members"], step["iterations"], strict=True):
+                if member in inside:
+                    first_start.setdefault(iteration[0], position)
     assert sorted(last_kernel) == list(range(32))
     assert all(first_start[i + 1] < last_kernel[i] for i in range(31))

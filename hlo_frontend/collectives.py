@@ -148,6 +148,8 @@ class CollectiveReader:
 def _all_to_all(instruction: Instruction, collective: Collective) -> Collective:
     dimensions = instruction.proto.dimensions
     sizes = {len(g) for g in collective.groups}
+    if collective.operands != collective.results:
+        raise instruction.invalid("operands and results differ in type")
     if not dimensions:
         if sizes != {len(collective.operands)}:
             raise instruction.invalid(
@@ -155,6 +157,8 @@ def _all_to_all(instruction: Instruction, collective: Collective) -> Collective:
             )
         return replace(collective, tuple_form=True)
     split = dimensions[0]
+    if len(collective.operands) != 1:
+        raise instruction.invalid(f"splits one operand, and has {len(collective.operands)}")
     shape = collective.operands[0].shape
     if not 0 <= split < len(shape) or any(shape[split] % size for size in sizes):
         raise instruction.invalid(f"cannot split dimension {split} of {collective.operands[0]}")
@@ -170,6 +174,8 @@ def _resized(instruction: Instruction, collective: Collective) -> Collective:
     if len(sizes) != 1:
         raise instruction.invalid(f"its replica groups differ in size: {sorted(sizes)}")
     (size,) = sizes
+    if len(collective.operands) != len(collective.results):
+        raise instruction.invalid("has operands and results that differ in number")
     for operand, result in zip(collective.operands, collective.results, strict=True):
         small, large = (
             (operand, result) if collective.kind is Kind.ALL_GATHER else (result, operand)
@@ -187,14 +193,27 @@ def _resized(instruction: Instruction, collective: Collective) -> Collective:
 
 def _broadcast(instruction: Instruction, collective: Collective) -> Collective:
     dynamic = instruction.proto.has_dynamic_root
-    if len(collective.operands) != len(collective.results) + dynamic:
-        raise instruction.invalid("has operands and results that differ in number")
+    if collective.operands[: len(collective.operands) - dynamic] != collective.results:
+        raise instruction.invalid("operands and results differ in type")
+    root = collective.operands[-1]
+    if dynamic and (root.size != 1 or root.dtype[0] not in "su"):
+        raise instruction.invalid(f"its root is {root}, and should be one integer")
     return replace(collective, dynamic_root=dynamic)
 
 
 def _ragged(instruction: Instruction, collective: Collective) -> Collective:
     if len(collective.operands) != 6 or len(collective.results) != 1:
         raise instruction.invalid("needs six operands and one result")
+    given, taken, *counts = collective.operands
+    if taken != collective.results[0]:
+        raise instruction.invalid(f"writes into {taken}, and gives {collective.results[0]}")
+    rows = given.shape[1:] == taken.shape[1:] and bool(given.shape) and bool(taken.shape)
+    if given.dtype != taken.dtype or not rows:
+        raise instruction.invalid(f"rows of {given} do not fit into {taken}")
+    if len({t.shape for t in counts}) != 1 or any(
+        len(t.shape) != 1 or t.dtype[0] not in "su" for t in counts
+    ):
+        raise instruction.invalid("its offsets and sizes are not four vectors of integers")
     return collective
 
 

@@ -20,6 +20,7 @@ from .carve import BlockPlan, carve
 from .collectives import CollectiveReader
 from .flatten import flatten
 from .graph import Module
+from .groups import MOST_DEVICES
 from .lower import lower
 from .overlap.apply import OverlapPolicy, Planned, carve_planned, planned_loops
 from .overlap.apply import plan as plan_overlap
@@ -38,6 +39,7 @@ from .schedule import reorder, schedule_of, token_edges
 from .schema import HloModuleProto, HloModuleProtoWithConfig
 from .text import parse_hlo_text
 from .values import BlockGraph, Node
+from .verify import verify
 
 
 @dataclass(frozen=True)
@@ -244,11 +246,18 @@ def compile_hlo(
 ) -> CompiledModule:
     """Lower HLO that is partitioned already: text, or a serialized ``HloModuleProto``.
 
-    Its collectives run as they are written, unless ``rewrites`` is set.
+    Its collectives run as they are written, unless ``rewrites`` is set. Raises `InvalidProgramError` where
+    it contradicts itself, `UnsupportedError`.
     """
     if num_replicas < 1 or num_partitions < 1:
         raise InvalidProgramError("a program needs at least one replica and one partition")
+    if num_replicas * num_partitions > MOST_DEVICES:
+        raise InvalidProgramError(
+            f"the program is for {num_replicas} replicas of {num_partitions} partitions; there are at most "
+            f"{MOST_DEVICES} devices"
+        )
     serialized = parse_hlo_text(hlo) if isinstance(hlo, str) else hlo
+    verify(Module.parse(serialized))
     counts = num_replicas, num_partitions
     serialized, found = interleaved(serialized, *counts, interleave)
     module = PartitionedModule(serialized, *counts, pseudo_tokens, valid, rewrites)

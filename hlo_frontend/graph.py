@@ -236,7 +236,7 @@ class Module:
     def _frame(self, frame_id: int) -> str:
         """Ids count from 1; a frame names a location, which names a file and a line."""
         index = self.proto.stack_frame_index
-        if frame_id > len(index.stack_frames):
+        if not 0 < frame_id <= len(index.stack_frames):
             return ""
         location_id = index.stack_frames[frame_id - 1].file_location_id
         if not 0 < location_id <= len(index.file_locations):

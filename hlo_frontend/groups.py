@@ -19,6 +19,9 @@ from .graph import Instruction
 
 Group = tuple[int, ...]
 
+# More than any job has; a count above it is a mistake in a file, and lists of that length are not made.
+MOST_DEVICES = 1 << 20
+
 
 class GroupMode(Enum):
     """What the ids in replica groups count."""
@@ -159,6 +162,10 @@ def _transposed_iota(
 ) -> np.ndarray:
     if sorted(permutation or range(len(shape))) != list(range(len(shape))):
         raise instruction.invalid(f"{list(permutation)} is not a permutation of {len(shape)} axes")
+    if any(size < 0 for size in shape) or not 0 <= prod(shape) <= MOST_DEVICES:
+        raise instruction.invalid(
+            f"its groups are made of {prod(shape)} ids; there are at most {MOST_DEVICES} devices"
+        )
     ids = np.arange(prod(shape)).reshape(shape)
     return ids.transpose(permutation) if permutation else ids
 
@@ -166,6 +173,8 @@ def _transposed_iota(
 def _iota_groups(instruction: Instruction, iota: Any) -> list[Group]:
     """``[G,S]<=[d0,d1,…]T(p…)``: an iota of shape d, transposed by p, reshaped to G groups of S."""
     shape = (iota.num_replica_groups, iota.num_devices_per_group)
+    if min(shape) < 0:
+        raise instruction.invalid(f"its groups are {shape[0]} of {shape[1]} devices")
     ids = _transposed_iota(instruction, iota.iota_reshape_dims, iota.iota_transpose_perm)
     if ids.size != prod(shape):
         raise instruction.invalid(f"{ids.size} ids do not make {shape[0]} groups of {shape[1]}")
@@ -180,6 +189,8 @@ def _mesh_groups(instruction: Instruction, spelled: Any) -> list[Group]:
     """
     mesh = spelled.mesh
     sizes = [axis.size for axis in mesh.axes]
+    if any(size < 1 for size in sizes) or prod(sizes) > MOST_DEVICES:
+        raise instruction.invalid(f"its mesh has the impossible shape {sizes}")
     if mesh.device_ids:
         devices = np.array(mesh.device_ids, dtype=np.int64)
     elif mesh.iota_transform.reshape_dims:

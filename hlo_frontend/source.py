@@ -16,6 +16,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
+from google.protobuf.message import DecodeError
+from jaxlib import _hlo
+
 from stretto.runtime.errors import InvalidProgramError, StrettoError
 
 from .collectives import PAIRS_ATTRIBUTE
@@ -85,8 +88,8 @@ def _read_text(text: str) -> HloSource:
 def _read_proto(data: bytes) -> HloSource:
     try:
         if HloModuleProto.FromString(data).computations:
-            return HloSource(data)
-    except Exception:
+            return HloSource(_loadable(data))
+    except DecodeError:
         pass  # perhaps wrapped
     try:
         wrapped = HloModuleProtoWithConfig.FromString(data)
@@ -97,10 +100,19 @@ def _read_proto(data: bytes) -> HloSource:
     if not wrapped.hlo_module.computations:
         raise InvalidProgramError("the module has no computations")
     return HloSource(
-        wrapped.hlo_module.SerializeToString(),
+        _loadable(wrapped.hlo_module.SerializeToString()),
         wrapped.config.replica_count,
         wrapped.config.num_partitions,
     )
+
+
+def _loadable(module: bytes) -> bytes:
+    """The module, if XLA's loader takes it: it knows all opcodes, and how many operands each has."""
+    try:
+        _hlo.HloModule.from_serialized_hlo_module_proto(module)
+    except Exception as error:
+        raise InvalidProgramError(f"XLA cannot load the module: {error}") from error
+    return module
 
 
 def _implied_counts(module: Module) -> tuple[int, int]:

@@ -14,6 +14,8 @@ from collections.abc import Callable
 from math import prod
 from typing import Any
 
+from stretto.collectives.types import ELEMENT_TYPES
+
 from .graph import POINT_TO_POINT, START_COLLECTIVES, Instruction, Module
 from .schema import PRIMITIVE_TYPES, TOKEN, TUPLE
 
@@ -179,6 +181,21 @@ def _reshape(where: Instruction) -> None:
         or shape.element_type != where.shape.element_type
     ):
         raise where.invalid(f"cannot make {spelled(where.shape)} of {spelled(shape)}")
+
+
+def _bitcast(where: Instruction) -> None:
+    """Memory is read anew: there must be as much of it."""
+    _is_array(where)
+    sizes = [_bits(shape) for shape in (_array(where, 0), where.shape)]
+    if sizes[0] != sizes[1]:
+        raise where.invalid(
+            f"cannot make {spelled(where.shape)} of {spelled(where.operands[0].shape)}"
+        )
+
+
+def _bits(shape: Any) -> int:
+    name = PRIMITIVE_TYPES.get(shape.element_type)
+    return (ELEMENT_TYPES[name].bits if name else 0) * prod(shape.dimensions)
 
 
 def _broadcast(where: Instruction) -> None:
@@ -547,6 +564,7 @@ _RULES: dict[str, Callable[[Instruction], None]] = {
     "after-all": _after_all,
     "add-dependency": _add_dependency,
     "reshape": _reshape,
+    **dict.fromkeys(("bitcast", "bitcast-convert"), _bitcast),
     "broadcast": _broadcast,
     "transpose": _transpose,
     "slice": _slice,

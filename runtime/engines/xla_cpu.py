@@ -181,6 +181,9 @@ class XlaCpuEngine:
         devices = sorted(self._client.local_devices(), key=lambda d: d.id)
         self._device_lists = [[d] for d in devices]
         self._executable_devices = [xla_client.DeviceList((d,)) for d in devices]
+        # jaxlib makes the type of their iterators at the first use, in steps: not in two threads at once.
+        for listed in self._executable_devices[:1]:
+            list(listed)
         self._shardings = [SingleDeviceSharding(d) for d in devices]
         self._options = [self._compile_options(d.id) for d in devices]
 

@@ -162,6 +162,8 @@ def test_what_does_not_fit_is_named(lines: str, reason: str) -> None:
         "ROOT r = f32[9] pad(p, z), padding=1_1_1",
         "ROOT r = f32[2] reduce(q, z), dimensions={1}, to_apply=sum",
         "ROOT r = f32[2] slice(p), slice={[0:4:2]}",
+        "ROOT r = f32[8] bitcast(q)",
+        "ROOT r = u8[4,4] bitcast-convert(p)",
         "ROOT r = f32[2,2] dot(q, q), lhs_contracting_dims={1}, rhs_contracting_dims={1}",
         f"ROOT r = f32[4] all-reduce(p), to_apply=sum, {GROUP}",
     ],
@@ -212,6 +214,7 @@ def _negative(root: Any) -> None:
     ("lines", "edit", "reason"),
     [
         ("ROOT r = f32[4] reshape(p)", _longer, r"cannot make f32\[5\] of f32\[4\]"),
+        ("ROOT r = f32[4] bitcast(p)", _longer, r"cannot make f32\[5\] of f32\[4\]"),
         ("ROOT r = f32[4] copy(p)", _negative, r"impossible shape f32\[-4\]"),
         (
             "w = (f32[4]) tuple(p)\nROOT r = f32[4] get-tuple-element(w), index=0",

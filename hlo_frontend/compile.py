@@ -6,13 +6,14 @@ already. Nothing here touches devices or other processes.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jaxlib import _jax
 
 from stretto.collectives.order import CommonOrder, Schedule
-from stretto.runtime.errors import InvalidProgramError
+from stretto.runtime.errors import InvalidProgramError, UnsupportedError
 from stretto.runtime.program import Block, Program, Run, Segment
 
 from . import stablehlo, tap
@@ -130,10 +131,6 @@ class PartitionedModule:
     def _ordered(self, block: BlockGraph) -> list[Node]:
         return order(block, self.valid.least_flops)
 
-    def with_config(self) -> bytes:
-        """A serialized ``HloModuleProtoWithConfig``."""
-        return _with_config(self.hlo, self.num_replicas, self.num_partitions)
-
 
 @dataclass(frozen=True)
 class CompiledModule:
@@ -146,6 +143,8 @@ class CompiledModule:
     ``overlap`` is what was planned to hide communication, where that was asked for and there is some; the
     program that ``with_order`` gives goes without.
     ``interleaved`` tells what became of pipelines that were to be interleaved (see `passes.interleave`).
+    Layouts are what the caller is told, from minor to major; empty ones are row-major, and if all are there
+    are none.
     """
 
     program: Program
@@ -158,15 +157,19 @@ class CompiledModule:
     rewritten: bytes = b""
     overlap: Planned | None = field(repr=False, default=None)
     interleaved: tuple[Interleaved, ...] = ()
+    input_layouts: stablehlo.Layouts = ()
+    output_layouts: stablehlo.Layouts = ()
 
     def hlo_with_config(self) -> bytes:
         """A serialized ``HloModuleProtoWithConfig`` of the whole program for one device: entry layout,
         counts, shardings of parameters and result."""
         if self.source is not None:
-            return self.source.with_config()
-        (segment,) = self.program.segments
-        computation = _jax.mlir.mlir_module_to_xla_computation(segment.module, False, False)
-        return _with_config(computation.as_serialized_hlo_module_proto(), 1, 1)
+            hlo = self.source.hlo
+        else:
+            (segment,) = self.program.segments
+            computation = _jax.mlir.mlir_module_to_xla_computation(segment.module, False, False)
+            hlo = computation.as_serialized_hlo_module_proto()
+        return _with_config(self, hlo)
 
     def with_order(self, order: CommonOrder) -> Program:
         """The program with its collectives in another order. Raises `InvalidProgramError` where that
@@ -214,10 +217,11 @@ def compile_stablehlo(
     own, options, names_xla = split(spec.options)
     with stablehlo.parsed(module) as parsed:
         stablehlo.replace_boundary_tokens(parsed)
-        stablehlo.settle_layouts(parsed)
+        input_layouts, output_layouts = stablehlo.settle_layouts(parsed)
         single = spec.num_replicas * spec.num_partitions == 1
         if single and not names_xla and stablehlo.is_local(parsed):
-            return _whole(parsed)  # options of XLA are XLA's to check and to follow
+            whole = _whole(parsed)  # options of XLA are XLA's to check and to follow
+            return replace(whole, input_layouts=input_layouts, output_layouts=output_layouts)
         stablehlo.inline_late_calls(parsed)
         stablehlo.call_decompositions(parsed)
         signature = stablehlo.signature(parsed, types=False)
@@ -230,7 +234,15 @@ def compile_stablehlo(
         input_memory_kinds=_padded(signature.input_memory_kinds, len(compiled.program.inputs)),
         output_memory_kinds=_padded(signature.output_memory_kinds, len(compiled.program.outputs)),
         interleaved=found,
+        input_layouts=_settled(input_layouts, len(compiled.program.inputs)),
+        output_layouts=_settled(output_layouts, len(compiled.program.outputs)),
     )
+
+
+def _settled(layouts: stablehlo.Layouts, count: int) -> stablehlo.Layouts:
+    if any(layouts) and len(layouts) != count:
+        raise UnsupportedError("a program with tokens among its results cannot choose layouts")
+    return layouts if any(layouts) else ()
 
 
 def compile_hlo(
@@ -327,22 +339,31 @@ def _array_paths(shape: object, path: tuple[int, ...]) -> list[tuple[int, ...]]:
     return [] if shape.element_type == TOKEN else [path]  # type: ignore[attr-defined]
 
 
-def _with_config(serialized: bytes, num_replicas: int, num_partitions: int) -> bytes:
+def _with_config(compiled: CompiledModule, serialized: bytes) -> bytes:
+    num_replicas, num_partitions = compiled.program.num_replicas, compiled.program.num_partitions
     wrapped = HloModuleProtoWithConfig()
     wrapped.hlo_module.CopyFrom(HloModuleProto.FromString(serialized))
     layout = wrapped.config.entry_computation_layout
     layout.CopyFrom(wrapped.hlo_module.host_program_shape)
-    for shape in (*layout.parameters, layout.result):
-        _make_row_major(shape)
+    _set_layouts(layout.parameters, compiled.input_layouts)
+    _set_layouts([layout.result], compiled.output_layouts)
     wrapped.config.replica_count = num_replicas
     wrapped.config.num_partitions = num_partitions
     wrapped.config.use_spmd_partitioning = num_partitions > 1
     return wrapped.SerializeToString()
 
 
-def _make_row_major(shape: Any) -> None:
-    """Give the arrays of a ShapeProto the layout that all arrays have here; XLA prefers others for some."""
-    for part in shape.tuple_shapes:
-        _make_row_major(part)
-    if shape.HasField("layout"):
-        shape.layout.minor_to_major[:] = range(len(shape.dimensions) - 1, -1, -1)
+def _set_layouts(shapes: Sequence[Any], layouts: stablehlo.Layouts) -> None:
+    """Give the arrays of ShapeProtos the layouts that the caller is told; XLA prefers others for some."""
+    arrays = [leaf for shape in shapes for leaf in _leaves(shape)]
+    if not layouts or len(layouts) != len(arrays):
+        layouts = ((),) * len(arrays)
+    for shape, layout in zip(arrays, layouts, strict=True):
+        shape.layout.minor_to_major[:] = layout or range(len(shape.dimensions) - 1, -1, -1)
+
+
+def _leaves(shape: Any) -> list[Any]:
+    """The ShapeProtos with layouts in one that may be a tuple."""
+    if shape.tuple_shapes:
+        return [leaf for part in shape.tuple_shapes for leaf in _leaves(part)]
+    return [shape] if shape.HasField("layout") else []

@@ -376,40 +376,87 @@ def _frontend_attributes(operation: Any) -> ir.DictAttr | dict[str, Any]:
     return ir.DictAttr(attributes[_FRONTEND_ATTRIBUTES])
 
 
-def settle_layouts(module: ir.Module) -> None:
-    """Choose the layouts that are left to the compiler: row-major, as all arrays are.
+Layouts = tuple[tuple[int, ...], ...]
 
-    Raises `UnsupportedError` where the program asks for another one.
+
+def settle_layouts(module: ir.Module) -> tuple[Layouts, Layouts]:
+    """Take the layouts of arguments and results out of the module; gives them, each from minor to major.
+
+    Empty ones are row-major, as are most that are left to the compiler. What layouts mean is up to the
+    caller: arrays are row-major throughout the program. Raises `UnsupportedError` for layouts with tiles.
     """
     function = main(module)
+    (block,) = function.regions[0].blocks
+    results = list(block.operations)[-1].operands
+    found: list[Layouts] = []
+    asked = False
     for key, what in (("arg_attrs", "argument"), ("res_attrs", "result")):
         if key not in function.attributes:
+            found.append(())
             continue
-        asked = False
+        layouts = []
         for index, attributes in enumerate(ir.ArrayAttr(function.attributes[key])):
             named = ir.DictAttr(attributes)
+            mode = "default"
             if _LAYOUT_MODE in named:
-                asked = True
-                _check_layout(ir.StringAttr(named[_LAYOUT_MODE]).value, f"{what} {index}")
-        if asked:
-            with module.context:
-                _drop_attribute(function, _LAYOUT_MODE)
+                asked, mode = True, ir.StringAttr(named[_LAYOUT_MODE]).value
+            if mode == "auto":
+                layouts.append(_preferred(results[index]) if what == "result" else ())
+            else:
+                layouts.append(_layout(mode, f"{what} {index}"))
+        found.append(tuple(layouts))
+    if asked:
+        with module.context:
+            _drop_attribute(function, _LAYOUT_MODE)
+    return found[0], found[1]
 
 
 _LAYOUT_MODE = "mhlo.layout_mode"
 
 
-def _check_layout(mode: str, what: str) -> None:
-    """``mode``: ``default``, ``auto``, or dimensions from minor to major such as ``{1,0}``."""
-    if mode in ("default", "auto"):
-        return
-    numbers = mode.strip("{}")
-    order = [int(n) for n in numbers.split(",") if n.strip().isdigit()]
-    if ":" in mode or order != sorted(order, reverse=True):
+def _layout(mode: str, what: str) -> tuple[int, ...]:
+    """``mode``: ``default``, or dimensions from minor to major such as ``{1,0}``."""
+    if mode == "default":
+        return ()
+    try:
+        order = tuple(int(n) for n in mode.strip("{}").split(",") if n.strip())
+    except ValueError:
         raise UnsupportedError(
-            f"{what} of the program is to have the layout {mode}; stretto's arrays are row-major. "
-            "Leave the layout out, or transpose the array"
-        )
+            f"{what} of the program is to have the layout {mode}; stretto's arrays are dense, "
+            "without tiles. Name the order of dimensions alone"
+        ) from None
+    if sorted(order) != list(range(len(order))):
+        raise InvalidProgramError(f"{what} of the program has no such layout: {mode}")
+    return _unless_row_major(order)
+
+
+def _preferred(result: ir.Value) -> tuple[int, ...]:
+    """The layout of a result that is left to the compiler: a constraint's in the program, or that in which
+    its last transposition moves nothing."""
+    while True:
+        operation = getattr(result.owner, "operation", None)  # None for an argument
+        if operation is None:
+            return ()
+        attributes = operation.attributes
+        if operation.name == "stablehlo.transpose":
+            # Dimension i of the result is dimension order[i] of the operand, which is row-major.
+            order = list(ir.DenseI64ArrayAttr(attributes["permutation"]))
+            return tuple(sorted(range(len(order)), key=lambda i: order[i], reverse=True))
+        if operation.name == "stablehlo.custom_call":
+            target = ir.StringAttr(attributes["call_target_name"]).value
+            if target == "LayoutConstraint":
+                (layout,) = ir.ArrayAttr(attributes["result_layouts"])
+                return _unless_row_major(tuple(ir.DenseIntElementsAttr(layout)))
+            if target not in ("annotate_device_placement", "Sharding"):
+                return ()
+        elif operation.name != "sdy.sharding_constraint":
+            return ()
+        result = operation.operands[0]
+
+
+def _unless_row_major(order: tuple[int, ...]) -> tuple[int, ...]:
+    """The order, empty if it is row-major."""
+    return order if order != tuple(range(len(order) - 1, -1, -1)) else ()
 
 
 def with_aliases(module: bytes, aliases: Mapping[int, int]) -> bytes:

@@ -4,18 +4,20 @@
 cdef class ArrayType:
     """A tensor type as C wants it: code, dimensions, row-major order of dimensions, bytes.
 
-    Made once for each type: buffers point into it.
+    Made once for each type and order: buffers point into it. ``order`` is the layout that JAX knows, its
+    dimensions from minor to major; empty for row-major ones.
     """
 
     cdef readonly object type
+    cdef readonly tuple order
     cdef int code
     cdef size_t rank
     cdef int64_t* dimensions
     cdef int64_t* minor_to_major
     cdef size_t nbytes
 
-    def __cinit__(self, type):
-        self.type = type
+    def __cinit__(self, type, tuple order=()):
+        self.type, self.order = type, order
         self.code = _abi.BUFFER_TYPES[type.dtype]
         self.rank, self.nbytes = len(type.shape), type.nbytes
         # One block for both; malloc(0) may give null, which jaxlib would not mind.
@@ -48,7 +50,8 @@ cdef struct buffer_t:
 cdef class Buffer(Handle):
     """A value in a memory.
 
-    It holds a ``Value``, or the engine's array alone, from which the ``Value`` is made when somebody
+    The value is row-major, and to jaxlib so is every buffer. Whoever asks for the address of one that has
+    another layout to JAX gets that of a copy, which is kept in ``reordered``. A buffer holds a ``Value``, or the engine's array alone, from which the ``Value`` is made when somebody
     asks for it; neither once the buffer was deleted or donated.
     """
 
@@ -58,6 +61,7 @@ cdef class Buffer(Handle):
     cdef readonly ArrayType array_type
     cdef readonly Memory memory
     cdef readonly int external_references
+    cdef public object reordered
     cdef object lent
 
     def __cinit__(self):
@@ -99,8 +103,8 @@ cdef class Buffer(Handle):
         """Give up the value. Its memory is freed when its last user is done."""
         self.c.deleted = True
         if self.external_references:
-            self.lent = (self.value, self.array)
-        self.value = self.array = None
+            self.lent = (self.value, self.array, self.reordered)
+        self.value = self.array = self.reordered = None
 
     def add_external_reference(self):
         """Its memory is in use outside of JAX: it stays, even if the buffer is deleted."""

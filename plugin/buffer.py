@@ -1,6 +1,8 @@
 """Buffers: transfers from and to the host, copies between devices and memories, memory lent to others.
 
-Content is dense and row-major. Towards the host, sub-byte types take one byte an element.
+Content is dense and row-major. Other layouts are what executables promise and JAX keeps in mind; jaxlib and
+those it lends memory to, knowing their strides, see row-major arrays. Only a bare address is that of a copy
+in the layout. Towards the host, sub-byte types take one byte an element.
 """
 
 from __future__ import annotations
@@ -60,6 +62,7 @@ def from_host_buffer(args: Any) -> None:
     strides = (
         read_int64s(args.byte_strides, args.num_byte_strides) if args.num_byte_strides else None
     )
+    order = order_of(args.device_layout, type)
     if (
         args.host_buffer_semantics == abi.ZERO_COPY
         and args.data % ALIGNMENT == 0
@@ -70,14 +73,14 @@ def from_host_buffer(args: Any) -> None:
         host = host_array(args.data, type, strides, done)
         if host.flags.c_contiguous:
             # Used in place: the caller learns that it is over when the engine drops the array.
-            args.buffer = _capi.give(client.put(host, type, memory))
+            args.buffer = _capi.give(client.put(host, type, memory, order))
             args.done_with_host_buffer = _capi.give(done)
             return
         del host
     copied = aligned_empty(type.shape, type.numpy)
     if type.size:
         copied[...] = host_array(args.data, type, strides)
-    args.buffer = _capi.give(client.put(copied, type, memory))
+    args.buffer = _capi.give(client.put(copied, type, memory, order))
     args.done_with_host_buffer = _capi.ready_event()
 
 
@@ -96,36 +99,58 @@ def view_of_device_buffer(args: Any) -> None:
     client: Client = _capi.take(args.client)
     memory = memory_of(args.device, args.memory)
     type = TensorType(element_name(args.element_type), read_int64s(args.dims, args.num_dims))
-    if not is_row_major(args.layout, type):
-        raise NotImplementedError("stretto's arrays are row-major; the array handed in is not")
+    order = order_of(args.layout, type)
     if type.element.bits < 8:
         raise NotImplementedError(f"stretto does not share arrays of {type.dtype} with others")
     if args.stream:
         raise NotImplementedError("stretto's devices have no streams for others to wait on")
     done = _capi.Event()
-    host = host_array(args.device_buffer_ptr, type, None, done)
+    strides = dense_strides(type, order) if order else None
+    host = host_array(args.device_buffer_ptr, type, strides, done)
     if args.on_delete_callback:
         delete = _DELETER(args.on_delete_callback)
         pointer, argument = args.device_buffer_ptr, args.on_delete_callback_arg
         done.when_done(lambda: delete(pointer, argument))
-    args.buffer = _capi.give(client.put(host, type, memory))
+    if order:
+        host = row_major(host, type)
+    args.buffer = _capi.give(client.put(host, type, memory, order))
 
 
 _DELETER = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p)
 
 
-def is_row_major(layout: int | None, type: TensorType) -> bool:
-    """Whether a PJRT_Buffer_MemoryLayout (by address, null for the default) is dense row-major."""
+def row_major(host: np.ndarray, type: TensorType) -> np.ndarray:
+    """A copy of a host array in row-major order, in memory that an engine can use in place."""
+    copied = aligned_empty(type.shape, type.numpy)
+    copied[...] = host
+    return copied
+
+
+def order_of(layout: int | None, type: TensorType) -> tuple[int, ...]:
+    """Dimensions from minor to major of a PJRT_Buffer_MemoryLayout (by address, null for the default).
+
+    Empty for a row-major one. Raises ``NotImplementedError`` for layouts that are not dense.
+    """
     if not layout:
-        return True
+        return ()
     struct = STRUCTS["PJRT_Buffer_MemoryLayout"].from_address(layout)
     rank = len(type.shape)
     if struct.type == abi.TILED:
         tiled = struct.layout.tiled
         order = read_int64s(tiled.minor_to_major, tiled.minor_to_major_size)
-        return not tiled.num_tiles and order == tuple(range(rank - 1, -1, -1))
-    strides = struct.layout.strides
-    return read_int64s(strides.byte_strides, strides.num_byte_strides) == dense_strides(type)
+        if tiled.num_tiles or sorted(order) != list(range(rank)):
+            raise NotImplementedError("stretto's arrays are dense: they have no layouts with tiles")
+    else:
+        listed = struct.layout.strides
+        strides = read_int64s(listed.byte_strides, listed.num_byte_strides)
+        if strides == dense_strides(type):
+            return ()
+        order = tuple(sorted(range(rank), key=lambda i: (strides[i], type.shape[i], -i)))
+        if strides != dense_strides(type, order):
+            raise NotImplementedError(
+                f"stretto's arrays are dense; {type} with strides of {strides} bytes is not"
+            )
+    return () if order == tuple(range(rank - 1, -1, -1)) else order
 
 
 def dense_strides(
@@ -143,16 +168,14 @@ def dense_strides(
 
 def _host_strides(layout: int | None, type: TensorType) -> tuple[int, ...] | None:
     """Strides of the host's side of a transfer; None for dense row-major."""
-    if is_row_major(layout, type):
+    if not layout:
         return None
     struct = STRUCTS["PJRT_Buffer_MemoryLayout"].from_address(layout)
     if struct.type == abi.STRIDES:
         strides = struct.layout.strides
         return read_int64s(strides.byte_strides, strides.num_byte_strides)
-    tiled = struct.layout.tiled
-    if tiled.num_tiles:
-        raise NotImplementedError("stretto does not transfer arrays in tiled layouts")
-    return dense_strides(type, read_int64s(tiled.minor_to_major, tiled.minor_to_major_size))
+    order = order_of(layout, type)
+    return dense_strides(type, order) if order else None
 
 
 def writable_array(address: int, type: TensorType, strides: tuple[int, ...] | None) -> np.ndarray:
@@ -202,7 +225,8 @@ def to_host_buffer(args: Any) -> None:
         return
     if args.dst_size < needed:
         raise ValueError(f"{needed} bytes of {type} do not fit into {args.dst_size}")
-    destination = writable_array(args.dst, type, _host_strides(args.host_layout, type))
+    strides = _host_strides(args.host_layout, type)
+    destination = writable_array(args.dst, type, strides)
 
     def copy() -> None:
         destination[...] = value.host_view()
@@ -259,14 +283,25 @@ def decrease_external_references(args: Any) -> None:
 
 @entry("PJRT_Buffer_OpaqueDeviceMemoryDataPointer")
 def opaque_pointer(args: Any) -> None:
-    args.device_memory_ptr = _pointer(args.buffer)
+    value: Value = _capi.take(args.buffer).live_value()
+    args.device_memory_ptr = value.engine.pointer(value.array())
 
 
 @entry("PJRT_Buffer_UnsafePointer")
 def unsafe_pointer(args: Any) -> None:
-    args.buffer_pointer = _pointer(args.buffer)
+    buffer: _capi.Buffer = _capi.take(args.buffer)
+    value: Value = buffer.live_value()
+    ordered = bool(buffer.array_type.order)
+    args.buffer_pointer = (
+        _reordered(buffer).ctypes.data if ordered else value.engine.pointer(value.array())
+    )
 
 
-def _pointer(handle: int) -> int:
-    value: Value = _capi.take(handle).live_value()
-    return value.engine.pointer(value.array())
+def _reordered(buffer: _capi.Buffer) -> np.ndarray:
+    """The content as it lies in memory in the buffer's layout; waits until it is computed."""
+    if buffer.reordered is None:
+        host = buffer.live_value().host_view().transpose(buffer.array_type.order[::-1])
+        copied = aligned_empty(host.shape, host.dtype)
+        copied[...] = host
+        buffer.reordered = copied
+    return buffer.reordered

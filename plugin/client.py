@@ -55,7 +55,7 @@ class Client(_capi.Handle):  # type: ignore[misc]
         self.device_pointers = pointers(self.devices)
         self.local_device_pointers = pointers(self.local_devices)
         self.memory_pointers = pointers(self.memories)
-        self._array_types: dict[TensorType, _capi.ArrayType] = {}
+        self._array_types: dict[tuple[TensorType, tuple[int, ...]], _capi.ArrayType] = {}
 
     @property
     def options(self) -> Options:
@@ -67,11 +67,11 @@ class Client(_capi.Handle):  # type: ignore[misc]
         world = self.world
         return target(self.engine, world.options, world.size, self.overlap)
 
-    def array_type(self, type: TensorType) -> _capi.ArrayType:
+    def array_type(self, type: TensorType, order: tuple[int, ...] = ()) -> _capi.ArrayType:
         """The C form of a type, made once. Raises ``KeyError`` for types that PJRT lacks."""
-        known = self._array_types.get(type)
+        known = self._array_types.get((type, order))
         if known is None:
-            known = self._array_types[type] = _capi.ArrayType(type)
+            known = self._array_types[type, order] = _capi.ArrayType(type, order)
         return known
 
     def device(self, id: int) -> _capi.Device:
@@ -80,11 +80,20 @@ class Client(_capi.Handle):  # type: ignore[misc]
             raise LookupError(f"no device with id {id}: there are {len(self.devices)} devices")
         return self.devices[id]
 
-    def put(self, host: np.ndarray, type: TensorType, memory: _capi.Memory) -> _capi.Buffer:
-        """A buffer with the content of a host array, which nobody may write to any more."""
+    def put(
+        self,
+        host: np.ndarray,
+        type: TensorType,
+        memory: _capi.Memory,
+        order: tuple[int, ...] = (),
+    ) -> _capi.Buffer:
+        """A buffer with the content of a host array, which nobody may write to any more.
+
+        ``order``: the layout that the buffer is to have, its dimensions from minor to major.
+        """
         ordinal = memory.device.ordinal
         value = Value.of(self.engine, self.engine.put(host, type, ordinal), type, ordinal)
-        return _capi.make_buffer(value, self.array_type(type), memory)
+        return _capi.make_buffer(value, self.array_type(type, order), memory)
 
     def copy(self, value: Value) -> Value:
         """A copy on the same device that shares no memory with ``value``."""

@@ -65,7 +65,11 @@ class Executable(_capi.Executable):  # type: ignore[misc]
         self.options, self._source, self._stored = options, source, stored
         program = compiled.program
         self.name = Text(program.name)
-        self.output_types = [maker.array_type(t) for t in program.outputs]
+        layouts = compiled.output_layouts or ((),) * len(program.outputs)
+        self.output_types = [
+            maker.array_type(type, order)
+            for type, order in zip(program.outputs, layouts, strict=True)
+        ]
         self.set_counts(program.num_replicas, program.num_partitions, len(self.output_types))
         outputs = program.outputs
         self.type_codes = (ctypes.c_int * len(outputs))(

@@ -26,7 +26,7 @@ from stretto.runtime.errors import InvalidProgramError, StrettoError
 from .target import difference
 
 MAGIC = b"STRX"
-VERSION = 2  # to be raised whenever the layout or the JSON changes
+VERSION = 3  # to be raised whenever the layout or the JSON changes
 _HEADER = struct.Struct("<4sHI")
 _LENGTH = struct.Struct("<Q")
 
@@ -61,6 +61,7 @@ def to_bytes(stored: StoredExecutable) -> bytes:
         "input_memory_kinds": compiled.input_memory_kinds,
         "output_memory_kinds": compiled.output_memory_kinds,
         "rewritten": compiled.rewritten.hex(),
+        "layouts": [compiled.input_layouts, compiled.output_layouts],
     }
     if source is not None:
         about["source"] = {
@@ -141,6 +142,11 @@ def _read(about: Mapping[str, Any], sections: list[bytes]) -> StoredExecutable:
     kinds = tuple(about["input_memory_kinds"]), tuple(about["output_memory_kinds"])
     if (len(kinds[0]), len(kinds[1])) != (len(program.inputs), len(program.outputs)):
         raise ValueError("memory kinds and program disagree")
+    layouts = [tuple(tuple(order) for order in listed) for listed in about["layouts"]]
+    for given, types in zip(layouts, (program.inputs, program.outputs), strict=True):
+        ranks = [range(len(type.shape)) for type in types] if given else []
+        if any(o and sorted(o) != list(r) for o, r in zip(given, ranks, strict=True)):
+            raise ValueError("layouts and program disagree")
     if len(code) != len(program.segments):
         raise ValueError(f"code of {len(code)} segments for {len(program.segments)}")
     compiled = CompiledModule(
@@ -149,6 +155,8 @@ def _read(about: Mapping[str, Any], sections: list[bytes]) -> StoredExecutable:
         *kinds,
         schedule=Schedule.from_bytes(schedule),
         rewritten=bytes.fromhex(about["rewritten"]),
+        input_layouts=layouts[0],
+        output_layouts=layouts[1],
     )
     return StoredExecutable(
         about["target"], options, compiled, tuple(code), str(about["fingerprint"])

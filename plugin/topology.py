@@ -69,8 +69,8 @@ class Maker(Protocol):
         """How they are scheduled; None if they are not."""
         ...
 
-    def array_type(self, type: TensorType) -> _capi.ArrayType:
-        """The C form of a type. Raises ``KeyError`` for types that PJRT lacks."""
+    def array_type(self, type: TensorType, order: tuple[int, ...] = ()) -> _capi.ArrayType:
+        """The C form of a type and layout. Raises ``KeyError`` for types that PJRT lacks."""
         ...
 
 
@@ -115,8 +115,8 @@ class Elsewhere:
         costs = cost_tables.find(chosen.costs, hosts, self._local_devices, chosen.engine)
         return policy_of(chosen, costs, hosts)
 
-    def array_type(self, type: TensorType) -> _capi.ArrayType:
-        return _capi.ArrayType(type)
+    def array_type(self, type: TensorType, order: tuple[int, ...] = ()) -> _capi.ArrayType:
+        return _capi.ArrayType(type, order)
 
 
 def topology_of(processes: int, local_devices: int) -> Topology:

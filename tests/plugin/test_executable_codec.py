@@ -70,6 +70,17 @@ def test_all_of_it_comes_back(stored: StoredExecutable) -> None:
     assert to_bytes(back) == to_bytes(stored)
 
 
+def test_layouts_come_back(stored: StoredExecutable) -> None:
+    compiled = dataclasses.replace(stored.compiled, output_layouts=((0, 1),))
+    with_layouts = dataclasses.replace(stored, compiled=compiled)
+    back = from_bytes(to_bytes(with_layouts), HERE).compiled
+    assert (back.input_layouts, back.output_layouts) == ((), ((0, 1),))
+    assert back.hlo_with_config() == compiled.hlo_with_config() != stored.compiled.hlo_with_config()
+    broken = dataclasses.replace(compiled, output_layouts=((0, 2),))
+    with pytest.raises(InvalidProgramError, match="layouts and program disagree"):
+        from_bytes(to_bytes(dataclasses.replace(stored, compiled=broken)), HERE)
+
+
 def test_it_can_be_given_another_order(stored: StoredExecutable) -> None:
     """The two collectives of the loop's body depend on nothing of each other."""
     back = from_bytes(to_bytes(stored), HERE).compiled

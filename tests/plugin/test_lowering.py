@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from typing import Any
 
@@ -123,7 +124,7 @@ def test_options_of_xla_are_checked_for_one_device_too() -> None:
 
 
 class TestLayouts:
-    """Arrays are row-major, and programs say so."""
+    """Executables take and give the layouts that were asked for, and JAX knows them of their results."""
 
     def test_left_to_the_compiler(self, devices: list[jax.Device]) -> None:
         argument = np.arange(32, dtype=np.int32).reshape(8, 4)
@@ -137,11 +138,16 @@ class TestLayouts:
             compiled = f.lower(argument).compile()
             (taken,), _ = compiled.input_formats
             results = compiled(jax.device_put(argument, taken.sharding))
-            for result, format_, expected in zip(
-                results, compiled.output_formats, (argument * 2, argument.T), strict=True
+            # Transposed in the layout in which that moves nothing.
+            for result, format_, expected, order in zip(
+                results,
+                compiled.output_formats,
+                (argument * 2, argument.T),
+                ((0, 1), (1, 0)),
+                strict=True,
             ):
-                assert format_.layout.major_to_minor == (0, 1)
-                assert result.format.layout.major_to_minor == (0, 1)
+                assert format_.layout.major_to_minor == order
+                assert result.format.layout.major_to_minor == order
                 np.testing.assert_array_equal(np.asarray(result), expected)
 
     def test_row_major(self) -> None:
@@ -151,10 +157,42 @@ class TestLayouts:
         result = jax.jit(lambda a: a + 1, in_shardings=placement)(argument)
         np.testing.assert_array_equal(np.asarray(result), argument + 1)
 
-    def test_others_are_refused(self) -> None:
+    def test_in_and_out(self, devices: list[jax.Device]) -> None:
+        argument = np.arange(4 * 3 * 5, dtype=np.float32).reshape(4, 3, 5)
+        mesh = Mesh(np.array(devices), ("x",))
+        for sharding in (
+            SingleDeviceSharding(devices[1]),
+            NamedSharding(mesh, PartitionSpec("x")),
+        ):
+            placement = Format(Layout((1, 2, 0)), sharding)
+            placed = jax.device_put(argument, placement)
+            assert placed.format.layout.major_to_minor == (1, 2, 0)
+            assert placed.sharding == sharding
+            np.testing.assert_array_equal(np.asarray(placed), argument)
+            other = Format(Layout((2, 1, 0)), sharding)
+            f = jax.jit(lambda a: jnp.cumsum(a, 1), in_shardings=placement, out_shardings=other)
+            result = f(placed)
+            assert result.format.layout.major_to_minor == (2, 1, 0)
+            np.testing.assert_array_equal(np.asarray(result), np.cumsum(argument, 1))
+            np.testing.assert_array_equal(np.asarray(result + placed), result + argument)
+            with pytest.raises(ValueError, match="does not match the layout"):
+                jax.jit(lambda a: a, in_shardings=placement)(result)
+
+    def test_memory_of_an_array_lies_in_its_layout(self) -> None:
+        """Asked for by address. Who is told strides, as NumPy is, gets what the strides say."""
         device = jax.devices("stretto")[0]
-        placement = Format(Layout((1, 0)), SingleDeviceSharding(device))
-        with pytest.raises(Exception, match=r"argument 0 .* layout .*row-major"):
+        argument = np.arange(6, dtype=np.int32).reshape(2, 3)
+        placed = jax.device_put(argument, Format(Layout((1, 0)), SingleDeviceSharding(device)))
+        assert np.asarray(placed).tolist() == argument.tolist()
+        address = placed.unsafe_buffer_pointer()
+        memory = (ctypes.c_int32 * 6).from_address(address)
+        assert list(memory) == argument.T.ravel().tolist()
+        assert placed.unsafe_buffer_pointer() == address
+
+    def test_tiles_are_refused(self) -> None:
+        device = jax.devices("stretto")[0]
+        placement = Format(Layout((0, 1), tiling=((8, 128),)), SingleDeviceSharding(device))
+        with pytest.raises(Exception, match=r"argument 0 .* layout .*without tiles"):
             jax.jit(lambda a: a + 1, in_shardings=placement)(np.zeros((2, 3)))
 
 

@@ -14,6 +14,8 @@ from types import SimpleNamespace
 from typing import Any
 from uuid import uuid4
 
+import numpy as np
+
 PLATFORM = "stretto"
 
 
@@ -254,6 +256,35 @@ def compile_for_topologies_without_client() -> None:
 
     get_cross_compile_backend.__wrapped_for_stretto__ = original  # type: ignore[attr-defined]
     compiler._get_cross_compile_backend = get_cross_compile_backend
+
+
+def lend_by_dlpack() -> None:
+    """Lend memory of arrays by DLPack, as JAX's CPU arrays do: the memory is the host's.
+
+    JAX and jaxlib know by name which platforms may. A CPU array over the same memory stands in.
+    """
+    from jax._src import api, array, dlpack, xla_bridge
+
+    to_dlpack, device_of = dlpack.to_dlpack, array.ArrayImpl.__dlpack_device__
+    if hasattr(to_dlpack, "__wrapped_for_stretto__"):
+        return
+
+    @wraps(to_dlpack)
+    def lend(x: Any, stream: Any = None, src_device: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(x, array.ArrayImpl) and x.platform() == PLATFORM:
+            src_device = xla_bridge.get_backend("cpu").local_devices()[0]
+            x = api.device_put(np.asarray(x), src_device)
+        return to_dlpack(x, stream, src_device, *args, **kwargs)
+
+    @wraps(device_of)
+    def dlpack_device(self: Any) -> Any:
+        if self.platform() == PLATFORM and len(self.sharding.device_set) == 1:
+            return dlpack.DLDeviceType.kDLCPU, 0
+        return device_of(self)
+
+    lend.__wrapped_for_stretto__ = to_dlpack  # type: ignore[attr-defined]
+    dlpack.to_dlpack = lend
+    array.ArrayImpl.__dlpack_device__ = dlpack_device  # type: ignore[method-assign]
 
 
 def analyse_cost_before_compiling() -> None:

@@ -32,6 +32,7 @@ def initialize() -> None:
     jax_private.transform_as_cpu()
     jax_private.use_compilation_cache()
     jax_private.compile_for_topologies_without_client()
+    jax_private.lend_by_dlpack()
     jax_private.analyse_cost_before_compiling()
     if "cpu" not in requested:
         # Callbacks and `jax.devices("cpu")` need JAX's own CPU backend; stretto stays the default.

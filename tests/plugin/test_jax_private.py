@@ -10,11 +10,13 @@ import inspect
 from typing import Any
 
 import jax
+import jax._src.array
 import jax._src.callback
 import jax._src.compilation_cache
 import jax._src.compiler
 import jax._src.config
 import jax._src.core
+import jax._src.dlpack
 import jax._src.interpreters.mlir
 import jax._src.interpreters.pxla
 import jax._src.lax.parallel
@@ -145,6 +147,15 @@ def test_cross_compile_backend() -> None:
     source = inspect.getsource(_original(compiler.backend_compile_and_load))
     assert "cross_compile_backend = _get_cross_compile_backend(backend)" in source
     assert "if cross_compile_backend is not None" in source
+
+
+def test_dlpack() -> None:
+    """``Array.__dlpack__`` imports ``to_dlpack`` when it is called; both know platforms by name."""
+    function = _original(jax._src.dlpack.to_dlpack)
+    assert list(inspect.signature(function).parameters)[:3] == ["x", "stream", "src_device"]
+    array = jax._src.array.ArrayImpl
+    assert "from jax._src.dlpack import to_dlpack" in inspect.getsource(array.__dlpack__)
+    assert 'self.platform() == "cpu"' in inspect.getsource(_original(array.__dlpack_device__))
 
 
 def test_cost_before_compiling() -> None:

@@ -154,3 +154,39 @@ def test_large_arrays() -> None:
 def test_pieces_of_small_dtypes_keep_their_values() -> None:
     host = np.arange(-8, 8).astype(ml_dtypes.int4)
     np.testing.assert_array_equal(np.asarray(jax.device_put(host)[3:11]), host[3:11])
+
+
+class TestSharedMemory:
+    """Memory is lent and taken without copies: the same address on both sides."""
+
+    def test_lent_by_dlpack(self, on_stretto: jax.Device) -> None:
+        array = jax.jit(lambda a: a + 1)(jnp.arange(1000, dtype=jnp.float32))
+        address = array.unsafe_buffer_pointer()
+        assert array.__dlpack_device__()[1] == 0
+        lent = np.from_dlpack(array)
+        assert lent.ctypes.data == address == np.asarray(array).ctypes.data
+        half = array.astype(jnp.bfloat16)
+        taken = jax.dlpack.from_dlpack(half)
+        assert taken.unsafe_buffer_pointer() == half.unsafe_buffer_pointer()
+        assert taken.dtype == jnp.bfloat16
+        del array
+        gc.collect()
+        np.testing.assert_array_equal(lent, np.arange(1, 1001))
+
+    def test_taken_by_buffer_protocol_and_dlpack(self, on_stretto: jax.Device) -> None:
+        raw = np.empty(1000 * 4 + 64, np.uint8)
+        start = -raw.ctypes.data % 64
+        host = raw[start : start + 4000].view(np.float32)
+        host[:] = np.arange(1000)
+        placed = jax.device_put(host, on_stretto)
+        assert placed.unsafe_buffer_pointer() == host.ctypes.data
+        again = jax.device_put(np.from_dlpack(placed), on_stretto)
+        assert again.unsafe_buffer_pointer() == host.ctypes.data
+
+    def test_arrays_on_several_devices_are_not_lent(self, devices: list[jax.Device]) -> None:
+        sharding = jax.sharding.NamedSharding(
+            jax.sharding.Mesh(np.array(devices), ("x",)), jax.sharding.PartitionSpec("x")
+        )
+        array = jax.device_put(np.arange(4.0), sharding)
+        with pytest.raises(BufferError, match="singular device"):
+            array.__dlpack__()

@@ -352,6 +352,7 @@ class Communication:
 
         def watched(frame: Frame) -> Any:
             assert instrument is not None
+            instrument.collective_awaiting(collective, start.stream)
             began = perf_counter()
             result = taken(frame)
             instrument.collective_awaited(collective, start.stream, began)

@@ -73,6 +73,9 @@ class Instrument:
     def collective_queued(self, collective: Collective, stream: int) -> None:
         """The walk has come to a start: the collective was given to its stream."""
 
+    def collective_awaiting(self, collective: Collective, stream: int) -> None:
+        """The walk has come to a wait."""
+
     def collective_awaited(self, collective: Collective, stream: int, began: float) -> None:
         """The walk has come through a wait, which it reached at ``began``."""
 

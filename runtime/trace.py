@@ -2,8 +2,12 @@
 
 `Trace` is an instrument: threads append tuples to a deque, which is atomic, and a thread of its own writes
 them out twice a second, at the end of the process, and when the job has failed. So a process that is killed
-loses half a second. When a segment ends is told by the engine: at once where its results are ready when it
-has been handed over, otherwise another thread waits for them.
+loses half a second.
+
+Nobody is told when a segment ends. Whether it has is looked up whenever something else happens: another
+segment is handed over, a collective has its operands. Where the walk comes to a wait or to its end while
+segments run, a thread waits for the last of them. So the end of each stretch of compute is known at little
+cost; ends within a stretch may not be.
 
 Invariant: nothing here raises into the program; a folder that cannot be written is an error at the start.
 """
@@ -49,6 +53,8 @@ if TYPE_CHECKING:
 WRITE_EVERY = 0.5
 _log = logging.getLogger("stretto")
 _Row = tuple[float, ...]
+# program, segment, ordinal, when it was handed over, its outputs
+_Running = tuple[int, int, int, float, tuple[Any, ...]]
 
 
 def begin(world: World, engine: Engine) -> Trace | None:
@@ -103,7 +109,10 @@ class Trace(Instrument):
         self._lock = threading.Lock()  # numbers
         self._writing = threading.Lock()
         self._stop = threading.Event()
-        self._pending: SimpleQueue[tuple[int, int, int, float, Any] | None] = SimpleQueue()
+        # By ordinal: segments that were running when last looked at, in order.
+        self._running: list[deque[_Running]] = [deque() for _ in range(header.local_devices)]
+        self._settling = threading.Lock()
+        self._pending: SimpleQueue[_Running | None] = SimpleQueue()
         self._watcher: threading.Thread | None = None
         self._writer = threading.Thread(target=self._work, name="stretto-trace", daemon=True)
         self._writer.start()
@@ -130,24 +139,28 @@ class Trace(Instrument):
         now, number = perf_counter(), self._names.get(program, -1)
         begun = self._walks.pop(run, now)
         self._rows.append((Kind.PROGRAM, number, run, 0, begun, now, float(error is not None)))
+        self._await_running()
 
     def segment_handed(
         self, program: Program, segment: int, ordinal: int, began: float, outputs: Sequence[Any]
     ) -> None:
         number = self._numbers[id(program)]
-        if outputs and not self._engine.is_ready(outputs[0]):
-            if self._watcher is None:
-                self._watcher = threading.Thread(
-                    target=self._watch, name="stretto-trace-segments", daemon=True
-                )
-                self._watcher.start()
-            self._pending.put((number, segment, ordinal, began, tuple(outputs)))
-            return
-        self._rows.append((Kind.SEGMENT, number, segment, ordinal, began, perf_counter(), 0))
+        running = self._running[ordinal]
+        if running:
+            self._settle(ordinal)
+        if not running and (not outputs or self._engine.is_ready(outputs[0])):
+            self._rows.append((Kind.SEGMENT, number, segment, ordinal, began, perf_counter(), 0))
+        else:
+            running.append((number, segment, ordinal, began, tuple(outputs)))
 
     def segment_skipped(self, program: str, segment: int, name: str, ordinal: int) -> None:
         now, number = perf_counter(), self._names.get(program, -1)
         self._rows.append((Kind.LEFT_OUT, number, segment, ordinal, now, now, 0))
+
+    def collective_started(self, collective: Collective, stream: int) -> None:
+        for ordinal, running in enumerate(self._running):
+            if running:
+                self._settle(ordinal)
 
     def collective_ran(
         self,
@@ -168,6 +181,9 @@ class Trace(Instrument):
         now = perf_counter()
         number, index, _ = self._places[id(collective)]
         self._rows.append((Kind.QUEUED, number, index, stream, now, now, 0))
+
+    def collective_awaiting(self, collective: Collective, stream: int) -> None:
+        self._await_running()
 
     def collective_awaited(self, collective: Collective, stream: int, began: float) -> None:
         number, index, _ = self._places[id(collective)]
@@ -202,6 +218,8 @@ class Trace(Instrument):
         atexit.unregister(self.close)
         self._stop.set()
         self._writer.join(timeout=5.0)
+        for ordinal in range(len(self._running)):
+            self._settle(ordinal)
         if self._watcher is not None:
             self._pending.put(None)
             self._watcher.join(timeout=5.0)
@@ -223,17 +241,60 @@ class Trace(Instrument):
         while not self._stop.wait(WRITE_EVERY):
             self.write()
 
+    def _settle(self, ordinal: int, ended: _Running | None = None) -> None:
+        """Write down the segments that have ended on a device; ``ended`` is known to be one of them."""
+        running = self._running[ordinal]
+        if ended is None:
+            if not self._settling.acquire(blocking=False):
+                return  # somebody else looks
+        else:
+            self._settling.acquire()
+        try:
+            now = perf_counter()
+            done: list[_Running] = []
+            if ended is not None and ended in running:
+                while not done or done[-1] is not ended:
+                    done.append(running.popleft())
+            while running and self._has_ended(running[0]):
+                done.append(running.popleft())
+            for index, (number, segment, _, began, _) in enumerate(done):
+                end = now if index == len(done) - 1 else nan
+                self._rows.append((Kind.SEGMENT, number, segment, ordinal, began, end, 0))
+        finally:
+            self._settling.release()
+
+    def _has_ended(self, running: _Running) -> bool:
+        for array in running[4]:
+            try:
+                return self._engine.is_ready(array)
+            except Exception:  # donated meanwhile: another output may tell
+                continue
+        return True
+
+    def _await_running(self) -> None:
+        """The walk stops here: have a thread see when what still runs ends."""
+        for ordinal, running in enumerate(self._running):
+            if running:
+                self._settle(ordinal)
+            try:
+                last = running[-1]
+            except IndexError:
+                continue
+            if self._watcher is None:
+                self._watcher = threading.Thread(
+                    target=self._watch, name="stretto-trace-segments", daemon=True
+                )
+                self._watcher.start()
+            self._pending.put(last)
+
     def _watch(self) -> None:
         """Wait for segments in the order in which they were handed over."""
-        while (item := self._pending.get()) is not None:
-            number, segment, ordinal, began, outputs = item
-            end = nan
-            for array in outputs:
+        while (last := self._pending.get()) is not None:
+            for array in last[4]:
                 try:
                     self._engine.block(array)
                 except Exception:  # donated meanwhile, or failed
                     continue
-                end = perf_counter()
                 break
-            self._rows.append((Kind.SEGMENT, number, segment, ordinal, began, end, 0))
-            item = outputs = array = None
+            self._settle(last[2], last)
+            del last

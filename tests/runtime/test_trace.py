@@ -163,6 +163,38 @@ def test_times_are_told_on_rank_0s_clock(tmp_path: Path) -> None:
     assert read(tmp_path / file_name(1)).events[0, 5] == pytest.approx(row[5] + 1000.0)
 
 
+class Slow:
+    """An engine whose arrays, numbers, are ready once they are in ``ready``."""
+
+    def __init__(self) -> None:
+        self.ready: set[int] = set()
+
+    def is_ready(self, array: int) -> bool:
+        return array in self.ready
+
+    def block(self, array: int) -> None:
+        self.ready.update(range(array + 1))
+
+
+def test_ends_of_segments_are_seen_at_what_comes_next(tmp_path: Path) -> None:
+    engine, loaded = Slow(), shifting()
+    trace = Trace(tmp_path, HEADER, engine)  # type: ignore[arg-type]
+    trace.program_loaded(loaded, ((0, 0), (1, 1)))
+    for number in range(3):
+        trace.segment_handed(loaded, number % 2, 0, float(number), [number])
+    engine.ready = {0, 1}
+    trace.collective_started(SHIFT, 0)  # two have ended: the first at some time before the second
+    trace.segment_handed(loaded, 0, 1, 3.0, [])  # another device, at once
+    trace.segment_handed(loaded, 0, 0, 4.0, [4])  # behind one that runs still
+    trace.collective_awaiting(SHIFT, 0)
+    trace.close()
+    events = read(tmp_path / file_name(0)).events
+    ends = {row[4]: row[5] for row in events if row[0] == Kind.SEGMENT}
+    assert [begin for begin, end in ends.items() if np.isnan(end)] == [0.0, 2.0]
+    assert sorted(ends) == [0.0, 1.0, 2.0, 3.0, 4.0]
+    assert ends[1.0] <= ends[3.0] <= ends[4.0]
+
+
 class Far:
     """Rank 1's view of rank 0, whose clock is 500 s ahead and whose answers take their time."""
 

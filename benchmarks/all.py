@@ -16,6 +16,7 @@ NAMES = (
     "compile_time",
     "memory",
     "two_hosts",
+    "interleave",
 )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import os
 import random
+from dataclasses import replace
 
 import gpipe
 import jax
@@ -26,6 +27,7 @@ from stretto.commands.explain import explain, to_text
 from stretto.commands.hlo_input import compile_file
 from stretto.hlo_frontend.compile import CompiledModule, CompileSpec, compile_hlo, compile_stablehlo
 from stretto.hlo_frontend.graph import Module
+from stretto.hlo_frontend.passes.interleave import decide
 from stretto.hlo_frontend.passes.interleave.sameness import Class, Sameness, parts
 from stretto.hlo_frontend.passes.interleave.timetable import ENTERS, groups, timetable
 from stretto.hlo_frontend.passes.interleave.weights import moves
@@ -409,6 +411,50 @@ def test_pipelines_side_by_side_that_differ():
 def test_pipelines_over_replicas():
     module = compile_hlo(circular(2, 2), 2, 2, interleave=2)
     assert "over replicas" in module.interleaved[0].why
+
+
+# The rewritten loop is proved again: here it is made from timetables that are wrong.
+
+
+def swapped(table):
+    """Stage 1 runs its two chunks of the first microbatch the wrong way round."""
+    rows = [list(row) for row in table.runs]
+    first, second = [i for i, run in enumerate(rows[1]) if run is not None and run.microbatch == 0]
+    rows[1][first], rows[1][second] = rows[1][second], rows[1][first]
+    return replace(table, runs=tuple(map(tuple, rows)))
+
+
+def late(table):
+    """The last stage goes forward one iteration too late for the first microbatch."""
+    commit = table.commit.copy()
+    at = int(np.flatnonzero(table.reads[-1])[0])
+    commit[-1, at], commit[-1, -1] = 0, 1
+    return replace(table, commit=commit)
+
+
+def never_entering(table):
+    return replace(table, source=np.where(table.source == ENTERS, 0, table.source))
+
+
+def lost_while_waiting(table):
+    """What comes back too early is put where nothing is kept."""
+    assert table.rooms
+    return replace(table, store=np.full_like(table.store, table.rooms))
+
+
+@pytest.mark.parametrize("broken", [swapped, late, never_entering, lost_while_waiting])
+def test_a_wrong_rewriting_is_seen(broken, monkeypatch):
+    def wrong(*arguments):
+        return broken(timetable(*arguments))
+
+    monkeypatch.setattr(decide, "timetable", wrong)
+    why = refused(program(where(2, 3), 2), (weights(2 * 4), inputs(3)), 2)
+    assert "could not be verified" in why
+
+
+def test_a_schedule_that_is_too_long_to_be_followed(monkeypatch):
+    monkeypatch.setattr(decide, "MOST_ELEMENTS", 13)
+    assert variant() == "7 iterations of 2 stages are too many to be followed"
 
 
 # The schedule, and where weights go.

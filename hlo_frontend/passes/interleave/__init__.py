@@ -7,6 +7,6 @@ analysis that proves which transfers are read (`passes.valid`); a loop for which
 written, with the reason.
 """
 
-from .apply import Interleaved, apply
+from .decide import Interleaved, apply
 
 __all__ = ["Interleaved", "apply"]

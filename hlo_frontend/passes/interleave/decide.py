@@ -8,6 +8,7 @@ from ...collectives import CollectiveReader
 from ...flatten import flatten
 from ...graph import Module
 from ...values import Node
+from ..valid.tensors import MOST_ELEMENTS
 from ..valid.trace import GaveUpError
 from . import pipeline as pipelines
 from .inline import inlined
@@ -96,6 +97,10 @@ def _one(
     if found.layers.count % chunks:
         raise Refusal(f"{found.layers.count} layers of a device are not {chunks} equal chunks")
     table = timetable(found.stages, chunks, found.enters, found.leaves, found.trips)
+    if found.stages * table.iterations > MOST_ELEMENTS:
+        raise Refusal(
+            f"{table.iterations} iterations of {found.stages} stages are too many to be followed"
+        )
     done = Rewriter(module, found, chunks, table, num_partitions).rewritten()
     check(done, found, chunks, num_partitions)
     report = Interleaved(

@@ -15,6 +15,7 @@ NAMES = (
     "order_cost",
     "compile_time",
     "memory",
+    "overlap",
     "two_hosts",
     "interleave",
 )

@@ -57,7 +57,8 @@ class OverlapPolicy:
 class Planned:
     """What was decided for a block: ``steps`` are those of the plan, or None where it keeps its order.
 
-    ``seconds`` is the block's predicted time as it will run, ``without`` its time without the pass.
+    ``seconds`` is the block's predicted time as it will run, ``without`` its time without the pass; of a
+    program that is not worth a look, what its collectives take.
     """
 
     seconds: float
@@ -101,7 +102,7 @@ def plan(
     """
     if not any(node.is_runtime for node in block.nodes):
         return None
-    return _plan(block, policy, donated, ordered)
+    return _plan(block, policy, donated, ordered, inside=False)
 
 
 def carve_planned(block: BlockGraph, planned: Planned | None, ordered: Order = order) -> BlockPlan:
@@ -123,8 +124,14 @@ def carve_planned(block: BlockGraph, planned: Planned | None, ordered: Order = o
 
 
 def _plan(
-    block: BlockGraph, policy: OverlapPolicy, donated: Iterable[int], ordered: Order
+    block: BlockGraph,
+    policy: OverlapPolicy,
+    donated: Iterable[int],
+    ordered: Order,
+    *,
+    inside: bool = True,
 ) -> Planned:
+    """``inside``: whether a block around this one asks what it takes."""
     costs = policy.costs
     inner = {
         node: tuple(_plan(b, policy, (), ordered) for b in node.blocks)
@@ -140,7 +147,9 @@ def _plan(
     if worthwhile and not fixed:
         fixed = any(node.valid for node in ordered(block))
     if not worthwhile or fixed:
-        compute = _compute_seconds(block, costs, lambda node: seconds[node])
+        compute = 0.0
+        if inside:
+            compute = _compute_seconds(block, costs, lambda node: seconds[node])
         return Planned(compute + communication, compute + communication, inner=inner)
     graph = build(block, costs, donated, lambda node: seconds[node], loops=False)
     launch = costs.compute.launch_s

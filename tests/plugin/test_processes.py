@@ -65,6 +65,34 @@ assert not [m for m in sys.modules if m.startswith("mpi4py")]
         check(done)
         assert done.stderr == ""
 
+    def test_a_new_client_in_the_same_process(self) -> None:
+        code = """
+import threading
+import jax, jax.numpy as jnp, numpy as np
+from jax.extend.backend import clear_backends
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+def work(k, results):
+    sharding = NamedSharding(Mesh(np.array(jax.devices()), ("x",)), P("x"))
+    placed = jax.device_put(np.full(4, k, np.float32), sharding)
+    results[k] = float(jax.jit(lambda a: (a + k).sum())(placed))
+
+for _ in range(2):
+    results = {}
+    threads = [threading.Thread(target=work, args=(k, results)) for k in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == {k: 8.0 * k for k in range(4)}, results
+    device = jax.devices()[0]
+    clear_backends()
+    assert jax.devices()[0] is not device
+"""
+        done = run_python(code)
+        check(done)
+        assert done.stderr == ""
+
     def test_it_can_come_second(self) -> None:
         code = """
 import jax

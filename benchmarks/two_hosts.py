@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import statistics
 import sys
 import tempfile
@@ -127,6 +128,7 @@ def main() -> int:
     parser.add_argument("--width", type=int, default=256, help="a multiple of 128")
     parser.add_argument("--programs", nargs="*", choices=TITLES, default=list(TITLES))
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # namespaces outlive who made them
     sizes = {"layers": args.layers, "width": args.width}
     repeats, calls = (3, 2) if args.quick else (11, 3)
     with ExitStack() as stack:

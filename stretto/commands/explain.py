@@ -69,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
 def explain(compiled: CompiledFile) -> dict[str, Any]:
     """What there is to say about a program, as JSON."""
     program = compiled.program
-    by_name = {c.name: c for c in program.collectives}
+    by_name = {(c.name, str(c.kind)): c for c in program.collectives}
     later = _awaited_later(program)
     return {
         "name": program.name,
@@ -80,7 +80,7 @@ def explain(compiled: CompiledFile) -> dict[str, Any]:
         "certificate": certificate(compiled.schedule).hex(),
         "segments": sum(isinstance(i, Run) for i in instructions(program.body)),
         "distinct_segments": len(program.segments),
-        "order": [e.name for e in compiled.schedule.walk() if e.name in by_name],
+        "order": [e.name for e in compiled.schedule.walk() if (e.name, e.kind) in by_name],
         "collectives": [
             entry | ({"awaited": "next iteration"} if entry["name"] in later else {})
             for entry in _entries(compiled.schedule, by_name, compiled.tokens, [])
@@ -102,7 +102,7 @@ def _awaited_later(program: Program) -> set[str]:
 
 def _entries(
     schedule: Schedule,
-    by_name: dict[str, Collective],
+    by_name: dict[tuple[str, str], Collective],
     tokens: dict[str, tuple[str, ...]],
     within: list[str],
 ) -> Iterator[dict[str, Any]]:
@@ -115,8 +115,9 @@ def _entries(
             "tokens": list(tokens.get(entry.name, ())),
             "source": entry.source,
         }
-        if entry.name in by_name:
-            yield common | _facts(by_name[entry.name])
+        collective = by_name.get((entry.name, entry.kind))
+        if collective is not None:
+            yield common | _facts(collective)
             continue
         yield common | {"trip_count": entry.trip_count}
         for child in entry.children:

@@ -269,7 +269,42 @@ def test_several_operands_are_scattered_together_or_not_at_all() -> None:
     assert kinds(rewritten) == ["reduce-scatter"]
     other = """b = f32[8,1] dynamic-slice(u, zero, place), dynamic_slice_sizes={8,1}
   ROOT s = (f32[2,3], f32[8,1]) tuple(a, b)"""
-    stays(module(head + other, parameters))
+    stays(module(head + other, parameters))  # too small to be taken apart
+
+
+def test_a_combined_all_reduce_is_taken_apart_where_that_is_worth_it() -> None:
+    parameters = """p = f32[4096,3] parameter(0)
+  q = f32[8,4096] parameter(1)
+  o = f32[3] parameter(2)"""
+
+    def combined(token: str = "", after: str = "") -> str:
+        return module(
+            f"""
+  thousand = s32[] constant(1024)
+  at = s32[] multiply(place, thousand)
+  all = (f32[4096,3], f32[3], f32[8,4096]) all-reduce(p, o, q), to_apply=sum, {ALL}
+  r = f32[4096,3] get-tuple-element(all), index=0
+  u = f32[3] get-tuple-element(all), index=1
+  v = f32[8,4096] get-tuple-element(all), index=2
+  a = f32[1024,3] dynamic-slice(r, at, zero), dynamic_slice_sizes={{1024,3}}
+  b = f32[8,1024] dynamic-slice(v, zero, at), dynamic_slice_sizes={{8,1024}}
+  {token}
+  ROOT s = (f32[1024,3], f32[3], f32[8,1024]{", f32[32,3]" if after else ""}) tuple(a, u, b{after})""",
+            parameters,
+        )
+
+    _, rewritten = both(combined())
+    assert sorted(kinds(rewritten)) == ["all-reduce", "reduce-scatter", "reduce-scatter"]
+    assert {c.name for c in rewritten.program.collectives} == {"all"}
+    small = min(rewritten.program.collectives, key=lambda c: c.operands[0].nbytes)
+    assert [str(t) for t in small.operands] == ["f32[3]"]
+    assert payload(rewritten, Kind.REDUCE_SCATTER) == (4096 * 3 + 8 * 4096) * 4 * 3 // 4
+    # Whoever comes after it by a token would come after a part of it only.
+    token = f"""k = token[] after-all(all)
+  w = f32[8,3] slice(p), slice={{[0:8],[0:3]}}
+  x = f32[8,3] add-dependency(w, k)
+  g = f32[32,3] all-gather(x), dimensions={{0}}, {ALL}"""
+    stays(combined(token, ", g"))
 
 
 def test_inside_loops_and_branches_the_place_comes_from_outside() -> None:

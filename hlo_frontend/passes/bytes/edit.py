@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 from stretto.collectives.ops import Collective
@@ -39,6 +40,20 @@ class Editor:
     _ahead: dict[Node, list[Node]] = field(default_factory=dict)
     _behind: dict[Node, list[Node]] = field(default_factory=dict)
     _changed: dict[Node, tuple[list[Value], list[Value], Collective]] = field(default_factory=dict)
+
+    @cached_property
+    def ordered(self) -> set[Node]:
+        """Nodes that something comes after by order alone, as the block was to begin with."""
+        found: set[Node] = set()
+        for node in self.block.nodes:
+            found.update(node.order)
+            for value in node.operands:
+                found.update(value.order)
+                if value.type is None and value.node is not None:
+                    found.add(value.node)
+        for result in self.block.results:
+            found.update(result.order)
+        return found
 
     @property
     def has_edits(self) -> bool:

@@ -20,32 +20,18 @@ def merge(editor: Editor, nodes: Sequence[Node]) -> dict[Node, Rewritten]:
     """Leave out those of ``nodes``, collectives of the block, that an earlier one can stand for."""
     first: dict[Hashable, Node] = {}
     merged: dict[Node, Rewritten] = {}
-    ordered: set[Node] | None = None
     for node in nodes:
         key = _key(node)
         same = node if key is None else first.setdefault(key, node)
         if same is node:
             continue
-        ordered = _ordered(editor) if ordered is None else ordered
-        if node in ordered or same in ordered:
+        if node in editor.ordered or same in editor.ordered:
             continue
         for result, other in zip(node.results, same.results, strict=True):
             editor.replace(result, other)
         editor.remove(node, (same,))
         merged[node] = Rewritten(f"goes: {same.instruction.name} is the same", same)
     return merged
-
-
-def _ordered(editor: Editor) -> set[Node]:
-    """Nodes that something comes after by order alone."""
-    found: set[Node] = set()
-    for node in editor.block.nodes:
-        found.update(node.order)
-        for value in node.operands:
-            found.update(value.order)
-            if value.type is None and value.node is not None:
-                found.add(value.node)
-    return found
 
 
 def _key(node: Node) -> Hashable | None:

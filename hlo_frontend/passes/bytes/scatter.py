@@ -9,40 +9,103 @@ small arrays in an order of its own (`collectives.mpi`), so that sums of floats 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
-from stretto.collectives.ops import Kind
+from stretto.collectives.ops import Collective, Kind
 
 from ...values import Node, Value
 from .context import Context, Rewritten
 from .edit import Editor
-from .own_parts import give_parts, own_parts, places
+from .own_parts import OwnPart, give_parts, own_parts, places
 from .steps import part_of
+
+# What is worth a message of its own where the rest of a combined all-reduce is read as a whole.
+_WORTH_SPLITTING = 1 << 15  # bytes
 
 
 def scatter(editor: Editor, node: Node, context: Context) -> Rewritten | None:
-    """Rewrite ``node``; None where it stays."""
+    """Rewrite ``node``; None where it stays.
+
+    XLA combines all-reduces into one of several operands. Those of which own parts are read along one
+    dimension become one reduce-scatter; the rest, if any, stays an all-reduce.
+    """
     collective = node.collective
     if collective is None or collective.kind is not Kind.ALL_REDUCE:
         return None
     where = places(collective) if context.has_slices else None
     if where is None:
         return None
-    found = []
-    for result in node.results:
+    slices: dict[int, list[OwnPart]] = {}
+    along: dict[int, list[int]] = {}  # dimension -> operands that are read in parts along it
+    for k, result in enumerate(node.results):
         taken, others = own_parts(editor, context.known, result, where)
-        if others or not taken:
-            return None
-        found.append(taken)
-    dimensions = {own.dimension for taken in found for own in taken}
-    if len(dimensions) != 1:
+        dimensions = {own.dimension for own in taken}
+        if not others and len(dimensions) == 1:
+            along.setdefault(dimensions.pop(), []).append(k)
+            slices[k] = taken
+    if len(along) == 1 and len(slices) == len(node.results):
+        (dimension,) = along
+        chosen = list(slices)
+        results = _scattered(collective, chosen, dimension, where.parts, node)
+        editor.change(node, node.operands, *results)
+        for k, part in zip(chosen, results[0], strict=True):
+            give_parts(editor, node, part, slices[k], where.parts)
+        return _said(slices, chosen)
+    return _split(editor, node, collective, slices, along, where.parts)
+
+
+def _split(
+    editor: Editor,
+    node: Node,
+    collective: Collective,
+    slices: dict[int, list[OwnPart]],
+    along: dict[int, list[int]],
+    parts: int,
+) -> Rewritten | None:
+    """Reduce-scatters right behind ``node`` for what is worth it."""
+    worth = {
+        dimension: chosen
+        for dimension, chosen in along.items()
+        if sum(collective.operands[k].nbytes for k in chosen) >= _WORTH_SPLITTING
+    }
+    if not worth or node.reducer is not None or node in editor.ordered:
         return None
-    (dimension,) = dimensions
-    types = tuple(part_of(t, dimension, where.parts) for t in collective.results)
-    results = [Value(t, node, i) for i, t in enumerate(types)]
-    scattered = replace(collective, kind=Kind.REDUCE_SCATTER, results=types, dimension=dimension)
-    editor.change(node, node.operands, results, scattered)
-    for part, taken in zip(results, found, strict=True):
-        give_parts(editor, node, part, taken, where.parts)
-    slices = ", ".join(own.node.instruction.name for taken in found for own in taken)
-    return Rewritten(f"becomes a reduce-scatter: every device reads its own part only ({slices})")
+    split = [k for chosen in worth.values() for k in chosen]
+    for dimension, chosen in worth.items():
+        new = Node(node.kind, node.instruction, -1, [node.operands[k] for k in chosen], node.order)
+        new.results, new.collective = _scattered(collective, chosen, dimension, parts, new)
+        editor.put_behind(node, [new])
+        for k, part in zip(chosen, new.results, strict=True):
+            give_parts(editor, node, part, slices[k], parts)
+    left = [k for k in range(len(node.results)) if k not in split]
+    if left:
+        kept = replace(
+            collective,
+            operands=tuple(collective.operands[k] for k in left),
+            results=tuple(collective.results[k] for k in left),
+        )
+        editor.change(node, [node.operands[k] for k in left], [node.results[k] for k in left], kept)
+    else:
+        editor.remove(node)
+    return _said(slices, split)
+
+
+def _scattered(
+    collective: Collective, chosen: Sequence[int], dimension: int, parts: int, node: Node
+) -> tuple[list[Value], Collective]:
+    """The results of ``node`` and what it is, if it scatters these operands."""
+    types = tuple(part_of(collective.results[k], dimension, parts) for k in chosen)
+    scattered = replace(
+        collective,
+        kind=Kind.REDUCE_SCATTER,
+        operands=tuple(collective.operands[k] for k in chosen),
+        results=types,
+        dimension=dimension,
+    )
+    return [Value(t, node, i) for i, t in enumerate(types)], scattered
+
+
+def _said(slices: dict[int, list[OwnPart]], chosen: Sequence[int]) -> Rewritten:
+    names = ", ".join(own.node.instruction.name for k in chosen for own in slices[k])
+    return Rewritten(f"becomes a reduce-scatter: every device reads its own part only ({names})")

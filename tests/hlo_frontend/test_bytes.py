@@ -299,11 +299,9 @@ def test_a_combined_all_reduce_is_taken_apart_where_that_is_worth_it() -> None:
     small = min(rewritten.program.collectives, key=lambda c: c.operands[0].nbytes)
     assert [str(t) for t in small.operands] == ["f32[3]"]
     assert payload(rewritten, Kind.REDUCE_SCATTER) == (4096 * 3 + 8 * 4096) * 4 * 3 // 4
-    # Whoever comes after it by a token would come after a part of it only.
-    token = f"""k = token[] after-all(all)
-  w = f32[8,3] slice(p), slice={{[0:8],[0:3]}}
-  x = f32[8,3] add-dependency(w, k)
-  g = f32[32,3] all-gather(x), dimensions={{0}}, {ALL}"""
+    # Whoever comes after it by order would come after a part of it only.
+    token = f"""w = f32[8,3] slice(p), slice={{[0:8],[0:3]}}
+  g = f32[32,3] all-gather(w), dimensions={{0}}, {ALL}, control-predecessors={{all}}"""
     stays(combined(token, ", g"))
 
 
@@ -366,15 +364,10 @@ no {{
 def test_tokens_and_order_stay() -> None:
     """The all-reduce stands in a chain: after the first gather, before the second."""
     body = f"""
-  before = token[] after-all()
   g = f32[32,3] all-gather(p), dimensions={{0}}, {ALL}
-  first = token[] after-all(g)
-  held = f32[8,3] add-dependency(p, first)
-  r = f32[8,3] all-reduce(held), to_apply=sum, {ALL}
+  r = f32[8,3] all-reduce(p), to_apply=sum, {ALL}, control-predecessors={{g}}
   s = f32[2,3] dynamic-slice(r, own, zero), dynamic_slice_sizes={{2,3}}
-  second = token[] after-all(r)
-  late = f32[8,3] add-dependency(p, second)
-  h = f32[8,12] all-gather(late), dimensions={{1}}, {ALL}
+  h = f32[8,12] all-gather(p), dimensions={{1}}, {ALL}, control-predecessors={{r}}
   ROOT t = (f32[32,3], f32[2,3], f32[8,12]) tuple(g, s, h)"""
     written, rewritten = both(module(body))
     assert kinds(rewritten) == ["all-gather", "reduce-scatter", "all-gather"]
@@ -429,12 +422,8 @@ def test_collectives_over_groups_of_one_are_copies(op: str) -> None:
 def test_what_came_after_a_copy_comes_after_what_it_came_after() -> None:
     body = f"""
   g = f32[32,3] all-gather(p), dimensions={{0}}, {ALL}
-  first = token[] after-all(g)
-  held = f32[8,3] add-dependency(p, first)
-  r = f32[8,3] all-reduce(held), to_apply=sum, {ALONE}
-  second = token[] after-all(r)
-  late = f32[8,3] add-dependency(p, second)
-  h = f32[8,12] all-gather(late), dimensions={{1}}, {ALL}
+  r = f32[8,3] all-reduce(p), to_apply=sum, {ALONE}, control-predecessors={{g}}
+  h = f32[8,12] all-gather(p), dimensions={{1}}, {ALL}, control-predecessors={{r}}
   ROOT t = (f32[32,3], f32[8,3], f32[8,12]) tuple(g, r, h)"""
     _, rewritten = both(module(body))
     assert rewritten.tokens() == {"g": (), "h": ("g",)}
@@ -448,8 +437,8 @@ def test_equal_collectives_are_one_unless_they_are_ordered() -> None:
     written, rewritten = both(module(one + iota.format("p") + end))
     assert kinds(written) == ["all-gather"] * 2 and kinds(rewritten) == ["all-gather"]
     stays(module(one + "  q = f32[8,3] negate(p)\n" + iota.format("q") + end))
-    ordered = "  k = token[] after-all(a)\n  q = f32[8,3] add-dependency(p, k)\n"
-    stays(module(one + ordered + iota.format("q") + end))
+    ordered = iota.format("p").replace("\n", ", control-predecessors={a}\n")
+    stays(module(one + ordered + end))
     # Gathered again on purpose, as rematerialization does.
     stays(module(one + "  q = f32[8,3] opt-barrier(p)\n" + iota.format("q") + end))
     other = iota.format("p").replace("dimensions={0}", "dimensions={1}")

@@ -318,8 +318,12 @@ def plan_block(block: BlockGraph, least_flops: float = LEAST_FLOPS) -> BlockPlan
 
 
 def _donated(module: Module) -> tuple[int, ...]:
-    """Positions of flattened inputs that the caller gives up: aliased to outputs, or donors."""
-    entries = [*module.proto.input_output_alias.entries, *module.proto.buffer_donor.entries]
+    """Positions of flattened inputs that the caller gives up: those aliased to outputs.
+
+    XLA has made aliases of the donors that fit an output; the others stay the caller's, as on JAX's own
+    CPU backend.
+    """
+    entries = module.proto.input_output_alias.entries
     donated = {(e.parameter_number, tuple(e.parameter_shape_index)) for e in entries}
     if not donated:
         return ()

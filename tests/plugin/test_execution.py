@@ -101,6 +101,15 @@ class TestDonation:
         assert float(result[0]) == 1
         assert not host.any()
 
+    def test_an_argument_that_fits_no_result_stays(self, devices: list[jax.Device]) -> None:
+        """It is the partitioned program that tells: JAX leaves the choice to XLA."""
+        sharding = NamedSharding(Mesh(np.array(devices), ("x",)), PartitionSpec("x"))
+        argument = jax.device_put(np.ones((8, 2), np.float32), sharding)
+        jax.jit(lambda a: a @ a.T, donate_argnums=0)(argument)
+        assert not argument.is_deleted()
+        jax.jit(lambda a: a + a.sum(), donate_argnums=0)(argument)
+        assert argument.is_deleted()
+
     def test_a_view_of_a_donated_argument_keeps_its_content(self) -> None:
         argument = jnp.arange(50_000.0) + 0
         view = np.asarray(argument)

@@ -16,6 +16,7 @@ NAMES = (
     "compile_time",
     "memory",
     "overlap",
+    "pipeline",
     "two_hosts",
     "interleave",
 )

@@ -162,8 +162,11 @@ def messages() -> np.ndarray | None:
     return np.array([stats.messages, stats.skipped])
 
 
-def train(mesh: Mesh, repeats: int, steps: int, data: np.ndarray) -> dict[str, Any]:
-    """Train from the start; gives losses and what a step cost."""
+Step = Callable[[Params, jax.Array], tuple[Params, jax.Array]]
+
+
+def training(mesh: Mesh, repeats: int) -> tuple[Step, Params]:
+    """A jitted step, (state, tokens) -> (state, loss), which takes over its state, and the first state."""
     host = initial_parameters()
     host["layers"] = by_device(host["layers"], repeats)
     specs = {"layers": jax.tree.map(lambda _: P("stage"), host["layers"]), "embedding": P(),
@@ -186,15 +189,25 @@ def train(mesh: Mesh, repeats: int, steps: int, data: np.ndarray) -> dict[str, A
     def on_mesh(tree: Params) -> Params:
         return jax.tree.map(lambda a, s: place(a, NamedSharding(mesh, s)), tree, specs)
 
-    state = {"parameters": on_mesh(host), "m": on_mesh(jax.tree.map(np.zeros_like, host))}
+    return step, {"parameters": on_mesh(host), "m": on_mesh(jax.tree.map(np.zeros_like, host))}
+
+
+def batch(mesh: Mesh, data: np.ndarray, rng: np.random.Generator) -> jax.Array:
+    """Sequences from anywhere in the text, s32[microbatches, batch, length + 1]."""
+    starts = rng.integers(0, len(data) - LENGTH - 1, MICROBATCHES * BATCH)
+    rows = np.stack([data[s : s + LENGTH + 1] for s in starts]).astype(np.int32)
+    return place(rows.reshape(MICROBATCHES, BATCH, -1), NamedSharding(mesh, P()))
+
+
+def train(mesh: Mesh, repeats: int, steps: int, data: np.ndarray) -> dict[str, Any]:
+    """Train from the start; gives losses and what a step cost."""
+    step, state = training(mesh, repeats)
     rng = np.random.default_rng(1)
     losses: list[float] = []
     times: list[float] = []
     sent: np.ndarray | None = None
     for _ in range(steps):
-        starts = rng.integers(0, len(data) - LENGTH - 1, MICROBATCHES * BATCH)
-        rows = np.stack([data[s : s + LENGTH + 1] for s in starts]).astype(np.int32)
-        tokens = place(rows.reshape(MICROBATCHES, BATCH, -1), NamedSharding(mesh, P()))
+        tokens = batch(mesh, data, rng)
         before, began = messages(), time.perf_counter()
         state, loss = step(state, tokens)
         losses.append(float(loss))

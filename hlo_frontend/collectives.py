@@ -193,7 +193,8 @@ def _resized(instruction: Instruction, collective: Collective) -> Collective:
 
 def _broadcast(instruction: Instruction, collective: Collective) -> Collective:
     dynamic = instruction.proto.has_dynamic_root
-    if collective.operands[: len(collective.operands) - dynamic] != collective.results:
+    count = len(collective.operands) - dynamic
+    if count < 1 or collective.operands[:count] != collective.results:
         raise instruction.invalid("operands and results differ in type")
     root = collective.operands[-1]
     if dynamic and (root.size != 1 or root.dtype[0] not in "su"):

@@ -91,6 +91,10 @@ CASES = {
         "ROOT r = f32[8] collective-broadcast(p), channel_id=1, replica_groups={{0,1}}",
         "differ in type",
     ),
+    "broadcast of a token": (
+        "ROOT r = token[] collective-broadcast(t), channel_id=1, replica_groups={{0,1}}",
+        "differ in type",
+    ),
     "permute": (f"ROOT r = f32[5] collective-permute(p), {PERMUTE}", "differ in type"),
     "permute of a tuple": (
         f"w = (f32[4]) tuple(p)\n ROOT r = (f32[4]) collective-permute(w), {PERMUTE}",

@@ -164,8 +164,10 @@ class Walker:
 
     def _prompt(self, block: Block) -> list[Attempt] | None:
         """Attempts at the operations of a block that communicates, one by one as in ``operations``; None
-        if one of them may block for long.
+        if one of them may block for long, or if the program calls back and so has an end of its own.
         """
+        if self.with_ends:
+            return None
         communication, attempts = self._communication, []
         started: int | None = None  # the event of a start whose wait has yet to come
         for instruction in block.instructions:

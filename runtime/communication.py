@@ -9,6 +9,7 @@ since on a ring every rank would then wait in it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from os import sched_yield
 from time import perf_counter
 from typing import Any, cast
 
@@ -221,6 +222,7 @@ class Communication:
                 pending = post(operands, **options)
                 done = pending.test()
                 while not done and perf_counter() < until:
+                    sched_yield()  # another rank may need this core
                     done = pending.test()
             except BaseException as error:
                 progress.end()

@@ -27,9 +27,10 @@ if TYPE_CHECKING:
     from .executor import Executor
     from .negotiation import Joint
 
-# Seconds that a caller waits for other processes before it leaves a small collective to the dispatch thread:
-# about what two thread switches cost.
-PATIENCE = 50e-6
+# Seconds that a caller waits for other processes before it leaves a small collective to the dispatch thread.
+# Leaving it costs two thread switches here, and makes the other processes wait for as long: less patience
+# than that, and one late process makes all of them take turns at being late.
+PATIENCE = 300e-6
 
 
 class LoadedProgram:

@@ -136,13 +136,6 @@ def _token(where: Instruction) -> None:
         raise where.invalid(f"its shape is {spelled(where.shape)}, and should be token[]")
 
 
-def _after_all(where: Instruction) -> None:
-    _token(where)
-    for operand in where.operands:
-        if operand.shape.element_type != TOKEN:
-            raise where.invalid(f"operand {operand.name} is {spelled(operand.shape)}, not a token")
-
-
 def _add_dependency(where: Instruction) -> None:
     _same_as_operand(where)
 
@@ -561,7 +554,7 @@ _RULES: dict[str, Callable[[Instruction], None]] = {
     ),
     "tuple": _tuple,
     "get-tuple-element": _element,
-    "after-all": _after_all,
+    "after-all": _token,
     "add-dependency": _add_dependency,
     "reshape": _reshape,
     **dict.fromkeys(("bitcast", "bitcast-convert"), _bitcast),

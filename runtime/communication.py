@@ -1,6 +1,6 @@
 """The operations of a program that communicate: collectives, sends and receives.
 
-A `Lane` is a stream of the executor with all that goes with it. A collective whose wait follows directly
+A collective whose wait follows directly
 runs on the dispatch thread if its lane is idle; one with work in between is a task of the lane's thread.
 Sends and receives are posted by the lane and never block it: a send-done must not wait for its receiver,
 since on a ring every rank would then wait in it.
@@ -15,47 +15,20 @@ from typing import Any, cast
 
 from stretto.collectives.communicator import (
     BoundCollective,
-    Communicator,
     PromptCollective,
     Reducer,
-    Request,
 )
 from stretto.collectives.ops import Collective, Kind
 
+from .call import Call, Lane, describe, payload_of, skipped_pairs
 from .engine import Engine, LoadedSegment
 from .frame import Frame, Hosted, Operation, named
-from .instrument import Counters, Instrument
+from .instrument import Instrument
 from .program import Loop, Program, Start, Wait, instructions
-from .progress import Progress
-from .stream import Stream
-from .valid import left_out
 
 # What a thread that must not block does of a collective: see `Communication.attempt`.
 Attempt = Callable[[Frame, float], Callable[[], None] | None]
 _NOTHING: frozenset[int] = frozenset()
-
-
-class Lane:
-    """A stream of the executor with what goes with it: progress, counters, sends under way."""
-
-    __slots__ = ("communicator", "counters", "number", "progress", "sends", "sequence", "stream")
-
-    def __init__(
-        self, number: int, stream: Stream, communicator: Communicator, progress: Progress
-    ) -> None:
-        self.number = number
-        self.stream = stream
-        self.communicator = communicator
-        self.progress = progress
-        self.counters = Counters()
-        self.sequence = 0
-        self.sends: list[Request] = []
-
-    def drain(self) -> None:
-        """Wait until every send has been received. A task of this stream."""
-        sends, self.sends = self.sends, []
-        for request in sends:
-            request.wait()
 
 
 class Communication:
@@ -165,7 +138,7 @@ class Communication:
 
     def _perform(self, start: Start) -> Callable[[Any, tuple[int, ...], int], list[Hosted]]:
         """``perform(views, active, iteration)``: run a collective, give its outputs' registers."""
-        call = _Call(self, start)
+        call = Call(self, start)
         run: Any = call.bound.run
         what, progress = call.what, call.lane.progress
 
@@ -191,7 +164,7 @@ class Communication:
         It gives None if that was done by the time ``until`` (of ``perf_counter``), otherwise what is left to
         do, which blocks and may be called by another thread. Only for collectives that are `prompt`.
         """
-        call, whole = _Call(self, start), self.start_and_wait(start)
+        call, whole = Call(self, start), self.start_and_wait(start)
         inputs, outputs, logical = start.inputs, start.outputs, self.logical
         post = cast("PromptCollective", call.bound).post
         stream, progress, what = call.lane.stream, call.lane.progress, call.what
@@ -296,7 +269,7 @@ class Communication:
         lane, what = self.lanes[start.stream], describe(collective)
         skips, is_send = skipped_pairs(collective), collective.kind is Kind.SEND
         counters, instrument = lane.counters, self.instrument
-        payload, all_messages = _payload(bound), getattr(bound, "messages", 0)
+        payload, all_messages = payload_of(bound), getattr(bound, "messages", 0)
 
         def post(views: Any, active: tuple[int, ...], iteration: int) -> Any:
             lane.sequence += 1
@@ -423,88 +396,3 @@ class Communication:
                 frame.registers[slot] = register
 
         return receive
-
-
-class _Call:
-    """What there is to every call of one collective, beside the communicator's work."""
-
-    def __init__(self, communication: Communication, start: Start) -> None:
-        collective = communication.program.collectives[start.collective]
-        self.collective, self.stream = collective, start.stream
-        self.bound = communication.bound(start)
-        self.lane = communication.lanes[start.stream]
-        self.what = describe(collective)
-        self._logical = communication.logical
-        self._outputs = range(len(start.outputs))
-        self._name, self._source = f"{collective.kind} %{collective.name}", collective.source
-        self._ranks, self._called = communication.ranks(collective), communication.called
-        self._skips = skipped_pairs(collective)
-        self._instrument = communication.instrument
-        self._payload = _payload(self.bound)
-        self._all_messages = getattr(self.bound, "messages", 0)
-
-    def number(self) -> int:
-        """The call's number in its stream."""
-        lane = self.lane
-        lane.sequence = sequence = lane.sequence + 1
-        return sequence
-
-    def enter(self, sequence: int, iteration: int) -> tuple[dict[str, frozenset[int]], float]:
-        """The communicator is about to be called: its keyword arguments, and the time."""
-        if self._instrument is not None:
-            self._instrument.collective_started(self.collective, self.stream)
-        self.lane.progress.begin(self._name, self._source, sequence, self._ranks, self._called)
-        return self._skips(iteration), perf_counter()
-
-    def account(
-        self, options: dict[str, frozenset[int]], began: float, active: tuple[int, ...]
-    ) -> None:
-        """It has given its results to the devices at these positions."""
-        seconds = perf_counter() - began
-        counters = self.lane.counters
-        counters.seconds += seconds
-        messages, nbytes = self._payload(options)
-        counters.collectives += 1
-        counters.messages += messages
-        counters.skipped += self._all_messages - messages
-        counters.nbytes += nbytes
-        if self._instrument is not None:
-            self._instrument.collective_finished(self.collective, self.stream, nbytes, seconds)
-            skip = options.get("skip", _NOTHING)
-            self._instrument.collective_ran(self.collective, self.stream, began, active, skip)
-
-    def registers(self, results: Any, active: tuple[int, ...]) -> list[Hosted]:
-        """The outputs' registers from what the communicator gave."""
-        logical = self._logical
-        if len(logical) == 1:
-            return [Hosted((array,)) for array in results[logical[0]]]
-        registers = [Hosted([None] * len(logical)) for _ in self._outputs]
-        for position in active:
-            for register, array in zip(registers, results[logical[position]], strict=True):
-                register[position] = array
-        return registers
-
-
-def describe(collective: Collective) -> str:
-    """``all-reduce %psum.3 at train.py:12``, for errors."""
-    name = f" %{collective.name}" if collective.name else ""
-    return f"{collective.kind}{name}{f' at {collective.source}' if collective.source else ''}"
-
-
-def _payload(bound: Any) -> Callable[[dict[str, frozenset[int]]], tuple[int, int]]:
-    """Messages and bytes that this process gives in a call with these keyword arguments."""
-    all_of_it = getattr(bound, "messages", 0), getattr(bound, "bytes", 0)
-    count = getattr(bound, "payload", None)
-    if count is None:
-        return lambda options: all_of_it
-    return lambda options: count(options["skip"]) if options else all_of_it
-
-
-def skipped_pairs(collective: Collective) -> Callable[[int], dict[str, frozenset[int]]]:
-    """Keyword arguments of a call in an iteration: ``skip``, the pairs that move nothing in it."""
-    valid = collective.valid_iterations
-    if not valid:
-        nothing: dict[str, frozenset[int]] = {}
-        return lambda iteration: nothing
-    skips = left_out(valid)
-    return lambda iteration: {"skip": skips(iteration)}

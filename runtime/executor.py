@@ -24,12 +24,13 @@ from stretto.collectives.order import CommonOrder, Schedule
 from stretto.collectives.poison import poison
 
 from . import statistics, watchdog
-from .communication import Lane
+from .call import Lane
 from .compiled_segments import compile_segments
 from .engine import Engine, LoadedSegment
 from .errors import InvalidProgramError, StrettoError, UnsupportedError
+from .flight import Flight
 from .instrument import Counters, Instrument
-from .loaded import PATIENCE, Flight, LoadedProgram
+from .loaded import PATIENCE, LoadedProgram
 from .negotiation import Agreements, Assembly, AsWritten, Joint, Terms, check_rings
 from .options import Options
 from .program import Program

@@ -38,7 +38,7 @@ from stretto.collectives.order import (
 )
 
 from . import audit
-from .communication import Lane
+from .call import Lane
 from .errors import CollectiveMismatch
 from .program import Program
 from .run_log import Ran, Record, RunLog, called

@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from .communication import Attempt, Communication, Lane
+from .call import Lane
+from .communication import Attempt, Communication
 from .engine import Engine, LoadedSegment
 from .frame import Frame, Hosted, Operation, named
 from .instrument import Counters, Instrument

@@ -1,0 +1,169 @@
+"""`Flight`: one execution of a program, from its arguments to its outputs.
+
+It is walked by the executor's dispatch thread, or by whoever has its turn. Invariant: its outputs are
+delivered once, whatever comes first: the end of the walk, an error in it, or the end of the job.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from .frame import Frame, Hosted, drop_tracebacks
+from .stream import Event, completions
+from .value import Landed, Promise
+
+if TYPE_CHECKING:
+    from stretto.collectives.types import TensorType
+
+    from .loaded import LoadedProgram
+
+
+class Flight:
+    """One run of a program, from its arguments to its outputs."""
+
+    __slots__ = ("_columns", "_failed", "end", "event", "loaded", "promises", "run")
+
+    def __init__(
+        self,
+        loaded: LoadedProgram,
+        columns: list[list[Any]],
+        failed: Exception | None,
+        run: int | None = None,
+    ) -> None:
+        self.loaded = loaded
+        self.event = Event()  # all is issued
+        self.end = Event() if loaded.has_host_callbacks else self.event  # and called back
+        self.promises = [[Promise(self.event) for _ in loaded.output_types] for _ in loaded.local]
+        self.run = loaded.executor.next_run() if run is None else run
+        self._columns = columns
+        self._failed = failed
+
+    def walk(self) -> None:
+        """Walk the program. Errors go to the outputs."""
+        frame: Frame | None = None
+        error: BaseException | None = self._failed
+        try:
+            if error is None:
+                frame = self._begin()
+                for operation in self.loaded.walker.operations:
+                    operation(frame)
+        except BaseException as raised:
+            error = raised
+        self._end(frame, error)
+
+    def resume(self, frame: Frame, rest: Callable[[], None], index: int) -> None:
+        """Walk on: ``rest`` is left of an operation, ``index`` the next one. Errors go to the outputs."""
+        error: BaseException | None = None
+        try:
+            rest()
+            for operation in self.loaded.walker.operations[index:]:
+                operation(frame)
+        except BaseException as raised:
+            error = raised
+        self._end(frame, error)
+
+    def fail(self, frame: Frame, error: BaseException | None) -> None:
+        """End a walk that has come to an error."""
+        self._end(frame, error)
+
+    def _begin(self) -> Frame:
+        """The frame with the arguments; the first run is agreed on with the other processes."""
+        loaded = self.loaded
+        arguments = [
+            self._gather(column, type)
+            for column, type in zip(self._columns, loaded.input_types, strict=True)
+        ]
+        self._columns = []
+        if loaded.joint is not None:
+            loaded.joint.begin()
+        walker = loaded.walker  # the first run may have given it another order
+        program = walker.program
+        frame = Frame(len(program.slot_types), walker.positions)
+        for index, slot in enumerate(program.body.parameters):
+            frame.registers[slot] = arguments[index]
+        if loaded.executor.instrument is not None:
+            loaded.executor.instrument.program_started(program.name, self.run)
+        return frame
+
+    def _end(self, frame: Frame | None, error: BaseException | None) -> None:
+        """Give the outputs what there is of them. ``frame``: None if it has not come to one."""
+        loaded = self.loaded
+        walker, executor = loaded.walker, loaded.executor
+        results: list[Any] = []
+        if error is None and frame is not None:
+            try:
+                results = walker.results(frame)
+            except BaseException as raised:
+                error = raised
+        if error is not None:
+            if frame is not None:
+                results = [frame.registers[slot] for slot in walker.program.body.results]
+            drop_tracebacks(error)
+        self.land(error, results, () if frame is None else frame.ends)
+        for lane in walker.lanes:
+            if lane.sends:
+                drained = lane.stream.submit(lane.drain)
+                drained.add_callback(partial(executor.report_failure_of, drained))
+        if executor.instrument is not None:
+            executor.instrument.program_finished(loaded.program.name, self.run, error)
+
+    def _gather(self, column: list[Any], type_: TensorType) -> list[Any]:
+        """A register from what the arguments stood for."""
+        column = [entry.result() if type(entry) is Promise else entry for entry in column]
+        landed = [type(entry) is Landed for entry in column]
+        if all(landed):
+            return Hosted(entry.host for entry in column)
+        if any(landed):
+            walker = self.loaded.walker
+            return [
+                walker.engine.put(entry.host, type_, ordinal) if type(entry) is Landed else entry
+                for entry, ordinal in zip(column, walker.ordinals, strict=True)
+            ]
+        return column
+
+    def land(
+        self,
+        error: BaseException | None,
+        results: Sequence[Any] = (),
+        ends: Sequence[Any] = (),
+    ) -> None:
+        """Deliver the outputs; those that are not issued get the error. Only the first call counts.
+
+        ``ends`` are those of runs that call back into Python.
+        """
+        loaded = self.loaded
+        executor = loaded.executor
+        if not executor.claim(self):
+            return
+        for index in range(len(loaded.output_types)):
+            register = results[index] if results else None
+            hosted = type(register) is Hosted
+            for position, promises in enumerate(self.promises):
+                entry = None if register is None else register[position]
+                if entry is None:
+                    promises[index].error = error
+                else:
+                    promises[index].content = Landed(entry) if hosted else entry
+        if loaded.communicates and not getattr(error, "agreed", False):
+            executor.report(error)
+        self.event.set(error=error)
+        if self.end is self.event:
+            return
+        if error is None and ends:
+            completions.submit(partial(_wait_for, tuple(ends), self.end))
+        else:
+            self.end.set(error=error)
+
+
+def _wait_for(ends: Sequence[Any], event: Event) -> None:
+    """Set the event once all ends have come; its error is the first of theirs."""
+    failure: BaseException | None = None
+    for end in ends:
+        try:
+            end.block_until_ready()
+        except Exception as error:
+            drop_tracebacks(error)
+            failure = failure or error
+    event.set(error=failure)

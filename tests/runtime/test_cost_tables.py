@@ -57,7 +57,10 @@ def test_without_overlap_no_table_is_read(tmp_path: Path) -> None:
 def test_all_ranks_have_the_table_of_rank_0(tmp_path: Path) -> None:
     named = tmp_path / "costs.json"
     named.write_text('{"of": "rank 0"}')
-    code = "from stretto.runtime import world; w = world.bootstrap(); print(w.rank, w.costs.text)"
+    code = (
+        "import os; from stretto.runtime import world; w = world.bootstrap(); "
+        "os.write(1, f'{w.rank} {w.costs.text}\\n'.encode())"
+    )
     own = {0: {"STRETTO_COSTS": str(named)}, 1: {"STRETTO_COSTS": str(tmp_path / "none.json")}}
     done = run_ranks(2, ["-c", code], rank_env=own, timeout=60)
     assert sorted(done.stdout.splitlines()) == ['0 {"of": "rank 0"}', '1 {"of": "rank 0"}']

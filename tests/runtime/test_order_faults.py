@@ -136,7 +136,7 @@ def ends(behaviour: str, **environment: str) -> list[str]:
     """What the ranks of a job that fails say to stderr, each in one piece."""
     done = launch(behaviour, STRETTO_GRACE="1", **environment)
     assert done.returncode != 0
-    said = re.split(r"^stretto: rank \d ends: ", done.stderr, flags=re.MULTILINE)[1:]
+    said = re.split(r"stretto: rank \d ends: ", done.stderr)[1:]
     assert len(said) == 2, done.stderr
     return said
 

@@ -90,6 +90,11 @@ class Hierarchy:
         self.aborted = reason
         self.mailboxes.abort(reason)
 
+    def check(self) -> None:
+        """Raises ``RuntimeError`` once `abort` was called."""
+        if self.aborted:
+            raise RuntimeError(self.aborted)
+
     def close(self) -> None:
         if self.mpi is not None:
             self.mpi.close()
@@ -126,19 +131,16 @@ class _Abortable:
         self.prompt = isinstance(bound, BoundPermute) and bound.prompt
 
     def post(self, operands: Operands, skip: frozenset[int] | None = None) -> PendingResults:
-        if self._communicator.aborted:
-            raise RuntimeError(self._communicator.aborted)
+        self._communicator.check()
         assert isinstance(self._bound, BoundPermute)
         return PendingResults(*self._bound.post(operands, skip))
 
     def run(self, operands: Operands, skip: frozenset[int] | None = None) -> Results:
-        if self._communicator.aborted:
-            raise RuntimeError(self._communicator.aborted)
+        self._communicator.check()
         return self._bound.run(operands, skip)
 
     def start(self, operands: Operands, skip: frozenset[int] | None = None) -> Transfer:
-        if self._communicator.aborted:
-            raise RuntimeError(self._communicator.aborted)
+        self._communicator.check()
         return self._bound.start(operands, skip)
 
 
@@ -173,8 +175,7 @@ class BoundGroups:
 
     def run(self, operands: Operands, skip: frozenset[int] | None = None) -> Results:
         assert skip is None  # there are no pairs to skip
-        if self._communicator.aborted:
-            raise RuntimeError(self._communicator.aborted)
+        self._communicator.check()
         everyone = len(operands) == len(self._local)
         plan = self._full if everyone else self._plan_for(frozenset(operands))
         count = self._count
@@ -187,8 +188,7 @@ class BoundGroups:
         return results
 
     def post(self, operands: Operands, skip: frozenset[int] | None = None) -> PendingResults:
-        if self._communicator.aborted:
-            raise RuntimeError(self._communicator.aborted)
+        self._communicator.check()
         assert self._post is not None
         count = self._count
         results: Results = {i: [None] * count for i in operands}  # type: ignore[list-item]

@@ -138,3 +138,17 @@ class BlockGraph:
     parameters: list[Value]
     nodes: list[Node]
     results: list[Value]
+
+
+def operand_shape(node: Node, operand: int = 0) -> tuple[int, ...]:
+    """The shape of an operand that is an array."""
+    type = node.operands[operand].type
+    assert type is not None
+    return type.shape
+
+
+def result_shape(node: Node) -> tuple[int, ...]:
+    """The shape of the first result, an array."""
+    type = node.results[0].type
+    assert type is not None
+    return type.shape

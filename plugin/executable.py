@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, cached_property
 from importlib.metadata import version
 from typing import Any
@@ -204,15 +204,7 @@ def compile_and_load(client: Client, source: bytes, options: bytes) -> LoadedExe
     for loop in compiled.interleaved:
         if loop.why and client.world.rank == 0:
             _log.warning("%s", loop.describe())
-    loaded = client.executor.load(
-        compiled.program,
-        device_ids,
-        callbacks.of_module(source),
-        schedule=compiled.schedule,
-        with_order=compiled.with_order,
-        rewritten=compiled.rewritten,
-        as_written=compiled.as_written,
-    )
+    loaded = _onto(client, compiled, device_ids, callbacks.of_module(source))
     executable = Executable(client, compiled, lambda: loaded.compiled, options, source=source)
     return LoadedExecutable(client, executable, loaded, device_ids)
 
@@ -241,17 +233,29 @@ def load(client: Client, data: bytes, options: bytes = b"") -> LoadedExecutable:
             f"the executable is for {program.num_replicas} replicas x {program.num_partitions} "
             f"partitions, it is to be loaded for {num_replicas} x {num_partitions}"
         )
-    loaded = client.executor.load(
-        program,
+    loaded = _onto(client, compiled, device_ids, code=stored.code)
+    executable = Executable(client, compiled, lambda: loaded.compiled, options, stored=stored)
+    return LoadedExecutable(client, executable, loaded, device_ids)
+
+
+def _onto(
+    client: Client,
+    compiled: CompiledModule,
+    device_ids: tuple[int, ...],
+    host_callbacks: Sequence[Any] = (),
+    code: Sequence[bytes] = (),
+) -> LoadedProgram:
+    """The program on its devices. ``code``: of segments that need not be compiled."""
+    return client.executor.load(
+        compiled.program,
         device_ids,
+        host_callbacks,
         schedule=compiled.schedule,
         with_order=compiled.with_order,
         rewritten=compiled.rewritten,
         as_written=compiled.as_written,
-        code=stored.code,
+        code=code,
     )
-    executable = Executable(client, compiled, lambda: loaded.compiled, options, stored=stored)
-    return LoadedExecutable(client, executable, loaded, device_ids)
 
 
 def _counts(options: bytes) -> tuple[int, int, bytes]:

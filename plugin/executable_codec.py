@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import struct
-import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -21,13 +20,13 @@ from stretto.collectives.order import Schedule
 from stretto.hlo_frontend.compile import CompiledModule, PartitionedModule
 from stretto.hlo_frontend.passes.valid import ValidPolicy
 from stretto.runtime import program_codec
+from stretto.runtime.envelope import unwrap, wrap
 from stretto.runtime.errors import InvalidProgramError, StrettoError
 
 from .target import difference
 
 MAGIC = b"STRX"
 VERSION = 3  # to be raised whenever the layout or the JSON changes
-_HEADER = struct.Struct("<4sHI")
 _LENGTH = struct.Struct("<Q")
 
 
@@ -80,7 +79,7 @@ def to_bytes(stored: StoredExecutable) -> bytes:
         *stored.code,
     ]
     body = b"".join(part for s in sections for part in (_LENGTH.pack(len(s)), s))
-    return _HEADER.pack(MAGIC, VERSION, zlib.crc32(body)) + body
+    return wrap(MAGIC, VERSION, body)
 
 
 def from_bytes(data: bytes, here: Mapping[str, str]) -> StoredExecutable:
@@ -89,19 +88,7 @@ def from_bytes(data: bytes, here: Mapping[str, str]) -> StoredExecutable:
     Raises `InvalidProgramError` on damage and on other formats, `OtherTargetError` where the executable was
     compiled for another target than ``here``.
     """
-    if len(data) < _HEADER.size or data[:4] != MAGIC:
-        raise InvalidProgramError("these bytes are not a serialized executable of stretto")
-    _, version, crc = _HEADER.unpack_from(data)
-    if version != VERSION:
-        raise InvalidProgramError(
-            f"the serialized executable has format {version}, this stretto reads {VERSION}: "
-            "compile the program again"
-        )
-    body = memoryview(data)[_HEADER.size :]
-    if zlib.crc32(body) != crc:
-        raise InvalidProgramError(
-            "the serialized executable is damaged: its checksum does not match"
-        )
+    body = unwrap(data, MAGIC, VERSION, "executable")
     try:
         sections = _sections(body)
         about = json.loads(sections[0])

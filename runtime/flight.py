@@ -51,7 +51,7 @@ class Flight:
                     operation(frame)
         except BaseException as raised:
             error = raised
-        self._end(frame, error)
+        self.finish(frame, error)
 
     def resume(self, frame: Frame, rest: Callable[[], None], index: int) -> None:
         """Walk on: ``rest`` is left of an operation, ``index`` the next one. Errors go to the outputs."""
@@ -62,11 +62,7 @@ class Flight:
                 operation(frame)
         except BaseException as raised:
             error = raised
-        self._end(frame, error)
-
-    def fail(self, frame: Frame, error: BaseException | None) -> None:
-        """End a walk that has come to an error."""
-        self._end(frame, error)
+        self.finish(frame, error)
 
     def _begin(self) -> Frame:
         """The frame with the arguments; the first run is agreed on with the other processes."""
@@ -87,7 +83,7 @@ class Flight:
             loaded.executor.instrument.program_started(program.name, self.run)
         return frame
 
-    def _end(self, frame: Frame | None, error: BaseException | None) -> None:
+    def finish(self, frame: Frame | None, error: BaseException | None) -> None:
         """Give the outputs what there is of them. ``frame``: None if it has not come to one."""
         loaded = self.loaded
         walker, executor = loaded.walker, loaded.executor

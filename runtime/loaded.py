@@ -219,7 +219,7 @@ class LoadedProgram:
                 executor.end_turn(flight, partial(flight.resume, frame, rest, done))
             else:
                 executor.end_turn(flight)
-                flight.fail(frame, error)
+                flight.finish(frame, error)
         if self.donates:
             self._delete_donated(arguments)
         return outputs, event

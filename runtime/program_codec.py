@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import struct
-import zlib
 from dataclasses import fields, is_dataclass
 from enum import StrEnum
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 from stretto.collectives.ops import Collective, Kind, Reduction
 from stretto.collectives.types import TensorType
 
+from .envelope import unwrap, wrap
 from .errors import InvalidProgramError
 from .program import (
     Block,
@@ -36,7 +36,6 @@ from .program_check import check
 
 MAGIC = b"STRP"
 VERSION = 3  # to be raised whenever a field of one of the classes below changes
-_HEADER = struct.Struct("<4sHI")
 _CLASSES: dict[str, type] = {
     "P": Program,
     "G": Segment,
@@ -64,22 +63,12 @@ def to_bytes(program: Program) -> bytes:
     for module in modules:
         parts += [struct.pack("<Q", len(module)), module]
     body = b"".join(parts)
-    return _HEADER.pack(MAGIC, VERSION, zlib.crc32(body)) + body
+    return wrap(MAGIC, VERSION, body)
 
 
 def from_bytes(data: bytes) -> Program:
     """Inverse of `to_bytes`. Raises `InvalidProgramError` on damage, other versions and bad programs."""
-    if len(data) < _HEADER.size or data[:4] != MAGIC:
-        raise InvalidProgramError("these bytes are not a serialized stretto program")
-    _, version, crc = _HEADER.unpack_from(data)
-    if version != VERSION:
-        raise InvalidProgramError(
-            f"the serialized program has format {version}, this stretto reads {VERSION}: "
-            "compile it again"
-        )
-    body = data[_HEADER.size :]
-    if zlib.crc32(body) != crc:
-        raise InvalidProgramError("the serialized program is damaged: its checksum does not match")
+    body = unwrap(data, MAGIC, VERSION, "program")
     try:
         program = _read(body)
     except (ValueError, TypeError, LookupError, struct.error, AttributeError) as error:
@@ -88,9 +77,9 @@ def from_bytes(data: bytes) -> Program:
     return program
 
 
-def _read(body: bytes) -> Program:
+def _read(body: memoryview) -> Program:
     (length,) = struct.unpack_from("<I", body)
-    tree = json.loads(body[4 : 4 + length])
+    tree = json.loads(bytes(body[4 : 4 + length]))
     modules: list[bytes] = []
     position = 4 + length
     while position < len(body):
@@ -98,7 +87,7 @@ def _read(body: bytes) -> Program:
         position += 8
         if position + length > len(body):
             raise ValueError("a module is cut off")
-        modules.append(body[position : position + length])
+        modules.append(bytes(body[position : position + length]))
         position += length
     program = _decode(tree, modules)
     if not isinstance(program, Program):

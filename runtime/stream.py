@@ -229,7 +229,7 @@ class Completions:
             job = self._jobs.get()
             try:
                 job()
-            except Exception:
+            except Exception:  # nobody waits for a job, and others wait for this thread
                 _log.exception("a completion callback failed")
             del job
             with self._lock:

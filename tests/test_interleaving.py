@@ -6,14 +6,10 @@ chunks move that are not where they should be.
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from support.mpi import run_ranks
+from support.scripts import reports_of
 
 HERE = Path(__file__).parent
 SCRIPT = """
@@ -49,25 +45,10 @@ INTERLEAVED = 4 * (4 * 2 - 1) + 2 * 6  # of 8 chunks of each of two arrays two s
 
 def run(tmp_path: Path, ranks: int = 1, **environment: str) -> tuple[dict[str, int], str]:
     """Messages of all processes, of each of the two runs; and what was written to standard error."""
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT.format(here=str(HERE)))
-    env = {"JAX_PLATFORMS": "stretto", "STRETTO_LOCAL_DEVICES": str(4 // ranks), **environment}
-    if ranks > 1:
-        done = run_ranks(ranks, [str(script), str(tmp_path)], env=env)
-    else:
-        done = subprocess.run(
-            [sys.executable, str(script), str(tmp_path)],
-            env={**os.environ, **env},
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
-    assert done.returncode == 0, done.stderr
-    reports = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("*.json"))]
-    assert len(reports) == ranks
+    text = SCRIPT.format(here=str(HERE))
+    reports, said = reports_of(tmp_path, text, 4, ranks, **environment)
     assert len({report[name][0] for report in reports for name in report}) == 1  # bit for bit
-    return {name: sum(r[name][1] for r in reports) for name in reports[0]}, done.stderr
+    return {name: sum(r[name][1] for r in reports) for name in reports[0]}, said
 
 
 def test_by_an_option_of_one_jit(tmp_path):

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-from support.mpi import run_ranks
+from support.scripts import reports_of
 
 SCRIPT = """
 import json, sys
@@ -62,23 +58,7 @@ def gradients(reports: list) -> dict[str, np.ndarray]:
 
 
 def run(tmp_path: Path, ranks: int = 1, **environment: str) -> tuple[dict, int, int]:
-    script = tmp_path / "pipeline.py"
-    script.write_text(SCRIPT)
-    env = {"JAX_PLATFORMS": "stretto", "STRETTO_LOCAL_DEVICES": str(4 // ranks), **environment}
-    if ranks > 1:
-        done = run_ranks(ranks, [str(script), str(tmp_path)], env=env)
-    else:
-        done = subprocess.run(
-            [sys.executable, str(script), str(tmp_path)],
-            env={**os.environ, **env},
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
-    assert done.returncode == 0, done.stderr
-    reports = [json.loads(path.read_text()) for path in tmp_path.glob("*.json")]
-    assert len(reports) == ranks
+    reports, _ = reports_of(tmp_path, SCRIPT, 4, ranks, **environment)
     sums = [sum(r[i] for r in reports) for i in (1, 2)]
     return gradients(reports), *sums
 

@@ -16,6 +16,7 @@ import sys
 import venv
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 ROOT = Path(__file__).resolve().parents[2]
 INSIDE = Path(__file__).resolve().parent / "inside"
@@ -59,6 +60,20 @@ class Environment:
     @property
     def baselines(self) -> Path:
         return self.folder / "cpu"
+
+    def start(
+        self, command: list[str], variables: dict[str, str], log: BinaryIO
+    ) -> subprocess.Popen[bytes]:
+        """Start a process beside the tests, in a session of its own. All it says goes to ``log``."""
+        return subprocess.Popen(
+            command,
+            cwd=self.tests,
+            env=variables,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
 
     def variables(self, platform: str, devices: int) -> dict[str, str]:
         """The environment variables of a process that runs tests on ``devices`` devices."""

@@ -58,15 +58,7 @@ def run(
         command += ["--", "--jax_test_dut=cpu"]
     began = time.monotonic()
     with (folder / "launcher.log").open("wb") as log:
-        process = subprocess.Popen(
-            command,
-            cwd=environment.tests,
-            env=variables,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-        )
+        process = environment.start(command, variables, log)
         try:
             code: int | None = process.wait(limit)
         except subprocess.TimeoutExpired:

@@ -55,15 +55,7 @@ def run(
     with record.with_suffix(".log").open("wb") as log:
         while True:
             known = len(watched.result.tests)
-            process = subprocess.Popen(
-                command,
-                cwd=environment.tests,
-                env=variables,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,
-            )
+            process = environment.start(command, variables, log)
             try:
                 watched.until_end_of(process)
             finally:

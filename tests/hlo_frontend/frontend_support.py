@@ -7,7 +7,9 @@ import numpy as np
 from interpreter import Interpreter
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from stretto.collectives.ops import Kind
 from stretto.hlo_frontend.compile import CompiledModule, CompileSpec, compile_stablehlo
+from stretto.runtime.program import Start, instructions
 
 P = PartitionSpec
 
@@ -36,6 +38,24 @@ def compiled(
     lowered = traced.lower(lowering_platforms=(platform,)) if platform else traced.lower()
     text = lowered.as_text()
     return compile_stablehlo(text, CompileSpec(1, num_devices), overlap=overlap)
+
+
+def kinds(module: CompiledModule) -> list[str]:
+    """Kinds of the program's collectives, in its order."""
+    starts = [i for i in instructions(module.program.body) if isinstance(i, Start)]
+    return [str(module.program.collectives[s.collective].kind) for s in starts]
+
+
+def payload(module: CompiledModule, kind: Kind) -> int:
+    """Bytes that a device takes out of an all-gather, or gives to the others of a reduction, in a ring."""
+    total = 0
+    for c in module.program.collectives:
+        if c.kind is kind:
+            n = len(c.groups[0])
+            times = 2 if kind is Kind.ALL_REDUCE else 1
+            large = c.results if kind is Kind.ALL_GATHER else c.operands
+            total += sum(times * t.nbytes * (n - 1) // n for t in large)
+    return total
 
 
 def shards(array: np.ndarray, over: jax.sharding.Mesh, spec: PartitionSpec) -> list[np.ndarray]:

@@ -1,21 +1,18 @@
 """Collectives that send less: what they become, what they must not become, and that results stay.
 
 Modules are run as they are written and rewritten, on the same integers (so that sums are exact), and
-compared bit for bit; bytes and kinds are counted by hand. Programs of JAX are held against its CPU backend.
+compared bit for bit; bytes and kinds are counted by hand. Programs of JAX are in `test_bytes_of_jax.py`.
 """
 
 from __future__ import annotations
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from frontend_support import P, compiled, judge, judge_program, manual, mesh
+from frontend_support import kinds, payload
 from interpreter import Interpreter
 
 from stretto.collectives.ops import Kind
 from stretto.hlo_frontend.compile import CompiledModule, compile_hlo
-from stretto.runtime.program import Start, instructions
 
 N = 4
 REDUCERS = """
@@ -85,12 +82,6 @@ def both(
         for a, b in zip(one, other, strict=True):
             assert a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
     return written, rewritten
-
-
-def kinds(module: CompiledModule) -> list[str]:
-    """Kinds of the program's collectives, in its order."""
-    starts = [i for i in instructions(module.program.body) if isinstance(i, Start)]
-    return [str(module.program.collectives[s.collective].kind) for s in starts]
 
 
 def stays(text: str, replicas: int = 1, partitions: int = N) -> None:
@@ -534,92 +525,6 @@ def test_the_digest_tells_what_was_done_to_which() -> None:
     (first, left), (second, also) = digest("p", "p", "q"), digest("q", "p", "p")
     assert left == also == ["all-gather"] * 2
     assert first != second and first == digest("p", "p", "q")[0]
-
-
-# Programs of JAX.
-
-
-def payload(module: CompiledModule, kind: Kind) -> int:
-    """Bytes that a device takes out of an all-gather, or gives to the others of a reduction, in a ring."""
-    total = 0
-    for c in module.program.collectives:
-        if c.kind is kind:
-            n = len(c.groups[0])
-            times = 2 if kind is Kind.ALL_REDUCE else 1
-            large = c.results if kind is Kind.ALL_GATHER else c.operands
-            total += sum(times * t.nbytes * (n - 1) // n for t in large)
-    return total
-
-
-def trained(over, weights, inputs):  # type: ignore[no-untyped-def]
-    """A step of two layers with weights sharded over ``weights``, inputs over ``inputs``."""
-
-    def step(first, second, x):
-        def loss(first, second):
-            out = jnp.tanh(x @ first) @ second
-            return (out * out).sum()
-
-        grads = jax.grad(loss, argnums=(0, 1))(first, second)
-        return first - grads[0], second - grads[1]
-
-    spec = jax.sharding.NamedSharding
-    placed = (spec(over, weights), spec(over, weights), spec(over, inputs))
-    return jax.jit(step, in_shardings=placed, out_shardings=placed[:2])
-
-
-def test_sharded_weights_under_plain_jit_send_half() -> None:
-    over = mesh(4)
-    step = trained(over, P("x", None), P("x", None))
-    rng = np.random.default_rng(0)
-    arguments = [rng.standard_normal(s).astype("f4") for s in ((64, 64), (64, 64), (256, 64))]
-    module = compiled(step, *arguments, num_devices=4)
-    written = module.as_written()
-    # Two gradients of 16 KiB: three quarters of each, once to reduce and once more to spread it.
-    assert payload(written, Kind.ALL_REDUCE) == 2 * 2 * 12288
-    assert payload(module, Kind.ALL_REDUCE) == 0
-    assert payload(module, Kind.REDUCE_SCATTER) == 2 * 12288
-    assert payload(module, Kind.ALL_GATHER) == payload(written, Kind.ALL_GATHER)
-    specs = (P("x", None), P("x", None), P("x", None))
-    judge_program(module, step, over, specs, *arguments, exact=False)
-
-
-def test_sharded_weights_in_a_scan() -> None:
-    over = mesh(4)
-
-    def step(weights, x):
-        def loss(weights):
-            out, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, weights)
-            return (out * out).sum()
-
-        return weights - jax.grad(loss)(weights)
-
-    spec = jax.sharding.NamedSharding
-    specs = (P(None, "x", None), P("x", None))
-    placed = tuple(spec(over, s) for s in specs)
-    jitted = jax.jit(step, in_shardings=placed, out_shardings=placed[0])
-    rng = np.random.default_rng(0)
-    arguments = [rng.standard_normal(s).astype("f4") / 8 for s in ((3, 64, 64), (256, 64))]
-    module = compiled(jitted, *arguments, num_devices=4)
-    assert "all-reduce" not in kinds(module) and "reduce-scatter" in kinds(module)
-    judge_program(module, jitted, over, specs, *arguments, exact=False)
-
-
-def test_a_sum_and_a_slice_by_hand() -> None:
-    """`psum`, then what `axis_index` cuts out, over one axis of two."""
-    over = mesh(2, 4)
-
-    def f(x):
-        summed = jax.lax.psum(x, "y")
-        at = jax.lax.axis_index("y") * 2
-        return jax.lax.dynamic_slice_in_dim(summed, at, 2)
-
-    x = np.arange(64 * 3, dtype="f4").reshape(64, 3)
-    function = manual(f, over, P(("x", "y")), P(("x", "y")))
-    interpreter = judge(function, over, P(("x", "y")), x, exact=True)
-    starts = [i for i in instructions(interpreter.program.body) if isinstance(i, Start)]
-    assert [interpreter.program.collectives[s.collective].kind for s in starts] == [
-        Kind.REDUCE_SCATTER
-    ]
 
 
 def test_thousands_of_copies_and_barriers_in_a_row() -> None:

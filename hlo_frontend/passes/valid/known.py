@@ -16,7 +16,7 @@ from stretto.collectives.ops import Reduction
 
 from ...collectives import native_reduction
 from ...schema import LiteralProto
-from ...values import Node
+from ...values import Node, operand_shape, result_shape
 from . import tensors
 
 Known = np.ndarray | None
@@ -49,18 +49,6 @@ def _all_known(rule: Callable[..., Known]) -> Rule:
     return strict
 
 
-def _shape(node: Node, operand: int = 0) -> tuple[int, ...]:
-    type = node.operands[operand].type
-    assert type is not None
-    return type.shape
-
-
-def _result_shape(node: Node) -> tuple[int, ...]:
-    type = node.results[0].type
-    assert type is not None
-    return type.shape
-
-
 def _constant(node: Node) -> Known:
     type = node.results[0].type
     assert type is not None
@@ -85,7 +73,7 @@ def _constant(node: Node) -> Known:
 
 
 def _iota(node: Node) -> Known:
-    shape = _result_shape(node)
+    shape = result_shape(node)
     dimension = node.instruction.proto.dimensions[0]
     type = node.results[0].type
     assert type is not None
@@ -204,7 +192,7 @@ def _select(node: Node, operands: Sequence[Known]) -> Known:
     pred, on_true, on_false = operands
     if pred is None:
         return None
-    pred = spread(pred, len(_result_shape(node)))
+    pred = spread(pred, len(result_shape(node)))
     if pred.all():
         return on_true
     if not pred.any():
@@ -215,21 +203,21 @@ def _select(node: Node, operands: Sequence[Known]) -> Known:
 
 
 def _clamp(node: Node, low: np.ndarray, x: np.ndarray, high: np.ndarray) -> Known:
-    rank = len(_result_shape(node))
+    rank = len(result_shape(node))
     return np.minimum(np.maximum(x, spread(low, rank)), spread(high, rank))
 
 
 def _broadcast(node: Node, x: np.ndarray) -> Known:
     dimensions = list(node.instruction.proto.dimensions)
-    shape = _result_shape(node)
+    shape = result_shape(node)
     for i, d in enumerate(dimensions):
-        if _shape(node)[i] != shape[d]:
+        if operand_shape(node)[i] != shape[d]:
             return None
     return tensors.broadcast(x, len(shape), dimensions)
 
 
 def _reshape(node: Node, x: np.ndarray) -> Known:
-    return tensors.reshaped(x, _shape(node), _result_shape(node))
+    return tensors.reshaped(x, operand_shape(node), result_shape(node))
 
 
 def is_reshape(node: Node) -> bool:
@@ -259,16 +247,16 @@ def _slice(node: Node, x: np.ndarray) -> Known:
 
 def starts_of(node: Node, operands: Sequence[Known], first: int) -> np.ndarray | None:
     """Clamped starts of a dynamic slice or update whose indices begin at operand ``first``."""
-    shape = _shape(node)
-    sizes = _result_shape(node) if first == 1 else _shape(node, 1)
+    shape = operand_shape(node)
+    sizes = result_shape(node) if first == 1 else operand_shape(node, 1)
     return tensors.clamped_starts(_indices(node, operands, first), shape, sizes)
 
 
 def _indices(node: Node, operands: Sequence[Known], first: int) -> list[Known]:
     """Scalars, one for each dimension; an old form has them in one vector."""
     given = operands[first:]
-    rank = len(_shape(node))
-    if len(given) == 1 and len(_shape(node, first)) == 1:
+    rank = len(operand_shape(node))
+    if len(given) == 1 and len(operand_shape(node, first)) == 1:
         vector = given[0]
         if vector is None:
             return [None] * rank
@@ -281,10 +269,10 @@ def _dynamic_slice(node: Node, operands: Sequence[Known]) -> Known:
     if x is None:
         return None
     if starts is None:
-        sizes = _result_shape(node)
-        cut = [i for i, n in enumerate(_shape(node)) if sizes[i] != n]
+        sizes = result_shape(node)
+        cut = [i for i, n in enumerate(operand_shape(node)) if sizes[i] != n]
         return x if all(x.shape[i + 1] == 1 for i in cut) else None
-    return tensors.window(x, _shape(node), starts, _result_shape(node))
+    return tensors.window(x, operand_shape(node), starts, result_shape(node))
 
 
 def _dynamic_update_slice(node: Node, operands: Sequence[Known]) -> Known:
@@ -292,7 +280,7 @@ def _dynamic_update_slice(node: Node, operands: Sequence[Known]) -> Known:
     starts = starts_of(node, operands, 2)
     if x is None or update is None or starts is None:
         return None
-    shape, sizes = _shape(node), _shape(node, 1)
+    shape, sizes = operand_shape(node), operand_shape(node, 1)
     inside = tensors.placed(tensors.full(len(shape)), shape, starts, sizes)
     if inside.all():
         return update
@@ -314,7 +302,7 @@ def _concatenate(node: Node, operands: Sequence[Known]) -> Known:
     if any(o is None for o in operands):
         return None
     (dimension,) = node.instruction.proto.dimensions
-    sizes = [_shape(node, i)[dimension] for i in range(len(operands))]
+    sizes = [operand_shape(node, i)[dimension] for i in range(len(operands))]
     if sum(sizes) > tensors.MOST_ELEMENTS:
         return None
     known = [o for o in operands if o is not None]
@@ -327,7 +315,7 @@ def _concatenate(node: Node, operands: Sequence[Known]) -> Known:
 
 
 def _pad(node: Node, x: np.ndarray, padding: np.ndarray) -> Known:
-    shape, source = _result_shape(node), _shape(node)
+    shape, source = result_shape(node), operand_shape(node)
     if np.prod(shape) > tensors.MOST_ELEMENTS:
         return None
     devices = max(len(x), len(padding))
@@ -342,7 +330,9 @@ def _pad(node: Node, x: np.ndarray, padding: np.ndarray) -> Known:
 def padded(node: Node) -> tuple[slice, ...] | None:
     """Where a pad puts its operand; None where it cuts something off."""
     slices = []
-    for n, d in zip(_shape(node), node.instruction.proto.padding_config.dimensions, strict=True):
+    for n, d in zip(
+        operand_shape(node), node.instruction.proto.padding_config.dimensions, strict=True
+    ):
         if d.edge_padding_low < 0 or d.edge_padding_high < 0:
             return None
         step = d.interior_padding + 1
@@ -371,7 +361,7 @@ def _reduce(node: Node, operands: Sequence[Known]) -> Known:
     assert x is not None and start is not None
     reduction = native_reduction(node.instruction.called[0])
     dimensions = list(node.instruction.proto.dimensions)
-    shape = _shape(node)
+    shape = operand_shape(node)
     if reduction not in _REDUCERS or 0 in shape:
         return None
     axes = tuple(d + 1 for d in dimensions)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from ...graph import leaf_count
-from ...values import Node
+from ...values import Node, operand_shape, result_shape
 from . import tensors
 from .dependence import Dependence
 from .known import Known, is_reshape, padded, spread, starts_of, strides
@@ -127,18 +127,6 @@ _CALLERS = {
 # Ops that move elements.
 
 
-def _shape(node: Node, operand: int = 0) -> tuple[int, ...]:
-    type = node.operands[operand].type
-    assert type is not None
-    return type.shape
-
-
-def _result_shape(node: Node) -> tuple[int, ...]:
-    type = node.results[0].type
-    assert type is not None
-    return type.shape
-
-
 def _elementwise(node: Node, known: Sequence[Known], mask: np.ndarray) -> Needs:
     for i in range(len(node.operands)):
         yield i, mask if rank_of(node, i) == mask.ndim - 1 else whole(mask, rank_of(node, i))
@@ -155,11 +143,11 @@ def _select(node: Node, known: Sequence[Known], mask: np.ndarray) -> Needs:
 
 
 def _broadcast(node: Node, known: Sequence[Known], mask: np.ndarray) -> Needs:
-    yield 0, tensors.unbroadcast(mask, list(node.instruction.proto.dimensions), _shape(node))
+    yield 0, tensors.unbroadcast(mask, list(node.instruction.proto.dimensions), operand_shape(node))
 
 
 def _reshape(node: Node, known: Sequence[Known], mask: np.ndarray) -> Needs:
-    source, target = _result_shape(node), _shape(node)
+    source, target = result_shape(node), operand_shape(node)
     moved = tensors.reshaped(mask, source, target)
     yield 0, whole(mask, len(target)) if moved is None else moved
 
@@ -196,7 +184,7 @@ def _put(mask: np.ndarray, shape: Sequence[int], where: Sequence[slice]) -> np.n
 
 
 def _slice(node: Node, known: Sequence[Known], mask: np.ndarray) -> Needs:
-    yield 0, _put(mask, _shape(node), strides(node))
+    yield 0, _put(mask, operand_shape(node), strides(node))
 
 
 def _take(mask: np.ndarray, where: Sequence[slice]) -> np.ndarray:
@@ -217,7 +205,7 @@ def _concatenate(node: Node, known: Sequence[Known], mask: np.ndarray) -> Needs:
     (dimension,) = node.instruction.proto.dimensions
     start = 0
     for i in range(len(node.operands)):
-        stop = start + _shape(node, i)[dimension]
+        stop = start + operand_shape(node, i)[dimension]
         where = [slice(None)] * (mask.ndim - 1)
         where[dimension] = slice(start, stop)
         yield i, _take(mask, where)
@@ -225,7 +213,7 @@ def _concatenate(node: Node, known: Sequence[Known], mask: np.ndarray) -> Needs:
 
 
 def _dynamic_slice(node: Node, known: Sequence[Known], mask: np.ndarray) -> Needs:
-    shape, sizes = _shape(node), _result_shape(node)
+    shape, sizes = operand_shape(node), result_shape(node)
     starts = starts_of(node, known, 1)
     cut = [i for i, n in enumerate(shape) if sizes[i] != n]
     if starts is None or np.prod([shape[i] for i in cut]) > tensors.MOST_ELEMENTS:
@@ -242,7 +230,7 @@ def _dynamic_slice(node: Node, known: Sequence[Known], mask: np.ndarray) -> Need
 
 
 def _dynamic_update_slice(node: Node, known: Sequence[Known], mask: np.ndarray) -> Needs:
-    shape, sizes = _shape(node), _shape(node, 1)
+    shape, sizes = operand_shape(node), operand_shape(node, 1)
     starts = starts_of(node, known, 2)
     cut = [i for i, n in enumerate(shape) if sizes[i] != n]
     if starts is None or np.prod([shape[i] for i in cut]) > tensors.MOST_ELEMENTS:

@@ -65,6 +65,8 @@ cdef extern from *:
     void PyErr_SetInterrupt()
 
 cdef extern from "Python.h":
+    void* PyGILState_GetThisThreadState() noexcept nogil
+    int Py_AddPendingCall(int (*)(void*) noexcept, void*) noexcept nogil
     # With the GIL: an object as it lies in memory, for fields that never change.
     const char* PyBytes_AS_STRING(object) noexcept
     Py_ssize_t PyBytes_GET_SIZE(object) noexcept
@@ -195,12 +197,31 @@ cdef inline void drop(void* handle) noexcept:
     restore(&pending)
 
 
+cdef int drop_pending(void* handle) noexcept:
+    drop(handle)
+    return 0
+
+
+cdef void release(void* handle) noexcept nogil:
+    """Drop a handle's reference, on whatever thread.
+
+    A thread of C++ that Python does not know must not wait for the GIL here: it may let go of an executable
+    while Python ends, which ends threads that wait, and in a destructor of C++ that aborts the process. It
+    leaves the reference to the main thread, unless that has too many to drop already.
+    """
+    if gone():
+        return
+    if PyGILState_GetThisThreadState() == NULL and Py_AddPendingCall(drop_pending, handle) == 0:
+        return
+    with gil:
+        drop(handle)
+
+
 cdef void* destroy(void* a) noexcept nogil:
     """Destroy of any handle: each of these functions has the handle as its only argument."""
     cdef void* handle = (<PJRT_Buffer_Destroy_Args*>a).buffer
-    if handle != NULL and not gone():
-        with gil:
-            drop(handle)
+    if handle != NULL:
+        release(handle)
     return NULL
 
 
@@ -210,9 +231,8 @@ def deleter():
 
 
 cdef void delete_handle(void* handle) noexcept nogil:
-    if handle != NULL and not gone():
-        with gil:
-            drop(handle)
+    if handle != NULL:
+        release(handle)
 
 
 @cython.final

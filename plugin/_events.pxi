@@ -180,9 +180,8 @@ def event_at(pointer):
 
 cdef void* event_destroy(void* a) noexcept nogil:
     cdef event_t* event = <event_t*>(<PJRT_Event_Destroy_Args*>a).event
-    if event != NULL and event.owner != NULL and not gone():
-        with gil:
-            drop(event)
+    if event != NULL and event.owner != NULL:
+        release(event)
     return NULL
 
 

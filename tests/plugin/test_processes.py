@@ -192,6 +192,45 @@ for _ in range(5):
         check(run_python(code))
 
 
+def test_a_thread_of_c_lets_go_of_a_handle_without_the_gil() -> None:
+    """As jaxlib's threads do of executables, also while Python ends: who waits for the GIL then is ended."""
+    code = """
+import ctypes, time, weakref
+from stretto.plugin import _capi
+
+libc, holding = ctypes.CDLL(None), ctypes.PyDLL(None)  # the second one keeps the GIL
+start = ctypes.c_void_p(_capi.deleter())  # void (*)(void*), as good as a thread's function
+
+def step():
+    libc.getpid()  # the main thread does what was left to it once it has had the GIL anew
+    for _ in range(100):
+        pass
+
+def thread_for(handle):
+    thread = ctypes.c_ulong()
+    assert libc.pthread_create(ctypes.byref(thread), None, start, ctypes.c_void_p(handle)) == 0
+    return thread
+
+kept = _capi.Bytes(b"x")
+gone, pointer = weakref.ref(kept), _capi.give(kept)
+del kept
+until = (ctypes.c_long * 2)(int(time.time()) + 20, 0)
+assert holding.pthread_timedjoin_np(thread_for(pointer), None, until) == 0, "it waits for the GIL"
+step()
+assert gone() is None
+
+several = [_capi.Bytes(b"y") for _ in range(200)]  # more than Python queues
+references = [weakref.ref(one) for one in several]
+threads = [thread_for(_capi.give(one)) for one in several]
+del several
+for thread in threads:
+    assert libc.pthread_join(thread, None) == 0
+step()
+assert not any(reference() for reference in references)
+"""
+    check(run_python(code))
+
+
 def test_an_exception_on_its_way_survives_destructors() -> None:
     """jaxlib calls into the plugin while it unwinds; the table must leave the exception alone."""
     code = """

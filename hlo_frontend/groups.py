@@ -232,14 +232,6 @@ def _mesh_groups(instruction: Instruction, spelled: Any) -> list[Group]:
     return [tuple(group) for group in ids.reshape(-1, size).tolist()]
 
 
-def check_uniform(instruction: Instruction, groups: Sequence[Group]) -> int:
-    """The common size of the groups, for ops whose shapes depend on it."""
-    sizes = {len(group) for group in groups}
-    if len(sizes) != 1:
-        raise instruction.invalid(f"its replica groups differ in size: {sorted(sizes)}")
-    return sizes.pop()
-
-
 def parse_pairs(instruction: Instruction, text: str) -> list[tuple[int, int]]:
     """Pairs spelled ``{{0,1},{1,2}}``, as in frontend attributes."""
     stripped = "".join(text.split())

@@ -15,7 +15,7 @@ def write_declarations() -> None:
     """Write the generated declarations, leaving the files alone where nothing changed."""
     abi = runpy.run_path(str(PLUGIN / "abi.py"))
     codegen = runpy.run_path(str(PLUGIN / "abi_codegen.py"))
-    tables = (abi["layouts"](), abi["UNIONS"], abi["FUNCTIONS"])
+    tables = (abi["layouts"](), abi["UNIONS"], abi["FUNCTIONS"], abi["EXTENSIONS"])
     for name, make in (
         ("_pjrt_abi.h", codegen["c_header"]),
         ("_pjrt_abi.pxi", codegen["cython_declarations"]),

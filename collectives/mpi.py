@@ -42,8 +42,10 @@ _SMALL_GATHER = 1 << 16
 _FEW = 16
 # Bytes of one part reduced at a time, so that what was received is still in the cache.
 _BLOCK = 1 << 20
-# Tags at the upper end belong to permutes, one for each stream.
+# Tags at the upper end, counted from there: of permutes, one for each stream, and of letters.
 _PERMUTE_TAGS = 1024
+LETTER_TAGS = (_PERMUTE_TAGS, _PERMUTE_TAGS + 1)
+_RESERVED_TAGS = _PERMUTE_TAGS + len(LETTER_TAGS)
 
 _MPI_TYPES: dict[str, MPI.Datatype] = {
     "pred": MPI.UINT8_T,
@@ -93,6 +95,11 @@ def native(dtype: str, reduction: Reduction) -> tuple[MPI.Datatype, MPI.Op] | No
     table = _PRED if dtype == "pred" else _INTEGER if dtype[0] in "su" else _INEXACT
     op = table.get(reduction)
     return None if op is None else (_MPI_TYPES[dtype], op)
+
+
+def tag_bound(comm: MPI.Intracomm) -> int:
+    """The largest tag that may be used."""
+    return comm.Get_attr(MPI.TAG_UB) or 32767
 
 
 def swap(
@@ -376,7 +383,7 @@ class MpiWorld:
 
     @cached_property
     def _tag_bound(self) -> int:
-        return self.comm.Get_attr(MPI.TAG_UB) or 32767
+        return tag_bound(self.comm)
 
     @cached_property
     def permute_tag(self) -> int:
@@ -386,7 +393,7 @@ class MpiWorld:
     def message_tag(self, channel: int, source: int, target: int, devices: int) -> int:
         """The tag of a send from ``source`` to ``target``, which number the devices of their processes."""
         number = (channel * devices + source) * devices + target
-        return number % (self._tag_bound + 1 - _PERMUTE_TAGS)
+        return number % (self._tag_bound + 1 - _RESERVED_TAGS)
 
     def swap(
         self, sends: Sequence[tuple[np.ndarray, int]], receives: Sequence[tuple[np.ndarray, int]]

@@ -131,7 +131,7 @@ cdef void* error_get_code(void* a) noexcept nogil:
 
 
 cdef list handlers = []
-cdef tuple names = _abi.FUNCTIONS
+cdef tuple names = _abi.ALL_FUNCTIONS
 
 
 cdef void* dispatch(int number, void* args) noexcept nogil:
@@ -261,6 +261,7 @@ api.pjrt_api_version.struct_size = sizeof(api.pjrt_api_version)
 api.pjrt_api_version.major_version = _abi.MAJOR
 api.pjrt_api_version.minor_version = _abi.MINOR
 fill(&api)
+fill_extensions(&api)
 api.PJRT_Error_Destroy = error_destroy
 api.PJRT_Error_Message = error_message
 api.PJRT_Error_GetCode = error_get_code
@@ -314,7 +315,7 @@ exported_table = &api
 
 
 def install(list functions not None, describe_exception, value_of_array, tell_event_later):
-    """Set the handlers, in the order of ``abi.FUNCTIONS``, and what the C face asks of Python.
+    """Set the handlers, in the order of ``abi.ALL_FUNCTIONS``, and what the C face asks of Python.
 
     A handler takes the address of its arguments; None stands for a function that is not implemented.
     ``describe_exception(exception)`` gives a status code and a message as bytes;

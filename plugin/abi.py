@@ -6,9 +6,11 @@ types of that name, or the name of another struct or union, held in place. The s
 with ``size struct_size, ptr extension_start``; those in `PLAIN` hold just what is listed. A union
 of C is a named union here; it has the same layout.
 
-`FUNCTIONS` are the entries of ``PJRT_Api`` in their order, after its own head and version. From these
+`FUNCTIONS` are the entries of ``PJRT_Api`` in their order, after its own head and version; `EXTENSIONS`
+are further tables of functions, which jaxlib finds by their type in a chain that begins there. From these
 tables come the ctypes classes (`structs`) and the declarations that the extension module is compiled
-with (`abi_codegen`). Source: ``xla/pjrt/c/pjrt_c_api.h``.
+with (`abi_codegen`). Source: ``xla/pjrt/c/pjrt_c_api.h``, for the structs of extensions the headers in
+``xla/pjrt/extensions``.
 
 jaxlib adapts to what a plugin announces. 0.90 is announced, because from about 0.105 on jaxlib expects
 errors, memories and others to begin with a table of functions.
@@ -355,6 +357,32 @@ STRUCTS: dict[str, str] = {
     ),
 }
 
+# Arguments of the functions of `EXTENSIONS`, which begin like those in `STRUCTS`.
+EXTENSION_STRUCTS: dict[str, str] = {
+    # pjrt_c_api_cross_host_transfers_extension.h, version 5. Device ids are 32 bits wide, keys 64.
+    "PJRT_Transfers_PJRT_Client_CrossHostSendBuffers_Args": (
+        "ptr client, size num_buffers, ptr buffers, ptr dst_global_device_ids, ptr transfer_keys, "
+        "ptr send_events"
+    ),
+    "PJRT_Transfers_PJRT_Client_CrossHostReceiveBuffers_Args": (
+        "ptr client, size num_shapes, ptr shape_num_dims, ptr num_dims, ptr element_types, ptr layouts, "
+        "ptr device, ptr src_global_device_ids, ptr transfer_keys, ptr buffers"
+    ),
+}
+
+# Type (PJRT_Extension_Type) and functions of each table.
+EXTENSIONS: dict[str, tuple[int, tuple[str, ...]]] = {
+    "PJRT_CrossHostTransfers_Extension": (
+        12,
+        (
+            "PJRT_Transfers_PJRT_Client_MakeCrossHostReceiveBuffers",
+            "PJRT_Transfers_PJRT_Buffer_CopyToRemoteDevice",
+            "PJRT_Transfers_PJRT_Client_CrossHostReceiveBuffers",
+            "PJRT_Transfers_PJRT_Client_CrossHostSendBuffers",
+        ),
+    ),
+}
+
 FUNCTIONS: tuple[str, ...] = (
     "PJRT_Error_Destroy",
     "PJRT_Error_Message",
@@ -500,6 +528,12 @@ UNAUTHENTICATED
 BUFFER_TYPES: dict[str, int] = {name: code for code, name in enumerate(_TYPES.split())}
 ERROR_CODES: dict[str, int] = {name: code for code, name in enumerate(_CODES.split())}
 
+# All functions, of extensions too: a function's place is its number.
+ALL_FUNCTIONS: tuple[str, ...] = (
+    *FUNCTIONS,
+    *(name for _, functions in EXTENSIONS.values() for name in functions),
+)
+
 # PJRT_NamedValue_Type
 STRING, INT64, INT64_LIST, FLOAT, BOOL = range(5)
 
@@ -519,7 +553,7 @@ def layouts() -> dict[str, list[tuple[str, str]]]:
     """Fields of every union and struct, in an order in which what is held in place comes first."""
     unions = {name: fields(line) for name, line in UNIONS.items()}
     rest = {name: fields(line) for name, line in PLAIN.items()} | {
-        name: fields(f"{HEAD}, {line}") for name, line in STRUCTS.items()
+        name: fields(f"{HEAD}, {line}") for name, line in (STRUCTS | EXTENSION_STRUCTS).items()
     }
     ordered: dict[str, list[tuple[str, str]]] = {}
 

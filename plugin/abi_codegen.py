@@ -26,10 +26,16 @@ _C = {
 }
 
 Layouts = Mapping[str, Sequence[tuple[str, str]]]
+Extensions = Mapping[str, tuple[int, Sequence[str]]]
 
 
-def c_header(layouts: Layouts, unions: Mapping[str, str], functions: Sequence[str]) -> str:
-    """``_pjrt_abi.h``: the structs and ``PJRT_Api``."""
+def c_header(
+    layouts: Layouts,
+    unions: Mapping[str, str],
+    functions: Sequence[str],
+    extensions: Extensions,
+) -> str:
+    """``_pjrt_abi.h``: the structs, ``PJRT_Api`` and the extensions."""
     lines = [
         "#pragma once",
         "#include <stdbool.h>",
@@ -45,13 +51,19 @@ def c_header(layouts: Layouts, unions: Mapping[str, str], functions: Sequence[st
         "typedef struct PJRT_Api {\n  size_t struct_size;\n  void* extension_start;\n"
         f"  PJRT_Api_Version pjrt_api_version;\n{entries}\n}} PJRT_Api;"
     )
+    for name, (_, members) in extensions.items():
+        body = " ".join(f"void* (*{member})(void*);" for member in members)
+        lines.append(f"typedef struct {name} {{ PJRT_Extension_Base base; {body} }} {name};")
     return "\n".join(lines) + "\n"
 
 
 def cython_declarations(
-    layouts: Layouts, unions: Mapping[str, str], functions: Sequence[str]
+    layouts: Layouts,
+    unions: Mapping[str, str],
+    functions: Sequence[str],
+    extensions: Extensions,
 ) -> str:
-    """``_pjrt_abi.pxi``: declarations of the structs, an entry for each function, and the table's filling.
+    """``_pjrt_abi.pxi``: declarations of the structs, an entry for each function, and the tables' filling.
 
     Each entry hands its number and its arguments to ``dispatch``, which the including module defines.
     """
@@ -67,9 +79,23 @@ def cython_declarations(
     lines.append("        void* extension_start")
     lines.append("        PJRT_Api_Version pjrt_api_version")
     lines.extend(f"        void* (*{name})(void*) noexcept nogil" for name in functions)
-    for number, name in enumerate(functions):
+    for extension, (_, members) in extensions.items():
+        lines.append(f"    ctypedef struct {extension}:")
+        lines.append("        PJRT_Extension_Base base")
+        lines.extend(f"        void* (*{name})(void*) noexcept nogil" for name in members)
+    everything = [*functions, *(name for _, members in extensions.values() for name in members)]
+    for number, name in enumerate(everything):
         lines.append(f"cdef void* entry_{name}(void* args) noexcept nogil:")
         lines.append(f"    return dispatch({number}, args)")
     lines.append("cdef void fill(PJRT_Api* api) noexcept nogil:")
     lines.extend(f"    api.{name} = entry_{name}" for name in functions)
+    lines.extend(f"cdef {extension} table_{extension}" for extension in extensions)
+    lines.append("cdef void fill_extensions(PJRT_Api* api) noexcept nogil:")
+    for extension, (type, members) in extensions.items():
+        table = f"table_{extension}"
+        lines.append(f"    {table}.base.struct_size = sizeof({extension})")
+        lines.append(f"    {table}.base.type = {type}")
+        lines.append(f"    {table}.base.next = api.extension_start")
+        lines.append(f"    api.extension_start = &{table}")
+        lines.extend(f"    {table}.{name} = entry_{name}" for name in members)
     return "\n".join(lines) + "\n"

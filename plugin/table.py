@@ -18,7 +18,7 @@ _handlers: dict[str, Callable[[int], None]] = {}
 
 def entry(name: str, struct: str = "") -> Callable[[Handler], Handler]:
     """Register a handler. ``struct`` names the arguments where it is not ``<name>_Args``."""
-    if name not in abi.FUNCTIONS:
+    if name not in abi.ALL_FUNCTIONS:
         raise ValueError(f"{name} is not in the table of the PJRT C API")
     from_address = STRUCTS[struct or f"{name}_Args"].from_address
 
@@ -33,4 +33,4 @@ def entry(name: str, struct: str = "") -> Callable[[Handler], Handler]:
 
 def handlers() -> list[Callable[[int], None] | None]:
     """The handlers in the order of the table, None where there is none."""
-    return [_handlers.get(name) for name in abi.FUNCTIONS]
+    return [_handlers.get(name) for name in abi.ALL_FUNCTIONS]

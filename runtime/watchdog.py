@@ -115,7 +115,9 @@ def _doing(rank: int, states: Mapping[int, State | None]) -> str:
         return "has left the job"
     said = []
     for stream in state.streams:
-        where = f" on stream {stream.stream}" if len(state.streams) > 1 else ""
+        # Streams with negative numbers are the ways of transfers, whose names say which.
+        named = len(state.streams) > 1 and stream.stream >= 0
+        where = f" on stream {stream.stream}" if named else ""
         if stream.current:
             said.append(f"in {describe(stream.current)}{where} for {stream.current.age:.1f} s")
         elif stream.last is None:

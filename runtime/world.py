@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import platform
 import socket
+import threading
 from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
@@ -25,10 +26,13 @@ from .options import Options
 from .progress import Progress
 from .rendezvous import Rendezvous, call_roll
 from .run_log import RunLogs
+from .transfers import Transfers
 from .watchdog import Peer
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+
+    from stretto.collectives.letters import Letters
 
 
 class World:
@@ -62,6 +66,8 @@ class World:
         self.clock_offset = 0.0
         self._progress: list[Progress] = []
         self._control: Control | None = None
+        self._transfers: Transfers | None = None
+        self._lock = threading.Lock()
         if comm is not None:
             self._control = connect(
                 comm,
@@ -115,12 +121,29 @@ class World:
         """These ranks, to agree on what they run. All of them call this, and wait for each other."""
         return MpiAssembly(self.comm, processes)
 
+    @property
+    def transfers(self) -> Transfers:
+        """What sends arrays to other ranks, and receives them, outside of programs; made once."""
+        with self._lock:
+            if self._transfers is None:
+                self._transfers = Transfers(self, self._letters)
+            return self._transfers
+
+    def _letters(self) -> Letters:
+        from stretto.collectives.letters import MpiLetters
+
+        if self.comm is None:
+            raise WorldError("this process is alone: there is nobody to send arrays to")
+        return MpiLetters(self.comm)
+
     def leave(self) -> None:
         """Leave the job, when the process ends: waits for the other ranks, then ends MPI.
 
         If the job has failed, does not return: the process ends with exit code 1.
         """
         if self._control is not None:
+            if self._transfers is not None:
+                self._transfers.drain()
             if self.error is None:
                 self._control.goodbye()
             if self.error is not None:
@@ -133,7 +156,7 @@ class World:
         """In a forked child: the job is the parent's."""
         if self._control is not None:
             self._control.close_inherited()
-            self._control = None
+            self._control = self._transfers = None
 
 
 _world: World | None = None

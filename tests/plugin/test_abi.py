@@ -56,7 +56,7 @@ def _c_field(struct: str, kind: str, field: str) -> str:
 def test_layouts(header: Path, tmp_path: Path) -> None:
     expected, lines = [], []
     for name, fields in abi.layouts().items():
-        if name in abi.UNIONS:
+        if name in abi.UNIONS or name in abi.EXTENSION_STRUCTS:  # in headers that the wheel lacks
             continue
         struct = STRUCTS[name]
         lines.append(f'printf("{name} %zu\\n", sizeof(struct {name}));')
@@ -114,7 +114,7 @@ def test_codes(header: Path, tmp_path: Path) -> None:
 
 def test_generated_header_has_the_layout_of_the_ctypes_classes(tmp_path: Path) -> None:
     """What Cython compiles with, and what the handlers read, lie in the same places."""
-    text = abi_codegen.c_header(abi.layouts(), abi.UNIONS, abi.FUNCTIONS)
+    text = abi_codegen.c_header(abi.layouts(), abi.UNIONS, abi.FUNCTIONS, abi.EXTENSIONS)
     expected, lines = [], []
     for name, fields in abi.layouts().items():
         lines.append(f'printf("%zu\\n", sizeof({name}));')

@@ -55,10 +55,28 @@ def test_every_slot_is_filled() -> None:
     assert size == _HEAD + len(abi.FUNCTIONS) * ctypes.sizeof(ctypes.c_void_p)
 
 
+def test_the_chain_of_extensions() -> None:
+    base = STRUCTS["PJRT_Extension_Base"]
+    pointer = ctypes.sizeof(ctypes.c_void_p)
+    found = {}
+    address = ctypes.c_void_p.from_address(_capi.table_address() + pointer).value
+    while address:
+        extension = base.from_address(address)
+        count = (extension.struct_size - ctypes.sizeof(base)) // pointer
+        first = address + ctypes.sizeof(base)
+        found[extension.type] = [*(ctypes.c_void_p * count).from_address(first)]
+        address = extension.next
+    expected = {type: len(functions) for type, functions in abi.EXTENSIONS.values()}
+    assert {type: len(functions) for type, functions in found.items()} == expected
+    addresses = [function for functions in found.values() for function in functions]
+    assert all(addresses)
+    assert len(set(addresses)) == len(addresses)
+
+
 def test_what_is_not_implemented_says_its_name() -> None:
     missing = [
         name
-        for name, handler in zip(abi.FUNCTIONS, table.handlers(), strict=True)
+        for name, handler in zip(abi.ALL_FUNCTIONS, table.handlers(), strict=True)
         if handler is None and name.startswith("PJRT_CopyToDeviceStream")
     ]
     assert len(missing) == 5

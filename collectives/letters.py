@@ -1,0 +1,71 @@
+"""Letters: messages between processes that their receiver has not announced.
+
+A letter is a few bytes, its head, which says all there is to know, and after it any number of contents, each
+an array. Letters of one process to another arrive in the order in which they were sent, contents likewise.
+One thread of each process calls everything here; nothing blocks.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+from mpi4py import MPI
+
+from .memory import as_bytes
+from .mpi import LETTER_TAGS, tag_bound
+
+
+class Delivery(Protocol):
+    """A message under way."""
+
+    def Test(self) -> bool:
+        """Whether it is through: then its memory is the caller's again. Not to be called after that."""
+        ...
+
+
+class Letters(Protocol):
+    """One process's end of the post."""
+
+    def post(self, process: int, head: bytes) -> Delivery:
+        """Send a letter."""
+        ...
+
+    def post_content(self, process: int, content: np.ndarray) -> Delivery:
+        """Send a content of the letter before; nobody may write to the array until it is through."""
+        ...
+
+    def take(self) -> tuple[int, bytes] | None:
+        """The next letter that has arrived: who sent it, and its head."""
+        ...
+
+    def take_content(self, process: int, into: np.ndarray) -> Delivery:
+        """Receive the next content from a process into an array of its size."""
+        ...
+
+
+class MpiLetters:
+    """The post over MPI. ``comm`` belongs to stretto; two of its tags are used."""
+
+    def __init__(self, comm: MPI.Intracomm) -> None:
+        self._comm = comm
+        self._head_tag, self._content_tag = (tag_bound(comm) - tag for tag in LETTER_TAGS)
+
+    def post(self, process: int, head: bytes) -> MPI.Request:
+        return self._comm.Isend([head, MPI.BYTE], process, self._head_tag)
+
+    def post_content(self, process: int, content: np.ndarray) -> MPI.Request:
+        return self._comm.Isend([as_bytes(content), MPI.BYTE], process, self._content_tag)
+
+    def take(self) -> tuple[int, bytes] | None:
+        status = MPI.Status()
+        # A matched probe: nothing else can receive what it has found.
+        message = self._comm.Improbe(MPI.ANY_SOURCE, self._head_tag, status)
+        if message is None:
+            return None
+        head = bytearray(status.Get_count(MPI.BYTE))
+        message.Recv([head, MPI.BYTE])
+        return status.Get_source(), bytes(head)
+
+    def take_content(self, process: int, into: np.ndarray) -> MPI.Request:
+        return self._comm.Irecv([as_bytes(into), MPI.BYTE], process, self._content_tag)

@@ -168,7 +168,7 @@ class _Emitter:
             if isinstance(step, SegmentPlan):
                 self.segment(index, step)
             elif isinstance(step, AwaitStep):
-                self.await_(step.node.results)
+                self.await_(self.arriving.get(self.crossing.get(step.node, -1), step.node.results))
             else:
                 _EMIT[step.node.kind](self, index, step)
         return self.finish(parameters)
@@ -287,7 +287,9 @@ class _Emitter:
             self.wait(event)
         inputs = tuple(self.slots[v] for v in step.inputs)
         outputs = tuple(self.define(v, owned=False) for v in node.results)
-        stream = 1 + list(self.crossing).index(node) % STREAMS
+        stream = 0
+        if node.apart:
+            stream = 1 + [n for n in self.crossing if n.apart].index(node) % STREAMS
         self.state.starts.append(node)
         self.out.append(Start(len(self.state.starts) - 1, inputs, outputs, event, stream))
         self.held.update(step.inputs)

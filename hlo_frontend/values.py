@@ -91,8 +91,8 @@ class Node:
     the instruction's called computations where a call was inlined around it. ``unread``: where nobody
     reads it; ``part`` and ``valid``: the part of its level that it runs in, and in which iterations that
     runs on each device, as in `Run.valid` (`passes.unread`). ``phase``: of a loop's body that is
-    pipelined, and ``carried``: of a permute that is awaited in the next iteration, (result, carry) pairs
-    (`passes.rotate`).
+    pipelined, and ``carried``: of a collective that is awaited in the next iteration, (result, carry) pairs;
+    ``apart``: on a stream of its own (`passes.rotate`, `overlap.rounds`).
     """
 
     kind: NodeKind
@@ -111,6 +111,7 @@ class Node:
     valid: tuple[tuple[int, ...], ...] = ()
     phase: int = 0
     carried: tuple[tuple[int, int], ...] = ()
+    apart: bool = False
 
     @property
     def is_runtime(self) -> bool:

@@ -13,7 +13,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from stretto.runtime.program import Branch, Program, Run, Start, Wait
+from stretto.runtime.program import (
+    Block,
+    Branch,
+    Carried,
+    Copy,
+    Free,
+    LogicalId,
+    Loop,
+    Program,
+    Run,
+    Start,
+    Wait,
+)
 
 
 class ReplayError(AssertionError):
@@ -92,46 +104,117 @@ def check_common_order(ranks: Sequence[Sequence[Mapping[str, Any]]]) -> None:
 
 
 def replay_program(program: Program, seconds: Callable[[Run | Start], float]) -> Replayed:
-    """Walk a program's outermost block on a virtual clock: what its runs and collectives take is given.
+    """Walk a program on a virtual clock: what its runs and collectives take is given.
 
     Runs follow each other; a collective begins when its stream is free and everything run before its start
-    is done. Memory is that of the registers, from the instruction that writes one to the one that frees it.
-    Raises `ReplayError` where a value is read before it is there, or freed while a collective reads it.
-    ``exposed_by`` is by position of the wait. Loops and branches take no time.
+    is done. Loops of known length run so often, other loops and branches take no time. Memory is that of the
+    registers, from the instruction that writes one to the one that frees it; carries are handed on. Raises
+    `ReplayError` where a value is read before it is there, freed while a collective reads it, or where a
+    collective is started again before it is awaited. ``exposed_by`` is by position of the wait in the
+    outermost block, in which a loop counts at its own.
     """
-    sizes = [t.nbytes for t in program.slot_types]
-    there = set(program.body.parameters)
-    clock = compute = 0.0
-    free = [0.0] * program.num_streams
-    ends: dict[int, tuple[float, Start]] = {}
-    exposed: dict[int, float] = {}
-    live = peak = sum(sizes[slot] for slot in there)
-    for position, i in enumerate(program.body.instructions):
-        reads: tuple[int, ...] = getattr(i, "slots", ()) or getattr(i, "inputs", ())
-        writes: tuple[int, ...] = getattr(i, "outputs", ())
-        gone: tuple[int, ...] = getattr(i, "slots", ()) or getattr(i, "donated", ())
-        if not isinstance(i, Branch) and not there.issuperset(reads):
-            raise ReplayError(f"instruction {position} reads {set(reads) - there}, not there yet")
-        reading = {slot for _, start in ends.values() for slot in start.inputs}
-        if reading.intersection(gone):
-            raise ReplayError(f"instruction {position} ends what a collective in flight reads")
-        if isinstance(i, Run):
-            taken = seconds(i)
-            clock, compute = clock + taken, compute + taken
-        elif isinstance(i, Start):
-            begin = max(clock, free[i.stream])
-            free[i.stream] = begin + seconds(i)
-            ends[i.event] = free[i.stream], i
-            live += sum(sizes[slot] for slot in writes)
-            writes = ()
-        elif isinstance(i, Wait):
-            end, start = ends.pop(i.event)
-            exposed[position] = max(0.0, end - clock)
-            clock = max(clock, end)
-            there.update(start.outputs)
-        live += sum(sizes[slot] for slot in writes)
-        there.update(writes)
-        peak = max(peak, live)
-        live -= sum(sizes[slot] for slot in gone)
-        there.difference_update(gone)
-    return Replayed(clock, compute, sum(exposed.values()), exposed, peak)
+    walk = _Walk(program, seconds)
+    walk.own = {slot: walk.sizes[slot] for slot in program.body.parameters}
+    walk.live = walk.peak = sum(walk.own.values())
+    walk.block(program.body, set(program.body.parameters))
+    return Replayed(walk.clock, walk.compute, sum(walk.exposed.values()), walk.exposed, walk.peak)
+
+
+class _Walk:
+    """A walk under way. ``own``: bytes of each register whose memory is nobody else's."""
+
+    def __init__(self, program: Program, seconds: Callable[[Run | Start], float]) -> None:
+        self.seconds = seconds
+        self.sizes = [t.nbytes for t in program.slot_types]
+        self.clock = self.compute = 0.0
+        self.free = [0.0] * program.num_streams
+        self.ends: dict[int, tuple[float, Start]] = {}
+        self.exposed: dict[int, float] = {}
+        self.own: dict[int, int] = {}
+        self.live = self.peak = 0
+        self.arriving: dict[int, tuple[Carried, Block]] = {}
+
+    def block(self, block: Block, there: set[int], within: int | None = None) -> None:
+        for index, i in enumerate(block.instructions):
+            position = index if within is None else within
+            reads: tuple[int, ...] = getattr(i, "slots", ()) or getattr(i, "inputs", ())
+            outputs: tuple[int, ...] = getattr(i, "outputs", ())
+            if isinstance(i, Copy | LogicalId):
+                outputs, reads = (i.output,), (i.input,) if isinstance(i, Copy) else ()
+            gone: tuple[int, ...] = getattr(i, "slots", ()) or getattr(i, "donated", ())
+            if not isinstance(i, Branch) and not there.issuperset(reads):
+                raise ReplayError(f"{i} reads {set(reads).difference(there)}, not there yet")
+            reading = {slot for _, start in self.ends.values() for slot in start.inputs}
+            donated = set() if isinstance(i, Free) and within is not None else set(gone)
+            if reading.intersection(donated):
+                raise ReplayError(f"{i} ends what a collective in flight reads")
+            if isinstance(i, Loop) and i.trip_count is not None:
+                self.loop(i, there, position)
+                continue
+            if isinstance(i, Run):
+                taken = self.seconds(i)
+                self.clock, self.compute = self.clock + taken, self.compute + taken
+            elif isinstance(i, Start):
+                self.start(i)
+            elif isinstance(i, Wait):
+                there.update(self.wait(i.event, position))
+            if not isinstance(i, Start):
+                self.write(outputs)
+                there.update(outputs)
+            self.peak = max(self.peak, self.live)
+            self.drop(gone)
+            there.difference_update(gone)
+
+    def write(self, slots: Sequence[int]) -> None:
+        for slot in slots:
+            self.own[slot] = self.sizes[slot]
+            self.live += self.sizes[slot]
+
+    def drop(self, slots: Sequence[int]) -> None:
+        for slot in slots:
+            self.live -= self.own.pop(slot, 0)
+
+    def start(self, start: Start) -> None:
+        if start.event in self.ends:
+            raise ReplayError(f"{start} is started again before it is awaited")
+        begin = max(self.clock, self.free[start.stream])
+        self.free[start.stream] = begin + self.seconds(start)
+        self.ends[start.event] = self.free[start.stream], start
+        self.write(start.outputs)
+
+    def wait(self, event: int, position: int) -> Sequence[int]:
+        """Wait, if there is something to wait for; the registers that are there now."""
+        carried, loop_body = self.arriving.get(event, (None, None))
+        if event in self.ends:
+            end, start = self.ends.pop(event)
+            self.exposed[position] = self.exposed.get(position, 0.0) + max(0.0, end - self.clock)
+            self.clock = max(self.clock, end)
+            if carried is None:
+                return start.outputs
+        elif carried is None:
+            raise ReplayError(f"event {event} is awaited, but not in flight")
+        assert carried is not None and loop_body is not None
+        return [loop_body.parameters[k] for _, k in carried.carries]
+
+    def loop(self, loop: Loop, there: set[int], position: int) -> None:
+        body = loop.body
+        self.arriving |= {carried.event: (carried, body) for carried in loop.carried}
+        under_way = {body.parameters[k] for carried in loop.carried for _, k in carried.carries}
+        given = loop.inputs
+        taken = set(loop.donated)
+        for _ in range(loop.trip_count or 0):
+            self.hand_on(given, body.parameters, taken)
+            self.block(body, there.union(body.parameters) - under_way, position)
+            given, taken = body.results, set(body.results)
+        for carried in loop.carried:
+            if carried.event in self.ends:
+                self.wait(carried.event, position)
+        self.hand_on(given, loop.outputs, taken)
+        there.difference_update(loop.donated)
+        there.update(loop.outputs)
+
+    def hand_on(self, given: Sequence[int], to: Sequence[int], taken: set[int]) -> None:
+        """What is in some registers is in others; the memory of those ``taken`` goes with it."""
+        moved = {slot: self.own.pop(slot, 0) for slot in given if slot in taken}
+        for source, target in zip(given, to, strict=True):
+            self.own[target] = moved.pop(source, 0)

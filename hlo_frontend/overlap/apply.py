@@ -16,7 +16,7 @@ Invariant: decisions follow from the program's text and the table alone, the sam
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from stretto.collectives.ops import Kind
 
@@ -31,6 +31,8 @@ from .model import Graph
 from .place import place
 from .replay import Phase, Step, Timeline, replay, unscheduled
 from .schedule import Schedule, schedule
+from .skew import substitute
+from .staged import Judge, LoopReport, stage
 from .tidy import tidy
 from .uncombine import uncombine
 
@@ -67,6 +69,7 @@ class Planned:
     steps: list[Step] | None = field(default=None, repr=False)
     timeline: Timeline | None = field(default=None, repr=False)
     inner: dict[Node, tuple[Planned, ...]] = field(default_factory=dict, repr=False)
+    loops: list[LoopReport] = field(default_factory=list)
 
     @property
     def changed(self) -> bool:
@@ -138,6 +141,9 @@ def _plan(
         for node in block.nodes
         if node.blocks
     }
+    reports: list[LoopReport] = []
+    for node in [node for node in inner if node.kind is NodeKind.LOOP]:
+        reports += _stage(block, node, policy, inner)
     seconds = {node: _control_flow_seconds(node, plans) for node, plans in inner.items()}
     collectives = [node.collective for node in block.nodes if node.collective is not None]
     communication = sum(costs.collective(c).seconds for c in collectives)
@@ -150,14 +156,16 @@ def _plan(
         compute = 0.0
         if inside:
             compute = _compute_seconds(block, costs, lambda node: seconds[node])
-        return Planned(compute + communication, compute + communication, inner=inner)
+        took = compute + communication
+        return Planned(took, took, inner=inner, loops=reports)
     graph = build(block, costs, donated, lambda node: seconds[node], loops=False)
     launch = costs.compute.launch_s
     steps = unpassed(ordered(block), graph)
     without = replay(graph, steps, launch)
     compute_seconds = graph.compute_seconds
     bound = max([compute_seconds, *graph.stream_seconds()])
-    kept = Planned(without.seconds, without.seconds, graph, timeline=without, inner=inner)
+    took = without.seconds
+    kept = Planned(took, took, graph, timeline=without, inner=inner, loops=reports)
     if bound >= without.seconds * (1.0 - policy.least_gain):
         return kept
     limit = policy.memory_factor * replay(graph, unscheduled(graph), launch).peak_bytes
@@ -176,7 +184,47 @@ def _plan(
         if undo is not None:
             undo()
         return kept
-    return Planned(best.timeline.seconds, without.seconds, graph, best.steps, best.timeline, inner)
+    return Planned(best.timeline.seconds, took, graph, best.steps, best.timeline, inner, reports)
+
+
+def _stage(
+    block: BlockGraph, loop: Node, policy: OverlapPolicy, inner: dict[Node, tuple[Planned, ...]]
+) -> list[LoopReport]:
+    """Put a staged loop in the place of one in the block, if that pays. ``inner`` is kept up to date."""
+    body = inner[loop][1]
+    judge = Judge(
+        policy.costs,
+        body.seconds,
+        lambda node: _control_flow_seconds(node, body.inner[node]),
+        policy.least_gain,
+        policy.memory_factor,
+        policy.budget,
+    )
+    found = stage(loop, judge)
+    if isinstance(found, LoopReport):
+        return [found] if found.why else []
+    timeline = found.schedule.timeline
+    if found.new is None:
+        planned = replace(
+            body,
+            seconds=timeline.seconds,
+            graph=found.graph,
+            steps=found.schedule.steps,
+            timeline=timeline,
+        )
+        inner[loop] = (inner[loop][0], planned)
+        return [found.report]
+    kernel = found.new.loop.blocks[1]
+    copied = {c: body.inner[node] for node, copies in found.new.copies.items() for c in copies}
+    inside = {node: plans for node, plans in copied.items() if node in kernel.nodes}
+    substitute(block, loop, found.new)
+    del inner[loop]
+    inner |= {node: plans for node, plans in copied.items() if node not in inside}
+    planned = Planned(
+        timeline.seconds, body.seconds, found.graph, found.schedule.steps, timeline, inside
+    )
+    inner[found.new.loop] = (Planned(0.0, 0.0), planned)
+    return [found.report]
 
 
 def _control_flow_seconds(node: Node, plans: Sequence[Planned]) -> float:

@@ -123,6 +123,8 @@ def _key(task: Task) -> object:
     collective = task.collective
     if collective is None or collective.kind not in MERGED_KINDS or not task.latency_s:
         return None
+    if task.crosses or task.arrives:
+        return None
     if collective.kind is not Kind.ALL_GATHER and collective.reduction is None:
         return None
     dtypes = {operand.dtype for operand in collective.operands}

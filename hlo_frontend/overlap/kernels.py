@@ -230,6 +230,10 @@ def _price(graph: Graph, costs: CostTable, opaque: Callable[[Node], float]) -> N
             task.seconds = charge.seconds
             task.moved_bytes = charge.wire_bytes
             task.latency_s = charge.link.latency_s if charge.link else 0.0
+            task.crosses = bool(node.carried) and not task.ops[0].arrives
+            if task.ops[0].arrives:
+                task.arrives, task.seconds, task.moved_bytes = True, 0.0, 0.0
+                task.extra_bytes = sum(t.nbytes for t in collective.operands)
         elif node.is_runtime:
             task.seconds = opaque(node)
         else:

@@ -37,11 +37,13 @@ def lay_out(
     given_up = set(donated)
     env: dict[Value, Ref] = {}
     initial: list[Buffer] = []
+    arriving = {block.parameters[k]: node for node in block.nodes for _, k in node.carried}
     for position, parameter in enumerate(block.parameters):
         assert parameter.type is not None
         buffer = Buffer(parameter.type.nbytes, None, position not in given_up)
         initial.append(buffer)
-        env[parameter] = Ref((), buffer, buffer.nbytes)
+        before = (layout.arrival(arriving[parameter]),) if parameter in arriving else ()
+        env[parameter] = Ref(before, buffer, buffer.nbytes)
     for ref in layout.lay_out(block, env, ()):
         ref.buffer.kept = True
     return layout.ops, initial
@@ -55,7 +57,15 @@ class _Layout:
         self.ops: list[Op] = []
         self.fence: Op | None = None
         self.since_fence: list[Op] = []
+        self.arrivals: dict[Node, Op] = {}
         self._materialized: dict[int, set[Node]] = {}
+
+    def arrival(self, node: Node) -> Op:
+        """The op that stands for a collective of the iteration before."""
+        if node not in self.arrivals:
+            self.arrivals[node] = Op(len(self.ops), node, (), arrives=True)
+            self.ops.append(self.arrivals[node])
+        return self.arrivals[node]
 
     def lay_out(
         self,
@@ -104,6 +114,8 @@ class _Layout:
             order = (*order, *self.since_fence)
         if self.fence is not None:
             order = (*order, self.fence)
+        if node in self.arrivals:
+            order = (*order, self.arrivals[node])  # nothing is started anew before it was awaited
         op = Op(
             len(self.ops),
             node,

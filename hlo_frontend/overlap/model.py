@@ -41,7 +41,10 @@ class Ref:
 
 @dataclass(eq=False, slots=True)
 class Op:
-    """A node in one place: the iterations of the loops around it are in ``iteration``."""
+    """A node in one place: the iterations of the loops around it are in ``iteration``.
+
+    ``arrives``: what the iteration before has started of a collective that crosses (see `Task`).
+    """
 
     index: int
     node: Node
@@ -54,6 +57,7 @@ class Op:
     renames: tuple[Op, ...] = ()
     escapes: bool = False
     task: int = -1
+    arrives: bool = False
 
     @property
     def instruction(self) -> Instruction:
@@ -67,6 +71,10 @@ class Task:
     ``seconds`` is its time on ``stream``; stream -1 is compute. ``moved_bytes`` go over the wire or to and
     from memory. ``latency_s`` is the part of a collective's time that does not grow with its size.
     ``extra_bytes`` are used while the task runs or is in flight. A bucket has an op for each member.
+
+    A collective that a loop's body starts for the next iteration is two tasks there: one that ``crosses``,
+    which is started and not awaited, and one that ``arrives``, which is awaited only. ``seconds`` of the
+    latter are what may be left of it when the iteration begins.
     """
 
     index: int
@@ -81,6 +89,8 @@ class Task:
     reads: tuple[int, ...] = ()
     writes: tuple[int, ...] = ()
     extra_bytes: int = 0
+    crosses: bool = False
+    arrives: bool = False
 
     @property
     def is_collective(self) -> bool:
@@ -114,6 +124,11 @@ class Graph:
     def stream_seconds(self) -> list[float]:
         totals = [0.0] * len(self.streams)
         for task in self.tasks:
-            if task.is_collective:
+            if task.is_collective and not task.arrives:
                 totals[task.stream] += task.seconds
         return totals
+
+    def crossings(self) -> dict[int, int]:
+        """By task that crosses into the next iteration: the one that arrives from the last."""
+        arriving = {task.ops[0].node: task.index for task in self.tasks if task.arrives}
+        return {t.index: arriving[t.ops[0].node] for t in self.tasks if t.crosses}

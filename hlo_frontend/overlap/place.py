@@ -57,9 +57,9 @@ class _Placer:
         self.once = {node for node in wanted if node in self.renaming}
         self.started: dict[int, Node] = {}  # by task: a collective, or the one that a bucket became
         self.placed: set[Node] = set()  # of those that are made once
-        self.since: dict[
-            Node, int
-        ] = {}  # number of segments before one can read the node's results
+        # Number of segments before one can read the node's results, or what arrives as a parameter.
+        self.since: dict[Node, int] = {}
+        self.arrived: dict[Value, int] = {}
 
     # Steps.
 
@@ -72,6 +72,9 @@ class _Placer:
             self._add(op.node, segment)
 
     def start(self, task: Task) -> None:
+        if task.arrives:
+            self.started[task.index] = task.ops[0].node
+            return
         for op in task.ops:
             self._make(op.node.operands)
         for op in task.ops:
@@ -83,7 +86,11 @@ class _Placer:
     def wait(self, task: Task) -> None:
         self.items.append(Await(self.started[task.index]))
         for op in task.ops:
-            self.since[op.node] = self.number
+            if task.arrives:
+                for _, k in op.node.carried:
+                    self.arrived[self.block.parameters[k]] = self.number
+            else:
+                self.since[op.node] = self.number
 
     def finish(self) -> list[Node | Await]:
         self._make(self.block.results)
@@ -138,6 +145,7 @@ class _Placer:
         for value in node.operands:
             source = value.root.node
             if source is None or source.kind is NodeKind.CHEAP:
+                since = max(since, self.arrived.get(value.root, 0))
                 continue
             if source in self.renaming and source not in self.placed:
                 since = max(since, self._since(source))

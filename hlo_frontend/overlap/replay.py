@@ -7,6 +7,8 @@ or wait interrupts is a segment and costs one launch.
 
 A value takes memory from the step that makes it (for collectives, the start) until the last step that
 reads it (for collectives, the wait) is over. Times and orders are exact functions of their arguments.
+
+In a loop's body, what a collective that crosses reads is kept until it arrives in the next iteration.
 """
 
 from __future__ import annotations
@@ -16,6 +18,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from .model import Graph
+
+# Iterations of a loop that are replayed, and the last ones of which the time of one is taken.
+ITERATIONS, MEASURED = 9, 4
 
 
 class Phase(StrEnum):
@@ -55,7 +60,9 @@ def unscheduled(graph: Graph) -> list[Step]:
     """The module's own order, every collective waited for where it starts."""
     steps: list[Step] = []
     for task in graph.tasks:
-        if task.is_collective:
+        if task.crosses:
+            steps.append((task.index, Phase.START))
+        elif task.is_collective:
             steps += [(task.index, Phase.START), (task.index, Phase.WAIT)]
         else:
             steps.append((task.index, Phase.COMPUTE))
@@ -63,7 +70,11 @@ def unscheduled(graph: Graph) -> list[Step]:
 
 
 def replay(graph: Graph, steps: Sequence[Step], launch_s: float = 0.0) -> Timeline:
-    """Run ``steps`` against the clock."""
+    """Run ``steps`` against the clock; those of a loop's body with crossing collectives over and over, until
+    every iteration takes the same time."""
+    crossings = graph.crossings()
+    if crossings:
+        return _repeated(graph, steps, launch_s, crossings)
     tasks = graph.tasks
     begin, end = [0.0] * len(tasks), [0.0] * len(tasks)
     exposed = [0.0] * len(tasks)
@@ -87,6 +98,50 @@ def replay(graph: Graph, steps: Sequence[Step], launch_s: float = 0.0) -> Timeli
         interrupted = phase is not Phase.COMPUTE
     live = memory(graph, steps)
     return Timeline(max([clock, *free]), begin, end, exposed, live, max(live, default=0))
+
+
+def _repeated(
+    graph: Graph, steps: Sequence[Step], launch_s: float, crossings: dict[int, int]
+) -> Timeline:
+    """An iteration among others: times from its begin on, ``seconds`` from one to the next."""
+    count = len(graph.tasks)
+    begin, end, exposed = [0.0] * count, [0.0] * count, [0.0] * count
+    free = [0.0] * len(graph.streams)
+    begins = [0.0]
+    clock = 0.0
+    for _ in range(ITERATIONS):
+        interrupted = True
+        for index, arrival in crossings.items():
+            begin[arrival], end[arrival] = begin[index], end[index]
+        exposed = [0.0] * count
+        for index, phase in steps:
+            task = graph.tasks[index]
+            if phase is Phase.COMPUTE:
+                if interrupted:
+                    clock += launch_s
+                begin[index] = clock
+                clock += task.seconds
+                end[index] = clock
+            elif phase is Phase.WAIT:
+                if end[index] > clock:
+                    exposed[index] = end[index] - clock
+                    clock = end[index]
+            elif not task.arrives:
+                begin[index] = max(clock, free[task.stream])
+                end[index] = free[task.stream] = begin[index] + task.seconds
+            interrupted = phase is not Phase.COMPUTE
+        begins.append(clock)
+    seconds = (begins[-1] - begins[-1 - MEASURED]) / MEASURED
+    last = begins[-2]
+    live = memory(graph, steps)
+    return Timeline(
+        seconds,
+        [b - last for b in begin],
+        [e - last for e in end],
+        exposed,
+        live,
+        max(live, default=0),
+    )
 
 
 def memory(graph: Graph, steps: Sequence[Step]) -> list[int]:

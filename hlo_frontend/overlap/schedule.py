@@ -189,11 +189,15 @@ class Player:
             for task in tasks
         ]
 
+        # What the iteration before has started is under way already, ahead of all else on its stream.
+        self.starts_first = [task.arrives for task in tasks]
+        self.crosses = [task.crosses for task in tasks]
+
     def turn_round(self) -> None:
         """Play backward from now on, without regard for memory."""
         self.before, self.after = self.after, self.before
         self.forward = False
-        self.frees_at_wait = [False] * len(self.seconds)
+        self.frees_at_wait = self.starts_first = [False] * len(self.seconds)
 
     def play(
         self,
@@ -252,8 +256,12 @@ class _Run:
         self.last_reader = [count - 1 for count in self.unread]
 
     def play(self) -> None:
-        for index, need in enumerate(self.need):
-            if not need:
+        first = self.player.starts_first
+        free = [index for index, need in enumerate(self.need) if not need]
+        for index in sorted(free, key=lambda index: not first[index]):
+            if first[index]:
+                self._start(index)
+            else:
                 self._reveal(index)
         while self.left:
             self._advance()
@@ -401,8 +409,9 @@ class _Run:
     def _wait(self, index: int) -> None:
         if not self.waited[index]:
             self.waited[index] = True
-            self.steps.append((index, Phase.WAIT))
-            self._release(index)
+            if not self.player.crosses[index]:
+                self.steps.append((index, Phase.WAIT))
+                self._release(index)
 
     def _account(self, index: int) -> None:
         """The outlook once ``index`` is issued now instead of in its turn."""

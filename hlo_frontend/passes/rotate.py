@@ -43,7 +43,8 @@ def rotate(block: BlockGraph, left: Collection[Node] = ()) -> bool:
 
 def _rotate(loop: Node) -> bool:
     condition, body = loop.blocks
-    chosen = _candidates(body, condition if trip_count(loop.instruction) is None else None)
+    tested = condition if trip_count(loop.instruction) is None else None
+    chosen = crossing(body, tested, (Kind.PERMUTE,))
     while chosen:
         phases = _phases(body, chosen)
         late = [node for node in chosen if phases[node] != 1]
@@ -63,14 +64,15 @@ def _rotate(loop: Node) -> bool:
     for node in body.nodes:
         node.phase = phases[node]
     for node, carries in chosen.items():
-        node.carried = carries
+        node.carried, node.apart = carries, True
     return True
 
 
-def _candidates(
-    body: BlockGraph, condition: BlockGraph | None
+def crossing(
+    body: BlockGraph, condition: BlockGraph | None, kinds: Collection[Kind] = tuple(Kind)
 ) -> dict[Node, tuple[tuple[int, int], ...]]:
-    """Permutes all of whose results are carries and nothing else, with (result, carry) pairs."""
+    """Collectives of these kinds all of whose results are carries and nothing else, with (result, carry)
+    pairs. ``condition``: that of the loop, if it is evaluated."""
     read = {v.root for node in body.nodes for v in node.operands}
     tested: set[Value] = set()
     if condition is not None:
@@ -79,7 +81,7 @@ def _candidates(
         tested = {body.parameters[k] for k, p in enumerate(condition.parameters) if p in own}
     found: dict[Node, tuple[tuple[int, int], ...]] = {}
     for node in body.nodes:
-        if node.collective is None or node.collective.kind is not Kind.PERMUTE:
+        if node.collective is None or node.collective.kind not in kinds:
             continue
         carries = tuple(
             (i, k)

@@ -1,0 +1,385 @@
+"""Loops whose body is staged: each iteration runs parts of several iterations of the module's loop.
+
+With stages 0 … S, iteration τ of the new loop, the *kernel*, runs stage s of the module's iteration τ - s.
+What would belong to iterations before the first or after the last is left out: so the first S iterations
+stand before the loop, and what is left of the last S stands behind it, each node once for each iteration of
+the module. Nothing runs more or less often than in the module, and each collective once an iteration.
+
+A value that is read j iterations of the kernel after it was made, which are those between the stages and one
+more for each carry that it goes through, lies in a *register* meanwhile: j carries of the new loop, each
+handed on to the next.
+
+Invariants: the kernel's nodes stand latest stage first, by position within a stage, which is a topological
+order; the module's loop and its body are left as they are; nested blocks are shared by all copies of their
+node.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ..graph import Instruction
+from ..values import Barrier, BlockGraph, Node, NodeKind, Value
+from .stages import MAIN, LoopBody, Stages
+
+# A register: a carry of the module's loop, or a value of its body, and how many iterations it is old.
+Register = tuple[int | Value, int]
+
+
+@dataclass
+class Skewed:
+    """What stands in the place of a loop: ``nodes``, one of which is the new ``loop``, and its results.
+
+    ``copies``: of each node with blocks in the module's body, its copies in the block around the loop and in
+    the kernel.
+    """
+
+    loop: Node
+    nodes: list[Node]
+    results: list[Value]
+    copies: dict[Node, list[Node]]
+
+
+def skew(loop: Node, loop_body: LoopBody, stages: Stages, trips: int) -> Skewed:
+    """The loop with its body staged. ``trips`` iterations, more than there are stages to cross."""
+    return _Skewer(loop, loop_body, stages, trips).skew()
+
+
+def substitute(block: BlockGraph, at: Node, new: Skewed) -> None:
+    """Put ``new`` in the place of a loop of this block."""
+    values = dict(zip(at.results, new.results, strict=True))
+    ends = tuple(node for node in new.nodes if node.is_runtime)
+
+    def order(nodes: tuple[Node, ...]) -> tuple[Node, ...]:
+        return tuple(dict.fromkeys(n for node in nodes for n in (ends if node is at else (node,))))
+
+    def value(old: Value) -> Value:
+        root = values.get(old.root)
+        ordered = order(old.order) if at in old.order else old.order
+        if root is None and ordered is old.order:
+            return old
+        if root is None:
+            old.order = ordered  # a view of its own: nobody else is ordered by it
+            return old
+        return root.view(ordered, old.barrier) if ordered or old.barrier else root
+
+    barriers: set[Barrier] = set()
+    for node in block.nodes:
+        node.operands = [value(v) for v in node.operands]
+        node.order = order(node.order)
+        if node.selector is not None:
+            node.selector = value(node.selector)
+        barriers.update(v.barrier for v in node.operands if v.barrier is not None)
+    block.results[:] = [value(v) for v in block.results]
+    barriers.update(v.barrier for v in block.results if v.barrier is not None)
+    for barrier in barriers:
+        barrier.operands = tuple(value(v) for v in barrier.operands)
+    position = block.nodes.index(at)
+    block.nodes[position : position + 1] = new.nodes
+    for number, node in enumerate(block.nodes):
+        node.position = number
+
+
+class _LogicalIds:
+    """A block asks once which device it runs for."""
+
+    def __init__(self, nodes: list[Node]) -> None:
+        self.nodes = nodes
+        self.ids: dict[str, Node] = {}
+
+    def logical_id(self, node: Node) -> Value:
+        opcode = node.instruction.opcode
+        if opcode not in self.ids:
+            copy = _like(node)
+            self.ids[opcode] = copy
+            self.nodes.insert(0, copy)
+        return self.ids[opcode].results[0]
+
+
+def _like(node: Node) -> Node:
+    copy = Node(
+        node.kind,
+        node.instruction,
+        node.position,
+        collective=node.collective,
+        reducer=node.reducer,
+        blocks=node.blocks,
+    )
+    copy.results = [Value(v.type, copy, i) for i, v in enumerate(node.results)]
+    return copy
+
+
+class _Skewer:
+    def __init__(self, loop: Node, loop_body: LoopBody, stages: Stages, trips: int) -> None:
+        self.loop = loop
+        self.body = loop_body.body
+        self.loop_body = loop_body
+        self.trips = trips
+        self.first = stages.first
+        self.span = stages.last - stages.first
+        self.main = MAIN - self.first
+        self.stage = {node: stages[node] - self.first for node in loop_body.nodes}
+        self.by_stage = [
+            [node for node in loop_body.nodes if self.stage[node] == s]
+            for s in range(self.span, -1, -1)
+        ]
+        # In the block around: copies by iteration of the module's loop.
+        self.around: dict[tuple[Value, int], Value] = {}
+        self.copied: dict[tuple[Node, int], Node] = {}
+        self.ended: dict[Register, Value] = {}  # registers as the kernel leaves them
+        self.before: list[Node] = []
+        self.ids = _LogicalIds(self.before)
+        self.places: dict[int, _Around] = {}
+        self.copies: dict[Node, list[Node]] = {}
+
+    def skew(self) -> Skewed:
+        before, after = self.before, list[Node]()
+        for step in range(self.span):
+            self._peel(step, before)
+        loop = self._kernel()
+        for step in range(self.trips, self.trips + self.span):
+            self._peel(step, after)
+        results = [self._carry_at(k, self.trips) for k in range(len(self.body.parameters))]
+        return Skewed(loop, [*before, loop, *after], results, self.copies)
+
+    # The block around the loop.
+
+    def _peel(self, step: int, into: list[Node]) -> None:
+        """The iteration of the kernel that ``step`` would be, as far as the module has it."""
+        for nodes in self.by_stage:
+            for node in nodes:
+                t = step - self.stage[node]
+                if 0 <= t < self.trips:
+                    copy = _like(node)
+                    self.copied[node, t] = copy
+                    if t not in self.places:
+                        self.places[t] = _Around(self, t)
+                    self._fill(copy, node, self.places[t], into)
+                    if copy.is_runtime:
+                        copy.order = tuple(dict.fromkeys((*self.loop.order, *copy.order)))
+                    for mine, new in zip(node.results, copy.results, strict=True):
+                        self.around[mine, t] = new
+
+    def _fill(self, copy: Node, node: Node, place: _Around | _Kernel, into: list[Node]) -> None:
+        copy.operands = [place.value(v) for v in node.operands]
+        copy.order = place.order(node.order)
+        if node.selector is not None:
+            copy.selector = place.value(node.selector)
+        if node.blocks:
+            self.copies.setdefault(node, []).append(copy)
+        into.append(copy)
+
+    def value_at(self, root: Value, t: int) -> Value:
+        """A value of the body as iteration ``t`` of the module made it, for the block around."""
+        k = self.loop_body.number.get(root)
+        if k is not None:
+            return self._carry_at(k, t)
+        node = root.node
+        assert node is not None
+        if node.kind is NodeKind.CHEAP:
+            return root
+        if node.kind is NodeKind.LOGICAL_ID:
+            return self.ids.logical_id(node)
+        found = self.around.get((root, t))
+        if found is None:
+            found = self.ended[root, self.trips - t - self.stage[node]]
+        return found
+
+    def _carry_at(self, k: int, t: int) -> Value:
+        if t == 0 or self.loop_body.invariant(k):
+            return self.loop.operands[k]
+        made = t - 1 + self._source_stage(k)
+        if self.span <= made < self.trips:
+            return self.ended[k, self.trips - made]
+        return self.value_at(self.body.results[k].root, t - 1)
+
+    def _source_stage(self, k: int) -> int:
+        """In which stage a carry gets its next value; what is handed on is so in the main one."""
+        source = self.loop_body.source[k]
+        return self.stage[source] if isinstance(source, Node) else self.main
+
+    # The loop.
+
+    def _kernel(self) -> Node:
+        kernel = _Kernel(self)
+        nodes = kernel.ids.nodes
+        for stage_nodes in self.by_stage:
+            for node in stage_nodes:
+                kernel.copied[node] = _like(node)
+        for stage_nodes in self.by_stage:
+            for node in stage_nodes:
+                kernel.stage = self.stage[node]
+                self._fill(kernel.copied[node], node, kernel, nodes)
+        kernel.stage = self.main
+        for k in range(len(self.body.parameters)):
+            # What the first stage makes last is read behind the loop, and so is what is handed on.
+            if self._source_stage(k) == 0 and not self.loop_body.invariant(k):
+                kernel.register((k, 1))
+            if isinstance(self.loop_body.source[k], int):
+                kernel.newest(k)
+        registers: list[Register] = []
+        results: list[Value] = []
+        while len(registers) < len(kernel.registers):  # looking one up may need another
+            register = list(kernel.registers)[len(registers)]
+            registers.append(register)
+            results.append(kernel.next_of(register))
+        initial = [self._initial(register) for register in registers]
+        parameters = [kernel.registers[register] for register in registers]
+        for number, node in enumerate(nodes):
+            node.position = number
+        body = BlockGraph(parameters, nodes, results)
+        loop = Node(
+            NodeKind.LOOP,
+            counted(self.loop.instruction, self.trips - self.span),
+            self.loop.position,
+            operands=initial,
+            order=self.loop.order,
+            blocks=(BlockGraph([], [], []), body),
+        )
+        loop.results = [Value(p.type, loop, i) for i, p in enumerate(parameters)]
+        self.ended = dict(zip(registers, loop.results, strict=True))
+        return loop
+
+    def _initial(self, register: Register) -> Value:
+        """What a register holds when the kernel begins, at step ``span``."""
+        of, age = register
+        if isinstance(of, int):
+            if self.loop_body.invariant(of):
+                return self.loop.operands[of]
+            return self._carry_at(of, self.span - age - self._source_stage(of) + 1)
+        assert of.node is not None
+        return self.value_at(of, self.span - age - self.stage[of.node])
+
+
+class _Place:
+    """Where copies read: values by what they are copies of. ``stage``: that of the copy, in the kernel."""
+
+    def __init__(self) -> None:
+        self.barriers: dict[tuple[Barrier, int], Barrier] = {}
+        self.stage = 0
+
+    def find(self, root: Value) -> Value:
+        raise NotImplementedError
+
+    def copy_of(self, node: Node) -> Node | None:
+        raise NotImplementedError
+
+    def value(self, old: Value) -> Value:
+        if old.type is None:
+            node = old.root.node
+            copy = None if node is None else self.copy_of(node)
+            return Value(None, copy, old.index, order=self.order(old.order))
+        new = self.find(old.root)
+        order = self.order(old.order)
+        barrier = None
+        if old.barrier is not None:
+            key = old.barrier, self.stage
+            if key not in self.barriers:
+                self.barriers[key] = Barrier(tuple(self.value(v) for v in old.barrier.operands))
+            barrier = self.barriers[key]
+        return new.view(order, barrier) if order or barrier is not None else new
+
+    def order(self, nodes: Iterable[Node]) -> tuple[Node, ...]:
+        copies = (self.copy_of(node) for node in nodes)
+        return tuple(dict.fromkeys(copy for copy in copies if copy is not None))
+
+
+class _Around(_Place):
+    """The block around the loop, for copies of nodes of iteration ``t``."""
+
+    def __init__(self, skewer: _Skewer, t: int) -> None:
+        super().__init__()
+        self.skewer, self.t = skewer, t
+
+    def find(self, root: Value) -> Value:
+        return self.skewer.value_at(root, self.t)
+
+    def copy_of(self, node: Node) -> Node | None:
+        """What an earlier stage did inside the loop is over behind it."""
+        return self.skewer.copied.get((node, self.t))
+
+
+class _Kernel(_Place):
+    """The new loop's body; ``stage`` is that of the node being copied."""
+
+    def __init__(self, skewer: _Skewer) -> None:
+        super().__init__()
+        self.skewer = skewer
+        self.registers: dict[Register, Value] = {}
+        self.copied: dict[Node, Node] = {}
+        self.ids = _LogicalIds([])
+
+    def find(self, root: Value) -> Value:
+        skewer = self.skewer
+        k = skewer.loop_body.number.get(root)
+        if k is not None:
+            if skewer.loop_body.invariant(k):
+                return self.register((k, 1))
+            age = self.stage + 1 - skewer._source_stage(k)
+            return self.register((k, age)) if age else self.newest(k)
+        node = root.node
+        assert node is not None
+        if node.kind is NodeKind.CHEAP:
+            return root
+        if node.kind is NodeKind.LOGICAL_ID:
+            return self.ids.logical_id(node)
+        age = self.stage - skewer.stage[node]
+        return self.register((root, age)) if age else self._made(root)
+
+    def copy_of(self, node: Node) -> Node | None:
+        """An earlier stage ran in an earlier iteration."""
+        if node not in self.copied or self.skewer.stage[node] != self.stage:
+            return None
+        return self.copied[node]
+
+    def register(self, register: Register) -> Value:
+        of, age = register
+        for younger in range(1, age):
+            self._parameter((of, younger))
+        return self._parameter(register)
+
+    def _parameter(self, register: Register) -> Value:
+        if register not in self.registers:
+            of, _ = register
+            like = self.skewer.body.parameters[of] if isinstance(of, int) else of
+            self.registers[register] = Value(like.type)
+        return self.registers[register]
+
+    def next_of(self, register: Register) -> Value:
+        """What a register holds in the next iteration."""
+        of, age = register
+        if isinstance(of, int) and self.skewer.loop_body.invariant(of):
+            return self.registers[register]
+        if age > 1:
+            return self.registers[of, age - 1]
+        return self.newest(of) if isinstance(of, int) else self._made(of)
+
+    def newest(self, k: int) -> Value:
+        """What this iteration makes of a carry."""
+        source = self.skewer.loop_body.source[k]
+        result = self.skewer.body.results[k].root
+        if isinstance(source, Node):
+            return self._made(result)
+        stage, self.stage = self.stage, self.skewer.main
+        found = self.find(result)
+        self.stage = stage
+        return found
+
+    def _made(self, root: Value) -> Value:
+        assert root.node is not None
+        return self.copied[root.node].results[root.index]
+
+
+def counted(instruction: Instruction, trips: int) -> Instruction:
+    """A while instruction that is known to run so many iterations."""
+    proto = type(instruction.proto)()
+    proto.CopyFrom(instruction.proto)
+    config = json.loads(proto.backend_config) if proto.backend_config.startswith(b"{") else {}
+    config["known_trip_count"] = {"n": str(trips)}
+    proto.backend_config = json.dumps(config).encode()
+    made = Instruction(proto, instruction.computation)
+    made.operands, made.called = instruction.operands, instruction.called
+    made.control_predecessors = instruction.control_predecessors
+    return made

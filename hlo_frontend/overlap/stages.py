@@ -1,0 +1,242 @@
+"""Which parts of a loop's body run an iteration early, and which an iteration late.
+
+A collective is *early* where what it reads depends, through any number of iterations, on no other collective
+than early ones, and not on its own result: the weights of the next layer, taken by a counter. It moves to
+stage 0 with all that it needs of its iteration. A collective is *late* where no other collective than late
+ones depends on its result, through any number of iterations, and not it itself: the gradient of a weight
+that is put into a stack. Whoever reads its result moves to stage 2, it stays itself in stage 1 with the rest.
+
+Invariants: along data and order of one iteration stages never fall, and from one iteration to the next they
+fall by at most one, which is what `skew` needs. What sends, receives or has other
+side effects stays in stage 1; bodies in which tokens or control dependencies order anything are not staged.
+All follows from the text of the module and the table of costs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass, field
+
+from stretto.collectives.ops import Kind
+
+from ..values import BlockGraph, Node, NodeKind, Value
+from .costs import CostTable, flops
+
+EARLY, MAIN, LATE = 0, 1, 2
+
+
+@dataclass
+class Stages:
+    """The stage of each node of a body that is not in `MAIN`; ``moved`` are the collectives that move."""
+
+    of: dict[Node, int] = field(default_factory=dict)
+    moved: tuple[Node, ...] = ()
+
+    def __getitem__(self, node: Node) -> int:
+        return self.of.get(node, MAIN)
+
+    @property
+    def first(self) -> int:
+        return EARLY if EARLY in self.of.values() else MAIN
+
+    @property
+    def last(self) -> int:
+        return LATE if LATE in self.of.values() else MAIN
+
+
+class LoopBody:
+    """Who reads what in a loop's body, in one iteration and from one to the next."""
+
+    def __init__(self, body: BlockGraph) -> None:
+        self.body = body
+        self.number = {parameter: k for k, parameter in enumerate(body.parameters)}
+        self.nodes = [node for node in body.nodes if node.kind is not NodeKind.LOGICAL_ID]
+        self.before = {node: tuple(dict.fromkeys(self._before(node))) for node in self.nodes}
+        self.reads = {
+            node: tuple(dict.fromkeys(k for v in _seen(node) if (k := self._carry(v)) is not None))
+            for node in self.nodes
+        }
+        self.after: dict[Node, list[Node]] = {node: [] for node in self.nodes}
+        self.readers: dict[int, list[Node]] = {}
+        for node in self.nodes:
+            for earlier in self.before[node]:
+                self.after[earlier].append(node)
+            for k in self.reads[node]:
+                self.readers.setdefault(k, []).append(node)
+        # By carry: the node or the other carry that it is after an iteration.
+        self.source: dict[int, Node | int | None] = {}
+        self.carries: dict[Node, list[int]] = {node: [] for node in self.nodes}
+        self.handed: dict[int, list[int]] = {}  # by carry: those that it becomes
+        for k, result in enumerate(body.results):
+            source: Node | int | None = self._carry(result)
+            if isinstance(source, int):
+                self.handed.setdefault(source, []).append(k)
+            else:
+                source = _producer(result)
+                if source is not None:
+                    self.carries[source].append(k)
+            self.source[k] = source
+
+    def invariant(self, k: int) -> bool:
+        """Whether a carry is the same in all iterations."""
+        return self.body.results[k].root is self.body.parameters[k]
+
+    def _carry(self, value: Value) -> int | None:
+        k = self.number.get(value.root)
+        return None if k is None or self.invariant(k) else k
+
+    def _before(self, node: Node) -> Iterator[Node]:
+        for value in _seen(node):
+            producer = _producer(value)
+            if producer is not None:
+                yield producer
+            yield from value.order
+        yield from node.order
+
+    def above(self, node: Node) -> set[Node]:
+        """What a node depends on, in its iteration and those before; itself if it does on itself."""
+        return _closure(self.before[node], self.reads[node], self._up)
+
+    def below(self, node: Node) -> set[Node]:
+        """What depends on a node, in its iteration and those after."""
+        return _closure(self.after[node], self.carries[node], self._down)
+
+    def _up(self, at: Node | int) -> Iterator[Node | int]:
+        if isinstance(at, int):
+            source = self.source[at]
+            if source is not None:
+                yield source
+        else:
+            yield from self.before[at]
+            yield from self.reads[at]
+
+    def _down(self, at: Node | int) -> Iterator[Node | int]:
+        if isinstance(at, int):
+            yield from self.readers.get(at, ())
+            yield from self.handed.get(at, ())
+        else:
+            yield from self.after[at]
+            yield from self.carries[at]
+
+
+def _closure(
+    nodes: Iterable[Node],
+    carries: Iterable[int],
+    step: Callable[[Node | int], Iterator[Node | int]],
+) -> set[Node]:
+    stack: list[Node | int] = [*nodes, *carries]
+    seen: set[Node | int] = set()
+    while stack:
+        at = stack.pop()
+        if at not in seen:
+            seen.add(at)
+            stack += step(at)
+    return {at for at in seen if not isinstance(at, int)}
+
+
+def _seen(node: Node) -> Iterator[Value]:
+    """What a node reads, and what enters the barriers through which it does."""
+    for value in node.operands:
+        yield value
+        if value.barrier is not None:
+            yield from value.barrier.operands
+    if node.selector is not None:
+        yield node.selector
+
+
+def _producer(value: Value) -> Node | None:
+    node = value.root.node
+    if node is None or node.kind in (NodeKind.CHEAP, NodeKind.LOGICAL_ID):
+        return None
+    return node
+
+
+def is_plain(body: BlockGraph) -> bool:
+    """Whether every iteration of a body does the same, on all devices."""
+    return not any(
+        node.unread is not None
+        or (node.collective is not None and node.collective.valid_iterations)
+        for node in body.nodes
+    )
+
+
+def is_ordered(body: BlockGraph) -> bool:
+    """Whether tokens or control dependencies put anything in a body in an order."""
+    return any(
+        node.order or any(v.order and v.barrier is None for v in node.operands)
+        for node in body.nodes
+    )
+
+
+def stages_of(loop_body: LoopBody, costs: CostTable, most: float = 1.0) -> Stages:
+    """The stages of a body. ``most``: of the early collectives, the share that moves, first readers first."""
+    if is_ordered(loop_body.body):
+        return Stages()
+    free = [
+        node
+        for node in loop_body.nodes
+        if node.collective is not None and node.collective.kind not in (Kind.SEND, Kind.RECV)
+    ]
+    above = {node: loop_body.above(node) for node in free}
+    below = {node: loop_body.below(node) for node in free}
+    early, late = _settled(free, above), _settled(free, below)
+
+    def seconds(nodes: Collection[Node]) -> float:
+        return sum(_seconds(node, costs) for node in nodes if node.kind is NodeKind.COMPUTE)
+
+    both = early & late
+    rather_late = {node for node in both if seconds(above[node]) > seconds(below[node])}
+    early = _settled([n for n in free if n in early - rather_late], above)
+    late = _settled([n for n in free if n in late - early], below)
+    moving = sorted(
+        early, key=lambda n: min((a.position for a in loop_body.after[n]), default=n.position)
+    )
+    kept = moving[: round(len(moving) * most)]
+    early = _settled(kept, above)
+    stages = _staged(loop_body, early, late)
+    if stages is None:
+        stages = _staged(loop_body, early, set())
+    assert stages is not None
+    return stages
+
+
+def _settled(nodes: Iterable[Node], related: dict[Node, set[Node]]) -> set[Node]:
+    """The most of these collectives that are related to none but each other, and to nothing with effects."""
+    found = set(nodes)
+    while True:
+        kept = {
+            node
+            for node in found
+            if node not in related[node]
+            and not any(r.has_side_effect and r not in found for r in related[node])
+        }
+        if kept == found:
+            return found
+        found = kept
+
+
+def _staged(loop_body: LoopBody, early: set[Node], late: set[Node]) -> Stages | None:
+    """The stages with these collectives moved; None where they would fall by more than one."""
+    of: dict[Node, int] = {}
+    for node in reversed(loop_body.nodes):
+        if node in early or any(of.get(a) == EARLY for a in loop_body.after[node]):
+            of[node] = EARLY
+    for node in loop_body.nodes:
+        if any(b in late or of.get(b) == LATE for b in loop_body.before[node]):
+            if node in of:
+                return None
+            of[node] = LATE
+    for k, source in loop_body.source.items():
+        if isinstance(source, Node) and of.get(source) == LATE:
+            # What is handed on from carry to carry is read in stage 1 at the latest.
+            if loop_body.handed.get(k):
+                return None
+            if any(of.get(reader) == EARLY for reader in loop_body.readers.get(k, ())):
+                return None
+    moved = tuple(node for node in loop_body.nodes if node in early or node in late)
+    return Stages(of, moved)
+
+
+def _seconds(node: Node, costs: CostTable) -> float:
+    written = sum(v.type.nbytes for v in node.results if v.type is not None)
+    return costs.compute.seconds(flops(node.instruction), 2.0 * written)

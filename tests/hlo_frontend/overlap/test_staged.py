@@ -1,0 +1,319 @@
+"""Loops whose collectives begin an iteration early or end an iteration late: same bits, less time.
+
+Predictions are judged by the replay of the lowered program, which walks its loops; results by the executor.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from executed import Executed, execute
+from frontend_support import P, compiled, manual, mesh
+from jax import lax
+from test_apply import POLICY, TABLE, seconds_of
+
+from stretto.hlo_frontend.compile import CompiledModule
+from stretto.hlo_frontend.overlap.apply import OverlapPolicy, Planned
+from stretto.hlo_frontend.overlap.staged import LoopReport
+from stretto.runtime.program import Loop, Program, Wait, instructions
+from stretto.runtime.schedule import starts, walked
+from stretto.testing_replay import ReplayError, replay_program
+
+DEVICES, WIDTH, ROWS = 4, 32, 64
+# Whatever can move does, however little it gains and however much memory it takes; nothing is bucketed.
+AT_ONCE = tuple(replace(link, latency_s=0.0) for link in TABLE.links)
+EAGER = OverlapPolicy(replace(TABLE, links=AT_ONCE), least_gain=-10.0, memory_factor=10.0)
+
+
+def layer(h: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
+    return jnp.tanh(h @ lax.all_gather(w, "x", tiled=True)), None
+
+
+def scanned(ws: jax.Array, x: jax.Array) -> jax.Array:
+    step = jax.checkpoint(layer, prevent_cse=False)
+    return (lax.scan(step, x, ws)[0] ** 2).sum()
+
+
+def unrolled(ws: jax.Array, x: jax.Array) -> jax.Array:
+    for w in ws:
+        x = jax.checkpoint(layer)(x, w)[0]
+    return (x**2).sum()
+
+
+Arguments = list[np.ndarray]
+
+
+def weights(layers: int, count: int = 1) -> Arguments:
+    rng = np.random.default_rng(layers)
+    shapes = [(layers, WIDTH, WIDTH)] * count + [(DEVICES * ROWS, WIDTH)]
+    return [rng.normal(size=s).astype(np.float32) / 5 for s in shapes]
+
+
+@cache
+def training(layers: int, policy: OverlapPolicy | None, loss: Any = scanned) -> CompiledModule:
+    specs = (P(None, "x"), P("x"))
+    f = manual(jax.grad(loss), mesh(DEVICES), specs, P(None, "x"))
+    return compiled(f, *weights(layers), num_devices=DEVICES, overlap=policy)
+
+
+def reports(planned: Planned | None) -> list[LoopReport]:
+    assert planned is not None
+    inner = [p for plans in planned.inner.values() for one in plans for p in reports(one)]
+    return [*planned.loops, *inner]
+
+
+def seconds(module: CompiledModule) -> float:
+    return replay_program(module.program, seconds_of(module.program)).seconds
+
+
+def loops(program: Program) -> list[Loop]:
+    return [i for i in instructions(program.body) if isinstance(i, Loop)]
+
+
+def split(arguments: Arguments, axes: tuple[int, ...]) -> list[list[np.ndarray]]:
+    """Each argument's parts for the devices."""
+    return [np.split(a, DEVICES, axis) for a, axis in zip(arguments, axes, strict=True)]
+
+
+def names(run: Executed) -> list[str]:
+    """Names of the collectives that were run."""
+    return [e[1] for e in run.events if e[0] == "start"]
+
+
+def test_gathers_begin_early_and_scatters_end_late() -> None:
+    module = training(8, POLICY)
+    forward, backward = reports(module.overlap)
+    assert (len(forward.early), len(forward.late)) == (1, 0)
+    assert (len(backward.early), len(backward.late)) == (1, 1)
+    assert [loop.trip_count for loop in loops(module.program)] == [7, 6]
+    assert [len(loop.carried) for loop in loops(module.program)] == [1, 2]
+
+
+def test_it_takes_the_time_that_was_claimed_about_that_of_the_unrolled_program() -> None:
+    module = training(24, POLICY)
+    assert module.overlap is not None
+    found = seconds(module)
+    assert found == pytest.approx(module.overlap.seconds, rel=0.01)
+    assert found < 0.7 * seconds(training(24, None))
+    assert found < 1.05 * seconds(training(24, POLICY, unrolled))
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3])
+def test_bits_and_collectives_stay_the_same(layers: int) -> None:
+    parts = split(weights(layers), (1, 0))
+    without, found = (training(layers, p) for p in (None, POLICY))
+    assert [bool(r.early or r.late) for r in reports(found.overlap)] == [layers > 1] * (
+        layers > 1
+    ) * 2
+    a, b = execute(without.program, parts), execute(found.program, parts)
+    assert a.bits == b.bits
+    assert Counter(names(a)) == Counter(names(b))
+    assert set(Counter(names(a)).values()) == {layers}
+
+
+def test_equal_programs_come_of_equal_modules() -> None:
+    again = training.__wrapped__(8, POLICY)
+    assert walked(again.program) == walked(training(8, POLICY).program)
+    assert again.program == training(8, POLICY).program
+
+
+def test_collectives_that_cross_use_the_stream_of_their_group() -> None:
+    program = training(8, POLICY).program
+    assert program.num_streams == 1
+    assert {stream for _, stream in starts(program)} == {0}
+
+
+def test_memory_for_the_next_weights_is_charged() -> None:
+    """A layer's weights are larger than all else that is alive: two layers' of them are too much."""
+
+    def f(ws: jax.Array, x: jax.Array) -> jax.Array:
+        def wide(h: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
+            full = lax.all_gather(w, "x", axis=1, tiled=True)
+            return jnp.tanh(h @ full) @ full.T, None
+
+        return lax.scan(wide, x, ws)[0]
+
+    rng = np.random.default_rng(0)
+    ws = rng.normal(size=(6, 8, 4096)).astype(np.float32)
+    x = rng.normal(size=(DEVICES, 8)).astype(np.float32)
+    function = manual(f, mesh(DEVICES), (P(None, None, "x"), P("x")), P("x"))
+    costs = replace(TABLE, links=(replace(TABLE.links[0], bytes_per_s=1e9),))
+    tight, ample = (
+        compiled(
+            function,
+            ws,
+            x,
+            num_devices=DEVICES,
+            overlap=OverlapPolicy(costs, memory_factor=factor),
+        )
+        for factor in (1.1, 3.0)
+    )
+    assert reports(ample.overlap)[0].early
+    (kept,) = reports(tight.overlap)
+    assert not kept.early and kept.why
+
+
+def kept_because(f: Callable[..., Any], *arguments: np.ndarray, specs: Any, out: Any) -> str:
+    function = manual(f, mesh(DEVICES), specs, out)
+    module = compiled(function, *arguments, num_devices=DEVICES, overlap=EAGER)
+    (report,) = reports(module.overlap)
+    assert not report.early and not report.late
+    return report.why
+
+
+def test_loops_that_stay_as_they_are_say_why() -> None:
+    x = np.ones((DEVICES, 8), np.float32)
+
+    def endless(x: jax.Array) -> jax.Array:
+        return lax.while_loop(
+            lambda h: lax.psum(h.sum(), "x") > 1, lambda h: h * lax.pmax(h, "x"), x
+        )
+
+    assert "not known" in kept_because(endless, x, specs=P("x"), out=P("x"))
+
+    def chained(x: jax.Array) -> jax.Array:
+        return lax.fori_loop(0, 5, lambda i, h: jnp.tanh(h @ h.T @ lax.psum(h, "x")), x)
+
+    assert "can move" in kept_because(chained, x, specs=P("x"), out=P("x"))
+
+    def behind_a_barrier(ws: jax.Array, x: jax.Array) -> jax.Array:
+        def step(h: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
+            h, w = lax.optimization_barrier((h, w))
+            return layer(jnp.sin(lax.all_gather(h, "x", tiled=True)[: len(h)]), w)
+
+        return lax.scan(step, x, ws)[0]
+
+    specs = (P(None, "x"), P("x"))
+    assert "can move" in kept_because(behind_a_barrier, *weights(4), specs=specs, out=P("x"))
+
+
+def test_in_a_loop_of_unknown_length_what_is_only_carried_crosses() -> None:
+    def f(x: jax.Array) -> jax.Array:
+        def step(state: Any) -> Any:
+            i, h, seen = state
+            h = jnp.tanh(h @ (h.T @ h))
+            return i + 1, h + 0.1 * seen, lax.pmax(h, "x")
+
+        return lax.while_loop(lambda s: s[0] < s[1].shape[0] + s[0] * 0 - 60, step, (0, x, x))[1]
+
+    x = np.random.default_rng(0).normal(size=(DEVICES * ROWS, WIDTH)).astype(np.float32)
+    function = manual(f, mesh(DEVICES), P("x"), P("x"))
+    without, found = (compiled(function, x, num_devices=DEVICES, overlap=p) for p in (None, POLICY))
+    (loop,) = loops(found.program)
+    if loop.trip_count is None:
+        assert len(loop.carried) == 1
+    parts = split([x], (0,))
+    assert execute(without.program, parts).bits == execute(found.program, parts).bits
+
+
+# What a body may do, by name: (carries, weights, number of the op) -> output or None; carries are changed.
+def _gather(c: dict[str, Any], w: jax.Array, k: int) -> None:
+    c["h"] = jnp.tanh(c["h"] @ lax.all_gather(w, "x", tiled=True))
+
+
+def _gather_and_keep(c: dict[str, Any], w: jax.Array, k: int) -> jax.Array:
+    full = lax.all_gather(w * 2, "x", tiled=True)
+    c["h"] = c["h"] + c["h"] @ full
+    return full[:2]
+
+
+def _compute(c: dict[str, Any], w: jax.Array, k: int) -> None:
+    c["h"] = jnp.sin(c["h"] @ c["h"].T @ c["h"] * 0.1 + k)
+
+
+def _sum_out(c: dict[str, Any], w: jax.Array, k: int) -> jax.Array:
+    return lax.psum(c["h"] * (k + 1), "x")
+
+
+def _scatter_out(c: dict[str, Any], w: jax.Array, k: int) -> jax.Array:
+    return lax.psum_scatter(c["h"].T @ c["h"], "x", tiled=True)
+
+
+def _sum_on(c: dict[str, Any], w: jax.Array, k: int) -> None:
+    c["h"] = c["h"] + 0.1 * lax.psum(c["h"], "x")
+
+
+def _accumulate(c: dict[str, Any], w: jax.Array, k: int) -> None:
+    c["sum"] = c["sum"] + lax.psum(c["h"].sum() + k, "x")
+
+
+def _swap(c: dict[str, Any], w: jax.Array, k: int) -> None:
+    c["p"], c["q"] = c["q"], c["p"] + c["sum"]
+
+
+def _permute(c: dict[str, Any], w: jax.Array, k: int) -> None:
+    ring = [(i, (i + 1) % DEVICES) for i in range(DEVICES)]
+    c["p"] = lax.ppermute(c["p"] + c["h"], "x", ring)
+
+
+def _read(c: dict[str, Any], w: jax.Array, k: int) -> None:
+    c["h"] = c["h"] + c["p"] * 0.5
+
+
+def _inner_loop(c: dict[str, Any], w: jax.Array, k: int) -> None:
+    def step(i: Any, h: jax.Array) -> jax.Array:
+        full = lax.all_gather(w, "x", tiled=True)
+        return jnp.tanh(h + lax.psum(h, "x") * 0.01 + full[: len(h)] * i)
+
+    c["h"] = lax.fori_loop(0, 3, step, c["h"])
+
+
+def _by_device(c: dict[str, Any], w: jax.Array, k: int) -> jax.Array:
+    return lax.all_gather(w * lax.axis_index("x"), "x", tiled=True)[:1]
+
+
+OPS = (
+    _gather, _gather_and_keep, _compute, _sum_out, _scatter_out, _sum_on, _accumulate, _swap, _permute,
+    _read, _inner_loop, _by_device,
+)  # fmt: skip
+STACKED = {_gather_and_keep: P(), _sum_out: P(), _scatter_out: P(None, "x"), _by_device: P()}
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_whatever_a_body_does(seed: int) -> None:
+    chosen = random.Random(seed)
+    trips = chosen.randint(2, 5)
+    ops = [chosen.choice(OPS) for _ in range(chosen.randint(3, 7))]
+    backward = chosen.random() < 0.4
+
+    def f(ws: jax.Array, x: jax.Array) -> Any:
+        def step(state: Any, w: jax.Array) -> Any:
+            c = dict(zip(("h", "sum", "p", "q"), state, strict=True))
+            given = [op(c, w, k) for k, op in enumerate(ops)]
+            return tuple(c.values()), [g for g in given if g is not None]
+
+        begun = (x + ws.sum(), jnp.float32(0), x * 0 + 1, x + 2)
+        return lax.scan(step, begun, ws, reverse=backward)
+
+    out = ((P("x"), P(), P("x"), P("x")), [STACKED[op] for op in ops if op in STACKED])
+    function = manual(f, mesh(DEVICES), (P(None, "x"), P("x")), out)
+    arguments = [a[..., :16, :16] for a in weights(trips)]
+    modules = [
+        compiled(function, *arguments, num_devices=DEVICES, overlap=p) for p in (None, EAGER)
+    ]
+    parts = split(arguments, (1, 0))
+    without, found = (execute(m.program, parts) for m in modules)
+    assert without.bits == found.bits
+    assert sorted(names(without)) == sorted(names(found))
+    replay_program(modules[1].program, lambda what: 1.0)
+
+
+def test_the_replay_minds_what_is_under_way() -> None:
+    program = training(8, POLICY).program
+    loop = loops(program)[0]
+    unawaited = tuple(i for i in loop.body.instructions if not isinstance(i, Wait))
+    broken = replace(loop, body=replace(loop.body, instructions=unawaited))
+    steps = tuple(broken if i is loop else i for i in program.body.instructions)
+    with pytest.raises(ReplayError, match="not there yet"):
+        replay_program(
+            replace(program, body=replace(program.body, instructions=steps)), lambda _: 1.0
+        )

@@ -15,6 +15,7 @@ of its input were sent.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -37,22 +38,26 @@ Results = dict[int, list[Array]]
 Step = Callable[[Operands, Results], None]
 
 
-def create_communicator(comm: MPI.Intracomm | None, stream: int) -> Communicator:
+def create_communicator(
+    comm: MPI.Intracomm | None, stream: int, patience: float = math.inf
+) -> Communicator:
     """The communicator of stream number ``stream``. ``comm``: MPI's communicator of all processes, or
-    None if there is one process. Makes no MPI call that another process must answer.
+    None if there is one process. ``patience``: seconds after which waits sleep between polls (`waiting`),
+    the same on all processes. Makes no MPI call that another process must answer.
     """
-    return Hierarchy(comm, stream)
+    return Hierarchy(comm, stream, patience)
 
 
 class Hierarchy:
     """Implements `Communicator`."""
 
-    def __init__(self, comm: MPI.Intracomm | None, stream: int) -> None:
+    def __init__(self, comm: MPI.Intracomm | None, stream: int, patience: float = math.inf) -> None:
         self.mpi: MpiWorld | None = None
         if comm is not None and comm.Get_size() > 1:
             from .mpi import MpiWorld
+            from .waiting import Waiting
 
-            self.mpi = MpiWorld(comm, stream)
+            self.mpi = MpiWorld(comm, stream, Waiting(patience))
         self.process = self.mpi.rank if self.mpi else 0
         self.num_processes = self.mpi.size if self.mpi else 1
         self.mailboxes = Mailboxes()

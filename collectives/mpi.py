@@ -29,10 +29,10 @@ from .ops import Reduction
 from .plan import PROMPT
 from .reduce import combiner
 from .types import ELEMENT_TYPES
+from .waiting import Requests, Waiting
 
 # combine(partial, out): flat arrays of the planned size; they may share memory.
 AllReduce = Callable[[np.ndarray, np.ndarray], None]
-Requests = list[MPI.Request]
 
 # Above this many bytes for each process, reducing by parts beats MPI_Allreduce (MPICH 5, shared memory).
 _LARGE_PART = 1 << 18
@@ -107,24 +107,28 @@ def swap(
     sends: Sequence[tuple[np.ndarray, int]],
     receives: Sequence[tuple[np.ndarray, int]],
     tag: int,
+    waiting: Waiting,
 ) -> None:
     """Send and receive (bytes, rank) messages, all at once; returns when they are through."""
-    if len(sends) == len(receives) == 1:
+    if waiting.polls and len(sends) == len(receives) == 1:
         (send, target), (receive, source) = sends[0], receives[0]
         comm.Sendrecv([send, MPI.BYTE], target, tag, [receive, MPI.BYTE], source, tag)
         return
     requests = [comm.Irecv([content, MPI.BYTE], source, tag) for content, source in receives]
     requests += [comm.Isend([content, MPI.BYTE], target, tag) for content, target in sends]
-    MPI.Request.Waitall(requests)
+    waiting.all(requests)
 
 
 class Posted:
     """Messages under way, and what is to be done once they have arrived (before anyone reads them)."""
 
-    __slots__ = ("_finish", "_requests")
+    __slots__ = ("_finish", "_requests", "_waiting")
 
-    def __init__(self, requests: Requests, finish: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self, requests: Requests, waiting: Waiting, finish: Callable[[], None] | None = None
+    ) -> None:
         self._requests = requests
+        self._waiting = waiting
         self._finish = finish
 
     def test(self) -> bool:
@@ -137,11 +141,7 @@ class Posted:
 
     def wait(self) -> None:
         """Wait until all is done. Not to be called once `test` has said so."""
-        requests = self._requests
-        if len(requests) == 1:
-            requests[0].Wait()
-        else:
-            MPI.Request.Waitall(requests)
+        self._waiting.all(self._requests)
         if self._finish is not None:
             self._finish()
 
@@ -162,8 +162,9 @@ class Team:
     ``index`` is this process's place in ``processes``.
     """
 
-    def __init__(self, comm: MPI.Intracomm, processes: tuple[int, ...]) -> None:
+    def __init__(self, comm: MPI.Intracomm, processes: tuple[int, ...], waiting: Waiting) -> None:
         self.comm = comm
+        self.waiting = waiting
         self.processes = processes
         self.size = len(processes)
         self.index = comm.Get_rank()
@@ -181,17 +182,19 @@ class Team:
         return self._all_reduce_by_parts(dtype, reduction, count, wire)
 
     def _native_all_reduce(self, count: int, datatype: MPI.Datatype, op: MPI.Op) -> AllReduce:
-        call, start, in_place = self.comm.Allreduce, self.comm.Iallreduce, MPI.IN_PLACE
+        comm, waiting, in_place = self.comm, self.waiting, MPI.IN_PLACE
+        call, start = comm.Allreduce, comm.Iallreduce
 
         def post(partial: np.ndarray, out: np.ndarray) -> Posted:
             send = in_place if partial is out else [partial, count, datatype]
-            return Posted([start(send, [out, count, datatype], op)])
+            return Posted([start(send, [out, count, datatype], op)], waiting)
 
         if count * datatype.Get_size() <= PROMPT:
             return PromptAllReduce(post)
 
         def run(partial: np.ndarray, out: np.ndarray) -> None:
             send = in_place if partial is out else [partial, count, datatype]
+            waiting.together(comm)
             call(send, [out, count, datatype], op)
 
         return run
@@ -201,11 +204,12 @@ class Team:
     ) -> AllReduce:
         combine, shape = combiner(dtype, reduction), (self.size, count)
         start, wire_dtype = self.comm.Iallgather, ELEMENT_TYPES[wire].numpy
+        waiting = self.waiting
 
         def post(partial: np.ndarray, out: np.ndarray) -> Posted:
             gathered = pool.empty(shape, wire_dtype)
             request = start([as_bytes(partial), MPI.BYTE], [as_bytes(gathered), MPI.BYTE])
-            return Posted([request], lambda: combine(list(gathered), out))
+            return Posted([request], waiting, lambda: combine(list(gathered), out))
 
         return PromptAllReduce(post)
 
@@ -294,7 +298,7 @@ class Team:
         uniform = [q * counts[0] for q in range(self.size)] == displacements and len(
             set(counts)
         ) == 1
-        swap, comm = self.swap, self.comm
+        swap, comm, waiting = self.swap, self.comm, self.waiting
 
         def by_messages(send: np.ndarray | None, out: np.ndarray) -> None:
             if send is not None:
@@ -304,6 +308,7 @@ class Team:
 
         def by_mpi(send: np.ndarray | None, out: np.ndarray) -> None:
             source = MPI.IN_PLACE if send is None else [send, MPI.BYTE]
+            waiting.together(comm)
             if uniform:
                 comm.Allgather(source, [out, counts[0], MPI.BYTE])
             else:
@@ -323,9 +328,11 @@ class Team:
         if self.size > _FEW:
             sends = (list(send_counts), list(send_displacements))
             receives = (list(receive_counts), list(receive_displacements))
-            call = self.comm.Alltoallv
+            comm, waiting = self.comm, self.waiting
+            call = comm.Alltoallv
 
             def by_mpi(send: np.ndarray, out: np.ndarray) -> None:
+                waiting.together(comm)
                 call([send, sends, MPI.BYTE], [out, receives, MPI.BYTE])
 
             return by_mpi
@@ -352,18 +359,23 @@ class Team:
         self, sends: Sequence[tuple[np.ndarray, int]], receives: Sequence[tuple[np.ndarray, int]]
     ) -> None:
         """Send and receive bytes, at most once to and from each process, named by index."""
-        swap(self.comm, sends, receives, 0)
+        swap(self.comm, sends, receives, 0, self.waiting)
 
     def broadcast(self, content: np.ndarray, root: int) -> None:
         """Bytes from the process at index ``root``, in place."""
+        self.waiting.together(self.comm)
         self.comm.Bcast([content, MPI.BYTE], root)
 
 
 class MpiWorld:
-    """The processes of the job, for one stream. ``comm`` belongs to stretto alone."""
+    """The processes of the job, for one stream. ``comm`` belongs to stretto alone.
 
-    def __init__(self, comm: MPI.Intracomm, stream: int) -> None:
+    ``waiting`` is how its threads wait, of the same patience on all processes.
+    """
+
+    def __init__(self, comm: MPI.Intracomm, stream: int, waiting: Waiting) -> None:
         self.comm = comm
+        self.waiting = waiting
         self.stream = stream
         self.rank = comm.Get_rank()
         self.size = comm.Get_size()
@@ -376,7 +388,7 @@ class MpiWorld:
             world = self.comm.Get_group()
             group = world.Incl(key)
             tag = zlib.crc32(repr((self.stream, key)).encode()) % (1 << 15)
-            self._teams[key] = Team(self.comm.Create_group(group, tag), key)
+            self._teams[key] = Team(self.comm.Create_group(group, tag), key, self.waiting)
             group.Free()
             world.Free()
         return self._teams[key]
@@ -404,6 +416,7 @@ class MpiWorld:
             [(as_bytes(array), q) for array, q in sends],
             [(as_bytes(array), q) for array, q in receives],
             self.permute_tag,
+            self.waiting,
         )
 
     def post_swap(
@@ -412,7 +425,8 @@ class MpiWorld:
         """The same, under way."""
         comm, tag = self.comm, self.permute_tag
         requests = [comm.Irecv([as_bytes(a), MPI.BYTE], q, tag) for a, q in receives]
-        return Posted(requests + [comm.Isend([as_bytes(a), MPI.BYTE], q, tag) for a, q in sends])
+        requests += [comm.Isend([as_bytes(a), MPI.BYTE], q, tag) for a, q in sends]
+        return Posted(requests, self.waiting)
 
     def post_receive(self, array: np.ndarray, process: int, tag: int) -> MPI.Request:
         return self.comm.Irecv([as_bytes(array), MPI.BYTE], process, tag)
@@ -422,7 +436,7 @@ class MpiWorld:
 
     def wait(self, requests: Requests) -> None:
         """Wait for all of them."""
-        MPI.Request.Waitall(requests)
+        self.waiting.all(requests)
 
     def test(self, requests: Requests) -> bool:
         """Whether all of them are complete."""

@@ -53,6 +53,7 @@ class Processes(Protocol):
     size: int
     local_devices: int
     comm: Any
+    patience: float
     options: Options
 
     @property
@@ -329,7 +330,7 @@ class Executor:
 def _hierarchies(world: Processes) -> Callable[[int], Communicator]:
     from stretto.collectives.hierarchy import create_communicator
 
-    return lambda stream: create_communicator(world.comm, stream)
+    return lambda stream: create_communicator(world.comm, stream, world.patience)
 
 
 def _poisoned(communicators: Callable[[int], Communicator]) -> Callable[[int], Communicator]:

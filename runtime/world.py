@@ -8,6 +8,7 @@ Invariant: whatever is wrong with one rank is raised on every rank, as the same 
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import socket
@@ -16,7 +17,7 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
-from . import clock, cost_tables, exits, joining, options, wireup
+from . import clock, cores, cost_tables, exits, joining, options, wireup
 from .control import Control, connect
 from .cost_tables import CostText
 from .errors import RankFailed, StrettoError, WorldError
@@ -42,6 +43,7 @@ class World:
     duplicate of MPI's world communicator that nobody else uses, or None in a world of one process.
     ``peers`` tells where each rank runs; ``launcher`` what started this one, if anything did. ``runs`` is
     this rank's account of what it runs together with others. ``costs`` is the table of costs, rank 0's.
+    ``patience``: seconds for which a wait for another rank may keep a core busy, the same on all (`cores`).
     ``clock_offset``: seconds to add to ``perf_counter()`` for rank 0's, measured only for traces.
     """
 
@@ -52,8 +54,10 @@ class World:
         peers: Sequence[Peer] | None = None,
         launcher: Launcher | None = None,
         costs: CostText | None = None,
+        patience: float = math.inf,
     ) -> None:
         self.options = options
+        self.patience = patience
         self.comm = comm
         self.rank: int = comm.Get_rank() if comm else 0
         self.size: int = comm.Get_size() if comm else 1
@@ -247,7 +251,9 @@ def _make(chosen: Options | None, rendezvous: Rendezvous | None) -> World:
         gathered: list[dict[str, Any]] = comm.allgather(facts)
         _check_facts(gathered)
         peers = [Peer(rank, f["pid"], f["host"]) for rank, f in enumerate(gathered)]
-        made = World(chosen, comm, peers, launcher, _common_costs(chosen, comm, peers))
+        places = [cores.Place(f["host"], frozenset(f["cores"])) for f in gathered]
+        costs = _common_costs(chosen, comm, peers)
+        made = World(chosen, comm, peers, launcher, costs, cores.patience(places))
         if chosen.trace:
             made.clock_offset = clock.offset_to_first(comm)
     exits.on_uncaught(made.fail)
@@ -390,6 +396,7 @@ def _facts(chosen: Options, problem: str) -> dict[str, Any]:
         "problem": problem,
         "pid": os.getpid(),
         "host": socket.gethostname(),
+        "cores": sorted(cores.usable()),
         "local_devices": chosen.local_devices,
         "engine": chosen.engine,
         "pseudo_tokens": chosen.pseudo_tokens,

@@ -15,6 +15,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
@@ -79,6 +80,7 @@ class MemoryWorld:
     """The world of one rank in memory; what an executor needs of `stretto.runtime.world.World`."""
 
     comm = None
+    patience = math.inf
 
     def __init__(self, transport: MemoryTransport, rank: int, options: Options) -> None:
         self.rank = rank

@@ -1,8 +1,9 @@
 """Run by every rank of test_hierarchy.py: collectives over processes, against their definitions.
 
-Arguments: the number of devices of each rank, as ``2,2`` or ``3,1``, and n, to take every n-th case (more
-ranks than cores make little way). Every rank knows the operands of all devices. The tests' directory is on
-the path. Prints ``checked N`` on rank 0; a rank with a wrong result says which and exits with 1.
+Arguments: the number of devices of each rank, as ``2,2`` or ``3,1``; n, to take every n-th case (more
+ranks than cores make little way); seconds after which waits sleep. Every rank knows the operands of all
+devices. The tests' directory is on the path. Prints ``checked N`` on rank 0; a rank with a wrong result says
+which and exits with 1.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ counts = [int(n) for n in sys.argv[1].split(",")]
 owner = {i: r for i, r in enumerate(np.repeat(np.arange(len(counts)), counts).tolist())}
 local = [i for i, r in owner.items() if r == rank]
 devices = len(owner)
-communicator = create_communicator(comm, 0)
+communicator = create_communicator(comm, 0, float(sys.argv[3]))
 checked = 0
 wrong: list[str] = []
 posted: set[str] = set()

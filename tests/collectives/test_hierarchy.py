@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 
@@ -14,12 +15,19 @@ PATH = {"PYTHONPATH": str(SCRIPT.parents[1])}
 
 @pytest.mark.mpi
 @pytest.mark.parametrize(
-    ("devices", "every"),
-    [("1,1", 1), ("2,2", 1), ("2,1", 1), ("4,4", 1), ("1,1,1,1", 4), ("2,1,3", 3)],
+    ("devices", "every", "patience"),
+    [
+        ("1,1", 1, math.inf),
+        ("2,2", 1, math.inf),
+        ("2,1", 1, 0.0),
+        ("4,4", 1, math.inf),
+        ("1,1,1,1", 3, 50e-6),
+        ("2,1,3", 3, 0.0),
+    ],
 )
-def test_collectives_over_processes(devices, every):
-    counts = devices.split(",")
-    done = run_ranks(len(counts), [str(SCRIPT), devices, str(every)], env=PATH, timeout=120)
+def test_collectives_over_processes(devices, every, patience):
+    counts, arguments = devices.split(","), [devices, str(every), str(patience)]
+    done = run_ranks(len(counts), [str(SCRIPT), *arguments], env=PATH, timeout=120)
     assert done.returncode == 0, done.stderr + done.stdout
     match = re.search(r"^checked (\d+)$", done.stdout, re.MULTILINE)
     assert match, done.stdout + done.stderr

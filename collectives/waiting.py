@@ -1,0 +1,87 @@
+"""How a thread waits for MPI: by polling it, and after a while asleep between the polls.
+
+MPI has no wait that leaves the core to others: its waits poll, and yield between the polls at best. Where
+processes have a core each for that, nothing is faster. Where they have not, whoever waits takes time from
+those it waits for. So a wait polls for ``patience`` seconds; from then on it sleeps between polls, longer the
+longer it has lasted, so that it ends late by a small part of its length.
+
+Collectives that block inside MPI cannot sleep. With a finite patience their processes meet before each of
+them, asleep if need be (`Waiting.together`), and poll only while data moves.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import sys
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from os import sched_yield
+from typing import TYPE_CHECKING, TypeAlias
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+Requests: TypeAlias = "list[MPI.Request]"
+
+# A sleep is this part of the time waited so far, within these bounds (seconds).
+_PART = 0.1
+_SHORTEST = 10e-6
+_LONGEST = 500e-6
+
+_threads = threading.local()
+
+
+class Waiting:
+    """Waits of one world. ``patience`` is in seconds, the same on all processes: they make the same calls.
+
+    ``clock`` and ``sleep`` are those of `time`.
+    """
+
+    def __init__(
+        self,
+        patience: float = math.inf,
+        clock: Callable[[], float] = time.perf_counter,
+        sleep: Callable[[float], None] | None = None,
+    ) -> None:
+        self.polls = patience == math.inf
+        self._patience = patience
+        self._clock = clock
+        self._sleep = sleep or _sleep_precisely
+
+    def all(self, requests: Requests) -> None:
+        """Wait until all requests are complete."""
+        if not requests:
+            return
+        first, single = requests[0], len(requests) == 1
+        if self.polls:
+            if single:
+                first.Wait()
+            else:
+                first.Waitall(requests)
+            return
+        done = first.Test if single else partial(first.Testall, requests)
+        began = self._clock()
+        while not done():
+            waited = self._clock() - began
+            if waited < self._patience:
+                sched_yield()
+            else:
+                self._sleep(min(max(_PART * waited, _SHORTEST), _LONGEST))
+
+    def together(self, comm: MPI.Intracomm) -> None:
+        """Wait, where waits sleep, until all processes of ``comm`` are here: a blocking call follows."""
+        if not self.polls:
+            self.all([comm.Ibarrier()])
+
+
+def _sleep_precisely(seconds: float) -> None:
+    """``time.sleep``, to some microseconds: Linux adds 50 of them unless a thread asks it not to."""
+    if not hasattr(_threads, "precise"):
+        _threads.precise = True
+        if sys.platform == "linux":
+            # prctl(2): PR_SET_TIMERSLACK, in nanoseconds, of the calling thread. Failure costs precision.
+            ctypes.CDLL(None).prctl(29, 1, 0, 0, 0)
+    time.sleep(seconds)

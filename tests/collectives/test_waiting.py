@@ -1,0 +1,99 @@
+"""Waits for MPI: what they do in which order, with requests that count how often they are asked."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from stretto.collectives.waiting import Waiting
+
+
+class Request:
+    """Complete after ``polls`` tests; every test takes ``seconds`` of the clock."""
+
+    def __init__(self, polls: int, seconds: float = 0.0) -> None:
+        self.polls, self.seconds = polls, seconds
+        self.calls: list[str] = []
+        self.now = 0.0
+        self.sleeps: list[float] = []
+
+    def Test(self) -> bool:
+        self.calls.append("Test")
+        self.now += self.seconds
+        return self.calls.count("Test") > self.polls
+
+    def Wait(self) -> None:
+        self.calls.append("Wait")
+
+    def Waitall(self, requests: list[Request]) -> None:
+        self.calls.append(f"Waitall {len(requests)}")
+
+    def Testall(self, requests: list[Request]) -> bool:
+        done = [request.Test() for request in requests]
+        return all(done)
+
+    def sleep(self, seconds: float) -> None:
+        self.sleeps.append(seconds)
+        self.now += seconds
+
+
+def waited(request: Request, patience: float, requests: list[Request] | None = None) -> Request:
+    waiting = Waiting(patience, lambda: request.now, request.sleep)
+    waiting.all(requests or [request])  # type: ignore[arg-type]
+    return request
+
+
+def test_without_end_of_patience_mpi_waits_itself() -> None:
+    assert waited(Request(5), math.inf).calls == ["Wait"]
+    request = Request(5)
+    assert waited(request, math.inf, [request, Request(1)]).calls == ["Waitall 2"]
+
+
+def test_what_is_there_costs_one_poll() -> None:
+    request = waited(Request(0), 0.0)
+    assert request.calls == ["Test"]
+    assert request.sleeps == []
+
+
+def test_sleeps_begin_when_patience_ends() -> None:
+    request = waited(Request(4, seconds=2e-4), 5e-4)
+    assert len(request.calls) == 5
+    assert request.sleeps == pytest.approx([60e-6, 86e-6])  # a tenth of 600 and 860 us
+
+
+def test_sleeps_are_a_tenth_of_the_wait_within_bounds() -> None:
+    request = waited(Request(100), 0.0)
+    assert request.sleeps[0] == 10e-6
+    assert request.sleeps[-1] == 500e-6
+    now = 0.0
+    for slept in request.sleeps:
+        assert slept == pytest.approx(min(max(now / 10, 10e-6), 500e-6))
+        now += slept
+
+
+def test_all_of_several_requests_are_awaited() -> None:
+    first, second = Request(1), Request(3)
+    waited(first, 0.0, [first, second])
+    assert second.calls == ["Test"] * 4
+
+
+def test_nothing_to_wait_for() -> None:
+    Waiting(0.0).all([])
+    Waiting().all([])
+
+
+@pytest.mark.parametrize(("patience", "barriers"), [(math.inf, 0), (0.0, 1), (1.0, 1)])
+def test_processes_meet_before_a_blocking_call_where_waits_may_sleep(
+    patience: float, barriers: int
+) -> None:
+    class Comm:
+        met = 0
+
+        def Ibarrier(self) -> Request:
+            self.met += 1
+            return Request(0)
+
+    comm = Comm()
+    Waiting(patience).together(comm)  # type: ignore[arg-type]
+    assert comm.met == barriers

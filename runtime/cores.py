@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 
@@ -28,6 +29,28 @@ def share(places: Sequence[Place], place: Place) -> float:
     sharers = [p for p in places if p.host == place.host and p.cores & place.cores]
     together: frozenset[int] = frozenset().union(*(p.cores for p in sharers))
     return len(together) / len(sharers)
+
+
+def of_rank(places: Sequence[Place], rank: int) -> int:
+    """How many cores a rank should compute on, so that all that share cores with it can."""
+    return max(1, int(share(places, places[rank])))
+
+
+@contextmanager
+def announced(count: int) -> Iterator[None]:
+    """Within it, ``NPROC`` in the environment says on how many cores to compute, unless it is set already.
+
+    XLA's CPU client makes so many threads when it is created. (It is for testers that XLA reads it;
+    tests/runtime/test_cores.py sees that it does.)
+    """
+    if "NPROC" in os.environ:
+        yield
+        return
+    os.environ["NPROC"] = str(count)
+    try:
+        yield
+    finally:
+        del os.environ["NPROC"]
 
 
 def patience(places: Sequence[Place]) -> float:

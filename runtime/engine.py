@@ -18,6 +18,8 @@ import numpy as np
 
 from stretto.collectives.types import TensorType
 
+from . import heap
+from .cores import announced
 from .program import Segment
 
 Array = Any
@@ -119,12 +121,23 @@ class RestoringEngine(Protocol):
         ...
 
 
-def create_engine(name: str, num_devices: int, **options: Any) -> Engine:
-    """The engine registered under ``name``. Raises ``LookupError`` listing the names there are."""
+def create_engine(
+    name: str, num_devices: int, *, cores: int | None = None, **options: Any
+) -> Engine:
+    """The engine registered under ``name``. Raises ``LookupError`` listing the names there are.
+
+    ``cores``: on how many it should compute. It is told by ``NPROC`` while it is made, and the process's
+    heap is set up for it (`heap`). None leaves all as it is.
+    """
     found = {e.name: e for e in entry_points(group="stretto.engines")}
     if name not in found:
         raise LookupError(
             f"no engine {name!r}; installed engines: {', '.join(sorted(found)) or 'none'}. "
             "Set STRETTO_ENGINE to one of them, or install the package that provides it."
         )
-    return found[name].load()(num_devices=num_devices, **options)
+    make = found[name].load()
+    if cores is None:
+        return make(num_devices=num_devices, **options)
+    heap.keep_freed(cores)
+    with announced(cores):
+        return make(num_devices=num_devices, **options)

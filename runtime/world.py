@@ -43,6 +43,7 @@ class World:
     duplicate of MPI's world communicator that nobody else uses, or None in a world of one process.
     ``peers`` tells where each rank runs; ``launcher`` what started this one, if anything did. ``runs`` is
     this rank's account of what it runs together with others. ``costs`` is the table of costs, rank 0's.
+    ``cores``: on how many cores this rank should compute.
     ``patience``: seconds for which a wait for another rank may keep a core busy, the same on all (`cores`).
     ``clock_offset``: seconds to add to ``perf_counter()`` for rank 0's, measured only for traces.
     """
@@ -54,10 +55,12 @@ class World:
         peers: Sequence[Peer] | None = None,
         launcher: Launcher | None = None,
         costs: CostText | None = None,
-        patience: float = math.inf,
+        places: Sequence[cores.Place] = (),
     ) -> None:
         self.options = options
-        self.patience = patience
+        places = places or [cores.Place("", cores.usable())]
+        self.cores = cores.of_rank(places, comm.Get_rank() if comm else 0)
+        self.patience = cores.patience(places) if comm else math.inf
         self.comm = comm
         self.rank: int = comm.Get_rank() if comm else 0
         self.size: int = comm.Get_size() if comm else 1
@@ -253,7 +256,7 @@ def _make(chosen: Options | None, rendezvous: Rendezvous | None) -> World:
         peers = [Peer(rank, f["pid"], f["host"]) for rank, f in enumerate(gathered)]
         places = [cores.Place(f["host"], frozenset(f["cores"])) for f in gathered]
         costs = _common_costs(chosen, comm, peers)
-        made = World(chosen, comm, peers, launcher, costs, cores.patience(places))
+        made = World(chosen, comm, peers, launcher, costs, places)
         if chosen.trace:
             made.clock_offset = clock.offset_to_first(comm)
     exits.on_uncaught(made.fail)

@@ -43,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
         return 2
     try:
         world = bootstrap()
-        engine = create_engine(world.options.engine, world.local_devices)
+        engine = create_engine(world.options.engine, world.local_devices, cores=world.cores)
     except (StrettoError, LookupError) as error:
         print(f"stretto bench: {error}", file=sys.stderr)
         return 1

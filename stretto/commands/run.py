@@ -344,7 +344,7 @@ def execute(
     Results by device, for those of this rank, and its counts.
     """
     program = compiled.program
-    engine = create_engine(world.options.engine, world.local_devices)
+    engine = create_engine(world.options.engine, world.local_devices, cores=world.cores)
     counts = Counts(program)
     tracing = trace.begin(world, engine)
     executor = Executor(

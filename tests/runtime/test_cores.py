@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
 
 import pytest
 
-from stretto.runtime.cores import Place, patience, share, usable
+from stretto.runtime.cores import Place, announced, of_rank, patience, share, usable
 
 
 def place(*cores: int, host: str = "a") -> Place:
@@ -46,6 +49,40 @@ def test_share(places: list[Place], cores: float) -> None:
 )
 def test_patience(places: list[Place], seconds: float) -> None:
     assert patience(places) == seconds
+
+
+@pytest.mark.parametrize("cores", [1, 3])
+def test_an_engine_computes_on_as_many_cores_as_it_is_told(cores: int) -> None:
+    # XLA reads NPROC when it makes a client. If this fails, look for what it reads now.
+    code = f"""
+import jax, numpy as np
+from pathlib import Path
+from stretto.runtime.engine import create_engine
+engine = create_engine("xla:cpu", 1, cores={cores})
+threads = Path("/proc/self/task").glob("*/comm")
+print(sum(t.read_text().startswith("tf_XLAEigen") for t in threads))
+"""
+    environment = {k: v for k, v in os.environ.items() if k != "NPROC"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
+    assert int(done.stdout) == cores
+
+
+def test_who_has_said_how_many_cores_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NPROC", "5")
+    with announced(1):
+        assert os.environ["NPROC"] == "5"
+    monkeypatch.delenv("NPROC")
+    with announced(1):
+        assert os.environ["NPROC"] == "1"
+    assert "NPROC" not in os.environ
+
+
+def test_a_rank_has_a_core_at_least() -> None:
+    assert of_rank([place(*TWO)] * 4, 3) == 1
+    assert of_rank([place(*EIGHT)] * 3, 0) == 2
+    assert of_rank([place(*EIGHT), place(1, host="b")], 1) == 1
 
 
 def test_this_process_has_a_core() -> None:

@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from stretto.runtime.errors import StrettoError
+from stretto.runtime.trace_events import Measured, measure
 from stretto.runtime.trace_file import RankTrace, TraceError, read
 
 from .hlo_input import BAD_INPUT
 from .trace_chrome import chrome
 from .trace_html import page
-from .trace_totals import Measured, costs_of, measure, report
+from .trace_totals import costs_of, report
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from .trace_totals import Measured
+from stretto.runtime.trace_events import Measured
 
 WALK, DEVICES, STREAMS = 0, 100, 1000  # numbers of threads
 

@@ -7,8 +7,9 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from stretto.runtime.trace_events import Measured
+
 from .trace_chrome import DEVICES, STREAMS, chrome
-from .trace_totals import Measured
 
 # More marks than this make a page that no browser likes; the longest are kept.
 MOST_MARKS = 100_000

@@ -12,8 +12,9 @@ from support.handmade import F32, block, permute, program, segment
 from support.mpi import run_ranks
 
 from stretto.cli import main
-from stretto.commands.trace_totals import measure, union
+from stretto.commands.trace_totals import counts
 from stretto.runtime.program import Program, Run, Start, Wait
+from stretto.runtime.trace_events import measure, union
 from stretto.runtime.trace_file import (
     ALL_ACTIVE,
     SET_UNIT,
@@ -74,7 +75,7 @@ def test_times_by_hand(tmp_path: Path) -> None:
     assert [t.exposed for t in found.transfers] == [0.0, 3.0]
     # The device computes one segment at a time; the end that nobody saw is the next one's.
     assert [(b, e) for *_, b, e in found.segments] == [(0.0, 2.0), (2.0, 5.0), (5.0, 5.0)]
-    assert found.counts() == {
+    assert counts(found) == {
         "collectives": {"collective-permute": 2},
         "messages": 1,
         "bytes": 16,

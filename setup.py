@@ -16,11 +16,11 @@ def write_declarations() -> None:
     abi = runpy.run_path(str(PLUGIN / "abi.py"))
     codegen = runpy.run_path(str(PLUGIN / "abi_codegen.py"))
     tables = (abi["layouts"](), abi["UNIONS"], abi["FUNCTIONS"], abi["EXTENSIONS"])
-    for name, make in (
-        ("_pjrt_abi.h", codegen["c_header"]),
-        ("_pjrt_abi.pxi", codegen["cython_declarations"]),
+    for name, text in (
+        ("_pjrt_abi.h", codegen["c_header"](*tables)),
+        ("_pjrt_abi.pxi", codegen["cython_declarations"](*tables, abi["PROFILER_FUNCTIONS"])),
     ):
-        path, text = PLUGIN / name, make(*tables)
+        path = PLUGIN / name
         if not path.exists() or path.read_text() != text:
             path.write_text(text)
 

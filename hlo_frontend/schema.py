@@ -11,6 +11,7 @@ The messages live in a descriptor pool of their own and collide with no other us
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
@@ -180,11 +181,12 @@ def _add_field(message: descriptor_pb2.DescriptorProto, spec: str) -> None:
         field.type_name = f".{PACKAGE}.{kind}"
 
 
-def _build() -> dict[str, Any]:
+def messages(table: Mapping[str, str]) -> dict[str, Any]:
+    """The classes of the messages in a table like `TABLE`, in a pool of their own."""
     file = descriptor_pb2.FileDescriptorProto(
         name="stretto/xla.proto", package=PACKAGE, syntax="proto3"
     )
-    for name, fields in TABLE.items():
+    for name, fields in table.items():
         message = file.message_type.add(name=name)
         for spec in fields.split():
             _add_field(message, spec)
@@ -192,11 +194,11 @@ def _build() -> dict[str, Any]:
     pool.Add(file)
     return {
         name: message_factory.GetMessageClass(pool.FindMessageTypeByName(f"{PACKAGE}.{name}"))
-        for name in TABLE
+        for name in table
     }
 
 
-_MESSAGES = _build()
+_MESSAGES = messages(TABLE)
 
 HloModuleProto: Any = _MESSAGES["HloModuleProto"]
 HloComputationProto: Any = _MESSAGES["HloComputationProto"]

@@ -253,6 +253,7 @@ include "_events.pxi"
 include "_devices.pxi"
 include "_buffers.pxi"
 include "_executables.pxi"
+include "_profiler.pxi"
 
 cdef PJRT_Api api
 memset(&api, 0, sizeof(api))
@@ -262,6 +263,7 @@ api.pjrt_api_version.major_version = _abi.MAJOR
 api.pjrt_api_version.minor_version = _abi.MINOR
 fill(&api)
 fill_extensions(&api)
+add_profiler(&api)
 api.PJRT_Error_Destroy = error_destroy
 api.PJRT_Error_Message = error_message
 api.PJRT_Error_GetCode = error_get_code

@@ -59,8 +59,8 @@ cdef class LoadedExecutable(Handle):
         ``output_memories`` has a list for each of ``devices``, the local ones in the order of the arguments.
         """
         self.run, self.copy, self.engine, self.num_parameters = run, copy, engine, num_parameters
-        self.single = single if len(devices) == 1 and not donated else None
         self.donated, self.devices, self.has_callbacks = donated, devices, has_callbacks
+        self.use_single(single)
         self.output_types, self.output_memories = output_types, output_memories
         self.smallest = 0
         for i in range(len(output_types)):
@@ -70,6 +70,10 @@ cdef class LoadedExecutable(Handle):
     @property
     def is_deleted(self):
         return self.c.deleted
+
+    def use_single(self, single):
+        """Another ``single`` from now on, or none."""
+        self.single = single if len(self.devices) == 1 and not self.donated else None
 
     def delete(self):
         self.c.deleted = True
@@ -111,24 +115,28 @@ cdef class LoadedExecutable(Handle):
 
     cdef int execute(self, PJRT_LoadedExecutable_Execute_Args* args) except -1:
         self.check(args)
-        if self.single is None or not self.execute_single(args):
+        if not self.execute_single(args):
             self.execute_program(args)
         return 0
 
     cdef bint execute_single(self, PJRT_LoadedExecutable_Execute_Args* args) except -1:
-        """The short way, for one segment on one device. False if an argument is not there yet."""
-        cdef void** handles = (<void***>args.argument_lists)[0]
-        cdef void** out = (<void***>args.output_lists)[0]
+        """The short way, for one segment on one device. False if there is none, or an argument is not there."""
+        cdef void** handles
+        cdef void** out
         cdef list row = [], memories = <list>PyList_GET_ITEM(self.output_memories, 0), arrays
         cdef size_t i
-        cdef object array
-        cdef Device device = <Device>self.devices[0]
+        cdef object array, single = self.single
+        cdef Device device
+        if single is None:
+            return False
+        handles, out = (<void***>args.argument_lists)[0], (<void***>args.output_lists)[0]
+        device = <Device>self.devices[0]
         for i in range(args.num_args):
             array = (<Buffer>(<handle_t*>handles[i]).owner).issued_array()
             if array is None:
                 return False
             row.append(array)
-        arrays = self.single(device.c.local_hardware_id, row)
+        arrays = single(device.c.local_hardware_id, row)
         for i in range(<size_t>len(arrays)):
             out[i] = self.output(None, <object>PyList_GET_ITEM(arrays, i), i, memories)
         if args.device_complete_events != NULL:

@@ -370,6 +370,25 @@ EXTENSION_STRUCTS: dict[str, str] = {
     ),
 }
 
+# The same for structs that begin with their size alone: ``xla/backends/profiler/plugin/profiler_c_api.h``.
+EXTENSION_PLAIN: dict[str, str] = {
+    "PLUGIN_Profiler_Create_Args": "size struct_size, str options, size options_size, ptr profiler",
+    "PLUGIN_Profiler_Destroy_Args": "size struct_size, ptr profiler",
+    "PLUGIN_Profiler_Start_Args": "size struct_size, ptr profiler",
+    "PLUGIN_Profiler_Stop_Args": "size struct_size, ptr profiler",
+    "PLUGIN_Profiler_CollectData_Args": (
+        "size struct_size, ptr profiler, ptr buffer, size buffer_size_in_bytes"
+    ),
+    # `tail` is zeros: later versions have more functions.
+    "PLUGIN_Profiler_Api": (
+        "size struct_size, ptr priv, fn error_destroy, fn error_message, fn error_get_code, fn create, "
+        "fn destroy, fn start, fn stop, fn collect_data, u64 tail0, u64 tail1, u64 tail2, u64 tail3"
+    ),
+    "PJRT_Profiler_Extension": (
+        "PJRT_Extension_Base base, ptr profiler_api, i64 traceme_context_id"
+    ),
+}
+
 # Type (PJRT_Extension_Type) and functions of each table.
 EXTENSIONS: dict[str, tuple[int, tuple[str, ...]]] = {
     "PJRT_CrossHostTransfers_Extension": (
@@ -528,10 +547,19 @@ UNAUTHENTICATED
 BUFFER_TYPES: dict[str, int] = {name: code for code, name in enumerate(_TYPES.split())}
 ERROR_CODES: dict[str, int] = {name: code for code, name in enumerate(_CODES.split())}
 
+# Of the functions in PLUGIN_Profiler_Api those that are not answered in C.
+PROFILER_FUNCTIONS: tuple[str, ...] = (
+    "PLUGIN_Profiler_Create",
+    "PLUGIN_Profiler_Start",
+    "PLUGIN_Profiler_Stop",
+    "PLUGIN_Profiler_CollectData",
+)
+
 # All functions, of extensions too: a function's place is its number.
 ALL_FUNCTIONS: tuple[str, ...] = (
     *FUNCTIONS,
     *(name for _, functions in EXTENSIONS.values() for name in functions),
+    *PROFILER_FUNCTIONS,
 )
 
 # PJRT_NamedValue_Type
@@ -552,7 +580,7 @@ def fields(line: str) -> list[tuple[str, str]]:
 def layouts() -> dict[str, list[tuple[str, str]]]:
     """Fields of every union and struct, in an order in which what is held in place comes first."""
     unions = {name: fields(line) for name, line in UNIONS.items()}
-    rest = {name: fields(line) for name, line in PLAIN.items()} | {
+    rest = {name: fields(line) for name, line in (PLAIN | EXTENSION_PLAIN).items()} | {
         name: fields(f"{HEAD}, {line}") for name, line in (STRUCTS | EXTENSION_STRUCTS).items()
     }
     ordered: dict[str, list[tuple[str, str]]] = {}

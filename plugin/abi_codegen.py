@@ -62,10 +62,12 @@ def cython_declarations(
     unions: Mapping[str, str],
     functions: Sequence[str],
     extensions: Extensions,
+    others: Sequence[str],
 ) -> str:
     """``_pjrt_abi.pxi``: declarations of the structs, an entry for each function, and the tables' filling.
 
-    Each entry hands its number and its arguments to ``dispatch``, which the including module defines.
+    ``others`` are functions with entries that the including module puts where they belong. Each entry hands
+    its number and its arguments to ``dispatch``, which the including module defines.
     """
     lines = ['cdef extern from "_pjrt_abi.h" nogil:']
     for name, fields in layouts.items():
@@ -84,6 +86,7 @@ def cython_declarations(
         lines.append("        PJRT_Extension_Base base")
         lines.extend(f"        void* (*{name})(void*) noexcept nogil" for name in members)
     everything = [*functions, *(name for _, members in extensions.values() for name in members)]
+    everything += others
     for number, name in enumerate(everything):
         lines.append(f"cdef void* entry_{name}(void* args) noexcept nogil:")
         lines.append(f"    return dispatch({number}, args)")

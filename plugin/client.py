@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import threading
+from collections.abc import Callable
 from functools import cached_property
 from importlib.metadata import version
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 
@@ -13,6 +16,7 @@ from stretto.collectives.types import TensorType
 from stretto.runtime import trace
 from stretto.runtime.engine import create_engine
 from stretto.runtime.executor import Executor
+from stretto.runtime.instrument import Instrument
 from stretto.runtime.options import Options
 from stretto.runtime.rendezvous import Rendezvous
 from stretto.runtime.value import Value
@@ -27,6 +31,9 @@ from .target import target
 from .topology import Text, Topology, platform_version, pointers
 
 _TYPE_NAMES = {code: name for name, code in abi.BUFFER_TYPES.items()}
+
+
+clients: WeakSet[Client] = WeakSet()
 
 
 class Client(_capi.Handle):  # type: ignore[misc]
@@ -55,7 +62,11 @@ class Client(_capi.Handle):  # type: ignore[misc]
         self.device_pointers = pointers(self.devices)
         self.local_device_pointers = pointers(self.local_devices)
         self.memory_pointers = pointers(self.memories)
+        self._executables: WeakSet[_capi.LoadedExecutable] = WeakSet()
+        self._lock = threading.Lock()
         self._array_types: dict[tuple[TensorType, tuple[int, ...]], _capi.ArrayType] = {}
+
+        clients.add(self)
 
     @property
     def options(self) -> Options:
@@ -73,6 +84,28 @@ class Client(_capi.Handle):  # type: ignore[misc]
         if known is None:
             known = self._array_types[type, order] = _capi.ArrayType(type, order)
         return known
+
+    def loads(self, executable: _capi.LoadedExecutable) -> None:
+        """An executable is made for this client."""
+        with self._lock:
+            self._executables.add(executable)
+
+    def observe(self, instrument: Instrument) -> Callable[[], None]:
+        """Tell ``instrument`` what is run from now on, until what this gives is called."""
+        end = self.executor.observe(instrument)
+        self._reconsider()
+
+        def ends() -> None:
+            end()
+            self._reconsider()
+
+        return ends
+
+    def _reconsider(self) -> None:
+        """The short way of runs is no way where somebody watches."""
+        with self._lock:
+            for executable in list(self._executables):
+                executable.use_single(executable.loaded.single)
 
     def device(self, id: int) -> _capi.Device:
         """The device with this id. Raises ``LookupError``."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from . import _capi, buffer, client, cross_host, event, executable, topology, transfer
+from . import _capi, buffer, client, cross_host, event, executable, profiler, topology, transfer
 from .errors import describe
 from .later import later
 from .table import handlers
 
-MODULES = (buffer, client, cross_host, event, executable, topology, transfer)
+MODULES = (buffer, client, cross_host, event, executable, profiler, topology, transfer)
 
 
 def install() -> None:

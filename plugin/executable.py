@@ -149,6 +149,7 @@ class LoadedExecutable(_capi.LoadedExecutable):  # type: ignore[misc]
     ) -> None:
         program = executable.compiled.program
         self.executable = executable
+        self.loaded = loaded
         self.device_ids = device_ids
         self.devices = tuple(client.device(device_ids[logical]) for logical, _ in loaded.local)
         self.device_pointers = pointers(self.devices)
@@ -156,6 +157,7 @@ class LoadedExecutable(_capi.LoadedExecutable):  # type: ignore[misc]
             [device.memories[MEMORY_KINDS.index(kind)] for kind in executable.memory_kinds]
             for device in self.devices
         ]
+        client.loads(self)
         self.prepare(
             loaded.execute_with_completion,
             client.copy,

@@ -46,6 +46,18 @@ def register(capsule: Any) -> None:
     xla_bridge.register_plugin(PLATFORM, c_api=capsule, options={})
 
 
+def register_profiler(capsule: Any) -> None:
+    """Have `jax.profiler` ask stretto for what it has seen, as JAX does for plugins in files."""
+    from jax._src.lib import _profiler
+
+    if not _profiled:
+        _profiler.register_plugin_profiler(capsule)
+        _profiled.append(True)
+
+
+_profiled: list[bool] = []
+
+
 def lower_as_cpu() -> None:
     """Lower programs for stretto alone as JAX lowers them for cpu.
 

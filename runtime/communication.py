@@ -35,7 +35,8 @@ class Communication:
     """The communicating operations of one program for its local devices.
 
     ``local``: (logical id, ordinal) pairs. ``lanes[i]`` serves the program's stream i. ``owner`` maps each
-    logical id to its process. Binds every collective, in program order: the same on all ranks.
+    logical id to its process. Binds every collective, in program order: the same on all ranks. What another
+    one for the same program has ``bound`` is used as it is.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class Communication:
         lanes: Sequence[Lane],
         instrument: Instrument | None = None,
         called: str = "",
+        bound: Communication | None = None,
     ) -> None:
         self.program = program
         self.engine = engine
@@ -66,7 +68,9 @@ class Communication:
             if isinstance(i, Loop)
             for c in i.carried
         }
-        self._bound = self._bind()
+        self._bound: dict[tuple[int, int], BoundCollective] = (
+            self._bind() if bound is None else bound._bound
+        )
 
     def is_prompt(self, start: Start) -> bool:
         """Whether `attempt` can be used for it."""

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from functools import partial, reduce
 from operator import add
 from typing import Any, Protocol
+from weakref import WeakSet
 
 from stretto.collectives.communicator import Communicator
 from stretto.collectives.order import CommonOrder, Schedule
@@ -29,7 +30,7 @@ from .compiled_segments import compile_segments
 from .engine import Engine, LoadedSegment
 from .errors import InvalidProgramError, StrettoError, UnsupportedError
 from .flight import Flight
-from .instrument import Counters, Instrument
+from .instrument import Counters, Instrument, Instruments
 from .loaded import PATIENCE, LoadedProgram
 from .negotiation import Agreements, Assembly, AsWritten, Joint, Terms, check_rings
 from .options import Options
@@ -98,9 +99,11 @@ class Executor:
         self._computing = Counters()  # of the dispatch thread
         self._lanes: list[Lane] = []
         self._lock = threading.Lock()
+        self.observing = threading.Lock()  # held to change the instrument, and who knows of it
         self.dispatch = Stream("stretto-dispatch")
         self._flights: dict[int, Flight] = {}
         self._runs = 0
+        self._loaded: WeakSet[LoadedProgram] = WeakSet()
         self._closed = False
         self._agreements = Agreements(world.assembly)
         world.on_failure(self._fail_flights)
@@ -148,7 +151,10 @@ class Executor:
         line = watchdog.calling_line() if len(processes) > 1 else ""
         make = partial(self._walker, local, owner, host_callbacks, line)
         must_agree = len(processes) > 1 and bool(rewritten)
-        loaded = LoadedProgram(self, make(program, code), local, bool(host_callbacks), must_agree)
+        walker = make(program, code)
+        with self.observing:
+            loaded = LoadedProgram(self, walker, local, bool(host_callbacks), must_agree)
+            self._loaded.add(loaded)
         if not local:
             return loaded
         if len(processes) > 1:
@@ -183,6 +189,29 @@ class Executor:
             return loaded
         loaded.prepare()
         return loaded
+
+    def observe(self, instrument: Instrument) -> Callable[[], None]:
+        """Tell ``instrument``, too, what happens from now on, until what this gives is called.
+
+        Runs under way are told of in part. Programs that were loaded before are told of as well.
+        """
+        with self.observing:
+            before = self.instrument
+            for loaded in list(self._loaded):
+                if loaded.walker.prepared:
+                    instrument.program_loaded(loaded.walker.program, loaded.local)
+            self._watch(instrument if before is None else Instruments(before, instrument))
+
+        def end() -> None:
+            with self.observing:
+                self._watch(before)
+
+        return end
+
+    def _watch(self, instrument: Instrument | None) -> None:
+        self.instrument = instrument
+        for loaded in list(self._loaded):
+            loaded.watch()
 
     def counters(self) -> Counters:
         """Communication of this process since the start, over all streams, and what was left out."""

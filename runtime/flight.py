@@ -79,8 +79,9 @@ class Flight:
         frame = Frame(len(program.slot_types), walker.positions)
         for index, slot in enumerate(program.body.parameters):
             frame.registers[slot] = arguments[index]
-        if loaded.executor.instrument is not None:
-            loaded.executor.instrument.program_started(program.name, self.run)
+        instrument = loaded.executor.instrument
+        if instrument is not None:
+            instrument.program_started(program.name, self.run)
         return frame
 
     def finish(self, frame: Frame | None, error: BaseException | None) -> None:
@@ -102,8 +103,9 @@ class Flight:
             if lane.sends:
                 drained = lane.stream.submit(lane.drain)
                 drained.add_callback(partial(executor.report_failure_of, drained))
-        if executor.instrument is not None:
-            executor.instrument.program_finished(loaded.program.name, self.run, error)
+        instrument = executor.instrument
+        if instrument is not None:
+            instrument.program_finished(loaded.program.name, self.run, error)
 
     def _gather(self, column: list[Any], type_: TensorType) -> list[Any]:
         """A register from what the arguments stood for."""

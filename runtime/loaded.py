@@ -57,21 +57,41 @@ class LoadedProgram:
         self.donates = bool(program.donated)
         self._num_inputs = len(program.inputs)
         self._engine = executor.engine
-        self._single = None
+        self._single: Callable[[int, list[Any]], list[Any]] | None = None
+        self._must_agree = must_agree
         # How it is agreed on with the other processes that run it; None if there are none.
         self.joint: Joint | None = None
+        self._choose_single()
+
+    def _choose_single(self) -> None:
+        """Whether the engine may be called without a walk: not where somebody watches."""
+        program, walker = self.program, self.walker
+        self._single = None
         if (
             program.single_segment is not None
-            and local
-            and not must_agree
-            and executor.instrument is None
-            and not has_host_callbacks
+            and self.local
+            and not self._must_agree
+            and self.executor.instrument is None
+            and not self.has_host_callbacks
         ):
             self._single = walker.segments[program.body.instructions[0].segment].run  # type: ignore[union-attr]
 
+    def watch(self) -> None:
+        """Tell the executor's instrument, which has changed, what is done from now on."""
+        if self.walker.prepared:
+            self.walker = self.walker.watched_by(self.executor.instrument)
+        self._choose_single()
+
     def prepare(self) -> None:
         """Bind the collectives; waits for the other processes of the program, where there are any."""
-        self.walker.prepare()
+        walker = self.walker
+        walker.prepare()
+        with self.executor.observing:
+            instrument = self.executor.instrument
+            if walker.prepared and walker.instrument is not instrument:  # another since it was made
+                if instrument is not None:
+                    instrument.program_loaded(walker.program, self.local)
+                self.walker = walker.watched_by(instrument)
 
     @property
     def compiled(self) -> CompiledSegments:
@@ -146,7 +166,9 @@ class LoadedProgram:
 
     def _run_single(self, arguments: Sequence[Sequence[Value]]) -> list[list[Value]] | None:
         """Hand the one segment to the engine; None if that cannot be done here and now."""
-        run: Any = self._single
+        run = self._single
+        if run is None:
+            return None
         count, engine, types = self._num_inputs, self._engine, self.output_types
         if len(arguments) != len(self.local):
             return None

@@ -34,23 +34,28 @@ def begin(world: World, engine: Engine) -> Trace | None:
     folder = world.options.trace
     if not folder:
         return None
-    header = Header(
-        rank=world.rank,
-        size=world.size,
-        host=world.host,
-        pid=os.getpid(),
-        local_devices=world.local_devices,
-        engine=world.options.engine,
-        offset=world.clock_offset,
-        started=time.time(),
-        costs=world.costs.text,
-    )
+    header = header_of(world, world.clock_offset)
     path = Path(folder) / file_name(world.rank)
     trace = _begun.get(path)
     if trace is None:  # a process that makes its devices anew goes on with its file
         trace = _begun[path] = Trace(Path(folder), header, engine)
         world.on_failure(lambda error: trace.write())
     return trace
+
+
+def header_of(world: World, offset: float = 0.0) -> Header:
+    """Who this rank is; ``offset`` as in `Header`."""
+    return Header(
+        rank=world.rank,
+        size=world.size,
+        host=world.host,
+        pid=os.getpid(),
+        local_devices=world.local_devices,
+        engine=world.options.engine,
+        offset=offset,
+        started=time.time(),
+        costs=world.costs.text,
+    )
 
 
 _begun: dict[Path, Trace] = {}

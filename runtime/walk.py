@@ -9,6 +9,7 @@ a divergent loop or branch is merged.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from typing import Any
 
 import numpy as np
@@ -76,11 +77,24 @@ class Walker:
         # The same for a thread that must not block, where every collective is small and awaited at once.
         self.prompt: list[Attempt] | None = None
         self._shared = shared_results(program)
+        self.prepared = False
+
+    def watched_by(self, instrument: Instrument | None) -> Walker:
+        """One that does the same under another instrument, of one that is prepared; waits for nobody."""
+        made = copy(self)
+        made.instrument = instrument
+        made._translate(self._communication)
+        return made
 
     def prepare(self) -> None:
         """Bind the collectives, which may wait for the other processes, and translate the program."""
         if not self.local:
             return
+        self._translate(None)
+        if self.instrument is not None:
+            self.instrument.program_loaded(self.program, self.local)
+
+    def _translate(self, bound: Communication | None) -> None:
         communication = Communication(
             self.program,
             self.engine,
@@ -90,6 +104,7 @@ class Walker:
             self.lanes,
             self.instrument,
             self.called,
+            bound,
         )
         self._communication = communication
         runs = Runs(
@@ -113,10 +128,9 @@ class Walker:
             LogicalId: self._logical_id,
             Free: self._free,
         }
-        if self.instrument is not None:
-            self.instrument.program_loaded(self.program, self.local)
         self.operations = self._block(self.program.body)
         self.prompt = self._prompt(self.program.body)
+        self.prepared = True
 
     def results(self, frame: Frame) -> list[Any]:
         """The registers of the program's results, each with arrays of its own."""

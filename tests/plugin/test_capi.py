@@ -55,22 +55,63 @@ def test_every_slot_is_filled() -> None:
     assert size == _HEAD + len(abi.FUNCTIONS) * ctypes.sizeof(ctypes.c_void_p)
 
 
-def test_the_chain_of_extensions() -> None:
-    base = STRUCTS["PJRT_Extension_Base"]
+def _extensions() -> dict[int, int]:
+    """Type and address of each in the chain."""
     pointer = ctypes.sizeof(ctypes.c_void_p)
     found = {}
     address = ctypes.c_void_p.from_address(_capi.table_address() + pointer).value
     while address:
-        extension = base.from_address(address)
-        count = (extension.struct_size - ctypes.sizeof(base)) // pointer
-        first = address + ctypes.sizeof(base)
-        found[extension.type] = [*(ctypes.c_void_p * count).from_address(first)]
+        extension = STRUCTS["PJRT_Extension_Base"].from_address(address)
+        found[extension.type] = address
         address = extension.next
-    expected = {type: len(functions) for type, functions in abi.EXTENSIONS.values()}
-    assert {type: len(functions) for type, functions in found.items()} == expected
-    addresses = [function for functions in found.values() for function in functions]
+    return found
+
+
+def test_the_chain_of_extensions() -> None:
+    found = _extensions()
+    base, pointer = ctypes.sizeof(STRUCTS["PJRT_Extension_Base"]), ctypes.sizeof(ctypes.c_void_p)
+    assert found.keys() == {type for type, _ in abi.EXTENSIONS.values()} | {1}
+    addresses = []
+    for type, functions in abi.EXTENSIONS.values():
+        size = STRUCTS["PJRT_Extension_Base"].from_address(found[type]).struct_size
+        assert size == base + len(functions) * pointer
+        addresses += (ctypes.c_void_p * len(functions)).from_address(found[type] + base)
     assert all(addresses)
     assert len(set(addresses)) == len(addresses)
+
+
+def _profiler_call(name: str, struct: str, **fields: Any) -> Any:
+    extension = STRUCTS["PJRT_Profiler_Extension"].from_address(_extensions()[1])
+    api = STRUCTS["PLUGIN_Profiler_Api"].from_address(extension.profiler_api)
+    assert api.struct_size == 80  # as in version 1 of the header
+    args = STRUCTS[f"PLUGIN_Profiler_{struct}_Args"]()
+    args.struct_size = ctypes.sizeof(args)
+    for field, value in fields.items():
+        setattr(args, field, value)
+    function = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(getattr(api, name))
+    error = function(ctypes.addressof(args))
+    if error:
+        message = _message(error)
+        call("PJRT_Error_Destroy", error=error)
+        raise RuntimeError(message)
+    return args
+
+
+def test_a_session_of_the_profiler() -> None:
+    session = _profiler_call("create", "Create").profiler
+    _profiler_call("start", "Start", profiler=session)
+    _profiler_call("stop", "Stop", profiler=session)
+    first = _profiler_call("collect_data", "CollectData", profiler=session)
+    data = read_bytes(first.buffer, first.buffer_size_in_bytes)
+    assert data
+    own = ctypes.create_string_buffer(len(data))
+    second = _profiler_call(
+        "collect_data", "CollectData", profiler=session, buffer=ctypes.addressof(own)
+    )
+    assert (own.raw, second.buffer_size_in_bytes) == (data, len(data))
+    _profiler_call("destroy", "Destroy", profiler=session)
+    with pytest.raises(RuntimeError, match="null handle"):
+        _profiler_call("start", "Start")
 
 
 def test_what_is_not_implemented_says_its_name() -> None:

@@ -194,6 +194,15 @@ def test_rules_of_gpus_alone(name: str) -> None:
     assert callable(mlir.LoweringRuleContext.replace)
 
 
+def test_profiler() -> None:
+    """What `register_plugin` calls for a plugin in a file; sessions then ask the plugin's extension."""
+    from jax._src.lib import _profiler
+
+    assert callable(_profiler.register_plugin_profiler)
+    source = inspect.getsource(jax._src.xla_bridge.register_plugin)
+    assert "_profiler.register_plugin_profiler(c_api)" in source
+
+
 def test_tokens_in_barriers() -> None:
     """Before jax 0.12 the rule of optimization barriers asks this function about every result."""
     function = _original(jax._src.interpreters.mlir.lower_with_sharding_in_types)

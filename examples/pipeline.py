@@ -4,14 +4,15 @@ The text is the source of Python's standard library, byte by byte. The model is 
 layers; each device holds two of them. In `gpipe` a device's layers are neighbours, and a microbatch goes
 through the devices once; in `circular` device s holds layers s and s + 4, and a microbatch goes round twice,
 which makes the bubble smaller. Both are a `lax.scan` whose body does the same thing in every iteration:
-take what the previous stage sent, run the stage, pass it on. Plain JAX; nothing here is stretto's.
+take what the previous stage sent, run the stage, pass it on. Plain JAX; nothing here is stretto's. With
+STRETTO_INTERLEAVE=2 stretto runs `gpipe`, forward and backward, in a schedule like that of `circular`.
 
     JAX_PLATFORMS=stretto mpiexec -n 4 python examples/pipeline.py
     JAX_PLATFORMS=stretto STRETTO_LOCAL_DEVICES=4 python examples/pipeline.py
     JAX_PLATFORMS=cpu XLA_FLAGS=--xla_force_host_platform_device_count=4 python examples/pipeline.py
 
 Printed: loss, time of a step, messages sent a step beside those of the program as it is written, and the
-share of stage runs that is bubble. The last line is a JSON object with all of it.
+share of stage runs that is bubble as it is written. The last line is a JSON object with all of it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""A pipeline on stretto, interleaved by an option of one `jit` and by STRETTO_INTERLEAVE.
+"""A pipeline on stretto, interleaved by an option of one `jit` and by STRETTO_INTERLEAVE: its forward pass,
+and a step of training.
 
 Messages are counted by hand: each of M microbatches makes P * R - 1 hops, and of each array of weights the
-chunks move that are not where they should be.
+chunks move that are not where they should be. A step makes as many hops back, and its gradients move too.
 """
 
 from __future__ import annotations
@@ -29,36 +30,47 @@ def place(array, spec):
 
 weights = jax.tree.map(lambda w: place(w, P("x")), gpipe.weights(4 * 4))
 inputs = place(gpipe.inputs(4), P())
+def bits(tree):
+    shards = [s for leaf in jax.tree.leaves(tree) for s in leaf.addressable_shards]
+    return [np.asarray(s.data).tobytes().hex() for s in shards]
+
 found = {{}}
+forward = jax.shard_map(gpipe.where(4, 4), mesh=frontend_support.mesh(4),
+                        in_specs=(P("x"), P()), out_specs=P(), check_vma=False)
+step = jax.value_and_grad(lambda w, x: (forward(w, x) ** 2).sum())
 for name, options in (("plain", {{}}), ("asked", {{"stretto_interleave": 2}})):
-    mapped = jax.shard_map(gpipe.where(4, 4), mesh=frontend_support.mesh(4),
-                           in_specs=(P("x"), P()), out_specs=P(), check_vma=False)
-    before = stretto.stats().messages
-    result = np.asarray(jax.jit(mapped, compiler_options=options)(weights, inputs))
-    found[name] = [result.tobytes().hex(), stretto.stats().messages - before]
+    for kind, function in (("", forward), (" step", step)):
+        before = stretto.stats().messages
+        result = bits(jax.jit(function, compiler_options=options)(weights, inputs))
+        found[name + kind] = [result, stretto.stats().messages - before]
 with open(f"{{sys.argv[1]}}/{{jax.process_index()}}.json", "w") as file:
     json.dump(found, file)
 """
 HOPS = 4 * (4 - 1)
-INTERLEAVED = 4 * (4 * 2 - 1) + 2 * 6  # of 8 chunks of each of two arrays two stay
+MOVED = 2 * 6  # of 8 chunks of each of two arrays two stay
+INTERLEAVED = 4 * (4 * 2 - 1) + MOVED
 
 
 def run(tmp_path: Path, ranks: int = 1, **environment: str) -> tuple[dict[str, int], str]:
     """Messages of all processes, of each of the two runs; and what was written to standard error."""
     text = SCRIPT.format(here=str(HERE))
     reports, said = reports_of(tmp_path, text, 4, ranks, **environment)
-    assert len({report[name][0] for report in reports for name in report}) == 1  # bit for bit
+    for report in reports:
+        for kind in ("", " step"):
+            assert report["plain" + kind][0] == report["asked" + kind][0]  # bit for bit
     return {name: sum(r[name][1] for r in reports) for name in reports[0]}, said
 
 
 def test_by_an_option_of_one_jit(tmp_path):
     messages, _ = run(tmp_path)
     assert messages["asked"] - messages["plain"] == INTERLEAVED - HOPS
+    assert messages["asked step"] - messages["plain step"] == 2 * (INTERLEAVED - HOPS)
 
 
 def test_for_the_whole_process_and_refused_with_a_reason(tmp_path):
     messages, errors = run(tmp_path, STRETTO_INTERLEAVE="2")
     assert messages["plain"] == messages["asked"]
+    assert messages["plain step"] == messages["asked step"]
     assert "is not interleaved" not in errors
     messages, errors = run(tmp_path, STRETTO_INTERLEAVE="3")
     assert messages["asked"] - messages["plain"] == INTERLEAVED - HOPS
@@ -69,3 +81,4 @@ def test_for_the_whole_process_and_refused_with_a_reason(tmp_path):
 def test_on_ranks(tmp_path):
     messages, _ = run(tmp_path, 2)
     assert messages["asked"] > messages["plain"]
+    assert messages["asked step"] > messages["plain step"]

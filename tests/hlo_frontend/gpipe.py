@@ -158,3 +158,86 @@ def program(local: Callable, stages: int, *, replicated: bool = False, out: Any 
     over = mesh(stages)
     spec = P() if replicated else P("x")
     return manual(local, over, (spec, P()), P() if out is None else out)
+
+
+def squared(local: Callable, over: Any, specs: Any, out: Any = None) -> Callable:
+    """A jitted training step: the sum of squares of what ``local`` gives, and its gradients."""
+    out = P() if out is None else out
+    mapped = jax.shard_map(local, mesh=over, in_specs=specs, out_specs=out, check_vma=False)
+
+    def loss(*arguments):
+        leaves = jax.tree.leaves(mapped(*arguments))
+        return sum(jnp.sum(v.astype(np.float32) ** 2) for v in leaves)
+
+    return jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))
+
+
+def by_hand(
+    stages: int,
+    microbatches: int,
+    *,
+    read: Callable = lambda kept, at: kept[at],
+    between: Callable = lambda kept: kept,
+    keep: Callable = lambda stack, kept: kept,
+    spy: Callable | None = None,
+    add: Callable = lambda total, dw: total + dw,
+) -> Callable:
+    """A forward and a backward pass, written as two scans. The first keeps what each layer begins with.
+
+    ``read`` takes what was kept in an iteration, ``between`` is done to it between the passes, ``keep`` makes
+    what an iteration keeps of that of the last one; ``spy`` is shown a microbatch's gradients; ``add`` adds
+    them up.
+    """
+    forward = [(s, (s + 1) % stages) for s in range(stages)]
+    backward = [(t, s) for s, t in forward]
+    trips = microbatches + stages - 1
+
+    def local(layers, xs):
+        stage = lax.axis_index("x")
+        nothing = jax.tree.map(jnp.zeros_like, layers)
+        slabs = jnp.zeros((layers["b"].shape[0], *xs.shape[1:]), xs.dtype)
+
+        def there(carry, i):
+            received, outputs, last = carry
+            x = jnp.where(stage == 0, xs[jnp.clip(i, 0, microbatches - 1)], received)
+            working = (i >= stage) & (i - stage < microbatches)
+
+            def run(x):
+                return lax.scan(lambda x, w: (layer(x, w)[0], x), x, layers)
+
+            y, kept = lax.cond(working, run, lambda x: (jnp.zeros_like(x), slabs), x)
+            kept = keep(last, kept)
+            out = i - (stages - 1)
+            put = outputs.at[jnp.clip(out, 0, microbatches - 1)].set(y)
+            outputs = jnp.where((stage == stages - 1) & (out >= 0), put, outputs)
+            return (lax.ppermute(y, "x", forward), outputs, kept), kept
+
+        def back(carry, i):
+            received, total, seen = carry
+            slot = i - stage
+            working = (slot >= 0) & (slot < microbatches)
+            begin = 2 * outputs[jnp.clip(slot, 0, microbatches - 1)]
+            dy = jnp.where(stage == stages - 1, begin, received)
+
+            def one(dy, given):
+                w, x = given
+                return jax.vjp(lambda x, w: layer(x, w)[0], x, w)[1](dy)
+
+            def run(dy):
+                return lax.scan(one, dy, (layers, read(kept, i)), reverse=True)
+
+            dx, dw = lax.cond(working, run, lambda dy: (jnp.zeros_like(dy), nothing), dy)
+            if spy is not None:
+                seen = seen + spy(dw)
+            total = jax.tree.map(add, total, dw)
+            return (lax.ppermute(dx, "x", backward), total, seen), None
+
+        start = (jnp.zeros_like(xs[0]), jnp.zeros_like(xs), slabs)
+        (_, outputs, _), kept = lax.scan(there, start, jnp.arange(trips))
+        kept = between(kept)
+        start = (jnp.zeros_like(xs[0]), nothing, jnp.float32(0))
+        (_, total, seen), _ = lax.scan(back, start, jnp.arange(trips)[::-1])
+        outputs = lax.psum(jnp.where(stage == stages - 1, outputs, 0), "x")
+        return outputs, total, lax.psum(seen, "x")
+
+    return local

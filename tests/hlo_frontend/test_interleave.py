@@ -292,18 +292,6 @@ def test_results_of_stages_on_the_way_are_read():
     assert "what device 0 computes in iteration" in why and "only what the last stage" in why
 
 
-def test_a_pipeline_that_is_differentiated():
-    local = where(2, 3)
-    over = mesh(2)
-    mapped = jax.shard_map(local, mesh=over, in_specs=(P("x"), P()), out_specs=P(), check_vma=False)
-    function = jax.jit(jax.grad(lambda w, x: jnp.sum(mapped(w, x) ** 2)))
-    module = compiled(function, (weights(2 * 4), inputs(3)), 2, 2)
-    forward, backward = module.interleaved
-    assert "a differentiated stage does so" in forward.why
-    assert backward.why
-    assert module.program == compiled(function, (weights(2 * 4), inputs(3)), 2, 1).program
-
-
 def test_other_communication_in_the_loop():
     assert "communicates by all-reduce" in variant(send=lambda y: y + lax.psum(y, "x"))
 

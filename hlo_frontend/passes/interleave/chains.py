@@ -2,13 +2,15 @@
 
 `Origins` goes from a value of one device and iteration backwards through everything that hands its operand
 on as it is: selects and conditionals whose predicate is known, reshapes, permutes, carries, slices that are
-put into an array and taken out of it. What it ends at made the value, bit for bit.
+put into an array and taken out of it; and through additions of what is known to be zero. What it ends at made
+the value, bit for bit, or but for the sign of zeros where something was added. `Followed` goes on from one
+loop to the loop before it that made what it began with.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from stretto.collectives.ops import Kind
 
@@ -17,7 +19,7 @@ from ...schema import TUPLE
 from ...values import Node, NodeKind, Value
 from ..valid.known import is_reshape, spread, starts_of
 from ..valid.live import selected
-from ..valid.trace import Forward, LoopTrace
+from ..valid.trace import Forward, LoopTrace, Trace
 
 MOST_STEPS = 100_000
 
@@ -32,11 +34,17 @@ class Execution:
 
 @dataclass(frozen=True)
 class Made:
-    """What made a value: result ``leaf`` of ``node``, or, without a node, what the loop started with."""
+    """What made a value: result ``leaf`` of ``node``, or, without a node, what the loop started with.
+
+    ``slot``: the slice of it that is meant, along its first dimension; None for all of it. ``plus``: zeros
+    were added to floats on the way, which makes negative zeros positive.
+    """
 
     node: Node | None
     leaf: int
     at: Execution
+    slot: int | None = None
+    plus: bool = False
 
 
 class Origins:
@@ -48,16 +56,15 @@ class Origins:
         self.iterations = trace.iterations
         self._index = {p: i for i, p in enumerate(self.block.parameters)}
 
-    def of(self, value: Value, at: Execution) -> Made:
-        """What made the value that a device has in an iteration."""
-        slot: int | None = (
-            None  # of what is followed only this slice along the first dimension is meant
-        )
+    def of(self, value: Value, at: Execution, slot: int | None = None) -> Made:
+        """What made the value that a device has in an iteration; or a slice of it along its first
+        dimension, ``slot``."""
+        plus = False
         for _ in range(MOST_STEPS):
             root = value.root
             if root.node is None:
                 if not at.iteration:
-                    return Made(None, self._index[root], at)
+                    return Made(None, self._index[root], at, slot, plus)
                 at = Execution(at.iteration - 1, at.device)
                 value = self.block.results[self._index[root]]
                 continue
@@ -73,11 +80,40 @@ class Origins:
                 value = root.node.operands[1 if place == slot else 0]
                 slot = None if place == slot else slot
                 continue
-            before = None if slot is not None else self._before(root, at)
+            other = self._beside_zero(root, at)
+            if other is not None:
+                value, plus = other, plus or _has_sign(root)
+                continue
+            is_select = root.node.instruction.opcode == "select"
+            before = self._before(root, at) if slot is None or is_select else None
             if before is None:
-                return Made(root.node, root.index, at)
+                return Made(root.node, root.index, at, slot, plus)
             value, at = before
-        return Made(value.root.node, value.root.index, at)
+        return Made(value.root.node, value.root.index, at, slot, plus)
+
+    def is_zero(self, value: Value, at: Execution) -> bool:
+        """Whether the value is known to be positive zeros on a device in an iteration."""
+        return _zero_on(self.forward, self.iterations[at.iteration], value, at.device)
+
+    def _beside_zero(self, value: Value, at: Execution) -> Value | None:
+        """What zeros are added to, if the value is such a sum, or is written as ``0 if x == 0 else x``."""
+        node = value.node
+        assert node is not None
+        opcode = node.instruction.opcode
+        if value.type is None or value.type.dtype[0] == "c" or opcode not in ("add", "select"):
+            return None
+        if opcode == "add":
+            zero = [self.is_zero(o, at) for o in node.operands]
+            return node.operands[zero.index(False)] if sum(zero) == 1 else None
+        chosen, zeros, other = node.operands
+        test = chosen.root.node
+        if test is None or test.instruction.proto.comparison_direction != "EQ":
+            return None
+        compared = [o.root for o in test.operands]
+        if len(compared) != 2 or compared[0] is not other.root:
+            return None
+        is_zero = self.is_zero(zeros, at) and self.is_zero(test.operands[1], at)
+        return other if is_zero else None
 
     def _slot(self, node: Node, at: Execution) -> int | None:
         """The slice that is read or written, where that is one along the first dimension and known."""
@@ -144,6 +180,55 @@ class Origins:
             return None
         first = 1 + sum(leaf_count(a.shape) for a in node.instruction.operands[1 : 1 + branch])
         return node.operands[first + position], at
+
+
+def _has_sign(value: Value) -> bool:
+    return value.type is not None and value.type.dtype[0] not in "psu"
+
+
+def _zero_on(forward: Forward, trace: Trace, value: Value, device: int) -> bool:
+    rows = forward.zero(trace, value)
+    return rows is not None and bool(rows[device if len(rows) > 1 else 0])
+
+
+@dataclass(frozen=True)
+class Source:
+    """What made a value, in whichever loop: ``made`` in ``loop``; or, where ``made.node`` is None, the value
+    ``begin`` of the entry computation, with which ``loop`` begins."""
+
+    loop: Node
+    made: Made
+    begin: Value | None = None
+
+
+class Followed:
+    """The loops of a program that were followed iteration by iteration."""
+
+    def __init__(self, forward: Forward, entry: Trace, loops: Mapping[Node, LoopTrace]) -> None:
+        self.forward = forward
+        self.entry = entry
+        self.origins = {node: Origins(forward, node, trace) for node, trace in loops.items()}
+
+    def of(self, loop: Node, value: Value, at: Execution) -> Source:
+        """What made a value that a device has in an iteration of ``loop``."""
+        slot, plus = None, False
+        for _ in range(len(self.origins)):
+            made = self.origins[loop].of(value, at, slot)
+            slot, plus = made.slot, plus or made.plus
+            if made.node is not None:
+                break
+            begin = loop.operands[made.leaf].root
+            before = begin.node
+            if before is None or before not in self.origins:
+                return Source(loop, replace(made, plus=plus), begin)
+            loop, value = before, before.blocks[1].results[begin.index]
+            at = Execution(len(self.origins[loop].iterations) - 1, at.device)
+        return Source(loop, replace(made, plus=plus))
+
+    def begins_with_zeros(self, loop: Node, carry: int, devices: int) -> bool:
+        """Whether the loop's carry is known to begin as positive zeros on all devices."""
+        value = loop.operands[carry]
+        return all(_zero_on(self.forward, self.entry, value, d) for d in range(devices))
 
 
 def _handed_on(root: Instruction, leaf: int) -> int | None:

@@ -7,14 +7,14 @@ from dataclasses import dataclass, replace
 from ...collectives import CollectiveReader
 from ...flatten import flatten
 from ...graph import Module
-from ...values import Node
 from ..valid.tensors import MOST_ELEMENTS
 from ..valid.trace import GaveUpError
 from . import pipeline as pipelines
 from .inline import inlined
-from .refusal import Refusal
-from .rewrite import Rewriter
-from .timetable import timetable
+from .parts import Pipeline
+from .refusal import Refusal, about
+from .rewrite import rewritten
+from .timetable import Timetable, timetable
 from .verify import check
 
 
@@ -24,8 +24,9 @@ class Interleaved:
 
     ``chunks`` of layers a device has, and ``stages``, ``microbatches``, ``layers`` of a device. ``before``
     and ``after``: its iterations; one of the latter does 1/chunks of the work. ``moved``: bytes of weights
-    that all devices together send before the loop, in every run; ``taken``: arrays of weights that need not
-    be moved. ``why``: why the loop is left as it is written, or an empty string.
+    that all devices together send before the loop, in every run; ``back``: bytes of their gradients that
+    they send after it; ``taken``: arrays of weights that need not be moved. ``why``: why the loop is left
+    as it is written, or an empty string.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Interleaved:
     before: int = 0
     after: int = 0
     moved: int = 0
+    back: int = 0
     taken: int = 0
     why: str = ""
 
@@ -47,11 +49,12 @@ class Interleaved:
             return f"{where} is not interleaved: {self.why}"
         bubble = (self.stages - 1) / self.before
         left = 1 - self.microbatches * self.chunks / self.after
+        gradients = f", {self.back} bytes of their gradients after it" if self.back else ""
         return (
             f"{where} is interleaved: {self.stages} stages x {self.chunks} chunks of "
             f"{self.layers // self.chunks} layers, {self.microbatches} microbatches, {self.before} "
             f"iterations became {self.after} of 1/{self.chunks} of the work each, bubble {bubble:.0%} "
-            f"became {left:.0%}; {self.moved} bytes of weights are moved before it in each run"
+            f"became {left:.0%}; {self.moved} bytes of weights are moved before it{gradients}, in each run"
         )
 
 
@@ -60,55 +63,66 @@ def apply(
 ) -> tuple[bytes, tuple[Interleaved, ...]]:
     """The module, where its pipelines have ``chunks`` chunks of layers a device, and what was found.
 
-    A loop that cannot be interleaved stays as it is. ``chunks`` of 1 leaves all as it is.
+    A loop that cannot be interleaved stays as it is; so does one that depends on what it keeps. ``chunks`` of
+    1 leaves all as it is.
     """
-    reports: list[Interleaved] = []
-    done: set[str] = set()
-    while chunks > 1:
-        written = Module.parse(serialized)
-        reader = CollectiveReader(num_replicas, num_partitions)
-        entry = flatten(written.entry, reader)
-        left = [
-            n for n in entry.nodes if pipelines.is_candidate(n) and n.instruction.name not in done
-        ]
-        if not left:
-            break
-        name = left[0].instruction.name
-        done.add(name)
-        report = Interleaved(name, left[0].instruction.source)
+    if chunks <= 1:
+        return serialized, ()
+    written = Module.parse(serialized)
+    entry = flatten(written.entry, CollectiveReader(num_replicas, num_partitions))
+    candidates = [n.instruction for n in entry.nodes if pipelines.is_candidate(n)]
+    reports = {i.name: Interleaved(i.name, i.source) for i in candidates}
+    left = list(reports)
+    while left:
         try:
-            serialized, found, new = _one(written, name, num_replicas, num_partitions, chunks)
-            done.add(new)
-            reports.append(replace(found, name=name, source=report.source))
+            serialized, found = _all(written, left, num_replicas, num_partitions, chunks)
+            break
         except Refusal as refusal:
-            reports.append(replace(report, why=str(refusal)))
+            name = refusal.loop or left[0]
+            reports[name] = replace(reports[name], why=str(refusal))
+            left.remove(name)
         except GaveUpError as error:
-            reports.append(replace(report, why=f"the program is too large to be followed: {error}"))
-    return serialized, tuple(reports)
+            why = f"the program is too large to be followed: {error}"
+            reports |= {name: replace(reports[name], why=why) for name in left}
+            left = []
+    else:
+        found = []
+    for name, report in zip(left, found, strict=True):
+        reports[name] = replace(report, name=name, source=reports[name].source)
+    return serialized, tuple(reports.values())
 
 
-def _one(
-    written: Module, name: str, num_replicas: int, num_partitions: int, chunks: int
-) -> tuple[bytes, Interleaved, str]:
-    module = inlined(written, name)
+def _all(
+    written: Module, names: list[str], num_replicas: int, num_partitions: int, chunks: int
+) -> tuple[bytes, list[Interleaved]]:
+    """All of these loops rewritten. Raises `Refusal`, which names one of them, and `GaveUpError`."""
+    module = written
+    for name in names:
+        module = inlined(module, name)
     entry = flatten(module.entry, CollectiveReader(num_replicas, num_partitions))
-    node = _loop(entry.nodes, name)
-    found = pipelines.find(entry, node, num_replicas, num_partitions)
-    if found.layers.count % chunks:
-        raise Refusal(f"{found.layers.count} layers of a device are not {chunks} equal chunks")
-    table = timetable(found.stages, chunks, found.enters, found.leaves, found.trips)
-    if found.stages * table.iterations > MOST_ELEMENTS:
-        raise Refusal(
-            f"{table.iterations} iterations of {found.stages} stages are too many to be followed"
+    nodes = [n for n in entry.nodes if n.instruction.name in names]
+    found = pipelines.find(entry, nodes, num_replicas, num_partitions)
+    tables: list[Timetable] = []
+    for pipeline in found:
+        with about(pipeline.loop.name):
+            tables.append(_table(pipeline, chunks))
+    serialized, done = rewritten(module, found, tables, chunks, num_partitions)
+    check(serialized, done, found, chunks, num_partitions)
+    return serialized, [
+        Interleaved(
+            p.loop.name, "", chunks, p.stages, p.microbatches, p.layers.count, p.trips,
+            table.iterations, new.moved, new.back, new.taken,
         )
-    done = Rewriter(module, found, chunks, table, num_partitions).rewritten()
-    check(done, found, chunks, num_partitions)
-    report = Interleaved(
-        name, "", chunks, found.stages, found.microbatches, found.layers.count, found.trips,
-        table.iterations, done.moved, done.taken,
-    )  # fmt: skip
-    return done.module, report, done.loop
+        for p, table, new in zip(found, tables, done, strict=True)
+    ]  # fmt: skip
 
 
-def _loop(nodes: list[Node], name: str) -> Node:
-    return next(n for n in nodes if n.instruction.name == name)
+def _table(pipeline: Pipeline, chunks: int) -> Timetable:
+    if pipeline.layers.count % chunks:
+        raise Refusal(f"{pipeline.layers.count} layers of a device are not {chunks} equal chunks")
+    table = timetable(pipeline.stages, chunks, pipeline.enters, pipeline.leaves, pipeline.trips)
+    if pipeline.stages * table.iterations > MOST_ELEMENTS:
+        raise Refusal(
+            f"{table.iterations} iterations of {pipeline.stages} stages are too many to be followed"
+        )
+    return table

@@ -106,14 +106,21 @@ class Builder:
         self.editor = editor
         self.proto = proto
         self.metadata: Any = None  # of what is added from now on
-        self._replaced = replaced
+        self._replaced: Instruction | None = None
         self._later: list[Any] = []
         if replaced is not None:
-            instructions = list(proto.instructions)
-            at = [i.id for i in instructions].index(replaced.proto.id)
-            self._later = [HloInstructionProto.FromString(i.SerializeToString())
-                           for i in instructions[at + 1 :]]  # fmt: skip
-            del proto.instructions[at:]
+            self.go_on_to(replaced)
+
+    def go_on_to(self, replaced: Instruction) -> None:
+        """Add in place of this instruction from now on, which comes after those that are replaced already."""
+        if self._replaced is replaced:
+            return
+        self._replaced = replaced
+        instructions = list(self.proto.instructions)
+        at = [i.id for i in instructions].index(replaced.proto.id)
+        self._later = [HloInstructionProto.FromString(i.SerializeToString())
+                       for i in instructions[at + 1 :]]  # fmt: skip
+        del self.proto.instructions[at:]
 
     @property
     def id(self) -> int:

@@ -1,12 +1,14 @@
 """A loop over layers, as `lax.scan` writes it: what of its carry is what.
 
-Every iteration is a layer. The carry has a counter from 0, values that go from layer to layer, and what does
-not change: weights, of which layer i reads slice i along the first dimension and nothing else, and what all
-layers share. A loop of that shape may be run on any range of layers: layers ``a … b - 1`` are what it
-computes with its counter from a to b.
+Every iteration is a layer. The carry has a counter from 0, values that go from layer to layer, stacks that
+get one slice from each layer and are not read, and what does not change: weights, of which a layer reads
+its own slice along the first dimension and nothing else, and what all layers share. A layer's slice is that
+of its number, or, in a loop that goes through the layers backwards as a gradient does, of its number from the
+end. A loop of that shape may be run on any range of layers: iterations ``a … b - 1`` are what it computes
+with its counter from a to b.
 
-How weights are read is found by following the counter exactly through the body (`passes.valid.known`), for
-each of its values.
+How slices are read and written is found by following the counter exactly through the body
+(`passes.valid.known`), for each of its values.
 """
 
 from __future__ import annotations
@@ -29,7 +31,11 @@ MOST_LAYERS = 1024
 
 @dataclass(frozen=True, eq=False)
 class LayerLoop:
-    """``loop`` runs ``count`` layers; the rest are positions in its carry."""
+    """``loop`` runs ``count`` layers; the rest are positions in its carry.
+
+    ``slices``: the instructions of its body that take a layer's slice of weights, ``updates``: by position
+    of a stack, the one that puts a layer's slice into it. ``reverse``: whether it begins with the last ones.
+    """
 
     loop: Instruction
     count: int
@@ -37,6 +43,14 @@ class LayerLoop:
     passed: tuple[int, ...]  # values that go from layer to layer
     weights: tuple[int, ...]
     shared: tuple[int, ...]
+    stacked: tuple[int, ...]
+    slices: dict[int, tuple[Instruction, ...]]
+    updates: dict[int, Instruction]
+    reverse: bool
+
+    def first_slice(self, start: int, size: int) -> int:
+        """The first of the slices of iterations ``start … start + size - 1``."""
+        return self.count - start - size if self.reverse else start
 
 
 def layer_loop(loop: Instruction) -> LayerLoop:
@@ -59,18 +73,29 @@ def layer_loop(loop: Instruction) -> LayerLoop:
     parameters, results = block.parameters, block.results
     changing = [i for i, p in enumerate(parameters) if results[i].root is not p]
     counter = _counter(loop, block, changing)
-    weights, first = _weights(block, counter, count)
-    carried = [i for i in changing if i != counter]
-    for i in carried:
-        if results[i].root in first:
-            node = first[results[i].root]
+    found = _Slices(block, counter, count)
+    first = found.numbered()
+    carried = [i for i in changing if i != counter and i not in found.updates]
+    for i in [*carried, *found.updates]:
+        read = found.updates[i].operands[1].root if i in found.updates else results[i].root
+        if read in first:
             raise Refusal(
-                f"{name} reads the number of a layer for more than its weights, or keeps what "
-                f"each layer gives, at {node.instruction.describe()}; a differentiated stage does so"
+                f"{name} reads the number of a layer for more than its weights, at "
+                f"{first[read].instruction.describe()}"
             )
     unchanged = [i for i in range(len(parameters)) if i not in changing]
-    shared = [i for i in unchanged if i not in weights]
-    return LayerLoop(loop, count, counter, tuple(carried), tuple(weights), tuple(shared))
+    return LayerLoop(
+        loop,
+        count,
+        counter,
+        tuple(carried),
+        tuple(found.slices),
+        tuple(i for i in unchanged if i not in found.slices),
+        tuple(found.updates),
+        {i: tuple(n.instruction for n in nodes) for i, nodes in found.slices.items()},
+        {i: node.instruction for i, node in found.updates.items()},
+        found.reverse,
+    )
 
 
 def _counter(loop: Instruction, block: BlockGraph, changing: list[int]) -> int:
@@ -113,35 +138,70 @@ def _with_counter(forward: Forward, block: BlockGraph, i: int, value: int) -> Tr
     return forward.once(block, known)
 
 
-def _weights(block: BlockGraph, counter: int, count: int) -> tuple[list[int], dict[Value, Node]]:
-    """Positions of weights; and by value that depends on the counter otherwise, where that begins."""
-    users: dict[Value, list[Node]] = {}
-    for node in block.nodes:
-        for operand in node.operands:
-            users.setdefault(operand.root, []).append(node)
-    unchanged = {p for p, r in zip(block.parameters, block.results, strict=True) if r.root is p}
-    candidates = {
-        p for p in unchanged if users.get(p) and all(_takes_a_slice(n, p, count) for n in users[p])
-    }
-    slices = {n for p in candidates for n in users[p]}
-    forward = Forward(1, 1, follow_zeros=False)
-    for value in range(count):
-        trace = _with_counter(forward, block, counter, value)
-        for node in [n for n in slices if n.operands[0].root in candidates]:
-            starts = starts_of(node, [forward.known(trace, o) for o in node.operands], 1)
-            if starts is None or list(starts[0]) != [value] + [0] * (starts.shape[1] - 1):
-                candidates.discard(node.operands[0].root)
-    tainted: dict[Value, Node] = {}
-    number = block.parameters[counter]
-    for node in block.nodes:
-        if node in slices and node.operands[0].root in candidates:
-            continue
-        found = [o.root for o in node.operands if o.root is number or o.root in tainted]
-        if found:
-            first = node if found[0] is number or _is_index(node) else tainted[found[0]]
-            tainted |= dict.fromkeys(node.results, first)
-    positions = [i for i, p in enumerate(block.parameters) if p in candidates]
-    return positions, tainted
+class _Slices:
+    """How a body reads and writes slices by its counter.
+
+    ``slices``: by position of weights the nodes that read them; ``updates``: by position of a stack the
+    node that writes it.
+    """
+
+    def __init__(self, block: BlockGraph, counter: int, count: int) -> None:
+        self.block, self.counter = block, counter
+        users: dict[Value, list[Node]] = {}
+        for node in block.nodes:
+            for operand in node.operands:
+                users.setdefault(operand.root, []).append(node)
+        results = [r.root for r in block.results]
+        self.slices: dict[int, list[Node]] = {}
+        self.updates: dict[int, Node] = {}
+        for i, (parameter, result) in enumerate(zip(block.parameters, results, strict=True)):
+            reads, writer = users.get(parameter, []), result.node
+            if result is parameter:
+                if reads and all(_takes_a_slice(n, parameter, count) for n in reads):
+                    self.slices[i] = reads
+            elif (
+                writer is not None
+                and reads == [writer]
+                and result not in users
+                and results.count(result) == 1
+                and _puts_a_slice(writer, parameter, count)
+            ):
+                self.updates[i] = writer
+        starts = self._starts(count)
+        upwards = [starts[n] == list(range(count)) for n in starts]
+        downwards = [starts[n] == list(range(count))[::-1] for n in starts]
+        self.reverse = sum(downwards) > sum(upwards)
+        fits = dict(zip(starts, downwards if self.reverse else upwards, strict=True))
+        self.slices = {i: own for i, own in self.slices.items() if all(fits[n] for n in own)}
+        self.updates = {i: node for i, node in self.updates.items() if fits[node]}
+
+    def _starts(self, count: int) -> dict[Node, list[int | None]]:
+        """By node: the slice that it reads or writes in each iteration, None where that is not known."""
+        forward = Forward(1, 1, follow_zeros=False)
+        nodes = [(n, 1) for own in self.slices.values() for n in own]
+        nodes += [(n, 2) for n in self.updates.values()]
+        found: dict[Node, list[int | None]] = {n: [] for n, _ in nodes}
+        for value in range(count):
+            trace = _with_counter(forward, self.block, self.counter, value)
+            for node, first in nodes:
+                starts = starts_of(node, [forward.known(trace, o) for o in node.operands], first)
+                own = None if starts is None or starts[0][1:].any() else int(starts[0][0])
+                found[node].append(own)
+        return found
+
+    def numbered(self) -> dict[Value, Node]:
+        """By value that depends on the counter otherwise: where that begins."""
+        known = {n for own in self.slices.values() for n in own} | set(self.updates.values())
+        tainted: dict[Value, Node] = {}
+        number = self.block.parameters[self.counter]
+        for node in self.block.nodes:
+            if node in known:
+                continue
+            found = [o.root for o in node.operands if o.root is number or o.root in tainted]
+            if found:
+                first = node if found[0] is number or _is_index(node) else tainted[found[0]]
+                tainted |= dict.fromkeys(node.results, first)
+        return tainted
 
 
 def _is_index(node: Node) -> bool:
@@ -158,4 +218,17 @@ def _takes_a_slice(node: Node, value: Value, count: int) -> bool:
         return False
     result = node.results[0].type
     assert result is not None
-    return value.type.shape[0] == count and result.shape == (1, *value.type.shape[1:])
+    return _is_slice(result.shape, value.type.shape, count)
+
+
+def _puts_a_slice(node: Node, value: Value, count: int) -> bool:
+    if node.instruction.opcode != "dynamic-update-slice" or node.operands[0].root is not value:
+        return False
+    part = node.operands[1].type
+    if any(o.root is value for o in node.operands[1:]) or value.type is None or part is None:
+        return False
+    return _is_slice(part.shape, value.type.shape, count)
+
+
+def _is_slice(part: tuple[int, ...], whole: tuple[int, ...], count: int) -> bool:
+    return len(whole) > 0 and whole[0] == count and part == (1, *whole[1:])

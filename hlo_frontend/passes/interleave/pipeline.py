@@ -1,62 +1,41 @@
 """Finds pipelines: loops in which microbatches go from device to device, through a loop over layers on each.
 
-Nothing of how such a loop is written is taken for granted; that it *is* a pipeline follows from what its
+Nothing of how such loops are written is taken for granted; that they *are* pipelines follows from what their
 devices do, iteration by iteration:
 
 1. Runs of the loop over layers of which something reaches a result of the program form chains. A run's
    input is, bit for bit, what the run before it in its chain gave (see `chains`), on another device.
 2. Each chain, a microbatch, visits the same devices in the same order.
 3. If runs needed nothing but the first inputs of chains, nothing that is sent would be read at all, and of
-what
-   runs give only the ends of chains would be. So besides handing on, devices do not depend on each other, and
-   nobody looks at a microbatch on its way.
+   what runs give only the ends of chains would be. So besides handing on, devices do not depend on each
+   other, and nobody looks at a microbatch on its way.
 
-Then any order of the layers' runs that keeps each chain gives the same results.
+A step of training has two of them: the layers of the backward pass read slices that those of the forward pass
+gave for the same microbatch, and give gradients of their own slices of the weights, which are summed up over
+the microbatches (see `gradients`). Point 3 then holds for both together, with these slices left out.
+
+Then any order of the layers' runs that keeps each chain, and the microbatches' order in each sum, gives the
+same results.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-
-import numpy as np
+from collections.abc import Sequence
 
 from stretto.collectives.ops import Kind
 
-from ...graph import Instruction, leaf_types
+from ...graph import leaf_types
 from ...schema import TUPLE
 from ...values import BlockGraph, Node, NodeKind
-from ..valid import live as rules
-from ..valid.liveness import Liveness, Mask
-from ..valid.trace import Forward, LoopTrace, Trace, all_nodes, is_transfer
-from .chains import Execution, Made, Origins, chains
+from ..valid.trace import Forward, LoopTrace, all_nodes, is_transfer
+from .alone import check_alone, find_live
+from .chains import Execution, Followed, Made, chains
+from .constants import Constants
+from .gradients import find_operands, find_sums
 from .inline import communicates
-from .layers import LayerLoop, layer_loop
-from .refusal import Refusal
-
-
-@dataclass(frozen=True, eq=False)
-class Pipeline:
-    """A pipeline in ``loop`` of the entry computation.
-
-    ``groups[g][stage]``: devices of each of the pipelines that run side by side. ``enters`` and ``leaves``:
-    by microbatch the iterations of the loop in which it is taken in and given out. ``trips``: of the loop.
-    """
-
-    loop: Instruction
-    layers: LayerLoop
-    groups: tuple[tuple[int, ...], ...]
-    enters: tuple[int, ...]
-    leaves: tuple[int, ...]
-    trips: int
-
-    @property
-    def stages(self) -> int:
-        return len(self.groups[0])
-
-    @property
-    def microbatches(self) -> int:
-        return len(self.enters)
+from .layers import layer_loop
+from .parts import Part, Pipeline
+from .refusal import Refusal, about
 
 
 def is_candidate(node: Node) -> bool:
@@ -64,29 +43,45 @@ def is_candidate(node: Node) -> bool:
     return node.kind is NodeKind.LOOP and any(map(is_transfer, node.blocks[1].nodes))
 
 
-def find(entry: BlockGraph, node: Node, num_replicas: int, num_partitions: int) -> Pipeline:
-    """The pipeline in a loop. Raises `Refusal`, and `GaveUpError` where the program is too large."""
+def find(
+    entry: BlockGraph, nodes: Sequence[Node], num_replicas: int, num_partitions: int
+) -> list[Pipeline]:
+    """The pipelines in these loops, all of them.
+
+    Raises `Refusal`, which names the loop, where one of them has none; and `GaveUpError` where the program
+    is too large.
+    """
     if num_replicas > 1:
-        raise Refusal("pipelines over replicas are not interleaved, only those over partitions")
-    _check_body(node)
-    forward = Forward(num_replicas, num_partitions, follow_zeros=False)
+        with about(nodes[0].instruction.name):
+            raise Refusal("pipelines over replicas are not interleaved, only those over partitions")
+    forward = Forward(num_replicas, num_partitions, follow_zeros=True)
     trace = forward.program(entry)
-    followed = trace.inner[node]
-    assert isinstance(followed, LoopTrace)
-    if followed.summary is not None:
-        raise Refusal(f"it cannot be followed: {forward.not_followed.get(node, 'no reason')}")
-    origins = Origins(forward, node, followed)
-    stage = _stage(origins, node, num_partitions)
-    layers = layer_loop(stage.instruction)
-    live = _live(entry, stage, layers, forward, trace)
-    before = _before(origins, stage, layers, live)
-    found = chains(live, before)
-    if sum(map(len, found)) != len(live):
-        raise Refusal("what a stage gives goes to more than one other stage")
-    groups, enters, leaves = _regular(found)
-    _check_alone(entry, node, stage, layers, Forward(num_replicas, num_partitions,
-                 follow_zeros=False), found)  # fmt: skip
-    return Pipeline(node.instruction, layers, groups, enters, leaves, len(followed.iterations))
+    loops = {
+        node: inner for node, inner in trace.inner.items()
+        if isinstance(inner, LoopTrace) and inner.iterations
+    }  # fmt: skip
+    followed = Followed(forward, trace, loops)
+    parts: list[Part] = []
+    for node in nodes:
+        with about(node.instruction.name):
+            _check_body(node)
+            if node not in loops:
+                why = forward.not_followed.get(node, "it has no iterations")
+                raise Refusal(f"it cannot be followed: {why}")
+            stage = _stage(followed, node, num_partitions)
+            layers = layer_loop(stage.instruction)
+            trips = len(loops[node].iterations)
+            parts.append(Part(node, trips, stage, layers, Constants(node.instruction)))
+    find_live(entry, parts, forward, trace)
+    for part in parts:
+        with about(part.name):
+            _find_chains(followed, part)
+    for part in parts:
+        with about(part.name):
+            find_operands(followed, part, parts)
+            find_sums(followed, part, num_partitions)
+    check_alone(entry, parts, num_replicas, num_partitions)
+    return [part.pipeline() for part in parts]
 
 
 def _check_body(node: Node) -> None:
@@ -122,15 +117,19 @@ def _check_body(node: Node) -> None:
             raise Refusal(f"{described} reads the device's own id")
 
 
-def _stage(origins: Origins, node: Node, num_devices: int) -> Node:
+def _stage(followed: Followed, node: Node, num_devices: int) -> Node:
     """The loop over layers that gives what is sent, in any iteration and on any device."""
+    origins = followed.origins[node]
     found: dict[Node, None] = {}
     other: Made | None = None
     for permute in [n for n in node.blocks[1].nodes if is_transfer(n)]:
         for value in permute.operands:
             for t in range(len(origins.iterations)):
                 for d in range(num_devices):
-                    made = origins.of(value, Execution(t, d))
+                    at = Execution(t, d)
+                    if origins.is_zero(value, at):
+                        continue
+                    made = origins.of(value, at)
                     if made.node is not None and made.node.instruction.opcode == "while":
                         found[made.node] = None
                     elif made.node is not None and made.node.instruction.opcode != "broadcast":
@@ -153,79 +152,61 @@ def _stage(origins: Origins, node: Node, num_devices: int) -> Node:
     return stage
 
 
-def _rows(masks: Sequence[Mask], positions: Sequence[int], count: int) -> np.ndarray:
-    """Devices on which anything is live of these results."""
-    found = np.zeros(count, bool)
-    for i in positions:
-        mask = masks[i]
-        if mask is not None:
-            found |= rules.whole(mask, 0).reshape(-1)
-    return found
-
-
-def _whole(node: Node, positions: Iterable[int], rows: np.ndarray) -> rules.Needs:
-    """All of these operands, on these devices."""
-    for i in positions:
-        type = node.operands[i].type
-        if type is not None:
-            yield i, rows.reshape((-1,) + (1,) * len(type.shape))
-
-
-def _live(
-    entry: BlockGraph, stage: Node, layers: LayerLoop, forward: Forward, trace: Trace
-) -> list[Execution]:
-    """Runs of the stage of which something reaches a result of the program."""
-    live: list[Execution] = []
-    others = [i for i in range(len(stage.results)) if i not in layers.passed]
-
-    def record(at: Trace, masks: Sequence[Mask]) -> rules.Needs:
-        assert at.iteration is not None
-        rows = _rows(masks, layers.passed, forward.num_devices)
-        live.extend(Execution(at.iteration, int(d)) for d in np.flatnonzero(rows))
-        if _rows(masks, others, forward.num_devices).any():
-            raise Refusal(
-                f"weights or the counter of {stage.instruction.describe()} are read after it"
-            )
-        if rows.any():
-            yield from _whole(stage, range(len(stage.operands)), rows)
-
-    Liveness(forward, needs={stage: record}).program(trace)
-    if not live:
+def _find_chains(followed: Followed, part: Part) -> None:
+    if not part.live:
         raise Refusal("no result depends on what it computes")
-    return sorted(live)
+    _find_before(followed, part)
+    part.chains = chains(part.live, part.before)
+    if sum(map(len, part.chains)) != len(part.live):
+        raise Refusal("what a stage gives goes to more than one other stage")
+    part.groups, part.enters, part.leaves = _regular(followed, part)
 
 
-def _before(
-    origins: Origins, stage: Node, layers: LayerLoop, live: Sequence[Execution]
-) -> dict[Execution, Execution]:
+def _find_before(followed: Followed, part: Part) -> None:
     """By run: the run whose results it takes, for all that do not begin a chain."""
-    before: dict[Execution, Execution] = {}
-    runs = set(live)
-    for run in live:
-        made = [origins.of(stage.operands[i], run) for i in layers.passed]
+    origins, stage, passed = followed.origins[part.loop], part.stage, part.layers.passed
+    runs = set(part.live)
+    pluses: dict[int, set[bool]] = {i: set() for i in passed}
+    for run in part.live:
+        made = [origins.of(stage.operands[i], run) for i in passed]
         taken = {m.at for m in made if m.node is stage}
         if not taken:
             continue
         (source, *more) = taken
         if more or any(
-            m.node is not stage or m.leaf != i for m, i in zip(made, layers.passed, strict=True)
+            (m.node, m.leaf, m.slot) != (stage, i, None) for m, i in zip(made, passed, strict=True)
         ):
             raise Refusal(
                 f"on device {run.device} in iteration {run.iteration} a stage takes only a part of "
                 "what another one gave"
             )
         assert source in runs
-        before[run] = source
-    return before
+        part.before[run] = source
+        for m, i in zip(made, passed, strict=True):
+            pluses[i].add(m.plus)
+    for i, found in pluses.items():
+        if len(found) > 1:
+            raise Refusal(
+                f"zeros are added to {stage.operands[i].root.type} on its way to some stages, and not to "
+                "others"
+            )
+    part.plus = frozenset(i for i, found in pluses.items() if found == {True})
 
 
 Shape = tuple[tuple[tuple[int, ...], ...], tuple[int, ...], tuple[int, ...]]
 
 
-def _regular(found: Sequence[tuple[Execution, ...]]) -> Shape:
+def _made_by(followed: Followed, part: Part) -> str:
+    """What made the last input of a stage."""
+    value = part.stage.operands[part.layers.passed[0]]
+    made = followed.origins[part.loop].of(value, part.live[-1])
+    return "" if made.node is None else f", by {made.node.instruction.describe()}"
+
+
+def _regular(followed: Followed, part: Part) -> Shape:
     """Groups of devices, and when microbatches enter and leave: the same for all groups."""
     ways: dict[tuple[int, ...], list[tuple[int, int]]] = {}
-    for chain in found:
+    for chain in part.chains:
         way = tuple(run.device for run in chain)
         ways.setdefault(way, []).append((chain[0].iteration, chain[-1].iteration))
     groups = sorted(ways)
@@ -233,10 +214,16 @@ def _regular(found: Sequence[tuple[Execution, ...]]) -> Shape:
     if len(groups[0]) == 1 and len({len(way) for way in groups}) == 1:
         raise Refusal(
             "what a stage takes is not, bit for bit, what another one gave: something is done to it "
-            "between the loops over layers, or it is not a pipeline"
+            f"between the loops over layers{_made_by(followed, part)}, or it is not a pipeline"
         )
     if len(set(devices)) != len(devices):
-        raise Refusal("not every microbatch goes once through the same devices in the same order")
+        hint = "" if not part.given else (
+            ". What its layers give on padding counts too, be it zeros that are computed: run a stage under "
+            "lax.cond where it has a microbatch, or mask its input and its weights with where"
+        )  # fmt: skip
+        raise Refusal(
+            f"not every microbatch goes once through the same devices in the same order{hint}"
+        )
     times = [sorted(ways[way]) for way in groups]
     if any(len(way) != len(groups[0]) for way in groups) or any(t != times[0] for t in times):
         raise Refusal("the pipelines that run side by side differ in their stages or microbatches")
@@ -245,48 +232,3 @@ def _regular(found: Sequence[tuple[Execution, ...]]) -> Shape:
     if list(leaves) != sorted(set(leaves)) or len(set(enters)) != len(enters):
         raise Refusal("microbatches overtake each other")
     return tuple(groups), enters, leaves
-
-
-def _check_alone(
-    entry: BlockGraph,
-    node: Node,
-    stage: Node,
-    layers: LayerLoop,
-    forward: Forward,
-    found: Sequence[tuple[Execution, ...]],
-) -> None:
-    """Point 3 of the head of this file."""
-    begins = {chain[0] for chain in found}
-    ends = {chain[-1] for chain in found}
-    runs = {run for chain in found for run in chain}
-    count = forward.num_devices
-
-    def restricted(at: Trace, masks: Sequence[Mask]) -> rules.Needs:
-        assert at.iteration is not None
-        for d in np.flatnonzero(_rows(masks, layers.passed, count)):
-            if Execution(at.iteration, int(d)) not in ends:
-                raise Refusal(
-                    f"what device {d} computes in iteration {at.iteration} is read by others than "
-                    "the next stage: only what the last stage gives may be"
-                )
-        begin = np.array([Execution(at.iteration, d) in begins for d in range(count)])
-        run = np.array([Execution(at.iteration, d) in runs for d in range(count)])
-        others = [i for i in range(len(stage.operands)) if i not in layers.passed]
-        yield from _whole(stage, layers.passed, begin)
-        yield from _whole(stage, others, run)
-
-    Liveness(forward, needs={stage: restricted}).program(forward.program(entry))
-    for inner in all_nodes(node.blocks[1]):
-        transfer = forward.transfers.get(inner)
-        if transfer is not None and (any(transfer.always) or any(transfer.live)):
-            pairs = inner.collective.pairs if inner.collective is not None else ()
-            read = [(min(its), pair) for its, pair in
-                    zip(transfer.live, pairs, strict=True) if its]  # fmt: skip
-            where = ""
-            if read:
-                iteration, (source, target) = min(read)
-                where = f" (from device {source} to {target} in iteration {iteration})"
-            raise Refusal(
-                f"what {inner.instruction.describe()} moves{where} is read by more than the next "
-                "stage's layers; a pipeline that is circular already reads it so"
-            )

@@ -2,6 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class Refusal(Exception):
-    """The loop does not have the shape that can be interleaved. Caught by `apply`, which reports it."""
+    """A loop does not have the shape that can be interleaved. Caught by `apply`, which reports it.
+
+    ``loop`` is its name, empty as long as it is not known.
+    """
+
+    loop = ""
+
+
+@contextmanager
+def about(loop: str) -> Iterator[None]:
+    """What is refused within is this loop, unless it is said to be another one."""
+    try:
+        yield
+    except Refusal as refusal:
+        refusal.loop = refusal.loop or loop
+        raise

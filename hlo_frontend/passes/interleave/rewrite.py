@@ -1,33 +1,40 @@
-"""A pipeline's loop, rewritten: the loop of its interleaved schedule.
+"""Pipelines' loops, rewritten: the loops of their interleaved schedules.
 
 Every device keeps the carry of the written loop, and takes it forward one iteration at a time, though not in
 every iteration of the new loop, as the timetable says. For that the written body is cut at its loop over
-layers:
+layers (`pieces`):
 
 - what comes before it is run where a microbatch is taken in, on the first stage: its input;
 - what comes after it, and all else, is run where the device goes forward. What the stage gives is handed to
   it where that is what the last stage gave for the microbatch then; everywhere else nobody reads it (proved
   in `pipeline`), and it gets zeros;
-- of the loop over layers each iteration of the new loop runs one chunk.
+- of the loop over layers each iteration of the new loop runs one chunk (`chunk`).
 
 Both run under a conditional. What is sent goes once round the ring of stages in every iteration; what must
-wait for its next round waits at stage 0. The new loop's carry is: the carry of the written loop, a counter,
-what was received, what waits, the weights.
+wait for its next round waits at stage 0. What layers give for another pipeline's layers is put away by
+microbatch and slice, and what they give as gradients is added to the sums of the chunk's slices.
+
+The new loop's carry is: what is needed of the carry of the written loop, a counter, what was received, what
+waits, what is put away, sums, and what the layers take.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from ...graph import Instruction, Module
-from .emit import Builder, Editor, array_shape, slice_of, tuple_shape
-from .pipeline import Pipeline
-from .refusal import Refusal
+from ..valid.known import keeps_order
+from .chunk import Chunk
+from .constants import Constant, Constants
+from .emit import Builder, Editor, array_shape, resized
+from .parts import Kept, Pipeline
+from .pieces import Pieces
+from .refusal import Refusal, about
 from .sameness import Class, Sameness
 from .timetable import ENTERS, WAITED, Timetable
 from .weights import Weights, permute
@@ -35,131 +42,233 @@ from .weights import Weights, permute
 
 @dataclass(frozen=True)
 class Rewritten:
-    """A module with a new loop.
+    """The new loop of a pipeline, by the names of what is in it.
 
-    ``loop`` is the name of it, ``takes_in``, ``runs`` and ``forward`` those of the conditionals in its body.
-    ``moved``: bytes of weights that all devices together send at each run of the program; ``taken``: arrays
-    of weights that are not sent.
+    ``takes_in``, ``runs`` and ``forward`` are conditionals in its body. ``kept``: by stack that another
+    pipeline reads, the update that puts a chunk's slices away, and its position in the new loop's carry;
+    ``read``: by operand of the layers that another pipeline kept, its position among the chunk's arguments;
+    ``sums``: by stack of gradients, the update of their sums. ``moved``: bytes of weights that all devices
+    together send at each run of the program, ``back``: of gradients; ``taken``: arrays of weights that are
+    not sent.
     """
 
-    module: bytes
     loop: str
     takes_in: str
     runs: str
     forward: str
+    kept: dict[int, tuple[str, int]]
+    read: dict[int, int]
+    sums: dict[int, str]
     moved: int
+    back: int
     taken: int
 
 
-class Rewriter:
-    """Rewrites one loop of a module."""
+@dataclass(eq=False)
+class _New:
+    """A loop that has been rewritten: what it keeps for others, in the entry computation."""
+
+    pipeline: Pipeline
+    banks: dict[int, Any] = field(default_factory=dict)
+
+
+def rewritten(
+    module: Module,
+    pipelines: Sequence[Pipeline],
+    tables: Sequence[Timetable],
+    chunks: int,
+    num_devices: int,
+) -> tuple[bytes, list[Rewritten]]:
+    """The module with new loops in place of those of the pipelines, which are in the program's order.
+
+    Raises `Refusal`, which names the loop.
+    """
+    editor = Editor(module)
+    entry: Builder | None = None
+    done: dict[str, _New] = {}
+    found: list[Rewritten] = []
+    wanted = _wanted_by_others(editor, module, pipelines)
+    placed: dict[tuple[str, tuple[int, ...]], Any] = {}
+    for pipeline, table in zip(pipelines, tables, strict=True):
+        with about(pipeline.loop.name):
+            entry = editor.replace(pipeline.loop) if entry is None else entry
+            entry.go_on_to(pipeline.loop)
+            leaves = {
+                w.leaf for p in pipelines for w in p.weights.values()
+                if isinstance(w, Kept) and w.loop == pipeline.loop.name
+            }  # fmt: skip
+            one = _Loop(
+                entry, module, pipeline, chunks, table, num_devices, done, placed,
+                wanted[pipeline.loop.name], sorted(leaves),
+            )  # fmt: skip
+            found.append(one.rewritten())
+    return editor.finish(), found
+
+
+def _wanted_by_others(
+    editor: Editor, module: Module, pipelines: Sequence[Pipeline]
+) -> dict[str, set[int]]:
+    """By loop: positions of its carry that are read after it, also by other loops, as these will be."""
+    by_loop = {p.loop: p for p in pipelines}
+    wanted: dict[str, set[int]] = {}
+    for pipeline in reversed(pipelines):
+        own: set[int] = set()
+        for user in module.entry.instructions:
+            if pipeline.loop not in user.operands:
+                continue
+            if user.opcode != "get-tuple-element":
+                own |= set(range(len(pipeline.loop.shape.tuple_shapes)))
+            elif _is_read(module, user, by_loop, wanted, editor):
+                own.add(user.proto.tuple_index)
+        if module.entry.root is pipeline.loop:
+            own |= set(range(len(pipeline.loop.shape.tuple_shapes)))
+        wanted[pipeline.loop.name] = own
+    return wanted
+
+
+def _is_read(
+    module: Module,
+    value: Instruction,
+    by_loop: Mapping[Instruction, Pipeline],
+    wanted: Mapping[str, set[int]],
+    editor: Editor,
+) -> bool:
+    """Whether a result of a loop is read by more than the beginning of a carry that is not needed."""
+    if module.entry.root is value:
+        return True
+    for user in module.entry.instructions:
+        if value not in user.operands:
+            continue
+        loops = [p for loop, p in by_loop.items() if loop.operands[0] is user]
+        others = [i for i in module.entry.instructions if user in i.operands]
+        if len(loops) != 1 or len(others) != 1 or module.entry.root is user:
+            return True
+        (pipeline,) = loops
+        pieces = Pieces(editor, pipeline, wanted[pipeline.loop.name])
+        if any(o is value and n in pieces.needed for n, o in enumerate(user.operands)):
+            return True
+    return False
+
+
+class _Loop:
+    """Rewrites one loop. ``done``: the loops before it; ``placed``: weights that are in their places, by name
+    of what they are in the entry and dimensions; ``wanted``: positions of its carry that are read after it;
+    ``kept``: positions of stacks that other pipelines read."""
 
     def __init__(
-        self, module: Module, pipeline: Pipeline, chunks: int, table: Timetable, num_devices: int
+        self,
+        entry: Builder,
+        module: Module,
+        pipeline: Pipeline,
+        chunks: int,
+        table: Timetable,
+        num_devices: int,
+        done: dict[str, _New],
+        placed: dict[tuple[str, tuple[int, ...]], Any],
+        wanted: set[int],
+        kept: list[int],
     ) -> None:
-        self.module = module
-        self.pipeline = pipeline
-        self.chunks = chunks
-        self.table = table
+        self.entry, self.editor = entry, entry.editor
+        self.pipeline, self.chunks, self.table = pipeline, chunks, table
         self.num_devices = num_devices
-        self.loop = pipeline.loop
-        self.body = self.loop.called[0]
-        self.layers = pipeline.layers
-        self.stage = self.layers.loop
-        self.given = self.stage.operands[0].operands  # what the loop over layers begins with
-        parameter = self.body.parameters[0]
-        # By read of the carry: its position.
-        self.reads: dict[Instruction, int] = {
-            i: i.proto.tuple_index for i in self.body.instructions if parameter in i.operands
-        }
-        results = [_behind(o) for o in self.body.root.operands]
-        self.kept = {
-            n for n, r in enumerate(results)
-            if self.reads.get(r) == n or r.opcode == "collective-permute"
-        }  # fmt: skip
-        self.permutes = [i for i in self.body.instructions if i.opcode == "collective-permute"]
-        self.ids = [i for i in self.body.instructions if i.opcode == "partition-id"]
-        self.editor = Editor(module)
-        self.made: dict[str, str] = {}  # names of conditionals
+        self.done, self.placed, self.kept = done, placed, kept
+        self.loop, self.layers = pipeline.loop, pipeline.layers
+        self.size = self.layers.count // chunks
+        self.sameness = Sameness(module, pipeline.groups)
+        self.pieces = Pieces(self.editor, pipeline, wanted)
+        entry.metadata = self.loop.proto.metadata
+        self.mover = Weights(entry, pipeline, chunks, self.sameness, num_devices)
 
     def rewritten(self) -> Rewritten:
-        """The module with the new loop. Raises `Refusal`."""
+        """Put the new loop into the entry computation."""
+        entry, layers = self.entry, self.layers
+        held = {i: self._weights(i) for i in layers.weights}
+        shared = {i: self._shared(i, c) for i, c in self.pipeline.shared.items()}
+        given = [*self.kept, *(i for i in self.pipeline.sums if i not in self.kept)]
+        chunk = Chunk(
+            self.editor, self.pipeline, self.size, {i: w.shape for i, w in held.items()},
+            {i: s.shape for i, s in shared.items()}, given,
+        )  # fmt: skip
         init = self.loop.operands[0].operands
-        unchanged = {
-            read for read, n in self.reads.items()
-            if self.reads.get(_behind(self.body.root.operands[n])) == n
-        }  # fmt: skip
-        inits = {read: init[n] for read, n in self.reads.items() if read in unchanged}
-        sameness = Sameness(self.module, self.pipeline.groups)
-        for position in self.layers.shared:
-            self._check_shared(self.given[position], inits, sameness)
-        entry = self.editor.replace(self.loop)
-        entry.metadata = self.loop.proto.metadata
-        weights = Weights(entry, self.pipeline, self.chunks, sameness, self.num_devices)
-        placed = [
-            weights.placed(self.given[i], self._constant(self.given[i], inits), inits)
-            for i in self.layers.weights
-        ]
-        new = self._body(len(init), [w.shape for w in placed])
-        passed = [self.given[i].shape for i in self.layers.passed]
-        start = [
-            *(i.proto for i in init),
-            entry.constant(0),
-            *(entry.zeros(s) for s in passed),
-            *(entry.zeros(s) for s in self._room_shapes()),
-            *placed,
-        ]
+        stacks = dict(zip(given, chunk.stacks, strict=True))
+        banks = {i: resized(stacks[i], [self.pipeline.microbatches + 1, layers.count,
+                                        *stacks[i].dimensions[1:]]) for i in self.kept}  # fmt: skip
+        sums = {i: resized(stacks[i], [layers.count, *stacks[i].dimensions[1:]])
+                for i in self.pipeline.sums}  # fmt: skip
+        old = {n: init[n].proto for n in self.pieces.needed}
+        rooms = [resized(s, [self.table.rooms + 1, *s.dimensions]) for s in chunk.passed]
+        parts = _Parts(
+            list(old), len(chunk.passed), len(rooms) if self.table.rooms else 0, list(banks),
+            list(sums), list(held), list(shared),
+        )  # fmt: skip
+        start = parts.flat(
+            old, entry.constant(0), [entry.zeros(s) for s in chunk.passed],
+            [entry.zeros(s) for s in rooms] if self.table.rooms else [],
+            {i: entry.zeros(s) for i, s in banks.items()},
+            {i: entry.zeros(s) for i, s in sums.items()}, held, shared,
+        )  # fmt: skip
         carried = entry.tuple(start)
-        condition = self._condition(carried.shape, len(init))
+        body, names = self._body(chunk, parts, carried.shape)
+        condition = self._condition(carried.shape, parts.counter)
         config = {"known_trip_count": {"n": str(self.table.iterations)}}
         done = entry.add(
             "while", carried.shape, [carried],
-            called_computation_ids=[new.id, condition.id],
+            called_computation_ids=[body.id, condition.id],
             backend_config=json.dumps(config).encode(),
         )  # fmt: skip
-        entry.stand_in([entry.element(done, i) for i in range(len(init))])
+        new = _New(self.pipeline)
+        after = parts.named(entry.elements(done))
+        new.banks = after.banks
+        self.done[self.loop.name] = new
+        results = [after.old.get(n, i.proto) for n, i in enumerate(init)]
+        for leaf, carry in self.pipeline.sums.items():
+            results[carry] = self._put_back(after.sums[leaf], carry)
+        entry.stand_in(results)
+        offset = 3 + len(chunk.passed)
+        read = {i: offset + n for n, i in enumerate([*held, *shared]) if i in chunk.kept}
+        at = {i: parts.first_bank + n for n, i in enumerate(banks)}
         return Rewritten(
-            self.editor.finish(), done.name, **self.made, moved=weights.moved, taken=weights.taken
-        )
+            done.name, names.takes_in, names.runs, names.forward,
+            {i: (names.kept[i], at[i]) for i in banks}, read, names.sums,
+            self.mover.moved, self.mover.back, self.mover.taken,
+        )  # fmt: skip
 
-    # What may be read in other places than where it stands.
+    # What the layers take.
 
-    def _constant(
-        self, wanted: Instruction, inits: dict[Instruction, Instruction]
-    ) -> Sequence[Instruction]:
-        """What a value of the body is computed by, which must be the same in every iteration."""
-        inner = slice_of([wanted], set(inits))
+    def _weights(self, position: int) -> Any:
+        given = self.pieces.given[position]
+        found = self.pipeline.weights[position]
+        if isinstance(found, Kept):
+            return self.done[found.loop].banks[found.leaf]
+        inner, inits = _computed_by(found)
+        key = (_source(found, inits).name, tuple(given.shape.dimensions))
+        if key not in self.placed:
+            self.placed[key] = self.mover.placed(found.value, inner, inits, given.shape)
+        return self.placed[key]
+
+    def _shared(self, position: int, found: Constant) -> Any:
+        """What all layers of a stage share, in the entry computation. Raises `Refusal`."""
+        inner, inits = _computed_by(found)
+        classes = {read: self.sameness.of(init) for read, init in inits.items()}
         for instruction in inner:
-            if (
-                instruction in self.reads
-                or instruction in self.permutes
-                or instruction is self.stage
-            ):
-                raise Refusal(
-                    f"{wanted.describe()}, which its layers take, changes from iteration to iteration"
-                )
-        return inner
-
-    def _check_shared(
-        self, wanted: Instruction, inits: dict[Instruction, Instruction], sameness: Sameness
-    ) -> None:
-        classes = {read: sameness.of(init) for read, init in inits.items()}
-        for instruction in self._constant(wanted, inits):
-            classes[instruction] = sameness.step(instruction, classes)
-        if classes[wanted] is not Class.SAME:
+            classes[instruction] = self.sameness.step(instruction, classes)
+        if classes[found.value] is not Class.SAME:
             raise Refusal(
-                f"all layers of a device share {wanted.describe()}, which is not known to be the same on "
-                "all devices. Give each layer its own, stacked as its weights are, or make it an argument "
+                f"all layers of a device share {found.value.describe()}, which is not known to be the same "
+                "on all devices. Give each layer its own, stacked as its weights are, or make it an argument "
                 "that is replicated over the stages"
             )
+        env = {read: init.proto for read, init in inits.items()}
+        made = self.entry.clone([found.value], env)[found.value]
+        wanted = self.pieces.given[position].shape
+        return _shaped(self.entry, made, wanted)
+
+    def _put_back(self, total: Any, carry: int) -> Any:
+        """Sums by slices as the new loop has them, as the written loop gives them."""
+        moved = self.mover.put_back(total)
+        return _shaped(self.entry, moved, self.loop.shape.tuple_shapes[carry])
 
     # The new loop.
-
-    def _room_shapes(self) -> list[Any]:
-        if not self.table.rooms:
-            return []
-        shapes = [self.given[i].shape for i in self.layers.passed]
-        return [_stacked(s, self.table.rooms + 1) for s in shapes]
 
     def _condition(self, carry: Any, counter: int) -> Builder:
         b = self.editor.computation("interleaved.condition")
@@ -168,219 +277,200 @@ class Rewriter:
         b.finish(b.add("compare", array_shape("pred"), [i, trips], comparison_direction="LT"))
         return b
 
-    def _body(self, carries: int, weights: Sequence[Any]) -> Builder:
-        passed = [self.given[i].shape for i in self.layers.passed]
-        old = list(self.loop.shape.tuple_shapes)
-        shapes = [*old, array_shape("s32"), *passed, *self._room_shapes(), *weights]
+    def _body(self, chunk: Chunk, parts: _Parts, carried: Any) -> tuple[Builder, _Names]:
+        table, layers = self.table, self.layers
         # Computations are made before the body that calls them: callers come last in a module.
-        takes_in = self._before(passed)
-        layers = self._layers(passed, weights)
-        forward = self._after(passed)
+        takes_in, goes_forward = self.pieces.takes_in(), self.pieces.goes_forward()
         b = self.editor.computation("interleaved.body")
         b.metadata = self.loop.proto.metadata
-        parts = b.elements(b.parameter(tuple_shape(shapes)))
-        carry, counter, rest = parts[:carries], parts[carries], parts[carries + 1 :]
-        received, rest = rest[: len(passed)], rest[len(passed) :]
-        waiting, held = rest[: len(rest) - len(weights)], rest[len(rest) - len(weights) :]
+        now = parts.named(b.elements(b.parameter(carried)))
         device = b.add("partition-id", array_shape("u32"))
         stage_of = np.zeros(self.num_devices, np.int32)
         for group in self.pipeline.groups:
             stage_of[list(group)] = range(len(group))
         stage = b.lookup(stage_of, [device])
 
-        def now(table: np.ndarray) -> Any:
-            return b.lookup(np.ascontiguousarray(table, np.int32), [stage, counter])
+        def at(values: np.ndarray) -> Any:
+            return b.lookup(np.ascontiguousarray(values, np.int32), [stage, now.counter])
 
+        received, waiting = now.received, now.waiting
         if waiting:
-            waited = b.is_one(now((self.table.source == WAITED).astype(np.int32)))
-            place, store = now(self.table.place), now(self.table.store)
-            kept = [
-                self._fetched(b, w, place, r.shape) for w, r in zip(waiting, received, strict=True)
+            waited = b.is_one(at((table.source == WAITED).astype(np.int32)))
+            place, store = at(table.place), at(table.store)
+            fetched = [
+                _fetched(b, w, place, r.shape) for w, r in zip(waiting, received, strict=True)
             ]
-            waiting = [self._stored(b, w, r, store) for w, r in zip(waiting, received, strict=True)]
-            received = [b.select(waited, k, r) for k, r in zip(kept, received, strict=True)]
-        enters = b.is_one(now((self.table.source == ENTERS).astype(np.int32)))
-        xs = takes_in(b, enters, carry, device, received)
-        ys = layers(b, b.is_one(now(self.table.working)), now(self.table.chunk), xs, held, carry)
-        is_read = b.is_one(now(self.table.reads))
+            waiting = [_stored(b, w, r, store) for w, r in zip(waiting, received, strict=True)]
+            received = [b.select(waited, k, r) for k, r in zip(fetched, received, strict=True)]
+        if self.pipeline.plus:
+            seam = b.is_one(at(table.seams(self.chunks)))
+            received = [
+                b.select(seam, _without_sign_of_zero(b, r), r) if i in self.pipeline.plus else r
+                for i, r in zip(layers.passed, received, strict=True)
+            ]
+        names = _Names()
+        enters = b.is_one(at((table.source == ENTERS).astype(np.int32)))
+        names.takes_in, xs = takes_in(b, enters, now.old, device, received)
+        starts = table.chunk * self.size
+        firsts = np.vectorize(lambda start: layers.first_slice(start, self.size))(starts)
+        first = at(firsts)
+        names.runs, ys, stacks = chunk.emit(
+            b, b.is_one(at(table.working)), at(starts), first, at(self._reads()), xs,
+            now.weights | now.shared,
+        )  # fmt: skip
+        given = dict(zip(chunk.given, stacks, strict=True))
+        if now.banks:
+            row = at(table.microbatch(self.pipeline.microbatches))
+            for i, bank in now.banks.items():
+                now.banks[i] = _put(b, bank, given[i], [row, first])
+                names.kept[i] = now.banks[i].name
+        for i, total in now.sums.items():
+            zeros = [b.constant(0)] * (len(total.shape.dimensions) - 1)
+            own = b.slice(total, [first, *zeros], list(given[i].shape.dimensions))
+            more = b.add("add", own.shape, [own, given[i]])
+            now.sums[i] = b.update(total, more, [first, *zeros])
+            names.sums[i] = now.sums[i].name
+        is_read = b.is_one(at(table.reads))
         handed = [b.select(is_read, y, b.zeros(y.shape)) for y in ys]
-        carry = forward(b, b.is_one(now(self.table.commit)), carry, device, handed)
+        names.forward, old = goes_forward(b, b.is_one(at(table.commit)), now.old, device, handed)
         pairs = [
             (group[s], group[(s + 1) % len(group)])
             for group in self.pipeline.groups
             for s in range(len(group))
         ]
         sent = [permute(b, y, sorted(pairs)) for y in ys]
-        following = b.add("add", array_shape("s32"), [counter, b.constant(1)])
-        b.finish(b.tuple([*carry, following, *sent, *waiting, *held]))
-        return b
+        following = b.add("add", array_shape("s32"), [now.counter, b.constant(1)])
+        b.finish(b.tuple(parts.flat(
+            old, following, sent, waiting, now.banks, now.sums, now.weights, now.shared
+        )))  # fmt: skip
+        return b, names
 
-    def _stored(self, b: Builder, room: Any, value: Any, place: Any) -> Any:
-        zero = b.constant(0)
-        row = b.reshape(value, [1, *value.shape.dimensions])
-        return b.update(room, row, [place] + [zero] * len(value.shape.dimensions))
-
-    def _fetched(self, b: Builder, room: Any, place: Any, shape: Any) -> Any:
-        zero = b.constant(0)
-        starts = [place] + [zero] * len(shape.dimensions)
-        return b.reshape(b.slice(room, starts, [1, *shape.dimensions]), list(shape.dimensions))
-
-    # The parts of the written body.
-
-    def _cut(self, b: Builder, env: dict[Instruction, Any], ys: Sequence[Any] = ()) -> None:
-        """Stand-ins for what is not run as it is written: permutes, the loop over layers."""
-        for instruction in self.permutes:
-            env[instruction] = b.zeros(instruction.shape)
-        results = dict(zip(self.layers.passed, ys, strict=False))
-        for user in self.body.instructions:
-            if self.stage in user.operands:
-                n = user.proto.tuple_index
-                env[user] = results[n] if n in results else b.zeros(user.shape)
-
-    def _needed(self, wanted: Sequence[Instruction]) -> tuple[list[Instruction], bool]:
-        """Reads of the carry that values depend on other than through the cuts; whether on the id."""
-        cuts = {*self.permutes, *(i for i in self.body.instructions if self.stage in i.operands)}
-        stop = {*cuts, *self.reads, *self.ids}
-        inner = slice_of(wanted, stop)
-        used = {o for i in inner for o in i.operands} | set(wanted)
-        reads = [r for r in self.reads if r in used]
-        return reads, any(i in used for i in self.ids)
-
-    def _part(
-        self, name: str, wanted: Sequence[Instruction], first: Sequence[Any], *, ends: bool
-    ) -> tuple[Builder, list[int]]:
-        """A computation of the body's ``wanted``; its parameter: ``first``, the carries it reads, the id.
-
-        ``ends``: ``first`` are the results of the loop over layers. Gives the positions of the carries.
-        """
-        reads, has_id = self._needed(wanted)
-        positions = sorted({self.reads[r] for r in reads})
-        shapes = self.loop.shape.tuple_shapes
-        b = self.editor.computation(name)
-        whole = [*first, *(shapes[n] for n in positions)]
-        if has_id:
-            whole.append(array_shape("u32"))
-        parts = b.elements(b.parameter(tuple_shape(whole)))
-        at = dict(zip(positions, parts[len(first) :], strict=False))
-        env: dict[Instruction, Any] = {r: at[self.reads[r]] for r in reads}
-        if has_id:
-            env |= dict.fromkeys(self.ids, parts[-1])
-        self._cut(b, env, parts[: len(first)] if ends else ())
-        b.clone(wanted, env)
-        b.finish(b.tuple([env[w] for w in wanted]))
-        return b, [*positions, *([-1] if has_id else [])]
-
-    def _before(self, passed: Sequence[Any]) -> Any:
-        wanted = [self.given[i] for i in self.layers.passed]
-        takes_in, reads = self._part("interleaved.takes_in", wanted, (), ends=False)
-        other = self._identity("interleaved.goes_on", passed)
-
-        def emit(
-            b: Builder, enters: Any, carry: Sequence[Any], device: Any, received: Sequence[Any]
-        ) -> list[Any]:
-            own = b.tuple([device if n < 0 else carry[n] for n in reads])
-            branches = [takes_in, other]
-            chosen = b.conditional(enters, branches, [own, b.tuple(received)], tuple_shape(passed))
-            self.made["takes_in"] = chosen.name
-            return b.elements(chosen)
-
-        return emit
-
-    def _after(self, passed: Sequence[Any]) -> Any:
-        changing = [n for n in range(len(self.body.root.operands)) if n not in self.kept]
-        wanted = [self.body.root.operands[n] for n in changing]
-        goes, reads = self._part("interleaved.goes_forward", wanted, passed, ends=True)
-        shapes = [self.loop.shape.tuple_shapes[n] for n in changing]
-        stays = self._identity("interleaved.stays", shapes)
-
-        def emit(
-            b: Builder, commit: Any, carry: Sequence[Any], device: Any, ys: Sequence[Any]
-        ) -> list[Any]:
-            own = b.tuple([*ys, *(device if n < 0 else carry[n] for n in reads)])
-            same = b.tuple([carry[n] for n in changing])
-            chosen = b.conditional(commit, [goes, stays], [own, same], tuple_shape(shapes))
-            self.made["forward"] = chosen.name
-            result = list(carry)
-            for i, n in enumerate(changing):
-                result[n] = b.element(chosen, i)
-            return result
-
-        return emit
-
-    def _identity(self, name: str, shapes: Sequence[Any]) -> Builder:
-        b = self.editor.computation(name)
-        b.finish(b.tuple(b.elements(b.parameter(tuple_shape(shapes)))))
-        return b
-
-    def _layers(self, passed: Sequence[Any], weights: Sequence[Any]) -> Any:
-        """One chunk of the layers, under a conditional: from layer ``chunk * size`` on."""
-        whole = list(self.stage.shape.tuple_shapes)
-        carried = tuple_shape([*whole, array_shape("s32")])
-        condition = self.editor.computation("interleaved.more_layers")
-        c = condition.parameter(carried)
-        counter, limit = (condition.element(c, n) for n in (self.layers.counter, len(whole)))
-        condition.finish(
-            condition.add(
-                "compare", array_shape("pred"), [counter, limit], comparison_direction="LT"
-            )
-        )
-        layer = self._layer(carried)
-        shared = [self.given[i] for i in self.layers.shared]
-        runs = self.editor.computation("interleaved.chunk")
-        arguments = [array_shape("s32"), *passed, *weights, *(s.shape for s in shared)]
-        start, *rest = runs.elements(runs.parameter(tuple_shape(arguments)))
-        parts = dict(
-            zip([*self.layers.passed, *self.layers.weights, *self.layers.shared], rest, strict=True)
-        )
-        parts[self.layers.counter] = start
-        size = runs.constant(self.layers.count // self.chunks)
-        limit = runs.add("add", array_shape("s32"), [start, size])
-        init = runs.tuple([*(parts[i] for i in range(len(whole))), limit])
-        done = runs.add("while", carried, [init], called_computation_ids=[layer.id, condition.id])
-        done.metadata.CopyFrom(self.stage.proto.metadata)
-        runs.finish(runs.tuple([runs.element(done, i) for i in self.layers.passed]))
-        rests = self.editor.computation("interleaved.rests")
-        rests.parameter(tuple_shape([]))
-        rests.finish(rests.tuple([rests.zeros(s) for s in passed]))
-
-        def emit(
-            b: Builder, working: Any, chunk: Any, xs: Sequence[Any], held: Sequence[Any],
-            carry: Sequence[Any],
-        ) -> list[Any]:  # fmt: skip
-            size = b.constant(self.layers.count // self.chunks)
-            start = b.add("multiply", array_shape("s32"), [chunk, size])
-            env: dict[Instruction, Any] = {r: carry[n] for r, n in self.reads.items()}
-            b.clone(shared, env)
-            own = b.tuple([start, *xs, *held, *(env[s] for s in shared)])
-            chosen = b.conditional(working, [runs, rests], [own, b.tuple([])], tuple_shape(passed))
-            self.made["runs"] = chosen.name
-            return b.elements(chosen)
-
-        return emit
-
-    def _layer(self, carried: Any) -> Builder:
-        """The body of the loop over layers, for a carry with one part more, which stays."""
-        body = self.stage.called[0]
-        b = self.editor.computation("interleaved.layer")
-        c = b.parameter(carried)
-        env: dict[Instruction, Any] = {
-            i: b.element(c, i.proto.tuple_index)
-            for i in body.instructions
-            if body.parameters[0] in i.operands
-        }
-        b.clone(body.root.operands, env)
-        limit = b.element(c, len(carried.tuple_shapes) - 1)
-        b.finish(b.tuple([*(env[o] for o in body.root.operands), limit]))
-        return b
+    def _reads(self) -> np.ndarray:
+        """By stage and iteration: the row of what other pipelines kept for the microbatch."""
+        orders = {w.order for w in self.pipeline.weights.values() if isinstance(w, Kept)}
+        if len(orders) > 1:
+            raise Refusal("its layers read what others kept in more than one order")
+        rows = self.table.microbatch(0)
+        return np.array(next(iter(orders)))[rows] if orders else rows
 
 
-def _behind(instruction: Instruction) -> Instruction:
-    while instruction.opcode == "copy":
-        instruction = instruction.operands[0]
-    return instruction
+@dataclass
+class _Names:
+    """Of what a new body is verified by."""
+
+    takes_in: str = ""
+    runs: str = ""
+    forward: str = ""
+    kept: dict[int, str] = field(default_factory=dict)
+    sums: dict[int, str] = field(default_factory=dict)
 
 
-def _stacked(shape: Any, count: int) -> Any:
-    stacked = array_shape("s32", [count, *shape.dimensions])
-    stacked.element_type = shape.element_type
-    return stacked
+@dataclass
+class _Values:
+    """The carry of a new loop, part by part."""
+
+    old: dict[int, Any]
+    counter: Any
+    received: list[Any]
+    waiting: list[Any]
+    banks: dict[int, Any]
+    sums: dict[int, Any]
+    weights: dict[int, Any]
+    shared: dict[int, Any]
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """Where what is in the carry of a new loop; by position in the written loop's, or in its layers'."""
+
+    old: list[int]
+    received: int
+    waiting: int
+    banks: list[int]
+    sums: list[int]
+    weights: list[int]
+    shared: list[int]
+
+    @property
+    def counter(self) -> int:
+        return len(self.old)
+
+    @property
+    def first_bank(self) -> int:
+        return self.counter + 1 + self.received + self.waiting
+
+    def flat(
+        self, old: dict[int, Any], counter: Any, received: Sequence[Any], waiting: Sequence[Any],
+        banks: dict[int, Any], sums: dict[int, Any], weights: dict[int, Any], shared: dict[int, Any],
+    ) -> list[Any]:  # fmt: skip
+        return [
+            *(old[n] for n in self.old), counter, *received, *waiting,
+            *(banks[i] for i in self.banks), *(sums[i] for i in self.sums),
+            *(weights[i] for i in self.weights), *(shared[i] for i in self.shared),
+        ]  # fmt: skip
+
+    def named(self, values: Sequence[Any]) -> _Values:
+        left = iter(values)
+
+        def some(count: int) -> list[Any]:
+            return [next(left) for _ in range(count)]
+
+        def by(positions: Sequence[int]) -> dict[int, Any]:
+            return {i: next(left) for i in positions}
+
+        return _Values(
+            by(self.old), next(left), some(self.received), some(self.waiting), by(self.banks),
+            by(self.sums), by(self.weights), by(self.shared),
+        )  # fmt: skip
+
+
+def _computed_by(found: Constant) -> tuple[Sequence[Instruction], dict[Instruction, Instruction]]:
+    """What a constant is computed by in its loop's body, and the reads there with what they begin as."""
+    if found.loop is None:
+        return [], {found.value: found.value}
+    constants = Constants(found.loop)
+    return constants.computed_by(found.value), constants.inits
+
+
+def _source(found: Constant, inits: Mapping[Instruction, Instruction]) -> Instruction:
+    """What a constant is but for its dimensions: in the entry where it is one of its values."""
+    value = found.value
+    while value not in inits and _only_reshapes(value):
+        value = value.operands[0]
+    return inits.get(value, found.value)
+
+
+def _only_reshapes(instruction: Instruction) -> bool:
+    if instruction.opcode == "bitcast":
+        return keeps_order(instruction)
+    return instruction.opcode in ("reshape", "copy")
+
+
+def _shaped(b: Builder, value: Any, shape: Any) -> Any:
+    if list(value.shape.dimensions) == list(shape.dimensions):
+        return value
+    return b.reshape(value, list(shape.dimensions))
+
+
+def _without_sign_of_zero(b: Builder, value: Any) -> Any:
+    """What adding positive zeros gives, written so that no simplification takes it for nothing."""
+    zeros = b.zeros(value.shape)
+    shape = resized(array_shape("pred"), value.shape.dimensions)
+    is_zero = b.add("compare", shape, [value, zeros], comparison_direction="EQ")
+    return b.add("select", value.shape, [is_zero, zeros, value])
+
+
+def _put(b: Builder, array: Any, part: Any, starts: Sequence[Any]) -> Any:
+    """``part`` in an array that has one dimension more."""
+    zeros = [b.constant(0)] * (len(array.shape.dimensions) - len(starts))
+    return b.update(array, b.reshape(part, [1, *part.shape.dimensions]), [*starts, *zeros])
+
+
+def _stored(b: Builder, room: Any, value: Any, place: Any) -> Any:
+    return _put(b, room, value, [place])
+
+
+def _fetched(b: Builder, room: Any, place: Any, shape: Any) -> Any:
+    zero = b.constant(0)
+    starts = [place] + [zero] * len(shape.dimensions)
+    return b.reshape(b.slice(room, starts, [1, *shape.dimensions]), list(shape.dimensions))

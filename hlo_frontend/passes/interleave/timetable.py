@@ -61,6 +61,18 @@ class Timetable:
     def chunk(self) -> np.ndarray:
         return np.array([[run.chunk if run else 0 for run in row] for row in self.runs], np.int32)
 
+    def microbatch(self, rests: int) -> np.ndarray:
+        """The microbatch that a stage works on, ``rests`` where there is none."""
+        return np.array(
+            [[run.microbatch if run else rests for run in row] for row in self.runs], np.int32
+        )
+
+    def seams(self, chunks: int) -> np.ndarray:
+        """Whether a run takes what one of another stage of the written loop gave."""
+        rows = [[run is not None and (run.chunk * len(self.runs) + stage) % chunks == 0
+                 for run in row] for stage, row in enumerate(self.runs)]  # fmt: skip
+        return np.array(rows, np.int32)
+
 
 def groups(microbatches: int, stages: int) -> list[int]:
     """Sizes of the groups that go round together: as equal as they can be, none smaller than it must be."""

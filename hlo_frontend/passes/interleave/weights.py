@@ -4,7 +4,10 @@ In the written loop a device holds consecutive layers, in R chunks: chunk c of s
 virtual stage ``s * R + c``. In the interleaved schedule slot r of stage s holds virtual stage ``r * P + s``.
 So chunks change places, once for each run of the program, before the loop. Where every device can compute
 which weights another one takes (from arrays that all have), it takes others; where it cannot, chunks are
-moved by R permutes.
+moved by R permutes. Their gradients are moved back after the loop.
+
+A backward pass goes through stages and layers the other way round. Stages and slots are counted here as the
+layers are in arrays, so that both passes have them in the same places.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from stretto.collectives.types import TensorType
 
 from ...graph import Instruction, leaf_types
 from .emit import Builder, array_shape
-from .pipeline import Pipeline
+from .parts import Pipeline
 from .sameness import Class, Sameness
 
 # By read of the loop's carry in its body: what the carry begins as.
@@ -74,7 +77,9 @@ def _augment(
 
 
 class Weights:
-    """Puts weights into place, before the loop. ``moved``: bytes sent by all devices together.
+    """Puts weights into place, before the loop, and their gradients back after it.
+
+    ``moved`` and ``back``: bytes sent by all devices together.
 
     ``builder`` adds to the entry computation; ``device`` is there its own id.
     """
@@ -92,16 +97,18 @@ class Weights:
         self.chunks = chunks
         self.size = pipeline.layers.count // chunks  # layers of a chunk
         self.sameness = sameness
-        self.moved = 0
+        self.moved = self.back = 0
         self.taken = 0  # weights that are indexed otherwise, and nothing is moved
         self.device = builder.add("partition-id", array_shape("u32"))
         self.stage_of = np.zeros(num_devices, np.int32)
-        for group in pipeline.groups:
+        for group in pipeline.upwards:
             self.stage_of[list(group)] = range(len(group))
         self._partner: dict[int, tuple[Any, Any]] = {}
 
-    def placed(self, wanted: Instruction, inner: Sequence[Instruction], inits: Inits) -> Any:
-        """The weights ``wanted`` of the loop's body, in their new places.
+    def placed(
+        self, wanted: Instruction, inner: Sequence[Instruction], inits: Inits, shape: Any
+    ) -> Any:
+        """The weights ``wanted`` of a loop's body in their new places, as an array of this shape.
 
         ``inner``: what of the body they are computed by, ``inits`` what its reads of the carry are before
         the loop.
@@ -111,19 +118,31 @@ class Weights:
         }
         for instruction in inner:
             classes[instruction] = self.sameness.step(instruction, classes)
-        type = leaf_types(wanted.shape, wanted)[0]
+        type = leaf_types(shape, wanted)[0]
         assert type is not None
         if classes[wanted] is Class.ANY:
             env = {read: init.proto for read, init in inits.items()}
-            return self._permuted(self._clone(wanted, inner, env), type)
+            whole = self._clone(wanted, inner, env)
+            return self._permuted(self._sized(whole, type), type, back=False)
         self.taken += 1
         parts = []
         for slot in range(self.chunks):
             partner, start = self._source(slot)
-            env = self._as_on(partner, inits)
-            whole = self._clone(wanted, inner, env)
+            env = self._as_on(partner, inner, inits)
+            whole = self._sized(self._clone(wanted, inner, env), type)
             parts.append(self._chunk(whole, start, type))
-        return self.builder.add("concatenate", wanted.shape, parts, dimensions=[0])
+        return self.builder.add("concatenate", shape, parts, dimensions=[0])
+
+    def put_back(self, whole: Any) -> Any:
+        """What the layers' slots hold after the loop, where the written loop has it."""
+        (type,) = leaf_types(whole.shape, self.pipeline.loop)
+        assert type is not None
+        return self._permuted(whole, type, back=True)
+
+    def _sized(self, whole: Any, type: TensorType) -> Any:
+        if tuple(whole.shape.dimensions) == type.shape:
+            return whole
+        return self.builder.reshape(whole, type.shape)
 
     def _clone(
         self, wanted: Instruction, inner: Sequence[Instruction], env: dict[Instruction, Any]
@@ -133,7 +152,9 @@ class Weights:
                 env.setdefault(instruction, self.device)
         return self.builder.clone([wanted], env)[wanted]
 
-    def _as_on(self, partner: Any, inits: Inits) -> dict[Instruction, Any]:
+    def _as_on(
+        self, partner: Any, inner: Sequence[Instruction], inits: Inits
+    ) -> dict[Instruction, Any]:
         """What the carries are on another device, computed from what is the same on all."""
         entry = self.pipeline.loop.computation
         env: dict[Instruction, Any] = {}
@@ -147,10 +168,7 @@ class Weights:
         reads = {r: i for r, i in inits.items() if self.sameness.of(i) is not Class.ANY}
         self.builder.clone(reads.values(), env)
         found = {read: env[init] for read, init in reads.items()}
-        for instruction in self.pipeline.loop.called[0].instructions:
-            if instruction.opcode == "partition-id":
-                found[instruction] = partner
-        return found
+        return found | {i: partner for i in inner if i.opcode == "partition-id"}
 
     def _source(self, slot: int) -> tuple[Any, Any]:
         """The device that has the chunk of this slot in the written loop, and its first layer there."""
@@ -158,7 +176,7 @@ class Weights:
             stages = self.pipeline.stages
             partner = np.zeros(len(self.stage_of), np.int32)
             start = np.zeros(len(self.stage_of), np.int32)
-            for group in self.pipeline.groups:
+            for group in self.pipeline.upwards:
                 for stage, device in enumerate(group):
                     owner, chunk = divmod(slot * stages + stage, self.chunks)
                     partner[device], start[device] = group[owner], chunk * self.size
@@ -172,18 +190,22 @@ class Weights:
         starts = [start] + [zero] * (len(type.shape) - 1)
         return self.builder.slice(whole, starts, [self.size, *type.shape[1:]])
 
-    def _permuted(self, whole: Any, type: TensorType) -> Any:
+    def _permuted(self, whole: Any, type: TensorType, *, back: bool) -> Any:
         b = self.builder
         result, zero = whole, b.constant(0)
         chunk = type.nbytes // self.chunks
         for move in moves(self.pipeline.stages, self.chunks):
-            gives = np.array(move.gives, np.int32)[self.stage_of] * self.size
-            takes = np.array(move.takes, np.int32)[self.stage_of] * self.size
-            part = self._chunk(whole, b.lookup(gives, [self.device]), type)
-            pairs = [(g[s], g[t]) for g in self.pipeline.groups for s, t in enumerate(move.to)]
+            there = np.array(move.gives, np.int32)[self.stage_of] * self.size
+            here = np.array(move.takes, np.int32)[self.stage_of] * self.size
+            pairs = [(g[s], g[t]) for g in self.pipeline.upwards for s, t in enumerate(move.to)]
+            if back:
+                there, here, pairs = here, there, [(t, s) for s, t in pairs]
+            part = self._chunk(whole, b.lookup(there, [self.device]), type)
             moved = permute(b, part, sorted(pairs))
-            self.moved += chunk * sum(s != t for s, t in pairs)
-            starts = [b.lookup(takes, [self.device])] + [zero] * (len(type.shape) - 1)
+            sent = chunk * sum(s != t for s, t in pairs)
+            self.back += sent * back
+            self.moved += sent * (not back)
+            starts = [b.lookup(here, [self.device])] + [zero] * (len(type.shape) - 1)
             result = b.update(result, moved, starts)
         return result
 

@@ -15,6 +15,7 @@ import numpy as np
 from stretto.collectives.ops import Reduction
 
 from ...collectives import native_reduction
+from ...graph import Instruction
 from ...schema import LiteralProto
 from ...values import Node, operand_shape, result_shape
 from . import tensors
@@ -222,7 +223,12 @@ def _reshape(node: Node, x: np.ndarray) -> Known:
 
 def is_reshape(node: Node) -> bool:
     """Whether a bitcast keeps the type and the order of elements: all layouts are row-major."""
-    shapes = (node.instruction.operands[0].shape, node.instruction.shape)
+    return keeps_order(node.instruction)
+
+
+def keeps_order(bitcast: Instruction) -> bool:
+    """`is_reshape`, of the instruction."""
+    shapes = (bitcast.operands[0].shape, bitcast.shape)
     return shapes[0].element_type == shapes[1].element_type and all(
         list(s.layout.minor_to_major) == list(range(len(s.dimensions)))[::-1] for s in shapes
     )

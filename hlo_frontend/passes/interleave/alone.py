@@ -1,0 +1,145 @@
+"""What of a pipeline's layers anybody reads: which of their runs, and that nobody looks in on the way.
+
+`find_live` finds the runs that matter; `check_alone` is point 3 of `pipeline`: with every run taken to need
+nothing but what a microbatch begins with and its weights, no transfer is read, and of what runs give only
+what the last stage gives. Slices that another pipeline's layers read, and those that are summed up, are left
+out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from ...values import BlockGraph, Node
+from ..valid import live as rules
+from ..valid.liveness import Liveness, Mask, Needs
+from ..valid.trace import Forward, Trace, all_nodes
+from .chains import Execution
+from .gradients import sum_node
+from .parts import Kept, Part
+from .refusal import Refusal, about
+
+
+def _rows(masks: Sequence[Mask], positions: Iterable[int], count: int) -> np.ndarray:
+    """Devices on which anything is live of these results."""
+    found = np.zeros(count, bool)
+    for i in positions:
+        mask = masks[i]
+        if mask is not None:
+            found |= rules.whole(mask, 0).reshape(-1)
+    return found
+
+
+def _whole(node: Node, positions: Iterable[int], rows: np.ndarray) -> rules.Needs:
+    """All of these operands, on these devices."""
+    for i in positions:
+        type = node.operands[i].type
+        if type is not None:
+            yield i, rows.reshape((-1,) + (1,) * len(type.shape))
+
+
+def find_live(entry: BlockGraph, parts: Sequence[Part], forward: Forward, trace: Trace) -> None:
+    """Fill in ``live`` and ``given`` of each part."""
+
+    def recorder(part: Part) -> Needs:
+        layers, stage = part.layers, part.stage
+        others = [i for i in range(len(stage.results))
+                  if i not in layers.passed and i not in layers.stacked]  # fmt: skip
+
+        def record(at: Trace, masks: Sequence[Mask]) -> rules.Needs:
+            assert at.iteration is not None
+            part.given |= {i for i in layers.stacked if masks[i] is not None}
+            rows = _rows(masks, [*layers.passed, *layers.stacked], forward.num_devices)
+            part.live.extend(Execution(at.iteration, int(d)) for d in np.flatnonzero(rows))
+            if _rows(masks, others, forward.num_devices).any():
+                with about(part.name):
+                    raise Refusal(
+                        f"weights or the counter of {stage.instruction.describe()} are read after it"
+                    )
+            if rows.any():
+                yield from _whole(stage, range(len(stage.operands)), rows)
+
+        return record
+
+    Liveness(forward, needs={p.stage: recorder(p) for p in parts}).program(trace)
+    for part in parts:
+        part.live.sort()
+
+
+def check_alone(
+    entry: BlockGraph, parts: Sequence[Part], num_replicas: int, num_partitions: int
+) -> None:
+    """Point 3 of the head of `pipeline`. Raises `Refusal`."""
+    forward = Forward(num_replicas, num_partitions, follow_zeros=True)
+    needs: dict[Node, Needs] = {}
+    for part in parts:
+        needs[part.stage] = _restricted(part, forward.num_devices)
+        for carry in part.sums.values():
+            node = sum_node(part, carry)
+            needs[node] = _only_the_sum(part, node, carry)
+    Liveness(forward, needs=needs).program(forward.program(entry))
+    for part in parts:
+        with about(part.name):
+            _check_transfers(part, forward)
+
+
+def _restricted(part: Part, count: int) -> Needs:
+    layers, stage = part.layers, part.stage
+    begins = {chain[0] for chain in part.chains}
+    ends = {chain[-1] for chain in part.chains}
+    runs = {run for chain in part.chains for run in chain}
+    own = [i for i in layers.weights if not isinstance(part.weights[i], Kept)]
+    others = [*own, *layers.shared, layers.counter]
+
+    def restricted(at: Trace, masks: Sequence[Mask]) -> rules.Needs:
+        assert at.iteration is not None
+        with about(part.name):
+            for d in np.flatnonzero(_rows(masks, layers.passed, count)):
+                if Execution(at.iteration, int(d)) not in ends:
+                    raise Refusal(
+                        f"what device {d} computes in iteration {at.iteration} is read by others than "
+                        "the next stage: only what the last stage gives may be"
+                    )
+            for i in layers.stacked:
+                if _rows(masks, [i], count).any():
+                    raise Refusal(
+                        f"what each layer gives to {layers.updates[i].describe()} is read otherwise than "
+                        "by a pipeline that is interleaved with it and runs the same layers, or as a "
+                        "gradient, summed up over microbatches with nothing added in between"
+                    )
+        begin = np.array([Execution(at.iteration, d) in begins for d in range(count)])
+        run = np.array([Execution(at.iteration, d) in runs for d in range(count)])
+        yield from _whole(stage, layers.passed, begin)
+        yield from _whole(stage, others, run)
+
+    return restricted
+
+
+def _only_the_sum(part: Part, node: Node, carry: int) -> Needs:
+    parameter = part.loop.blocks[1].parameters[carry]
+
+    def needed(at: Trace, masks: Sequence[Mask]) -> rules.Needs:
+        (mask,) = masks
+        if mask is not None:
+            yield [o.root for o in node.operands].index(parameter), mask
+
+    return needed
+
+
+def _check_transfers(part: Part, forward: Forward) -> None:
+    for inner in all_nodes(part.loop.blocks[1]):
+        transfer = forward.transfers.get(inner)
+        if transfer is not None and (any(transfer.always) or any(transfer.live)):
+            pairs = inner.collective.pairs if inner.collective is not None else ()
+            read = [(min(its), pair) for its, pair in
+                    zip(transfer.live, pairs, strict=True) if its]  # fmt: skip
+            where = ""
+            if read:
+                iteration, (source, target) = min(read)
+                where = f" (from device {source} to {target} in iteration {iteration})"
+            raise Refusal(
+                f"what {inner.instruction.describe()} moves{where} is read by more than the next "
+                "stage's layers; a pipeline that is circular already reads it so"
+            )

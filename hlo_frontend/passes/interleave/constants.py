@@ -1,0 +1,61 @@
+"""Values of a loop's body that are the same in every iteration, by what they are computed from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ...graph import Instruction
+from .emit import slice_of
+from .refusal import Refusal
+
+
+@dataclass(frozen=True, eq=False)
+class Constant:
+    """A value that does not change: in the body of ``loop``, or, where that is None, of the entry."""
+
+    value: Instruction
+    loop: Instruction | None
+
+
+class Constants:
+    """Of one loop. ``inits``: by read of its carry that no iteration changes, what it begins as."""
+
+    def __init__(self, loop: Instruction) -> None:
+        body = loop.called[0]
+        parameter = body.parameters[0]
+        self.loop = loop
+        # By read of the carry: its position.
+        self.reads: dict[Instruction, int] = {
+            i: i.proto.tuple_index for i in body.instructions if parameter in i.operands
+        }
+        init = loop.operands[0].operands
+        self.inits = {
+            read: init[n] for read, n in self.reads.items()
+            if self.reads.get(behind(body.root.operands[n])) == n
+        }  # fmt: skip
+
+    def computed_by(self, wanted: Instruction) -> Sequence[Instruction]:
+        """What the value is computed by in the body. Raises `Refusal` where it may change."""
+        inner = slice_of([wanted], set(self.inits))
+        for instruction in inner:
+            if instruction in self.reads or instruction.opcode in ("collective-permute", "while"):
+                raise Refusal(
+                    f"{wanted.describe()}, which its layers take, changes from iteration to iteration"
+                )
+        return inner
+
+    def has(self, wanted: Instruction) -> bool:
+        """Whether the value is the same in every iteration."""
+        try:
+            self.computed_by(wanted)
+        except Refusal:
+            return False
+        return True
+
+
+def behind(instruction: Instruction) -> Instruction:
+    """What an instruction is a copy of."""
+    while instruction.opcode == "copy":
+        instruction = instruction.operands[0]
+    return instruction

@@ -1,0 +1,105 @@
+"""What a pipeline is, and what is known of a loop on the way to showing that it is one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from ...graph import Instruction
+from ...values import Node
+from .chains import Execution
+from .constants import Constant, Constants
+from .layers import LayerLoop
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Slices that layers of another pipeline gave: result ``leaf`` of the loop over layers in its ``loop``,
+    each from the run of the same layers. ``order``: by microbatch the number of it there."""
+
+    loop: str
+    leaf: int
+    order: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Pipeline:
+    """A pipeline in ``loop`` of the entry computation.
+
+    ``groups[g][stage]``: devices of each of the pipelines that run side by side. ``enters`` and ``leaves``:
+    by microbatch the iterations of the loop in which it is taken in and given out. ``trips``: of the loop.
+
+    By position in the carry of the loop over layers: ``weights`` and ``shared`` tell what these are; ``sums``
+    in which carry of the loop a stack is summed up, slice by slice, over microbatches. ``plus``: values to
+    which zeros are added between a stage and the next, which makes negative zeros positive.
+    """
+
+    loop: Instruction
+    layers: LayerLoop
+    groups: tuple[tuple[int, ...], ...]
+    enters: tuple[int, ...]
+    leaves: tuple[int, ...]
+    trips: int
+    weights: dict[int, Constant | Kept]
+    shared: dict[int, Constant]
+    sums: dict[int, int]
+    plus: frozenset[int]
+
+    @property
+    def stages(self) -> int:
+        return len(self.groups[0])
+
+    @property
+    def microbatches(self) -> int:
+        return len(self.enters)
+
+    @property
+    def upwards(self) -> tuple[tuple[int, ...], ...]:
+        """``groups``, with the stage first that has the layers with the first slices."""
+        return tuple(g[::-1] for g in self.groups) if self.layers.reverse else self.groups
+
+
+@dataclass(eq=False)
+class Part:
+    """What is known of one of the loops on the way to its `Pipeline`. ``stage``: its loop over layers.
+
+    ``live``: runs of the stage of which something reaches a result of the program; ``given``: positions
+    in the stage's carry of stacks of which something does.
+    """
+
+    loop: Node
+    trips: int
+    stage: Node
+    layers: LayerLoop
+    constants: Constants
+    live: list[Execution] = field(default_factory=list)
+    given: set[int] = field(default_factory=set)
+    before: dict[Execution, Execution] = field(default_factory=dict)
+    plus: frozenset[int] = frozenset()
+    chains: list[tuple[Execution, ...]] = field(default_factory=list)
+    groups: tuple[tuple[int, ...], ...] = ()
+    enters: tuple[int, ...] = ()
+    leaves: tuple[int, ...] = ()
+    weights: dict[int, Constant | Kept] = field(default_factory=dict)
+    shared: dict[int, Constant] = field(default_factory=dict)
+    sums: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return self.loop.instruction.name
+
+    @cached_property
+    def places(self) -> dict[Execution, tuple[int, int]]:
+        """By run: number of its microbatch, and of its stage."""
+        found: dict[Execution, tuple[int, int]] = {}
+        for way in self.groups:
+            own = [c for c in self.chains if tuple(run.device for run in c) == way]
+            for m, chain in enumerate(sorted(own)):
+                found |= {run: (m, stage) for stage, run in enumerate(chain)}
+        return found
+
+    def pipeline(self) -> Pipeline:
+        return Pipeline(
+            self.loop.instruction, self.layers, self.groups, self.enters, self.leaves, self.trips,
+            self.weights, self.shared, self.sums, self.plus,
+        )  # fmt: skip

@@ -1,0 +1,131 @@
+"""The body of a written loop, cut at its loop over layers into what comes before it and all else.
+
+What is not run as it is written has stand-ins there: permutes give zeros (what they move is only handed on,
+see `pipeline`), and the loop over layers what it is said to give. Sums of gradients are left out, since
+the new loop makes them itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from ...graph import Instruction
+from .constants import Constants, behind
+from .emit import Builder, Editor, slice_of, tuple_shape
+from .parts import Pipeline
+
+
+class Pieces:
+    """Of the body of one loop. ``wanted``: positions of its carry that are read after it."""
+
+    def __init__(self, editor: Editor, pipeline: Pipeline, wanted: Collection[int]) -> None:
+        self.editor = editor
+        self.layers = pipeline.layers
+        self.stage = self.layers.loop
+        self.body = pipeline.loop.called[0]
+        self.shapes = pipeline.loop.shape.tuple_shapes
+        self.given = self.stage.operands[0].operands  # what the loop over layers begins with
+        self.reads = Constants(pipeline.loop).reads
+        self.permutes = [i for i in self.body.instructions if i.opcode == "collective-permute"]
+        self.ids = [i for i in self.body.instructions if i.opcode == "partition-id"]
+        self.first = [self.given[i] for i in self.layers.passed]  # what a microbatch begins with
+        results = [behind(o) for o in self.body.root.operands]
+        self.unchanged = {
+            n for n, r in enumerate(results)
+            if self.reads.get(r) == n or r.opcode == "collective-permute"
+        }  # fmt: skip
+        self.sums = set(pipeline.sums.values())
+        self.needed = self._closed(wanted)
+
+    def _closed(self, wanted: Collection[int]) -> list[int]:
+        """Positions of the carry that are needed, iteration after iteration."""
+        stack = [*(set(wanted) - self.sums), *(self.reads[r] for r in self._read(self.first)[0])]
+        found: set[int] = set()
+        while stack:
+            n = stack.pop()
+            if n not in found:
+                found.add(n)
+                if n not in self.unchanged:
+                    read, _ = self._read([self.body.root.operands[n]])
+                    stack += [self.reads[r] for r in read]
+        return sorted(found)
+
+    def _read(self, wanted: Sequence[Instruction]) -> tuple[list[Instruction], bool]:
+        """Reads of the carry that values depend on other than through the cuts; whether on the id."""
+        cuts = {*self.permutes, *(i for i in self.body.instructions if self.stage in i.operands)}
+        inner = slice_of(wanted, {*cuts, *self.reads, *self.ids})
+        used = {o for i in inner for o in i.operands} | set(wanted)
+        reads = [r for r in self.reads if r in used]
+        return reads, any(i in used for i in self.ids)
+
+    def _piece(
+        self, name: str, wanted: Sequence[Instruction], ys: Sequence[Any]
+    ) -> tuple[Builder, list[int]]:
+        """A computation of the body's ``wanted``. Its parameter: what the loop over layers gives, of the
+        shapes ``ys``; carries, whose positions are given; the device's id, as position -1, if it is read."""
+        reads, has_id = self._read(wanted)
+        positions = sorted({self.reads[r] for r in reads})
+        b = self.editor.computation(name)
+        whole = [*ys, *(self.shapes[n] for n in positions)]
+        if has_id:
+            whole.append(self.ids[0].shape)
+        parts = b.elements(b.parameter(tuple_shape(whole)))
+        at = dict(zip(positions, parts[len(ys) :], strict=False))
+        env: dict[Instruction, Any] = {r: at[self.reads[r]] for r in reads}
+        if has_id:
+            env |= dict.fromkeys(self.ids, parts[-1])
+        self._cut(b, env, parts[: len(ys)])
+        b.clone(wanted, env)
+        b.finish(b.tuple([env[w] for w in wanted]))
+        return b, [*positions, *([-1] if has_id else [])]
+
+    def _cut(self, b: Builder, env: dict[Instruction, Any], ys: Sequence[Any]) -> None:
+        for instruction in self.permutes:
+            env[instruction] = b.zeros(instruction.shape)
+        results = dict(zip(self.layers.passed, ys, strict=False))
+        for user in self.body.instructions:
+            if self.stage in user.operands:
+                n = user.proto.tuple_index
+                env[user] = results[n] if n in results else b.zeros(user.shape)
+
+    def _identity(self, name: str, shapes: Sequence[Any]) -> Builder:
+        b = self.editor.computation(name)
+        b.finish(b.tuple(b.elements(b.parameter(tuple_shape(shapes)))))
+        return b
+
+    def takes_in(self) -> Any:
+        """What emits what a stage begins with: what a microbatch is taken in as, or what was received."""
+        passed = [v.shape for v in self.first]
+        takes_in, reads = self._piece("interleaved.takes_in", self.first, ())
+        other = self._identity("interleaved.goes_on", passed)
+
+        def emit(
+            b: Builder, enters: Any, carry: dict[int, Any], device: Any, received: Sequence[Any]
+        ) -> tuple[str, list[Any]]:
+            own = b.tuple([device if n < 0 else carry[n] for n in reads])
+            branches = [takes_in, other]
+            chosen = b.conditional(enters, branches, [own, b.tuple(received)], tuple_shape(passed))
+            return chosen.name, b.elements(chosen)
+
+        return emit
+
+    def goes_forward(self) -> Any:
+        """What emits the carry, one iteration of the written loop further, or as it is."""
+        changing = [n for n in self.needed if n not in self.unchanged]
+        wanted = [self.body.root.operands[n] for n in changing]
+        passed = [v.shape for v in self.first]
+        goes, reads = self._piece("interleaved.goes_forward", wanted, passed)
+        shapes = [self.shapes[n] for n in changing]
+        stays = self._identity("interleaved.stays", shapes)
+
+        def emit(
+            b: Builder, commit: Any, carry: dict[int, Any], device: Any, ys: Sequence[Any]
+        ) -> tuple[str, dict[int, Any]]:
+            own = b.tuple([*ys, *(device if n < 0 else carry[n] for n in reads)])
+            same = b.tuple([carry[n] for n in changing])
+            chosen = b.conditional(commit, [goes, stays], [own, same], tuple_shape(shapes))
+            new = {n: b.element(chosen, i) for i, n in enumerate(changing)}
+            return chosen.name, carry | new
+
+        return emit

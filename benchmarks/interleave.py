@@ -17,7 +17,7 @@ from harness import Contender, console, in_turns, machine, options, seconds, sta
 from rich.table import Table
 
 LAYERS = 4
-REAL = {"rows": 1024, "width": 512, "nap": 0.0}
+REAL = {"rows": 2048, "width": 512, "nap": 0.0}
 SIMULATED = {"rows": 8, "width": 8, "nap": 0.025}
 # Ranks, microbatches, how a layer takes its time, and the share of the gain that is the goal.
 CASES = (

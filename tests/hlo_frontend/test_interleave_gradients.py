@@ -100,6 +100,20 @@ def test_with_a_layer_that_is_computed_again(ring):
     assert sum(ran.messages.values()) == 2 * 4 * 5 + 4 * moved(3, 2)
 
 
+@pytest.mark.parametrize("shape", [(2, 3, 2), (3, 4, 3)])
+def test_with_a_stage_that_is_computed_again(shape):
+    """Each chunk from what it began with: nothing more is sent, and nothing is kept of layers."""
+    stages, microbatches, chunks = shape
+
+    def again(layer, x, layers):
+        return jax.checkpoint(lambda x, w: lax.scan(layer, x, w))(x, layers)
+
+    function, over = step(stages, microbatches, scan=again)
+    ran = judge(function, (weights(stages * LAYERS), inputs(microbatches)), SPECS, over, chunks)
+    hops = 2 * microbatches * (stages * chunks - 1)
+    assert sum(ran.messages.values()) == hops + 4 * moved(stages, chunks)
+
+
 def test_a_masked_stage_without_a_conditional():
     """The weights are masked too, or what padding gives would count."""
 
@@ -271,6 +285,24 @@ def test_slices_that_were_changed_between_the_passes():
 def test_slices_that_are_summed_up_over_microbatches():
     _, why = variant(keep=lambda last, kept: last + kept)
     assert "changes from iteration to iteration" in why
+
+
+def test_a_stage_that_is_computed_again_from_something_else():
+    def almost(layer, x, layers):
+        @jax.custom_vjp
+        def stage(x, w):
+            return lax.scan(layer, x, w)[0]
+
+        def pulled(given, dy):
+            x, w = given
+            return jax.vjp(lambda x, w: lax.scan(layer, x, w)[0], 2 * x, w)[1](dy)
+
+        stage.defvjp(lambda x, w: (stage(x, w), (x, w)), pulled)
+        return stage(x, layers), None
+
+    function, _ = step(2, 3, scan=almost)
+    _, why = refused(function, (weights(2 * 4), inputs(3)), 2)
+    assert "does not compute again what a pipeline that is interleaved did" in why
 
 
 def test_gradients_that_are_seen_on_the_way():

@@ -17,8 +17,9 @@ from ..valid import live as rules
 from ..valid.liveness import Liveness, Mask, Needs
 from ..valid.trace import Forward, Trace, all_nodes
 from .chains import Execution
+from .constants import Constant
 from .gradients import sum_node
-from .parts import Kept, Part
+from .parts import Part
 from .refusal import Refusal, about
 
 
@@ -76,6 +77,8 @@ def check_alone(
     needs: dict[Node, Needs] = {}
     for part in parts:
         needs[part.stage] = _restricted(part, forward.num_devices)
+        if part.again is not None:
+            needs[part.again.node] = _restricted_again(part, part.again.node, forward.num_devices)
         for carry in part.sums.values():
             node = sum_node(part, carry)
             needs[node] = _only_the_sum(part, node, carry)
@@ -90,7 +93,7 @@ def _restricted(part: Part, count: int) -> Needs:
     begins = {chain[0] for chain in part.chains}
     ends = {chain[-1] for chain in part.chains}
     runs = {run for chain in part.chains for run in chain}
-    own = [i for i in layers.weights if not isinstance(part.weights[i], Kept)]
+    own = [i for i in layers.weights if isinstance(part.weights[i], Constant)]
     others = [*own, *layers.shared, layers.counter]
 
     def restricted(at: Trace, masks: Sequence[Mask]) -> rules.Needs:
@@ -113,6 +116,26 @@ def _restricted(part: Part, count: int) -> Needs:
         run = np.array([Execution(at.iteration, d) in runs for d in range(count)])
         yield from _whole(stage, layers.passed, begin)
         yield from _whole(stage, others, run)
+
+    return restricted
+
+
+def _restricted_again(part: Part, node: Node, count: int) -> Needs:
+    """Nobody but the layers of the stage may read what is computed again."""
+    assert part.again is not None
+    layers = part.again.layers
+    runs = {run for chain in part.chains for run in chain}
+    others = [*layers.weights, *layers.shared, layers.counter]
+
+    def restricted(at: Trace, masks: Sequence[Mask]) -> rules.Needs:
+        with about(part.name):
+            if _rows(masks, range(len(masks)), count).any():
+                raise Refusal(
+                    f"what {node.instruction.describe()} computes again is read by others than the layers "
+                    "of its stage"
+                )
+        run = np.array([Execution(at.iteration or 0, d) in runs for d in range(count)])
+        yield from _whole(node, others, run)
 
     return restricted
 

@@ -1,129 +1,200 @@
 """One chunk of a device's layers: what an iteration of the new loop runs.
 
 The loop over layers, on a range of its iterations, under a conditional. Its weights, and slices that another
-pipeline kept, are read where they are: the latter in rows ``row`` of arrays by microbatch and slice. What
-its layers give slice by slice goes into stacks of a chunk's size.
+pipeline kept, are read where they are: the latter in row ``row`` of arrays by microbatch and slice. What its
+layers give slice by slice goes into stacks of a chunk's size. Where a stage is computed again first, so is a
+chunk, from what it began with.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...graph import Instruction
 from .emit import Builder, Editor, array_shape, resized, tuple_shape
 from .layers import LayerLoop
-from .parts import Kept, Pipeline
+from .parts import Kept, Pipeline, Recomputed
 from .refusal import Refusal
 
 SCALAR = "s32"
+Shapes = Mapping[int, Any]  # by position in the carry of a loop over layers
+
+
+def again(position: int) -> int:
+    """The key of what a loop that computes a stage again takes at this position of its carry."""
+    return ~position
 
 
 class Chunk:
-    """``passed`` are the shapes of what goes from layer to layer, ``weights`` and ``shared`` those of what
-    the new loop holds for its layers, by position in the carry of the loop over layers."""
+    """``held``: the shapes of what the new loop holds for its layers, by position in the carry of the loop
+    over layers, or by `again`; ``given``: positions of stacks that are wanted."""
 
     def __init__(
-        self,
-        editor: Editor,
-        pipeline: Pipeline,
-        size: int,
-        weights: dict[int, Any],
-        shared: dict[int, Any],
-        given: Sequence[int],
+        self, editor: Editor, pipeline: Pipeline, size: int, held: Shapes, given: Sequence[int]
     ) -> None:
-        self.editor = editor
-        self.pipeline = pipeline
+        self.editor, self.pipeline, self.size, self.held = editor, pipeline, size, held
         self.layers: LayerLoop = pipeline.layers
-        self.size = size
-        self.weights, self.shared = weights, shared
-        self.given = tuple(given)  # positions of stacks that are wanted
-        whole = list(self.layers.loop.shape.tuple_shapes)
-        self.passed = [whole[i] for i in self.layers.passed]
-        self.stacks = [resized(whole[i], [size, *whole[i].dimensions[1:]]) for i in self.given]
+        self.given = tuple(given)
+        whole = self.layers.loop.shape.tuple_shapes
+        self.passed = {i: whole[i] for i in self.layers.passed}
+        self.stacks = _stacks(self.layers, self.given, size)
         self.kept = [i for i, w in pipeline.weights.items() if isinstance(w, Kept)]
+        self.recomputed = {
+            i: w.leaf for i, w in pipeline.weights.items() if isinstance(w, Recomputed)
+        }
         self.runs, self.rests = self._runs(), self._rests()
 
     def emit(
         self, b: Builder, working: Any, start: Any, first: Any, row: Any, xs: Sequence[Any],
-        held: dict[int, Any],
+        held: Mapping[int, Any],
     ) -> tuple[str, list[Any], list[Any]]:  # fmt: skip
         """Run the chunk from iteration ``start`` of the loop over layers on, whose first slice is ``first``.
 
-        ``held`` are weights and what is shared. Gives the conditional's name, what goes on to the next chunk
-        and the stacks; where it is not ``working`` all of them are zeros.
+        ``held``: what the layers take. Gives the conditional's name, what goes on to the next chunk and the
+        stacks; where it is not ``working`` all of them are zeros.
         """
-        own = b.tuple([start, first, row, *xs, *(held[i] for i in self._held())])
-        shape = tuple_shape([*self.passed, *self.stacks])
+        own = b.tuple([start, first, row, *xs, *(held[i] for i in self.held)])
+        shape = tuple_shape([*self.passed.values(), *self.stacks.values()])
         chosen = b.conditional(working, [self.runs, self.rests], [own, b.tuple([])], shape)
         parts = b.elements(chosen)
         return chosen.name, parts[: len(self.passed)], parts[len(self.passed) :]
 
-    def _held(self) -> list[int]:
-        return [*self.weights, *self.shared]
-
     def _rests(self) -> Builder:
         b = self.editor.computation("interleaved.rests")
         b.parameter(tuple_shape([]))
-        b.finish(b.tuple([b.zeros(s) for s in [*self.passed, *self.stacks]]))
+        b.finish(b.tuple([b.zeros(s) for s in [*self.passed.values(), *self.stacks.values()]]))
         return b
 
     def _runs(self) -> Builder:
-        layers = self.layers
-        scalar = array_shape(SCALAR)
-        shapes = dict(zip(layers.passed, self.passed, strict=True)) | self.weights | self.shared
-        given = dict(zip(self.given, self.stacks, strict=True))
-        order = sorted([layers.counter, *shapes, *given])
-        whole = {layers.counter: scalar} | shapes | given
-        carried = tuple_shape([*(whole[i] for i in order), scalar, scalar, scalar])
         # Computations are made before the one that calls them: callers come last in a module.
-        layer = self._layer(carried, order)
-        condition = self._more_layers(carried, order)
+        scalar = array_shape(SCALAR)
+        before = self.pipeline.again
+        first_run = None
+        stacks: dict[int, Any] = {}
+        if before is not None:
+            whole = before.layers.loop.shape.tuple_shapes
+            own = {i: self.held[again(i)] for i in [*before.weights, *before.shared]}
+            begins = {i: whole[i] for i in before.inputs}
+            leaves = sorted(set(self.recomputed.values()))
+            first_run = _Run(
+                self.editor, before.layers, self.size, begins | own,
+                _stacks(before.layers, leaves, self.size), (), (),
+            )  # fmt: skip
+            stacks = {i: first_run.stacks[leaf] for i, leaf in self.recomputed.items()}
+        own = {i: s for i, s in self.held.items() if i >= 0}
+        run = _Run(
+            self.editor, self.layers, self.size, self.passed | own | stacks, self.stacks, self.kept,
+            list(stacks),
+        )  # fmt: skip
         b = self.editor.computation("interleaved.chunk")
-        arguments = [scalar, scalar, scalar, *shapes.values()]
+        arguments = [scalar, scalar, scalar, *self.passed.values(), *self.held.values()]
         start, first, row, *rest = b.elements(b.parameter(tuple_shape(arguments)))
-        parts: dict[int, Any] = dict(zip(shapes, rest, strict=True)) | {layers.counter: start}
-        parts |= {i: b.zeros(s) for i, s in given.items()}  # all of it is overwritten
-        limit = b.add("add", scalar, [start, b.constant(self.size)])
-        init = b.tuple([*(parts[i] for i in order), limit, first, row])
-        done = b.add("while", carried, [init], called_computation_ids=[layer.id, condition.id])
-        done.metadata.CopyFrom(layers.loop.proto.metadata)
-        wanted = [*layers.passed, *self.given]
-        b.finish(b.tuple([b.element(done, order.index(i)) for i in wanted]))
+        parts: dict[int, Any] = dict(zip([*self.passed, *self.held], rest, strict=True))
+        if before is not None and first_run is not None:
+            slot = b.add("divide", scalar, [first, b.constant(self.size)])
+            begin = {i: _entry(b, parts[again(i)], [row, slot]) for i in before.inputs}
+            own = {i: parts[again(i)] for i in [*before.weights, *before.shared]}
+            at = first
+            if before.layers.reverse:
+                end = b.constant(before.layers.count - self.size)
+                at = b.add("subtract", scalar, [end, first])
+            made = first_run.emit(b, begin | own, at, first, row)
+            parts |= {i: made[leaf] for i, leaf in self.recomputed.items()}
+        done = run.emit(b, {i: p for i, p in parts.items() if i >= 0}, start, first, row)
+        b.finish(b.tuple([done[i] for i in [*self.passed, *self.stacks]]))
         return b
 
-    def _more_layers(self, carried: Any, order: Sequence[int]) -> Builder:
+
+def _stacks(layers: LayerLoop, positions: Sequence[int], size: int) -> dict[int, Any]:
+    whole = layers.loop.shape.tuple_shapes
+    return {i: resized(whole[i], [size, *whole[i].dimensions[1:]]) for i in positions}
+
+
+def _entry(b: Builder, array: Any, at: Sequence[Any]) -> Any:
+    """What an array has at these first indices."""
+    dimensions = list(array.shape.dimensions)[len(at) :]
+    starts = [*at, *(b.constant(0) for _ in dimensions)]
+    return b.reshape(b.slice(array, starts, [1] * len(at) + dimensions), dimensions)
+
+
+class _Run:
+    """A loop over layers, for a part of its iterations.
+
+    ``shapes``: of what it takes, by position in its carry; ``stacks``: of those that are wanted, of a chunk's
+    size. What it takes is read in row ``row`` where it is ``kept``, and is of a chunk's size itself where it
+    is in ``cut``.
+    """
+
+    def __init__(
+        self,
+        editor: Editor,
+        layers: LayerLoop,
+        size: int,
+        shapes: Shapes,
+        stacks: dict[int, Any],
+        kept: Sequence[int],
+        cut: Sequence[int],
+    ) -> None:
+        self.editor, self.layers, self.size, self.stacks = editor, layers, size, stacks
+        self.kept, self.cut = kept, cut
+        scalar = array_shape(SCALAR)
+        whole = {layers.counter: scalar} | dict(shapes) | stacks
+        self.order = sorted(whole)
+        # Behind the carry: where to stop, the first slice, the row.
+        self.carried = tuple_shape([*(whole[i] for i in self.order), scalar, scalar, scalar])
+        self.layer = self._layer()
+        self.more = self._more_layers()
+
+    def emit(
+        self, b: Builder, parts: dict[int, Any], start: Any, first: Any, row: Any
+    ) -> dict[int, Any]:
+        """Run it from iteration ``start`` on; gives what it ends with."""
+        limit = b.add("add", array_shape(SCALAR), [start, b.constant(self.size)])
+        begin = parts | {self.layers.counter: start}
+        begin |= {i: b.zeros(s) for i, s in self.stacks.items()}  # all of it is overwritten
+        init = b.tuple([*(begin[i] for i in self.order), limit, first, row])
+        called = [self.layer.id, self.more.id]
+        done = b.add("while", self.carried, [init], called_computation_ids=called)
+        done.metadata.CopyFrom(self.layers.loop.proto.metadata)
+        wanted = [*self.layers.passed, *self.stacks]
+        return {i: b.element(done, self.order.index(i)) for i in wanted}
+
+    def _more_layers(self) -> Builder:
         b = self.editor.computation("interleaved.more_layers")
-        c = b.parameter(carried)
-        counter = b.element(c, order.index(self.layers.counter))
-        end = b.element(c, len(order))
+        c = b.parameter(self.carried)
+        counter = b.element(c, self.order.index(self.layers.counter))
+        end = b.element(c, len(self.order))
         less = b.add("compare", array_shape("pred"), [counter, end], comparison_direction="LT")
         b.finish(less)
         return b
 
-    def _layer(self, carried: Any, order: Sequence[int]) -> Builder:
-        """The body of the loop over layers, for a carry of these positions and limit, first slice, row."""
+    def _layer(self) -> Builder:
         layers = self.layers
         body = layers.loop.called[0]
         b = self.editor.computation("interleaved.layer")
-        c = b.parameter(carried)
-        parts = {i: b.element(c, n) for n, i in enumerate(order)}
-        limit, first, row = (b.element(c, len(order) + n) for n in range(3))
+        c = b.parameter(self.carried)
+        parts = {i: b.element(c, n) for n, i in enumerate(self.order)}
+        limit, first, row = (b.element(c, len(self.order) + n) for n in range(3))
         env: dict[Instruction, Any] = {
             i: parts[i.proto.tuple_index]
             for i in body.instructions
             if body.parameters[0] in i.operands and i.proto.tuple_index in parts
         }
-        for position in self.kept:
+        for position in [*self.kept, *self.cut]:
             for taken in layers.slices[position]:
                 self._check_direct(taken)
                 b.clone(taken.operands[1:], env)
-                starts = [row, *(env[o] for o in taken.operands[1:])]
+                at, *others = (env[o] for o in taken.operands[1:])
                 sizes = list(taken.shape.dimensions)
-                part = b.slice(parts[position], starts, [1, *sizes])
-                env[taken] = b.reshape(part, sizes)
+                if position in self.kept:
+                    part = b.slice(parts[position], [row, at, *others], [1, *sizes])
+                    env[taken] = b.reshape(part, sizes)
+                else:
+                    own = b.add("subtract", at.shape, [at, first])
+                    env[taken] = b.slice(parts[position], [own, *others], sizes)
         results = dict(parts)
-        for position in self.given:
+        for position in self.stacks:
             put = layers.updates[position]
             self._check_direct(put)
             b.clone(put.operands[1:], env)
@@ -133,20 +204,19 @@ class Chunk:
         for position in [layers.counter, *layers.passed]:
             root = body.root.operands[position]
             results[position] = b.clone([root], env)[root]
-        b.finish(b.tuple([*(results[i] for i in order), limit, first, row]))
+        b.finish(b.tuple([*(results[i] for i in self.order), limit, first, row]))
         return b
 
     def _check_direct(self, instruction: Instruction) -> None:
         """Slices are read and written otherwise here: they must be what the body itself reads and writes."""
         array = instruction.operands[0]
         body = self.layers.loop.called[0]
-        scalar = array_shape(SCALAR).element_type
         first = instruction.operands[1 if instruction.opcode == "dynamic-slice" else 2]
         if (
             instruction.computation is not body
             or array.opcode != "get-tuple-element"
             or array.operands[0] is not body.parameters[0]
-            or first.shape.element_type != scalar
+            or first.shape.element_type != array_shape(SCALAR).element_type
         ):
             raise Refusal(
                 f"{instruction.describe()} does not read or write its slice as a scan does"

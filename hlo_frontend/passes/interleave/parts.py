@@ -22,6 +22,32 @@ class Kept:
     order: tuple[int, ...]
 
 
+@dataclass(frozen=True)
+class Recomputed:
+    """Slices that other layers gave in the same run, as result ``leaf`` of their loop ``node`` (`Again`)."""
+
+    leaf: int
+    node: Node
+
+
+Weights = dict[int, "Constant | Kept | Recomputed"]
+
+
+@dataclass(frozen=True, eq=False)
+class Again:
+    """A loop over layers that computes again what a stage of another pipeline did (see `again`).
+
+    By position in its carry: ``weights`` and ``shared``; ``inputs``: what it begins with, as what its
+    ``leaf`` began with in the other pipeline.
+    """
+
+    node: Node
+    layers: LayerLoop
+    weights: dict[int, Constant]
+    shared: dict[int, Constant]
+    inputs: dict[int, Kept]
+
+
 @dataclass(frozen=True, eq=False)
 class Pipeline:
     """A pipeline in ``loop`` of the entry computation.
@@ -31,7 +57,8 @@ class Pipeline:
 
     By position in the carry of the loop over layers: ``weights`` and ``shared`` tell what these are; ``sums``
     in which carry of the loop a stack is summed up, slice by slice, over microbatches. ``plus``: values to
-    which zeros are added between a stage and the next, which makes negative zeros positive.
+    which zeros are added between a stage and the next, which makes negative zeros positive. ``again``: what
+    is computed again before the layers are run.
     """
 
     loop: Instruction
@@ -40,10 +67,11 @@ class Pipeline:
     enters: tuple[int, ...]
     leaves: tuple[int, ...]
     trips: int
-    weights: dict[int, Constant | Kept]
+    weights: Weights
     shared: dict[int, Constant]
     sums: dict[int, int]
     plus: frozenset[int]
+    again: Again | None = None
 
     @property
     def stages(self) -> int:
@@ -52,6 +80,12 @@ class Pipeline:
     @property
     def microbatches(self) -> int:
         return len(self.enters)
+
+    @property
+    def kept(self) -> list[Kept]:
+        """All that it takes of what other pipelines kept."""
+        inputs = [] if self.again is None else list(self.again.inputs.values())
+        return [w for w in self.weights.values() if isinstance(w, Kept)] + inputs
 
     @property
     def upwards(self) -> tuple[tuple[int, ...], ...]:
@@ -80,9 +114,10 @@ class Part:
     groups: tuple[tuple[int, ...], ...] = ()
     enters: tuple[int, ...] = ()
     leaves: tuple[int, ...] = ()
-    weights: dict[int, Constant | Kept] = field(default_factory=dict)
+    weights: Weights = field(default_factory=dict)
     shared: dict[int, Constant] = field(default_factory=dict)
     sums: dict[int, int] = field(default_factory=dict)
+    again: Again | None = None
 
     @property
     def name(self) -> str:
@@ -101,5 +136,5 @@ class Part:
     def pipeline(self) -> Pipeline:
         return Pipeline(
             self.loop.instruction, self.layers, self.groups, self.enters, self.leaves, self.trips,
-            self.weights, self.shared, self.sums, self.plus,
+            self.weights, self.shared, self.sums, self.plus, self.again,
         )  # fmt: skip

@@ -29,7 +29,7 @@ import numpy as np
 
 from ...graph import Instruction, Module
 from ..valid.known import keeps_order
-from .chunk import Chunk
+from .chunk import Chunk, again
 from .constants import Constant, Constants
 from .emit import Builder, Editor, array_shape, resized
 from .parts import Kept, Pipeline
@@ -46,7 +46,7 @@ class Rewritten:
 
     ``takes_in``, ``runs`` and ``forward`` are conditionals in its body. ``kept``: by stack that another
     pipeline reads, the update that puts a chunk's slices away, and its position in the new loop's carry;
-    ``read``: by operand of the layers that another pipeline kept, its position among the chunk's arguments;
+    ``read``: by position among the chunk's arguments, what another pipeline kept;
     ``sums``: by stack of gradients, the update of their sums. ``moved``: bytes of weights that all devices
     together send at each run of the program, ``back``: of gradients; ``taken``: arrays of weights that are
     not sent.
@@ -57,7 +57,7 @@ class Rewritten:
     runs: str
     forward: str
     kept: dict[int, tuple[str, int]]
-    read: dict[int, int]
+    read: dict[int, Kept]
     sums: dict[int, str]
     moved: int
     back: int
@@ -93,10 +93,7 @@ def rewritten(
         with about(pipeline.loop.name):
             entry = editor.replace(pipeline.loop) if entry is None else entry
             entry.go_on_to(pipeline.loop)
-            leaves = {
-                w.leaf for p in pipelines for w in p.weights.values()
-                if isinstance(w, Kept) and w.loop == pipeline.loop.name
-            }  # fmt: skip
+            leaves = {w.leaf for p in pipelines for w in p.kept if w.loop == pipeline.loop.name}
             one = _Loop(
                 entry, module, pipeline, chunks, table, num_devices, done, placed,
                 wanted[pipeline.loop.name], sorted(leaves),
@@ -153,7 +150,8 @@ def _is_read(
 class _Loop:
     """Rewrites one loop. ``done``: the loops before it; ``placed``: weights that are in their places, by name
     of what they are in the entry and dimensions; ``wanted``: positions of its carry that are read after it;
-    ``kept``: positions of stacks that other pipelines read."""
+    ``kept``: positions of the layers' carry of which other pipelines read what layers give, or what a stage
+    begins with."""
 
     def __init__(
         self,
@@ -182,30 +180,33 @@ class _Loop:
     def rewritten(self) -> Rewritten:
         """Put the new loop into the entry computation."""
         entry, layers = self.entry, self.layers
-        held = {i: self._weights(i) for i in layers.weights}
-        shared = {i: self._shared(i, c) for i, c in self.pipeline.shared.items()}
-        given = [*self.kept, *(i for i in self.pipeline.sums if i not in self.kept)]
-        chunk = Chunk(
-            self.editor, self.pipeline, self.size, {i: w.shape for i, w in held.items()},
-            {i: s.shape for i, s in shared.items()}, given,
-        )  # fmt: skip
+        held = self._held()
+        stacked = [i for i in self.kept if i in layers.stacked]
+        given = [*stacked, *(i for i in self.pipeline.sums if i not in stacked)]
+        shapes = {i: v.shape for i, v in held.items()}
+        chunk = Chunk(self.editor, self.pipeline, self.size, shapes, given)
         init = self.loop.operands[0].operands
-        stacks = dict(zip(given, chunk.stacks, strict=True))
-        banks = {i: resized(stacks[i], [self.pipeline.microbatches + 1, layers.count,
-                                        *stacks[i].dimensions[1:]]) for i in self.kept}  # fmt: skip
-        sums = {i: resized(stacks[i], [layers.count, *stacks[i].dimensions[1:]])
-                for i in self.pipeline.sums}  # fmt: skip
+        whole = layers.loop.shape.tuple_shapes
+        rows = self.pipeline.microbatches + 1  # of which nobody reads the last
+        banks = {
+            i: resized(
+                whole[i], [rows, *([self.chunks] * (i in layers.passed)), *whole[i].dimensions]
+            )
+            for i in self.kept
+        }
+        sums = {i: whole[i] for i in self.pipeline.sums}
         old = {n: init[n].proto for n in self.pieces.needed}
-        rooms = [resized(s, [self.table.rooms + 1, *s.dimensions]) for s in chunk.passed]
+        passed = list(chunk.passed.values())
+        rooms = [resized(s, [self.table.rooms + 1, *s.dimensions]) for s in passed]
         parts = _Parts(
-            list(old), len(chunk.passed), len(rooms) if self.table.rooms else 0, list(banks),
-            list(sums), list(held), list(shared),
+            list(old), len(passed), len(rooms) if self.table.rooms else 0, list(banks),
+            list(sums), list(held),
         )  # fmt: skip
         start = parts.flat(
-            old, entry.constant(0), [entry.zeros(s) for s in chunk.passed],
+            old, entry.constant(0), [entry.zeros(s) for s in passed],
             [entry.zeros(s) for s in rooms] if self.table.rooms else [],
             {i: entry.zeros(s) for i, s in banks.items()},
-            {i: entry.zeros(s) for i, s in sums.items()}, held, shared,
+            {i: entry.zeros(s) for i, s in sums.items()}, held,
         )  # fmt: skip
         carried = entry.tuple(start)
         body, names = self._body(chunk, parts, carried.shape)
@@ -224,8 +225,8 @@ class _Loop:
         for leaf, carry in self.pipeline.sums.items():
             results[carry] = self._put_back(after.sums[leaf], carry)
         entry.stand_in(results)
-        offset = 3 + len(chunk.passed)
-        read = {i: offset + n for n, i in enumerate([*held, *shared]) if i in chunk.kept}
+        first = 3 + len(passed)
+        read = {n + first: w for n, i in enumerate(held) if (w := self._kept_at(i)) is not None}
         at = {i: parts.first_bank + n for n, i in enumerate(banks)}
         return Rewritten(
             done.name, names.takes_in, names.runs, names.forward,
@@ -235,18 +236,43 @@ class _Loop:
 
     # What the layers take.
 
-    def _weights(self, position: int) -> Any:
-        given = self.pieces.given[position]
-        found = self.pipeline.weights[position]
-        if isinstance(found, Kept):
-            return self.done[found.loop].banks[found.leaf]
+    def _held(self) -> dict[int, Any]:
+        """What the new loop holds for its layers, as `Chunk` has it."""
+        pipeline, before = self.pipeline, self.pipeline.again
+        given = self.pieces.given
+        held: dict[int, Any] = {}
+        for i, found in pipeline.weights.items():
+            if isinstance(found, Constant):
+                held[i] = self._weights(found, given[i].shape)
+            elif isinstance(found, Kept):
+                held[i] = self.done[found.loop].banks[found.leaf]
+        held |= {i: self._shared(c, given[i].shape) for i, c in pipeline.shared.items()}
+        if before is not None:
+            given = before.layers.loop.operands[0].operands
+            for i, c in before.weights.items():
+                held[again(i)] = self._weights(c, given[i].shape)
+            for i, c in before.shared.items():
+                held[again(i)] = self._shared(c, given[i].shape)
+            for i, kept in before.inputs.items():
+                held[again(i)] = self.done[kept.loop].banks[kept.leaf]
+        return held
+
+    def _kept_at(self, key: int) -> Kept | None:
+        """What another pipeline kept that the new loop holds under this key."""
+        before = self.pipeline.again
+        if key < 0 and before is not None:
+            return before.inputs.get(again(key))
+        found = self.pipeline.weights.get(key)
+        return found if isinstance(found, Kept) else None
+
+    def _weights(self, found: Constant, shape: Any) -> Any:
         inner, inits = _computed_by(found)
-        key = (_source(found, inits).name, tuple(given.shape.dimensions))
+        key = (_source(found, inits).name, tuple(shape.dimensions))
         if key not in self.placed:
-            self.placed[key] = self.mover.placed(found.value, inner, inits, given.shape)
+            self.placed[key] = self.mover.placed(found.value, inner, inits, shape)
         return self.placed[key]
 
-    def _shared(self, position: int, found: Constant) -> Any:
+    def _shared(self, found: Constant, shape: Any) -> Any:
         """What all layers of a stage share, in the entry computation. Raises `Refusal`."""
         inner, inits = _computed_by(found)
         classes = {read: self.sameness.of(init) for read, init in inits.items()}
@@ -259,9 +285,7 @@ class _Loop:
                 "that is replicated over the stages"
             )
         env = {read: init.proto for read, init in inits.items()}
-        made = self.entry.clone([found.value], env)[found.value]
-        wanted = self.pieces.given[position].shape
-        return _shaped(self.entry, made, wanted)
+        return _shaped(self.entry, self.entry.clone([found.value], env)[found.value], shape)
 
     def _put_back(self, total: Any, carry: int) -> Any:
         """Sums by slices as the new loop has them, as the written loop gives them."""
@@ -313,16 +337,22 @@ class _Loop:
         names.takes_in, xs = takes_in(b, enters, now.old, device, received)
         starts = table.chunk * self.size
         firsts = np.vectorize(lambda start: layers.first_slice(start, self.size))(starts)
-        first = at(firsts)
+        first, working = at(firsts), b.is_one(at(table.working))
         names.runs, ys, stacks = chunk.emit(
-            b, b.is_one(at(table.working)), at(starts), first, at(self._reads()), xs,
-            now.weights | now.shared,
-        )  # fmt: skip
+            b, working, at(starts), first, at(self._reads()), xs, now.held
+        )
         given = dict(zip(chunk.given, stacks, strict=True))
         if now.banks:
             row = at(table.microbatch(self.pipeline.microbatches))
+            slot = at(firsts // self.size)
+            # What is received where there is no microbatch is not to be read.
+            begun = {i: b.select(working, x, b.zeros(x.shape))
+                     for i, x in zip(layers.passed, xs, strict=True) if i in now.banks}  # fmt: skip
             for i, bank in now.banks.items():
-                now.banks[i] = _put(b, bank, given[i], [row, first])
+                if i in begun:
+                    now.banks[i] = _put(b, bank, begun[i], [row, slot])
+                else:
+                    now.banks[i] = _put(b, bank, given[i], [row, first])
                 names.kept[i] = now.banks[i].name
         for i, total in now.sums.items():
             zeros = [b.constant(0)] * (len(total.shape.dimensions) - 1)
@@ -341,13 +371,13 @@ class _Loop:
         sent = [permute(b, y, sorted(pairs)) for y in ys]
         following = b.add("add", array_shape("s32"), [now.counter, b.constant(1)])
         b.finish(b.tuple(parts.flat(
-            old, following, sent, waiting, now.banks, now.sums, now.weights, now.shared
+            old, following, sent, waiting, now.banks, now.sums, now.held
         )))  # fmt: skip
         return b, names
 
     def _reads(self) -> np.ndarray:
         """By stage and iteration: the row of what other pipelines kept for the microbatch."""
-        orders = {w.order for w in self.pipeline.weights.values() if isinstance(w, Kept)}
+        orders = {w.order for w in self.pipeline.kept}
         if len(orders) > 1:
             raise Refusal("its layers read what others kept in more than one order")
         rows = self.table.microbatch(0)
@@ -375,21 +405,19 @@ class _Values:
     waiting: list[Any]
     banks: dict[int, Any]
     sums: dict[int, Any]
-    weights: dict[int, Any]
-    shared: dict[int, Any]
+    held: dict[int, Any]
 
 
 @dataclass(frozen=True)
 class _Parts:
-    """Where what is in the carry of a new loop; by position in the written loop's, or in its layers'."""
+    """Where what is in the carry of a new loop; by position in the written loop's, or as `Chunk` has it."""
 
     old: list[int]
     received: int
     waiting: int
     banks: list[int]
     sums: list[int]
-    weights: list[int]
-    shared: list[int]
+    held: list[int]
 
     @property
     def counter(self) -> int:
@@ -401,12 +429,12 @@ class _Parts:
 
     def flat(
         self, old: dict[int, Any], counter: Any, received: Sequence[Any], waiting: Sequence[Any],
-        banks: dict[int, Any], sums: dict[int, Any], weights: dict[int, Any], shared: dict[int, Any],
+        banks: dict[int, Any], sums: dict[int, Any], held: dict[int, Any],
     ) -> list[Any]:  # fmt: skip
         return [
             *(old[n] for n in self.old), counter, *received, *waiting,
             *(banks[i] for i in self.banks), *(sums[i] for i in self.sums),
-            *(weights[i] for i in self.weights), *(shared[i] for i in self.shared),
+            *(held[i] for i in self.held),
         ]  # fmt: skip
 
     def named(self, values: Sequence[Any]) -> _Values:
@@ -420,7 +448,7 @@ class _Parts:
 
         return _Values(
             by(self.old), next(left), some(self.received), some(self.waiting), by(self.banks),
-            by(self.sums), by(self.weights), by(self.shared),
+            by(self.sums), by(self.held),
         )  # fmt: skip
 
 
@@ -461,9 +489,11 @@ def _without_sign_of_zero(b: Builder, value: Any) -> Any:
 
 
 def _put(b: Builder, array: Any, part: Any, starts: Sequence[Any]) -> Any:
-    """``part`` in an array that has one dimension more."""
-    zeros = [b.constant(0)] * (len(array.shape.dimensions) - len(starts))
-    return b.update(array, b.reshape(part, [1, *part.shape.dimensions]), [*starts, *zeros])
+    """``part`` in an array that has more dimensions."""
+    rank = len(array.shape.dimensions)
+    ones = [1] * (rank - len(part.shape.dimensions))
+    zeros = [b.constant(0)] * (rank - len(starts))
+    return b.update(array, b.reshape(part, [*ones, *part.shape.dimensions]), [*starts, *zeros])
 
 
 def _stored(b: Builder, room: Any, value: Any, place: Any) -> Any:

@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from ...collectives import CollectiveReader
 from ...flatten import flatten
 from ...graph import Module
-from ...values import Node
+from ...values import Node, Value
 from ..valid.trace import Forward, LoopTrace
 from .chains import Execution, Followed
-from .parts import Kept, Pipeline
+from .parts import Pipeline
 from .refusal import Refusal, about
 from .rewrite import Rewritten
 
@@ -140,7 +140,10 @@ class _Checker:
             raise self._wrong("a microbatch is not taken in")
 
     def kept(self, leaf: int, device: int) -> dict[tuple[int, int], Run]:
-        """By row and first slice: whose slices of a stack a device holds there after the loop."""
+        """By row and first slice: what a device holds there after the loop, of which run.
+
+        It is a stack of the layers, or, by slot, what they begin with.
+        """
         name, carry = self.done.kept[leaf]
         put = self.body[name]
         block = self.loop.blocks[1]
@@ -148,32 +151,37 @@ class _Checker:
             put.operands[0].root is not block.parameters[carry]
         ):
             raise self._wrong("what its layers keep is not handed from iteration to iteration")
+        passed = self.pipeline.layers.passed
+        begin = self.runs.operands[4 + passed.index(leaf)].root if leaf in passed else None
+        unit = 1 if begin is None else self.size
         found: dict[tuple[int, int], Run] = {}
         for t in range(self.iterations):
             at = Execution(t, device)
-            row, first = self._number(put, 2, at), self._number(put, 3, at)
+            row, first = self._number(put, 2, at), self._number(put, 3, at) * unit
             if any(self._number(put, 2 + n, at) for n in range(2, len(put.operands) - 2)):
                 raise self._wrong("what its layers keep is put beside its place")
             if at in self.runs_by:
-                if first != self.runs_by[at].first or not self._gives(put.operands[1].root, at):
+                value = put.operands[1].root
+                if begin is None:
+                    right = self._gives(value, at)
+                else:
+                    right = self.origins.of(value, at) == self.origins.of(begin, at)
+                if first != self.runs_by[at].first or not right:
                     raise self._wrong("what its layers keep is put to other slices")
                 found[row, first] = self.runs_by[at].run
             else:
                 found.pop((row, first), None)
         return found
 
-    def _gives(self, value: object, at: Execution) -> bool:
+    def _gives(self, value: Value, at: Execution) -> bool:
         """Whether what is put away is what the chunk gives."""
-        made = self.origins.of(value, at)  # type: ignore[arg-type]
+        made = self.origins.of(value, at)
         return made.node is self.runs and made.at == at and made.leaf >= self.values
 
     def reads(self, others: dict[str, _Checker]) -> None:
         """What it reads of what other pipelines kept."""
-        opposite = 0
         stages = self.pipeline.stages * self.chunks
-        for position, argument in self.done.read.items():
-            source = self.pipeline.weights[position]
-            assert isinstance(source, Kept)
+        for argument, source in self.done.read.items():
             other = others[source.loop]
             opposite = self.pipeline.layers.reverse != other.pipeline.layers.reverse
             value = self.runs.operands[1 + argument]
@@ -192,7 +200,7 @@ class _Checker:
                         "a chunk reads what other layers kept, or for another microbatch"
                     )
 
-    def _unchanged(self, value: object) -> int:
+    def _unchanged(self, value: Value) -> int:
         block = self.loop.blocks[1]
         for i, parameter in enumerate(block.parameters):
             if parameter is value and block.results[i].root is parameter:

@@ -1,0 +1,112 @@
+"""A stage that is computed again in the backward pass (`jax.checkpoint` of a stage).
+
+The backward loop then has two loops over layers: the first runs the stage as the forward pass did, from what
+it began with there, and its layers keep what those of the second read. `find_again` shows that the
+first begins, in each run, with what made the input of the same layers in the forward pass, for the same
+microbatch. In the interleaved loops each chunk is computed again from what the chunk began with, which the
+forward loop keeps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ...values import Node
+from .chains import Execution, Followed
+from .constants import Constant
+from .layers import layer_loop
+from .operands import operand
+from .parts import Again, Kept, Part, Recomputed
+from .refusal import Refusal
+
+
+def find_again(followed: Followed, part: Part, parts: Sequence[Part], node: Node) -> Again:
+    """What is computed again by ``node`` in the body of a part's loop. Raises `Refusal`."""
+    layers = layer_loop(node.instruction)
+    own = part.layers
+    name = f"the loop %{node.instruction.name}, which computes a stage again,"
+    for weights in part.weights.values():
+        if isinstance(weights, Recomputed) and weights.leaf not in layers.stacked:
+            raise Refusal(f"{name} gives more than what its layers keep")
+    if layers.count != own.count or layers.reverse == own.reverse:
+        raise Refusal(f"{name} does not go through the layers the other way")
+    body = part.loop.instruction.called[0]
+    if node.instruction.computation is not body or node.instruction.operands[0].opcode != "tuple":
+        raise Refusal(f"{name} is not a loop of its own")
+    given = node.instruction.operands[0].operands
+    constants: dict[int, Constant] = {}
+    for i in [*layers.weights, *layers.shared]:
+        found = operand(followed, part, parts, node, i)
+        if not isinstance(found, Constant):
+            raise Refusal(f"{given[i].describe()}, which {name} takes, is given by other layers")
+        constants[i] = found
+    inputs = _inputs(followed, part, parts, node, layers.passed)
+    return Again(
+        node,
+        layers,
+        {i: constants[i] for i in layers.weights},
+        {i: constants[i] for i in layers.shared},
+        inputs,
+    )
+
+
+def _inputs(
+    followed: Followed, part: Part, parts: Sequence[Part], node: Node, passed: Sequence[int]
+) -> dict[int, Kept]:
+    taken = [_sources(followed, part, node, i, part.live) for i in passed]
+    wrong = Refusal(
+        f"the loop %{node.instruction.name} does not compute again what a pipeline that is interleaved did"
+    )
+    for owner in parts:
+        if owner is part or owner.layers.reverse == part.layers.reverse:
+            continue
+        if {g[::-1] for g in part.groups} != set(owner.groups):
+            continue
+        begun = [_sources(followed, owner, owner.stage, i, owner.live) for i in owner.layers.passed]
+        leaves = [next((j for j, b in enumerate(begun) if set(t.values()) <= set(b.values())), None)
+                  for t in taken]  # fmt: skip
+        if None in leaves:
+            continue
+        kept: dict[int, Kept] = {}
+        for i, j, own in zip(passed, leaves, taken, strict=True):
+            assert j is not None
+            order = _order(part, owner, own, begun[j])
+            if order is None:
+                raise wrong
+            kept[i] = Kept(owner.name, owner.layers.passed[j], order)
+        return kept
+    raise wrong
+
+
+Sources = dict[Execution, object]
+
+
+def _sources(
+    followed: Followed, part: Part, node: Node, operand: int, runs: Sequence[Execution]
+) -> Sources:
+    """By run: what made the operand, as something that is equal where it was the same."""
+    found: Sources = {}
+    for run in runs:
+        s = followed.of(part.loop, node.operands[operand], run)
+        at = s.made.at if s.begin is None else s.made.at.device
+        found[run] = (s.begin or s.loop, s.made.node, s.made.leaf * (s.begin is None), at, s.made.slot,
+                      s.made.plus)  # fmt: skip
+    return found
+
+
+def _order(part: Part, owner: Part, taken: Sources, begun: Sources) -> tuple[int, ...] | None:
+    """By microbatch of ``part``: that of ``owner`` whose inputs it takes, in all of its stages."""
+    stages = len(part.groups[0])
+    by_place: dict[tuple[int, int], list[object]] = {}
+    for run, source in begun.items():
+        m, stage = owner.places[run]
+        by_place.setdefault((m, stage), []).append(source)
+    order: dict[int, int] = {}
+    for run, source in taken.items():
+        m, stage = part.places[run]
+        fits = [k for k in range(len(owner.enters)) if source in by_place[k, stages - 1 - stage]]
+        if len(fits) != 1 or order.setdefault(m, fits[0]) != fits[0]:
+            return None
+    if sorted(order.values()) != list(range(len(owner.enters))):
+        return None
+    return tuple(order[m] for m in range(len(part.enters)))

@@ -1,0 +1,104 @@
+"""What the layers of a stage take, in each of its runs: followed to what made it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+from ...values import Node
+from .chains import Execution, Followed, Source
+from .constants import Constant
+from .parts import Kept, Part, Recomputed
+from .refusal import Refusal
+
+
+def operand(
+    followed: Followed, part: Part, parts: Sequence[Part], node: Node, i: int
+) -> Constant | Kept | Recomputed:
+    """What an operand of ``node`` is, a loop over layers in the body of a part's loop, in its live runs.
+
+    Raises `Refusal`.
+    """
+    given = node.instruction.operands[0].operands[i]
+    if part.constants.has(given):
+        return Constant(given, part.loop.instruction)
+    value = node.operands[i]
+    sources = [followed.of(part.loop, value, run) for run in part.live]
+    first = sources[0]
+    made = first.made
+    same = all(
+        (s.loop, s.made.node, s.made.leaf, s.begin) == (first.loop, made.node, made.leaf, first.begin)
+        and s.made.slot is None
+        and not s.made.plus
+        and s.made.at.device == run.device
+        for s, run in zip(sources, part.live, strict=True)
+    )  # fmt: skip
+    changes = Refusal(
+        f"{given.describe()}, which its layers take, changes from iteration to iteration"
+    )
+    if not same:
+        raise changes
+    if made.node is None:
+        instruction = first.loop.instruction.operands[0].operands[made.leaf]
+        return _sized(Constant(instruction, None), given, changes)
+    owner = next((p for p in parts if p.stage is made.node), None)
+    if owner is not None and owner is not part and made.leaf in owner.layers.stacked:
+        if value.type != made.node.results[made.leaf].type:
+            raise changes
+        order = _order(part, owner, sources, given.describe())
+        return Kept(owner.name, made.leaf, order)
+    here = all(s.made.at == run for s, run in zip(sources, part.live, strict=True))
+    if made.node.instruction.opcode == "while" and first.loop is part.loop and here:
+        return Recomputed(made.leaf, made.node)
+    if made.node.instruction.opcode == "while":
+        raise Refusal(
+            f"{given.describe()}, which its layers take, is kept by {made.node.instruction.describe()} "
+            f"in the loop %{first.loop.instruction.name}, which is not interleaved"
+        )
+    home = next((p for p in parts if p.loop is first.loop), None)
+    inside = (
+        home is not None and made.node.instruction.computation is home.loop.instruction.called[0]
+    )
+    if home is None or not inside or not home.constants.has(made.node.instruction):
+        raise changes
+    return _sized(Constant(made.node.instruction, home.loop.instruction), given, changes)
+
+
+def _sized(constant: Constant, given: object, refusal: Refusal) -> Constant:
+    """The constant, which must be the value that is taken but for its dimensions."""
+    shape, wanted = constant.value.shape, given.shape  # type: ignore[attr-defined]
+    if shape.element_type != wanted.element_type or prod(shape.dimensions) != prod(
+        wanted.dimensions
+    ):
+        raise refusal
+    return constant
+
+
+def _order(part: Part, owner: Part, sources: Sequence[Source], what: str) -> tuple[int, ...]:
+    """By microbatch of ``part``: the number of it in the pipeline ``owner``, which keeps what it reads."""
+    opposite = part.layers.reverse != owner.layers.reverse
+    stages = len(part.groups[0])
+    wrong = (
+        f"{what}, which its layers take, is not what the same layers kept for the same microbatch"
+    )
+    if {g[::-1] if opposite else g for g in part.groups} != set(owner.groups) or (
+        part.layers.count != owner.layers.count
+    ):
+        raise Refusal(f"{wrong}: the stages are others")
+    order: dict[int, int] = {}
+    for run, source in zip(part.live, sources, strict=True):
+        microbatch, stage = part.places[run]
+        if source.made.at not in owner.places:
+            raise Refusal(f"{wrong}{_when(run)}")
+        kept, at = owner.places[source.made.at]
+        if at != (stages - 1 - stage if opposite else stage):
+            raise Refusal(f"{wrong}{_when(run)}")
+        if order.setdefault(microbatch, kept) != kept:
+            raise Refusal(f"{wrong}{_when(run)}")
+    if sorted(order.values()) != list(range(len(owner.enters))):
+        raise Refusal(wrong)
+    return tuple(order[m] for m in range(len(part.enters)))
+
+
+def _when(run: Execution) -> str:
+    return f": on device {run.device} in iteration {run.iteration}"

@@ -3,13 +3,16 @@
 JAX gives jaxlib a list of callables beside each module; jaxlib does not hand it to plugins, and compiles
 on threads of its own. So the list is registered here while JAX compiles, and the module carries the
 registration's number in an attribute, which Compile finds. A custom call in the module names its
-callable by the index into the list.
+callable by the index into the list. An
+executable from JAX's compilation cache is loaded by the thread that asks for it, which has the functions of
+its own process.
 """
 
 from __future__ import annotations
 
 import itertools
 import re
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -24,8 +27,14 @@ ATTRIBUTE = "jax.stretto_callbacks"
 _MARK = re.compile(rb"stretto callbacks (\d+);")
 _CUSTOM_CALLS = (b"python_cpu_callback", b"python_gpu_callback")
 
+MISSING = (
+    "the program calls back into Python and came without the functions to call: it was serialized, or "
+    "compiled by other means than jax.jit"
+)
+
 _numbers = itertools.count(1)
 _registered: dict[int, Callables] = {}
+_here = threading.local()
 
 
 @contextmanager
@@ -50,11 +59,23 @@ def of_module(module: bytes) -> Callables:
         if found is not None:
             return found
     if needed_by(module):
-        raise InvalidProgramError(
-            "the program calls back into Python and came without the functions to call: it was "
-            "serialized, or compiled by other means than jax.jit"
-        )
+        raise InvalidProgramError(MISSING)
     return ()
+
+
+@contextmanager
+def handed_over(callables: Sequence[Callable[..., Any]]) -> Iterator[None]:
+    """Give these to the serialized executable that this thread loads meanwhile."""
+    _here.callables = tuple(callables)
+    try:
+        yield
+    finally:
+        del _here.callables
+
+
+def of_this_thread() -> Callables:
+    """What `handed_over` gives."""
+    return getattr(_here, "callables", ())
 
 
 def needed_by(module: bytes) -> bool:

@@ -124,8 +124,10 @@ class Executable(_capi.Executable):  # type: ignore[misc]
     def serialized(self) -> bytes:
         """What `PJRT_Executable_DeserializeAndLoad` takes. Raises ``NotImplementedError``."""
         segments = self._segments()
-        if segments.has_host_callbacks:
-            raise NotImplementedError("a program that calls back into Python cannot be serialized")
+        if segments.has_host_callbacks and not jax_private.caches_callbacks():
+            raise NotImplementedError(
+                "a program that calls back into Python cannot be serialized with this release of JAX"
+            )
         return executable_codec.to_bytes(
             StoredExecutable(
                 self.maker.target,
@@ -235,7 +237,12 @@ def load(client: Client, data: bytes, options: bytes = b"") -> LoadedExecutable:
             f"the executable is for {program.num_replicas} replicas x {program.num_partitions} "
             f"partitions, it is to be loaded for {num_replicas} x {num_partitions}"
         )
-    loaded = _onto(client, compiled, device_ids, code=stored.code)
+    host_callbacks: callbacks.Callables = ()
+    if any(callbacks.needed_by(segment.module) for segment in program.segments):
+        host_callbacks = callbacks.of_this_thread()
+        if not host_callbacks:
+            raise InvalidProgramError(callbacks.MISSING)
+    loaded = _onto(client, compiled, device_ids, host_callbacks, stored.code)
     executable = Executable(client, compiled, lambda: loaded.compiled, options, stored=stored)
     return LoadedExecutable(client, executable, loaded, device_ids)
 

@@ -9,7 +9,8 @@ one of them moves.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import wraps
+from functools import cache, wraps
+from inspect import signature
 from types import SimpleNamespace
 from typing import Any
 from uuid import uuid4
@@ -204,11 +205,12 @@ def use_compilation_cache() -> None:
     JAX asks a list of platforms whether to use it; stretto answers as cpu does. Under a launcher all
     processes are process 0 to JAX, which then writes from each: here the process of a program's first
     device writes it, whole or not at all, since others may be reading. Programs that call back into
-    Python are not written: they cannot be serialized.
+    Python are written where JAX hands the functions to call to whoever reads them.
     """
     from jax._src import compilation_cache, compiler, lru_cache
 
     used, write = compilation_cache.is_cache_used, compiler._compile_and_write_cache
+    read: Any = compilation_cache.get_executable_and_time
     if hasattr(used, "__wrapped_for_stretto__"):
         return
 
@@ -221,10 +223,19 @@ def use_compilation_cache() -> None:
         backend, _, devices, _, host_callbacks = args[:5]
         first = min(devices, key=lambda device: device.id)
         if backend.platform == PLATFORM and (
-            host_callbacks or first.process_index != backend.process_index()
+            (host_callbacks and not caches_callbacks())
+            or first.process_index != backend.process_index()
         ):
             return compiler.backend_compile_and_load(*args[:5])
         return write(*args)
+
+    @wraps(read)
+    def get_executable_and_time(
+        cache_key: str, options: Any, backend: Any, devices: Any, host_callbacks: Any = ()
+    ) -> Any:
+        if host_callbacks and backend.platform == PLATFORM:
+            backend = _HandingOver(backend)
+        return read(cache_key, options, backend, devices, host_callbacks)
 
     class AtomicCache(lru_cache.LRUCache):
         """Entries appear with all of their content. With a limit of size there is a lock for that."""
@@ -245,7 +256,37 @@ def use_compilation_cache() -> None:
     compile_and_write_cache.__wrapped_for_stretto__ = write  # type: ignore[attr-defined]
     compilation_cache.is_cache_used = is_cache_used
     compilation_cache.LRUCache = AtomicCache  # type: ignore[misc]
+    if caches_callbacks():
+        compilation_cache.get_executable_and_time = get_executable_and_time  # type: ignore[assignment]
     compiler._compile_and_write_cache = compile_and_write_cache  # type: ignore[assignment]
+
+
+@cache
+def caches_callbacks() -> bool:
+    """Whether JAX keeps programs that call back in its cache, as from 0.11.1 on, and hands the functions to
+    call to whoever reads them.
+    """
+    from jax._src import compilation_cache
+
+    return "host_callbacks" in signature(compilation_cache.get_executable_and_time).parameters
+
+
+class _HandingOver:
+    """A backend that hands Python functions to the plugin beside an executable, which jaxlib does not."""
+
+    def __init__(self, backend: Any) -> None:
+        self._backend = backend
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)
+
+    def deserialize_executable(
+        self, serialized: bytes, devices: Any, options: Any, host_callbacks: Sequence[Any]
+    ) -> Any:
+        from . import callbacks
+
+        with callbacks.handed_over(host_callbacks):
+            return self._backend.deserialize_executable(serialized, devices, options)
 
 
 _SAVES_EXECUTABLES = SimpleNamespace(platform="cpu", supports_executable_serialization=True)

@@ -31,7 +31,7 @@ class CompiledSegments:
         """
         wanted = (program or self.program).segments
         engine = self.engine
-        if not isinstance(engine, RestoringEngine) or self.has_host_callbacks:
+        if not isinstance(engine, RestoringEngine):
             return (b"",) * len(wanted)
         compiled = dict(zip(self.program.segments, self.segments, strict=False))
         code = []

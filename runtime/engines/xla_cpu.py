@@ -74,6 +74,11 @@ def _target() -> str:
     return f"jaxlib {version('jaxlib')} on {platform.machine()} with features {digest}"
 
 
+def _calls_back(module: bytes) -> bool:
+    """Whether a serialized module calls Python functions, which MLIR's bytecode names as they are."""
+    return b"python_cpu_callback" in module
+
+
 class _End:
     """The end of one run."""
 
@@ -106,7 +111,8 @@ class XlaCpuSegment:
         self._engine = engine
         self._module = module
         self._name = name
-        self._callbacks = list(host_callbacks)
+        # A program's other segments are like those of any program.
+        self._callbacks = list(host_callbacks) if _calls_back(module) else []
         self._lock = threading.Lock()
         self._by_device: list[Any] = [None] * engine.num_devices
         self._code = code  # empty until a second device asks for it
@@ -164,7 +170,11 @@ class XlaCpuSegment:
         return engine.compile_for(ordinal, self._module, self._name, self._callbacks)
 
     def serialize(self) -> bytes:
-        """The machine code. Raises ``JaxRuntimeError`` where XLA cannot."""
+        """The machine code. Raises ``JaxRuntimeError`` where XLA cannot, `CompileError` for a segment that
+        calls back: whoever loads it has other functions.
+        """
+        if self._callbacks:
+            raise CompileError(f"segment {self._name or '(unnamed)'} calls back into Python")
         if not self._code:
             self._code = self._engine.serialize_executable(self._by_device[0])
         return self._code

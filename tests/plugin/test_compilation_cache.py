@@ -5,6 +5,7 @@ What is compiled is counted by XLA itself, which dumps every module that it comp
 
 from __future__ import annotations
 
+import io
 import os
 import shutil
 import subprocess
@@ -12,8 +13,18 @@ import sys
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
+from jax.sharding import SingleDeviceSharding
+from jaxlib import xla_client
+from jaxlib.mlir import ir
 from support.mpi import run_ranks
+
+from stretto.plugin import callbacks, jax_private
+from stretto.plugin.client import clients
+from stretto.plugin.executable import compile_and_load, load
+from stretto.runtime.errors import InvalidProgramError
+from stretto.runtime.value import Value
 
 # Trains a little on all devices, and computes on one of this process's own.
 SCRIPT = """
@@ -124,14 +135,74 @@ def test_ranks_that_share_a_cache_and_ranks_that_do_not(tmp_path: Path) -> None:
     assert second.results == first.results
 
 
-def test_programs_that_call_python_are_not_kept(tmp_path: Path) -> None:
+def test_programs_that_call_python_call_that_of_their_own_process(tmp_path: Path) -> None:
+    """They are kept where JAX's CPU backend keeps them, from jax 0.11.1 on."""
     code = """
+import sys
 import jax, numpy as np
-f = jax.jit(lambda a: jax.pure_callback(lambda b: b + 1, jax.ShapeDtypeStruct((), "float32"), a))
-assert f(np.float32(1)) == 2
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+import stretto
+
+calls = []
+
+def add(a):
+    calls.append(a)
+    return a + NUMBER
+
+def f(a):
+    b = jax.pure_callback(add, jax.ShapeDtypeStruct(a.shape, a.dtype), a)
+    return jax.numpy.tanh(jax.lax.psum(b, "x")) + jax.lax.psum(2 * b, "x")
+
+mesh = Mesh(np.array(jax.devices()), ("x",))
+x = jax.device_put(np.arange(4, dtype="float32"), NamedSharding(mesh, P("x")))
+g = jax.jit(jax.shard_map(f, mesh=mesh, in_specs=P("x"), out_specs=P()))
+before = stretto.compilations()
+result = g(x).block_until_ready()
+done = stretto.compilations()
+assert len(calls) == 4
+print(0, float(result[0]), len(calls), done.programs - before.programs,
+      done.segments - before.segments, done.restored - before.restored)
 """
-    run_alone(tmp_path, tmp_path / "dump", code)
-    assert not list(tmp_path.glob("jit__lambda*"))
+    kept = jax_private.caches_callbacks()
+    for number in (1, 10):
+        once = run_alone(tmp_path, tmp_path / "dump", code.replace("NUMBER", str(number)))
+        whole = float(4 * number + 6)
+        assert once.results == [[str(1.0 + 2 * whole), "4"]]  # tanh of that is 1
+        again = kept and number == 10
+        assert once.programs == [0 if again else 1]
+        # What calls back is compiled anew, all else is restored.
+        assert once.segments[0] > 0
+        assert (once.restored[0] > 0) == again
+    assert len(list(tmp_path.glob("jit_f-*"))) == kept
+
+
+def test_an_executable_that_calls_python_needs_functions(
+    devices: list[jax.Device], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = next(iter(clients))
+    lowered = jax.jit(
+        lambda a: jax.pure_callback(lambda b: b + 1, jax.ShapeDtypeStruct((3,), "float32"), a) * 2
+    ).lower(jax.ShapeDtypeStruct((3,), "float32", sharding=SingleDeviceSharding(devices[0])))
+    options = xla_client.CompileOptions().SerializeAsString()
+    functions = lowered._lowering.compile_args["host_callbacks"]
+    module = lowered.compiler_ir("stablehlo")
+    with callbacks.registered(functions) as mark, module.context:
+        module.operation.attributes[callbacks.ATTRIBUTE] = ir.StringAttr.get(mark)
+        file = io.BytesIO()
+        module.operation.write_bytecode(file)
+        compiled = compile_and_load(client, file.getvalue(), options)
+    monkeypatch.setattr(jax_private, "caches_callbacks", lambda: True)
+    data = compiled.executable.serialized()
+    with pytest.raises(InvalidProgramError, match="came without the functions to call"):
+        load(client, data)
+    with callbacks.handed_over([lambda a: (np.asarray(a) + 40,)]):
+        loaded = load(client, data)
+    type = loaded.loaded.input_types[0]
+    array = client.engine.put(np.ones(3, np.float32), type, 0)
+    ((value,),) = loaded.loaded.execute([[Value.of(client.engine, array, type, 0)]])
+    assert value.host_view().tolist() == [82.0] * 3
+    with pytest.raises(InvalidProgramError, match="came without the functions to call"):
+        load(client, data)  # they were for that once
 
 
 def test_an_entry_appears_whole_or_not_at_all(

@@ -194,6 +194,19 @@ def test_rules_of_gpus_alone(name: str) -> None:
     assert callable(mlir.LoweringRuleContext.replace)
 
 
+def test_callbacks_in_the_compilation_cache() -> None:
+    """`_cache_read` passes what it was given in this order; from 0.11.1 on with the functions to call."""
+    cache = jax._src.compilation_cache
+    parameters = list(inspect.signature(cache.get_executable_and_time).parameters)
+    assert parameters[:4] == ["cache_key", "compile_options", "backend", "executable_devices"]
+    assert parameters[4:] == ["host_callbacks"] * jax_private.caches_callbacks()
+    source = inspect.getsource(jax._src.compiler._cache_read)
+    assert "compilation_cache.get_executable_and_time(" in source
+    if jax_private.caches_callbacks():
+        source = inspect.getsource(_original(cache.get_executable_and_time))
+        assert "backend.deserialize_executable(" in source
+
+
 def test_profiler() -> None:
     """What `register_plugin` calls for a plugin in a file; sessions then ask the plugin's extension."""
     from jax._src.lib import _profiler

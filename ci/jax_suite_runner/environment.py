@@ -13,6 +13,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import venv
 from dataclasses import dataclass
 from pathlib import Path
@@ -126,7 +127,9 @@ def make(checkout: Path, jax: str) -> Environment:
     sources = _hash_of_sources()
     if _read(marks / "sources") != sources:
         print("== building and installing stretto", flush=True)
-        _pip(python, "--no-build-isolation", "--no-deps", "--force-reinstall", str(ROOT))
+        with tempfile.TemporaryDirectory() as copy:  # a build leaves files where it builds
+            _copy_sources(Path(copy))
+            _pip(python, "--no-build-isolation", "--no-deps", "--force-reinstall", copy)
         (marks / "sources").write_text(sources)
     environment = Environment(jax, python, folder, checkout)
     _link(checkout, environment.tests)
@@ -146,14 +149,24 @@ def _pip(python: Path, *what: str) -> None:
         )
 
 
+def _sources() -> list[Path]:
+    """What an installation is built from, relative to the repository."""
+    files = [ROOT / name for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md")]
+    files += [p for top in _SOURCES for p in sorted((ROOT / top).rglob("*.p[yx]*"))]
+    return [p.relative_to(ROOT) for p in files if "__pycache__" not in p.parts]
+
+
+def _copy_sources(folder: Path) -> None:
+    for path in _sources():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / path, folder / path)
+
+
 def _hash_of_sources() -> str:
     digest = hashlib.sha256()
-    files = [ROOT / "pyproject.toml", ROOT / "setup.py"]
-    files += [p for top in _SOURCES for p in sorted((ROOT / top).rglob("*.p[yx]*"))]
-    for path in files:
-        if "__pycache__" not in path.parts:
-            digest.update(str(path.relative_to(ROOT)).encode())
-            digest.update(path.read_bytes())
+    for path in _sources():
+        digest.update(str(path).encode())
+        digest.update((ROOT / path).read_bytes())
     return digest.hexdigest()
 
 

@@ -123,12 +123,13 @@ cdef class LoadedExecutable(Handle):
         """The short way, for one segment on one device. False if there is none, or an argument is not there."""
         cdef void** handles
         cdef void** out
-        cdef list row = [], memories = <list>PyList_GET_ITEM(self.output_memories, 0), arrays
+        cdef list row, memories, arrays
         cdef size_t i
         cdef object array, single = self.single
         cdef Device device
-        if single is None:
+        if single is None:  # as in all programs that have no device here
             return False
+        row, memories = [], <list>PyList_GET_ITEM(self.output_memories, 0)
         handles, out = (<void***>args.argument_lists)[0], (<void***>args.output_lists)[0]
         device = <Device>self.devices[0]
         for i in range(args.num_args):

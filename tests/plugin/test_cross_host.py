@@ -192,3 +192,17 @@ found = [found, shards(again)]
     assert "rank 0 sends f32[4] from device 0 to device 1, where rank 1 expects f32[6]" in said
     assert "script.py:18 in <module>" in said
     assert again == {"1": 5.0}
+
+
+def test_a_program_without_devices_of_this_process(tmp_path: Path) -> None:
+    """JAX runs it on all processes, for what its results are."""
+    code = """
+x = jax.device_put(np.arange(4.0, dtype=np.float32), on(2, 3))
+y = jax.jit(lambda a: 2 * a)(x)
+z = jax.jit(lambda a: a + 1)(jax.device_put(np.float32(1), alone(1)))
+found = [str(y.shape), shards(y), shards(z)]
+"""
+    assert found_by(tmp_path, code, 2, 4) == [
+        ["(4,)", {}, {"1": 2.0}],
+        ["(4,)", {"2": [0.0, 2.0], "3": [4.0, 6.0]}, {}],
+    ]

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 Requests: TypeAlias = "list[MPI.Request]"
 
+# Polls between two sleeps: one poll moves little of what has come over a network.
+_POLLS = 8
 # A sleep is this part of the time waited so far, within these bounds (seconds).
 _PART = 0.1
 _SHORTEST = 10e-6
@@ -64,7 +66,7 @@ class Waiting:
             return
         done = first.Test if single else partial(first.Testall, requests)
         began = self._clock()
-        while not done():
+        while not any(done() for _ in range(_POLLS)):
             waited = self._clock() - began
             if waited < self._patience:
                 sched_yield()

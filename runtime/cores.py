@@ -53,16 +53,16 @@ def announced(count: int) -> Iterator[None]:
         del os.environ["NPROC"]
 
 
-def patience(places: Sequence[Place]) -> float:
+def patience(places: Sequence[Place], nodes: int) -> float:
     """Seconds for which a thread that waits for another rank may keep a core busy: one figure for all ranks.
 
-    A rank that has two cores to itself can compute on one and wait on the other. With less than that, or with
-    links between hosts, on which waits are long, what waits longer than a message between processes of a host
-    takes leaves its core to those that compute; with less than a core, at once.
+    ``nodes``: sets of ranks that share memory, as MPI tells them. A rank that has two cores to itself can
+    compute on one and wait on the other: for as long as it likes, or, where messages cross a network, for
+    as long as a short one may take. With fewer cores, what waits longer than a message between two
+    processes of a node takes leaves its core to those that compute; over a network, or with less than a
+    core, nearly at once.
     """
     least = min(share(places, place) for place in set(places))
-    if least < 1:
-        return 50e-6
-    if least < 2 or len({p.host for p in places}) > 1:
-        return 1e-3
-    return math.inf
+    if least >= 2:
+        return math.inf if nodes == 1 else 1e-3
+    return 300e-6 if least >= 1 and nodes == 1 else 50e-6

@@ -56,11 +56,12 @@ class World:
         launcher: Launcher | None = None,
         costs: CostText | None = None,
         places: Sequence[cores.Place] = (),
+        nodes: int = 1,
     ) -> None:
         self.options = options
         places = places or [cores.Place("", cores.usable())]
         self.cores = cores.of_rank(places, comm.Get_rank() if comm else 0)
-        self.patience = cores.patience(places) if comm else math.inf
+        self.patience = cores.patience(places, nodes) if comm else math.inf
         self.comm = comm
         self.rank: int = comm.Get_rank() if comm else 0
         self.size: int = comm.Get_size() if comm else 1
@@ -256,12 +257,22 @@ def _make(chosen: Options | None, rendezvous: Rendezvous | None) -> World:
         peers = [Peer(rank, f["pid"], f["host"]) for rank, f in enumerate(gathered)]
         places = [cores.Place(f["host"], frozenset(f["cores"])) for f in gathered]
         costs = _common_costs(chosen, comm, peers)
-        made = World(chosen, comm, peers, launcher, costs, places)
+        made = World(chosen, comm, peers, launcher, costs, places, _nodes(comm))
         if chosen.trace:
             made.clock_offset = clock.offset_to_first(comm)
     exits.on_uncaught(made.fail)
     os.register_at_fork(after_in_child=made.forget)
     return made
+
+
+def _nodes(comm: MPI.Intracomm) -> int:
+    """How many sets of ranks there are that share memory, as MPI sees it. All ranks call it."""
+    from mpi4py import MPI
+
+    node = comm.Split_type(MPI.COMM_TYPE_SHARED)
+    first = int(node.Get_rank() == 0)
+    node.Free()
+    return comm.allreduce(first)
 
 
 def _find_costs(chosen: Options, hosts: Sequence[str]) -> CostText:

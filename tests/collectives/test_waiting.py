@@ -57,13 +57,14 @@ def test_what_is_there_costs_one_poll() -> None:
 
 
 def test_sleeps_begin_when_patience_ends() -> None:
-    request = waited(Request(4, seconds=2e-4), 5e-4)
-    assert len(request.calls) == 5
-    assert request.sleeps == pytest.approx([60e-6, 86e-6])  # a tenth of 600 and 860 us
+    request = waited(Request(32, seconds=25e-6), 5e-4)
+    assert len(request.calls) == 33
+    # It looks at the clock every 8 polls: goes on at 200 and 400 us, sleeps a tenth of 600 and of 860 us.
+    assert request.sleeps == pytest.approx([60e-6, 86e-6])
 
 
 def test_sleeps_are_a_tenth_of_the_wait_within_bounds() -> None:
-    request = waited(Request(100), 0.0)
+    request = waited(Request(800), 0.0)
     assert request.sleeps[0] == 10e-6
     assert request.sleeps[-1] == 500e-6
     now = 0.0
@@ -76,6 +77,7 @@ def test_all_of_several_requests_are_awaited() -> None:
     first, second = Request(1), Request(3)
     waited(first, 0.0, [first, second])
     assert second.calls == ["Test"] * 4
+    assert first.sleeps == []
 
 
 def test_nothing_to_wait_for() -> None:

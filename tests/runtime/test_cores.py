@@ -36,19 +36,20 @@ def test_share(places: list[Place], cores: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("places", "seconds"),
+    ("places", "nodes", "seconds"),
     [
-        ([place(*EIGHT)] * 4, math.inf),
-        ([place(*EIGHT)] * 5, 1e-3),
-        ([place(*TWO)] * 2, 1e-3),
-        ([place(*TWO)] * 3, 50e-6),
-        ([place(*EIGHT), place(*EIGHT, host="b")], 1e-3),
+        ([place(*EIGHT)] * 4, 1, math.inf),
+        ([place(*EIGHT)] * 5, 1, 300e-6),
+        ([place(*TWO)] * 2, 1, 300e-6),
+        ([place(*TWO)] * 3, 1, 50e-6),
+        ([place(*EIGHT), place(*EIGHT, host="b")], 2, 1e-3),
+        ([place(0), place(1)], 2, 50e-6),
         # the worst place decides for all: they make the same calls
-        ([place(*EIGHT), place(0, host="b"), place(0, host="b")], 50e-6),
+        ([place(*EIGHT), place(0, host="b"), place(0, host="b")], 2, 50e-6),
     ],
 )
-def test_patience(places: list[Place], seconds: float) -> None:
-    assert patience(places) == seconds
+def test_patience(places: list[Place], nodes: int, seconds: float) -> None:
+    assert patience(places, nodes) == seconds
 
 
 @pytest.mark.parametrize("cores", [1, 3])

@@ -153,6 +153,22 @@ def taken(local: Callable, stages: int, share: int) -> Callable:
     return sliced
 
 
+def parallel_layer(x: jax.Array, w: dict[str, jax.Array]) -> tuple[jax.Array, None]:
+    """A layer whose width is divided over the axis ``y``."""
+    return x + lax.psum(jnp.tanh(x @ w["up"]) @ w["down"], "y"), None
+
+
+PARALLEL = {"down": P("x", "y"), "up": P("x", None, "y")}
+
+
+def parallel_weights(layers: int) -> dict[str, np.ndarray]:
+    """Of `parallel_layer`; sharded as `PARALLEL` says."""
+    rng = np.random.default_rng(layers)
+    down = rng.standard_normal((layers, 2 * WIDTH, WIDTH)) * 0.3
+    up = rng.standard_normal((layers, WIDTH, 2 * WIDTH)) * 0.3
+    return {"down": down.astype(np.float32), "up": up.astype(np.float32)}
+
+
 def program(local: Callable, stages: int, *, replicated: bool = False, out: Any = None) -> Any:
     """`jit` over a mesh of ``stages`` devices; takes weights as `weights` gives them, and `inputs`."""
     over = mesh(stages)

@@ -296,11 +296,36 @@ def test_other_communication_in_the_loop():
     assert "communicates by all-reduce" in variant(send=lambda y: y + lax.psum(y, "x"))
 
 
-def test_layers_that_communicate():
+@pytest.mark.parametrize("mask", ["nothing", "cond"])
+def test_layers_that_communicate_with_other_stages(mask):
     def summed(layer, x, layers):
         return lax.scan(lambda x, w: (lax.psum(layer(x, w)[0], "x"), None), x, layers)
 
-    assert "communicates within" in variant(scan=summed, mask="nothing")
+    why = variant(scan=summed, mask=mask)
+    assert "among devices [0, 1], of which some are stages of the same pipeline" in why
+
+
+def test_groups_of_several_stages():
+    """Layers communicate among four devices, of which two are of another stage."""
+    over = mesh(2, 2)
+
+    def local(layers, xs):
+        def summed(x, w):
+            return gpipe.layer(x, w)[0] + 0 * lax.psum(x, ("x", "y")), None
+
+        return where(2, 3, layer=summed)(layers, xs)
+
+    function = manual(local, over, (P("x"), P()), P())
+    why = refused(function, (weights(2 * 4), inputs(3)), 4)
+    assert "among devices [0, 1, 2, 3], of which some are stages" in why
+
+
+def test_layers_that_send():
+    def sent(layer, x, layers):
+        return lax.scan(lambda x, w: (lax.ppermute(layer(x, w)[0], "x", [(0, 0), (1, 1)]), None),
+                        x, layers)  # fmt: skip
+
+    assert "communicates by collective-permute" in variant(scan=sent, mask="nothing")
 
 
 def test_bounds_of_its_own():

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from frontend_support import P, manual, mesh, same, shards
-from gpipe import by_hand, inputs, squared, taken, weights, where
+from gpipe import PARALLEL, by_hand, inputs, parallel_weights, squared, taken, weights, where
 from interpreter import Interpreter
 from jax import lax
 
@@ -164,6 +164,48 @@ def test_pipelines_side_by_side(names):
     specs = (P("x"), P(None, "d"))
     function = squared(where(2, 3), over, specs, P(None, "d"))
     judge(function, (weights(2 * 4), inputs(3)), (P("x"), *specs), over)
+
+
+@pytest.mark.parametrize("how", ["plain", "layer", "stage"])
+@pytest.mark.parametrize("names", ["xy", "yx"])
+def test_layers_that_communicate_within_their_stage(names, how):
+    """Tensor parallelism: layers are divided over an axis of the mesh, stages lie along the other one."""
+
+    def again(layer, x, layers):
+        return jax.checkpoint(lambda x, w: lax.scan(layer, x, w))(x, layers)
+
+    over = mesh(2, 2, names=names)
+    layer = jax.checkpoint(gpipe.parallel_layer) if how == "layer" else gpipe.parallel_layer
+    local = where(2, 3, layer=layer, scan=again if how == "stage" else lax.scan)
+    function = squared(local, over, (PARALLEL, P()))
+    arguments = parallel_weights(2 * 4), inputs(3)
+    specs = (PARALLEL["down"], PARALLEL["up"], P())
+    ran = judge(function, arguments, specs, over)
+    assert sum(ran.messages.values()) == 2 * (2 * 3 * 3 + 4 * moved(2, 2))
+
+
+@pytest.mark.parametrize("how", ["gathered", "exchanged"])
+def test_layers_that_communicate_in_other_ways(how):
+    """Rows divided over the axis are gathered and scattered again, or exchanged with columns."""
+
+    def layer(x, w):
+        if how == "exchanged":
+            x = lax.all_to_all(x, "y", 1, 0, tiled=True)
+            return lax.all_to_all(jnp.tanh(x + w["b"]), "y", 0, 1, tiled=True), None
+        whole = lax.all_gather(x, "y", tiled=True)
+        given = jnp.tanh(whole @ w["up"]) @ w["down"]
+        return x + lax.psum_scatter(given, "y", tiled=True), None
+
+    over = mesh(2, 2)
+    if how == "exchanged":
+        arguments, of_weights = {"b": weights(2 * 4)["b"]}, {"b": P("x", "y")}
+    else:
+        arguments, of_weights = parallel_weights(2 * 4), PARALLEL
+    batch = P(None, "y")
+    function = squared(where(2, 3, layer=layer), over, (of_weights, batch), batch)
+    given = arguments, inputs(3)
+    specs = [of_weights[name] for name in sorted(arguments)]
+    judge(function, given, (*specs, batch), over)
 
 
 def test_weights_that_all_devices_have():

@@ -22,7 +22,7 @@ from .refusal import Refusal
 
 def find_again(followed: Followed, part: Part, parts: Sequence[Part], node: Node) -> Again:
     """What is computed again by ``node`` in the body of a part's loop. Raises `Refusal`."""
-    layers = layer_loop(node.instruction)
+    layers = layer_loop(node.instruction, followed.reader)
     own = part.layers
     name = f"the loop %{node.instruction.name}, which computes a stage again,"
     for weights in part.weights.values():

@@ -49,10 +49,15 @@ def find_live(entry: BlockGraph, parts: Sequence[Part], forward: Forward, trace:
         others = [i for i in range(len(stage.results))
                   if i not in layers.passed and i not in layers.stacked]  # fmt: skip
 
+        groups = [list(g) for block in stage.blocks for n in all_nodes(block)
+                  if n.collective is not None for g in n.collective.groups]  # fmt: skip
+
         def record(at: Trace, masks: Sequence[Mask]) -> rules.Needs:
             assert at.iteration is not None
             part.given |= {i for i in layers.stacked if masks[i] is not None}
             rows = _rows(masks, [*layers.passed, *layers.stacked], forward.num_devices)
+            for group in groups:  # of which all members take part where one does
+                rows[group] |= rows[group].any()
             part.live.extend(Execution(at.iteration, int(d)) for d in np.flatnonzero(rows))
             if _rows(masks, others, forward.num_devices).any():
                 with about(part.name):

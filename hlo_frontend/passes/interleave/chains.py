@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 from stretto.collectives.ops import Kind
 
+from ...collectives import CollectiveReader
 from ...graph import Instruction, leaf_count
 from ...schema import TUPLE
 from ...values import Node, NodeKind, Value
@@ -206,6 +207,7 @@ class Followed:
 
     def __init__(self, forward: Forward, entry: Trace, loops: Mapping[Node, LoopTrace]) -> None:
         self.forward = forward
+        self.reader = CollectiveReader(*forward.shape)
         self.entry = entry
         self.origins = {node: Origins(forward, node, trace) for node, trace in loops.items()}
 

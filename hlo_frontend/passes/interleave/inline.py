@@ -2,7 +2,7 @@
 
 Conditionals become selects. What runs under `lax.cond` runs in all cases then, and a select takes what the
 branch gave. That is the same result, and more work, so it is for analysis, and for rewriting where the stage
-gets a conditional of its own.
+gets a conditional of its own. Layers that communicate would wait for others that do so in all cases too.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ...graph import COLLECTIVES, Computation, Instruction, Module
+from ...graph import COLLECTIVES, LOGICAL_IDS, Computation, Instruction, Module
 from ...schema import PRIMITIVE_CODES, TOKEN, TUPLE
 from .emit import Builder, Editor, array_shape
 
@@ -39,9 +39,36 @@ def _around_loops(entry: Computation, name: str) -> list[Instruction]:
 def _can_be(caller: Instruction) -> bool:
     return (
         any(map(_has_loop, caller.called))
-        and not any(communicates(c) or c.has_side_effect for c in caller.called)
+        and not any(_stands_alone(c) or c.has_side_effect for c in caller.called)
         and all(p.element_type not in (TUPLE, TOKEN) for p in _parts(caller.shape))
     )
+
+
+# Collectives that layers may have: each of their groups does the same at the same time.
+GROUPED = frozenset({"all-reduce", "all-gather", "reduce-scatter", "all-to-all"})
+
+
+def _stands_alone(computation: Computation) -> bool:
+    """Whether it communicates otherwise than within a loop, or by more than collectives of groups."""
+    return any(
+        i.opcode in COLLECTIVES
+        or any(
+            other_communication(c) if i.opcode == "while" else _stands_alone(c) for c in i.called
+        )
+        for i in computation.instructions
+    )
+
+
+def other_communication(computation: Computation) -> Instruction | None:
+    """What in it, or in what it calls, communicates otherwise than `GROUPED`, or reads the device's id."""
+    for i in computation.instructions:
+        if i.opcode in LOGICAL_IDS or (i.opcode in COLLECTIVES and i.opcode not in GROUPED):
+            return i
+        for called in i.called:
+            found = other_communication(called)
+            if found is not None:
+                return found
+    return None
 
 
 def communicates(computation: Computation) -> bool:

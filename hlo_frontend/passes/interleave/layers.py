@@ -19,11 +19,12 @@ import numpy as np
 
 from ...collectives import CollectiveReader
 from ...flatten import flatten
-from ...graph import Instruction, leaf_types, trip_count
+from ...graph import LOGICAL_IDS, Instruction, leaf_types, trip_count
 from ...schema import TUPLE, LiteralProto
 from ...values import BlockGraph, Node, Value
 from ..valid.known import starts_of
 from ..valid.trace import Forward, Trace
+from .inline import other_communication
 from .refusal import Refusal
 
 MOST_LAYERS = 1024
@@ -53,15 +54,17 @@ class LayerLoop:
         return self.count - start - size if self.reverse else start
 
 
-def layer_loop(loop: Instruction) -> LayerLoop:
+def layer_loop(loop: Instruction, reader: CollectiveReader) -> LayerLoop:
     """The loop taken apart. Raises `Refusal`."""
     name = f"the loop %{loop.name}"
     body = loop.called[0]
     count = trip_count(loop)
     if count is None or count > MOST_LAYERS:
         raise Refusal(f"{name} over layers has no known number of iterations up to {MOST_LAYERS}")
-    if any(c.needs_runtime for c in loop.called):
-        raise Refusal(f"layers communicate in {name}")
+    other = next(filter(None, map(other_communication, loop.called)), None)
+    if other is not None:
+        what = "read the device's own id" if other.opcode in LOGICAL_IDS else "communicate"
+        raise Refusal(f"layers {what} by {other.describe()} in {name}")
     if body.root.opcode != "tuple" or any(
         p.element_type == TUPLE or leaf_types(p, loop) == (None,) for p in loop.shape.tuple_shapes
     ):
@@ -69,7 +72,7 @@ def layer_loop(loop: Instruction) -> LayerLoop:
     if any(i.operands and i.operands[0] is body.parameters[0] and i.opcode != "get-tuple-element"
            for i in body.instructions):  # fmt: skip
         raise Refusal(f"{name} hands its whole carry on")
-    block = flatten(body, CollectiveReader(1, 1), in_loop=True)
+    block = flatten(body, reader, in_loop=True)
     parameters, results = block.parameters, block.results
     changing = [i for i, p in enumerate(parameters) if results[i].root is not p]
     counter = _counter(loop, block, changing)

@@ -32,7 +32,7 @@ from .alone import check_alone, find_live
 from .chains import Execution, Followed, Made, chains
 from .constants import Constants
 from .gradients import find_operands, find_sums
-from .inline import communicates
+from .inline import communicates, other_communication
 from .layers import layer_loop
 from .parts import Part, Pipeline
 from .refusal import Refusal, about
@@ -65,11 +65,12 @@ def find(
     for node in nodes:
         with about(node.instruction.name):
             _check_body(node)
+            _check_rings(node)
             if node not in loops:
                 why = forward.not_followed.get(node, "it has no iterations")
                 raise Refusal(f"it cannot be followed: {why}")
             stage = _stage(followed, node, num_partitions)
-            layers = layer_loop(stage.instruction)
+            layers = layer_loop(stage.instruction, followed.reader)
             trips = len(loops[node].iterations)
             parts.append(Part(node, trips, stage, layers, Constants(node.instruction)))
     find_live(entry, parts, forward, trace)
@@ -79,6 +80,7 @@ def find(
     for part in parts:
         with about(part.name):
             find_operands(followed, part, parts)
+            _check_groups(part)
             find_sums(followed, part, num_partitions)
     check_alone(entry, parts, num_replicas, num_partitions)
     return [part.pipeline() for part in parts]
@@ -97,7 +99,11 @@ def _check_body(node: Node) -> None:
             raise Refusal(f"its whole carry is an operand of {instruction.describe()}")
         if instruction.control_predecessors:
             raise Refusal(f"{instruction.describe()} has control dependencies")
+    left = set(_loops_of_groups(node))  # see `_check_groups`
+    left |= {inner for n in left for block in n.blocks for inner in all_nodes(block)}
     for inner in all_nodes(node.blocks[1]):
+        if inner in left:
+            continue
         described = inner.instruction.describe()
         collective = inner.collective
         if collective is not None:
@@ -110,11 +116,67 @@ def _check_body(node: Node) -> None:
                 f"the device's own id is read within {described}; read it before the loop"
             )
         elif inner.is_runtime:
-            raise Refusal(f"it communicates within {described}")
+            others = filter(None, map(other_communication, inner.instruction.called))
+            by = "".join(f" by {other.describe()}" for other in others)
+            raise Refusal(f"it communicates{by} within {described}")
         elif inner.has_side_effect:
             raise Refusal(f"{described} has an effect")
         elif any(c.needs_runtime for c in inner.instruction.called):
             raise Refusal(f"{described} reads the device's own id")
+
+
+def _loops_of_groups(node: Node) -> list[Node]:
+    """Loops in the body of a loop that communicate, and only within groups that do the same."""
+    return [
+        n for n in node.blocks[1].nodes
+        if n.kind is NodeKind.LOOP and not any(map(other_communication, n.instruction.called))
+    ]  # fmt: skip
+
+
+def _check_rings(node: Node) -> None:
+    """Whether what is communicated within loops stays clear of what is sent from stage to stage.
+
+    Devices that permutes connect are stages of one pipeline, of which a group may have only one.
+    """
+    ring: dict[int, int] = {}
+
+    def root(device: int) -> int:
+        while ring.get(device, device) != device:
+            device = ring[device]
+        return device
+
+    for permute in filter(is_transfer, node.blocks[1].nodes):
+        assert permute.collective is not None
+        for source, target in permute.collective.pairs:
+            ring[root(source)] = root(target)
+    for loop in _loops_of_groups(node):
+        for inner in (n for block in loop.blocks for n in all_nodes(block)):
+            for group in () if inner.collective is None else inner.collective.groups:
+                if len({root(d) for d in group}) < len(group):
+                    raise Refusal(
+                        f"its layers communicate by {inner.instruction.describe()} among devices "
+                        f"{list(group)}, of which some are stages of the same pipeline"
+                    )
+
+
+def _check_groups(part: Part) -> None:
+    """Whether layers communicate only among devices that run the same layers at the same time: those with
+    the same number in the pipelines side by side."""
+    layers = [part.stage] if part.again is None else [part.stage, part.again.node]
+    stage_of = {d: stage for group in part.groups for stage, d in enumerate(group)}
+    for loop in _loops_of_groups(part.loop):
+        if loop not in layers:
+            raise Refusal(
+                f"it communicates within {loop.instruction.describe()}, which is no loop over the layers "
+                "of a stage"
+            )
+        for inner in (n for block in loop.blocks for n in all_nodes(block)):
+            for group in () if inner.collective is None else inner.collective.groups:
+                if len({stage_of.get(d) for d in group}) > 1 or group[0] not in stage_of:
+                    raise Refusal(
+                        f"its layers communicate by {inner.instruction.describe()} among devices "
+                        f"{list(group)}, which are of different stages"
+                    )
 
 
 def _stage(followed: Followed, node: Node, num_devices: int) -> Node:

@@ -16,7 +16,7 @@ from ...collectives import CollectiveReader
 from ...flatten import flatten
 from ...graph import Module
 from ...values import Node, Value
-from ..valid.trace import Forward, LoopTrace
+from ..valid.trace import Forward, LoopTrace, all_nodes
 from .chains import Execution, Followed
 from .parts import Pipeline
 from .refusal import Refusal, about
@@ -55,6 +55,7 @@ def check(
             checkers[pipeline.loop.name] = checker
             for number, group in enumerate(pipeline.groups):
                 checker.group(number, group)
+            checker.together()
             checker.sums()
             checker.reads(checkers)
 
@@ -138,6 +139,14 @@ class _Checker:
             raise self._wrong("a microbatch does not begin where it is taken in")
         if not self._taken(self.takes_in, at):
             raise self._wrong("a microbatch is not taken in")
+
+    def together(self) -> None:
+        """Whether devices among which layers communicate run the same chunk of a microbatch at a time."""
+        for node in (n for block in self.runs.blocks for n in all_nodes(block)):
+            for group in () if node.collective is None else node.collective.groups:
+                for t in range(self.iterations):
+                    if len({self.runs_by.get(Execution(t, d)) for d in group}) > 1:
+                        raise self._wrong("devices that communicate run different layers at a time")
 
     def kept(self, leaf: int, device: int) -> dict[tuple[int, int], Run]:
         """By row and first slice: what a device holds there after the loop, of which run.

@@ -71,7 +71,7 @@ class Liveness:
     """Fills in what is live of ``forward.transfers``, ``bubbles``, and ``reads`` of every block walked.
 
     ``explain``: also keep for each live value the next one on its way to a result: `why`.
-    ``needs``: by compute node, what it is taken to need, whatever it does.
+    ``needs``: by node, what it is taken to need, whatever it does.
     """
 
     forward: Forward
@@ -224,7 +224,10 @@ class _Walk:
         order = self.of.order(self.trace.block)
         self.forward.visit(len(order))
         for node in order:
-            _RULES[node.kind](self, node)
+            if node.is_runtime and node in self.of.needs:
+                self._as_said(node, [self.live.get(r) for r in node.results])
+            else:
+                _RULES[node.kind](self, node)
         return [self.live.get(p) for p in self.trace.block.parameters]
 
     def _first_live(self, node: Node) -> Value | None:
@@ -236,8 +239,7 @@ class _Walk:
         has_effect = self.of._dependence.has_effect(node.instruction)
         self._count(node, masks, has_effect)
         if node in self.of.needs:
-            for i, mask in self.of.needs[node](self.trace, masks):
-                self.add_from(node, node.operands[i], mask, self._first_live(node))
+            self._as_said(node, masks)
             return
         for i in self.of._dependence.control(node.instruction):
             # On padding a loop might not end. Where it is not run, it will not matter either.
@@ -258,6 +260,10 @@ class _Walk:
         result = self._first_live(node)
         for i, mask in rules.needs(node, known, masks, self.of._dependence):
             self.add_from(node, node.operands[i], mask, result)
+
+    def _as_said(self, node: Node, masks: Sequence[Mask]) -> None:
+        for i, mask in self.of.needs[node](self.trace, masks):
+            self.add_from(node, node.operands[i], mask, self._first_live(node))
 
     def _count(self, node: Node, masks: list[Mask], has_effect: bool) -> None:
         """Note who reads the node here, and what it costs where nobody does.

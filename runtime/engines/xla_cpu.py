@@ -64,6 +64,14 @@ def _aval(type: TensorType) -> core.ShapedArray:
     return core.ShapedArray(type.shape, type.numpy)
 
 
+def _result_handler(type: TensorType, sharding: SingleDeviceSharding) -> Any:
+    """Makes committed arrays. Checks nothing: from jaxlib 0.12 on that goes without saying."""
+    unchecked = (
+        {"_skip_checks": True} if "_skip_checks" in _jax.array_result_handler.__doc__ else {}
+    )
+    return _jax.array_result_handler(_aval(type), sharding, True, **unchecked)
+
+
 @cache
 def _target() -> str:
     """jaxlib's version and the CPU with its features, as far as the system tells them."""
@@ -98,23 +106,37 @@ class _End:
 class XlaCpuSegment:
     """A segment compiled for device 0 and, once it has run there, for other devices."""
 
-    __slots__ = ("_by_device", "_callbacks", "_code", "_engine", "_lock", "_module", "_name")
+    __slots__ = (
+        "_by_device",
+        "_callbacks",
+        "_code",
+        "_engine",
+        "_handlers",
+        "_lock",
+        "_module",
+        "_name",
+        "_outputs",
+    )
 
     def __init__(
         self,
         engine: XlaCpuEngine,
         module: bytes,
+        outputs: tuple[TensorType, ...],
         name: str,
         host_callbacks: Sequence[Any] = (),
         code: bytes = b"",
     ) -> None:
         self._engine = engine
         self._module = module
+        self._outputs = outputs
         self._name = name
         # A program's other segments are like those of any program.
         self._callbacks = list(host_callbacks) if _calls_back(module) else []
         self._lock = threading.Lock()
         self._by_device: list[Any] = [None] * engine.num_devices
+        # What makes arrays of results; jaxlib else looks up type and sharding of each, which takes longer.
+        self._handlers = [engine.result_handlers(outputs, 0)] + [[]] * (engine.num_devices - 1)
         self._code = code  # empty until a second device asks for it
         self._by_device[0] = (
             engine.load_for(0, code)
@@ -127,7 +149,7 @@ class XlaCpuSegment:
         if executable is None:
             executable = self._load(ordinal)
         try:
-            return executable.execute(inputs)
+            return executable.execute_sharded(inputs).consume_with_handlers(self._handlers[ordinal])
         except JaxRuntimeError as error:
             raise _translate(error, XlaError) from error
 
@@ -135,7 +157,7 @@ class XlaCpuSegment:
         """`run`, and the token of the run, which is ready when all of it is over."""
         try:
             results = self._load(ordinal).execute_sharded(inputs, with_tokens=True)
-            arrays = [array for (array,) in results.disassemble_into_single_device_arrays()]
+            arrays = results.consume_with_handlers(self._handlers[ordinal])
         except JaxRuntimeError as error:
             raise _translate(error, XlaError) from error
         return arrays, _End(results.consume_token())
@@ -157,6 +179,7 @@ class XlaCpuSegment:
     def _load(self, ordinal: int) -> Any:
         with self._lock:
             if self._by_device[ordinal] is None:
+                self._handlers[ordinal] = self._engine.result_handlers(self._outputs, ordinal)
                 self._by_device[ordinal] = self._clone(ordinal)
             return self._by_device[ordinal]
 
@@ -208,7 +231,8 @@ class XlaCpuEngine:
     def compile(
         self, segment: Segment, *, name: str = "", host_callbacks: Sequence[Any] = ()
     ) -> XlaCpuSegment:
-        return XlaCpuSegment(self, segment.module, name or segment.name, host_callbacks)
+        name = name or segment.name
+        return XlaCpuSegment(self, segment.module, segment.outputs, name, host_callbacks)
 
     def compile_for(
         self, ordinal: int, module: bytes, name: str, host_callbacks: Sequence[Any]
@@ -237,7 +261,9 @@ class XlaCpuEngine:
 
     def restore(self, code: bytes, segment: Segment, *, name: str = "") -> XlaCpuSegment:
         try:
-            return XlaCpuSegment(self, segment.module, name or segment.name, code=code)
+            return XlaCpuSegment(
+                self, segment.module, segment.outputs, name or segment.name, code=code
+            )
         except JaxRuntimeError as error:
             prefix = f"segment {name or '(unnamed)'} cannot be restored on engine {self.name}: "
             raise _translate(error, CompileError, prefix) from error
@@ -251,6 +277,10 @@ class XlaCpuEngine:
         return self._client.deserialize_executable(
             code, self._executable_devices[ordinal], self._options[ordinal]
         )
+
+    def result_handlers(self, types: Sequence[TensorType], ordinal: int) -> list[Any]:
+        """For results of these types on a device: what ``consume_with_handlers`` makes its arrays with."""
+        return [_result_handler(type, self._shardings[ordinal]) for type in types]
 
     def put(self, host: np.ndarray, type: TensorType, ordinal: int) -> Array:
         return _jax.batched_device_put(

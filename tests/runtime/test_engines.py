@@ -130,6 +130,11 @@ def test_private_names_of_jaxlib() -> None:
     assert "host_callbacks" in client.compile_and_load.__doc__
     for parameter in ("aval", "sharding", "xs", "devices", "enable_x64"):
         assert parameter in _jax.batched_device_put.__doc__
+    for parameter in ("aval", "sharding", "committed"):
+        assert parameter in _jax.array_result_handler.__doc__
+    assert callable(_jax.LoadedExecutable.execute_sharded)
+    for name in ("consume_with_handlers", "consume_token"):
+        assert callable(getattr(_jax.ExecuteResults, name)), name
     assert _jax.ArrayCopySemantics.ALWAYS_COPY is not None
     assert callable(_jax.batched_copy_array_to_devices_with_sharding)
     options = xla_client.CompileOptions()

@@ -11,6 +11,11 @@ compute would otherwise wait for.
 later. A patient pass leaves compute idle for up to a share of the long kernel's time instead. That pays
 where a stream is the bottleneck, and costs where compute is; so it is one of the things tried.
 
+*Feeding.* Where weight gradients drift behind a long chain of compute, the stream that they would keep busy
+idles meanwhile, and all of its work is left for the end. A feeding pass runs, whenever a stream would run dry
+until it is through, the kernel from which the least compute leads to a collective of that stream. It is one
+of the things tried, too.
+
 *Urgency* is a blend of two: the longest way to the end of the program, which hurries along what all else
 waits for, and the module's own order, which lets nothing pile up. Several blends are tried. After each, the
 program is played backward, most recently finished first, which finds how late each task can run; that
@@ -64,7 +69,8 @@ class Schedule:
     """An issue order and what it does.
 
     ``blend`` is the share of the module's own order that served best, ``window`` how far ahead it looked,
-    ``tight`` whether memory had to be watched: where the search for a similar graph should begin.
+    ``tight`` whether memory had to be watched, ``feeding`` whether streams that ran dry came first: where the
+    search for a similar graph should begin.
     """
 
     steps: list[Step]
@@ -72,6 +78,7 @@ class Schedule:
     blend: float = BLENDS[0]
     tight: bool = False
     window: float = _LATER
+    feeding: bool = False
 
 
 def schedule(
@@ -108,14 +115,22 @@ def schedule(
     blend = like.blend if like else BLENDS[0]
     tight = like is not None and like.tight
     window = like.window if like else _LATER
+    feeding = like is not None and like.feeding
     looked_ahead = False
 
-    def play(urgency: Sequence[float], patient: float, ahead: float | None = None) -> list[float]:
+    def play(
+        urgency: Sequence[float],
+        patient: float,
+        ahead: float | None = None,
+        feed: bool | None = None,
+    ) -> list[float]:
         """A forward pass; gives the ends of its tasks. Keeps it if it is the best yet."""
-        nonlocal best, leading, passes, patience, tight, window
+        nonlocal best, leading, passes, patience, tight, window, feeding
         passes -= 1
         looks = window if ahead is None else ahead
-        steps, ends = forward.play(urgency, memory_limit if tight else _LATER, patient, looks)
+        feeds = feeding if feed is None else feed
+        limit = memory_limit if tight else _LATER
+        steps, ends = forward.play(urgency, limit, patient, looks, feeds)
         timeline = replay(graph, steps, launch_s)
         tight = tight or timeline.peak_bytes > memory_limit
         fits = timeline.peak_bytes <= memory_limit or best.timeline.peak_bytes > memory_limit
@@ -123,13 +138,15 @@ def schedule(
         if fits and result < (best.timeline.seconds, best.timeline.peak_bytes):
             best, leading, patience = Schedule(steps, timeline, blend), urgency, patient
             best.window = window = looks
+            best.feeding = feeding = feeds
         best.tight = tight
         return ends
 
     def unfinished() -> bool:
         return passes > 0 and best.timeline.seconds > good_enough
 
-    for share in sorted(BLENDS, key=lambda share: share != blend):
+    blends = sorted(BLENDS, key=lambda share: share != blend)
+    for share in blends:
         if not unfinished():
             return best
         blend = share
@@ -145,6 +162,12 @@ def schedule(
             _, lateness = backward.play(ends)
             passes -= 1
             play(lateness, patience)
+        if share == blends[0] and unfinished():
+            ends = play(leading, patience, feed=not feeding)
+            if not tight and unfinished():
+                _, lateness = backward.play(ends)
+                passes -= 1
+                play(lateness, patience, feed=False)
         if share == (like.blend if like else BLENDS[1]):
             for patient in PATIENCES:
                 if unfinished():
@@ -153,6 +176,23 @@ def schedule(
         spread = best.timeline.seconds * SPREADS[passes % len(SPREADS)]
         play([u + random.uniform(-spread, spread) for u in leading], patience)
     return best
+
+
+def _leads(graph: Graph) -> list[list[float]]:
+    """By stream and kernel: seconds of the least compute, its own included, that leads to a collective of the
+    stream, the last kernel before which takes no longer than it does; infinite where there is none."""
+    leads = [[_LATER] * len(graph.tasks) for _ in graph.streams]
+    for task in reversed(graph.tasks):
+        if task.is_collective:
+            continue
+        for stream, own in enumerate(leads):
+            for index in task.after:
+                after = graph.tasks[index]
+                if after.stream == stream and task.seconds <= after.seconds:
+                    own[task.index] = min(own[task.index], task.seconds)
+                elif not after.is_collective:
+                    own[task.index] = min(own[task.index], task.seconds + own[index])
+    return leads
 
 
 def longest_tails(graph: Graph) -> list[float]:
@@ -192,6 +232,7 @@ class Player:
         # What the iteration before has started is under way already, ahead of all else on its stream.
         self.starts_first = [task.arrives for task in tasks]
         self.crosses = [task.crosses for task in tasks]
+        self.leads = _leads(graph)
 
     def turn_round(self) -> None:
         """Play backward from now on, without regard for memory."""
@@ -205,12 +246,14 @@ class Player:
         memory_limit: float = _LATER,
         patience: float = 0.0,
         window: float = _LATER,
+        feeding: bool = False,
     ) -> tuple[list[Step], list[float]]:
         """Issue order, and when each task ended. The largest urgency goes first.
 
         Backward, times count from the end of the program and the order is the reverse of one.
         """
-        run = _Run(self, urgency, memory_limit if self.forward else _LATER, patience, window)
+        limit = memory_limit if self.forward else _LATER
+        run = _Run(self, urgency, limit, patience, window, feeding and self.forward)
         run.play()
         return run.steps, run.end
 
@@ -225,6 +268,7 @@ class _Run:
         limit: float,
         patience: float,
         window: float,
+        feeding: bool,
     ) -> None:
         count = len(player.seconds)
         streams = len(player.graph.streams)
@@ -234,6 +278,7 @@ class _Run:
         self.patience = patience
         self.limited = limit < _LATER
         self.window = window
+        self.feeding = feeding
         self.need = [len(before) for before in player.before]
         self.arrival = [0.0] * count
         self.end = [0.0] * count
@@ -312,12 +357,30 @@ class _Run:
         """The most urgent kernel that fits and holds up nothing more urgent, taken from the queue."""
         if not self.kernels:
             return None
+        if self.feeding:
+            fed = self._feeder()
+            if fed is not None:
+                self._take(self.kernels, fed)
+                return fed[1]
         if self._fits(self.kernels[0][1]) and not self._holds_up(self.kernels[0]):
             return heappop(self.kernels)[1]
         for entry in nsmallest(ALTERNATIVES, self.kernels)[1:]:
             if self._fits(entry[1]) and not self._holds_up(entry):
                 self._take(self.kernels, entry)
                 return entry[1]
+        return None
+
+    def _feeder(self) -> tuple[float, int] | None:
+        """The kernel that soonest gives a stream something to do that would run dry until then."""
+        for stream, leads in enumerate(self.player.leads):
+            if self.ready[stream]:
+                continue
+            near = [(leads[e[1]], e) for e in self.kernels if leads[e[1]] < _LATER]
+            lead, entry = min(near, default=(_LATER, None))
+            if entry is None or self.free[stream] > self.clock + lead:
+                continue
+            if self._fits(entry[1]):
+                return entry
         return None
 
     def _holds_up(self, entry: tuple[float, int]) -> bool:

@@ -11,6 +11,7 @@ from overlap_support import (
     DOT,
     FAR,
     NEAR,
+    block,
     chain_of_gathers,
     check,
     entry_of,
@@ -22,10 +23,11 @@ from overlap_support import (
 )
 
 from stretto.hlo_frontend.overlap.floor import floor, independent_compute
+from stretto.hlo_frontend.overlap.kernels import build
 from stretto.hlo_frontend.overlap.model import Graph
 from stretto.hlo_frontend.overlap.plan import overlap_order
 from stretto.hlo_frontend.overlap.replay import Phase, Step, replay, unscheduled
-from stretto.hlo_frontend.overlap.schedule import schedule
+from stretto.hlo_frontend.overlap.schedule import Player, longest_tails, schedule
 
 
 def test_a_gather_runs_while_independent_compute_does() -> None:
@@ -274,3 +276,29 @@ def test_independent_compute_is_neither_above_nor_below(graph: Graph) -> None:
         for task in graph.tasks
     ]
     assert independent_compute(graph) == pytest.approx(expected)
+
+
+def test_weight_gradients_feed_a_stream_that_would_run_dry() -> None:
+    """The text has the gradients of all weights behind the chain, as XLA's order of unscheduled modules has:
+    their reductions take as long as all compute, and begin with the first of them only if that runs first.
+    """
+    layers = 6
+    lines = ["%d0 = f32[8,8] parameter(0)"]
+    lines += [f"%d{i + 1} = f32[8,8] dot(%d{i}, %d{i}), {DOT}" for i in range(layers)]
+    for i in range(layers):
+        lines += [
+            f"%g{i} = f32[8,8] dot(%d{i}, %d{i + 1}), {DOT}",
+            f"%flat{i} = f32[64] reshape(%g{i})",
+            f"%r{i} = f32[128] all-gather(%flat{i}), {NEAR}, dimensions={{0}}",
+        ]
+    results = ", ".join(f"%r{i}" for i in range(layers))
+    shapes = ", ".join(["f32[128]"] * layers)
+    lines.append(f"ROOT %all = ({shapes}) tuple({results})")
+    graph = build(block(module("\n".join(lines))), table())
+    assert replay(graph, unscheduled(graph)).seconds == 2 * layers + 2 * layers
+    urgency = longest_tails(graph)
+    urgent, fed = (Player(graph).play(urgency, feeding=feeds)[0] for feeds in (False, True))
+    assert replay(graph, urgent).seconds == layers + 1 + 2 * layers
+    # A gradient takes two products, and each reduction as long as two.
+    assert replay(graph, fed).seconds == 2 + 2 * layers
+    assert schedule(graph).timeline.seconds == 2 + 2 * layers

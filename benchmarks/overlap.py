@@ -76,6 +76,12 @@ def steps(mesh: Any) -> dict[str, Callable[[], Any]]:
             x = jnp.tanh(x @ lax.all_gather(w, "x", tiled=True))
         return (x**2).sum()
 
+    def scanned_weights(ws: Any, x: Any) -> Any:
+        def layer(x: Any, w: Any) -> Any:
+            return jnp.tanh(x @ lax.all_gather(w, "x", tiled=True)), None
+
+        return (lax.scan(jax.checkpoint(layer, prevent_cse=False), x, ws)[0] ** 2).sum()
+
     def tensor_parallel(ws: Any, x: Any) -> Any:
         for a, b in zip(ws[::2], ws[1::2], strict=True):
             x = x + lax.psum(jnp.tanh(x @ a) @ b, "x")
@@ -96,6 +102,7 @@ def steps(mesh: Any) -> dict[str, Callable[[], Any]]:
 
     rows, columns, batch = P("x"), P(None, "x"), P("x")
     weights = [placed((WIDTH, WIDTH), rows) for _ in range(LAYERS)]
+    stacked = placed((LAYERS, WIDTH, WIDTH), P(None, "x"))
     x = placed((2 * ROWS, WIDTH), batch)
     alternating = [columns if i % 2 == 0 else rows for i in range(LAYERS)]
     split = [placed((WIDTH, WIDTH), s) for s in alternating]
@@ -104,6 +111,9 @@ def steps(mesh: Any) -> dict[str, Callable[[], Any]]:
     sharded = [rows] * LAYERS
     return {
         "sharded weights": step(jax.grad(sharded_weights), (sharded, batch), sharded, weights, x),
+        "scanned weights": step(
+            jax.grad(scanned_weights), (P(None, "x"), batch), P(None, "x"), stacked, x
+        ),
         "tensor-parallel": step(
             jax.grad(tensor_parallel),
             (alternating, P()),
@@ -154,7 +164,7 @@ def main() -> None:
         "links": [{"axis_stride": 1, "group_size": 2, "latency_s": LATENCY, "bytes_per_s": rate}],
     }
     print(f"compute {compute * 1e3:.1f} ms ({flops / 1e9:.0f} GF/s), link {rate / 1e6:.0f} MB/s")
-    names = ("sharded weights", "tensor-parallel", "data-parallel", "small")
+    names = ("sharded weights", "scanned weights", "tensor-parallel", "data-parallel", "small")
     cases: Mapping[str, Mapping[str, Any]] = {
         name: {"step": name, "calls": 2 if args.quick else 5} for name in names
     }

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from stretto.runtime.errors import InvalidProgramError
+from stretto.runtime.program import calls_back
 
 Callables = tuple[Callable[..., Any], ...]
 
@@ -25,7 +26,6 @@ ATTRIBUTE = "jax.stretto_callbacks"
 
 # MLIR's bytecode keeps strings as they are, so that the mark can be found without parsing.
 _MARK = re.compile(rb"stretto callbacks (\d+);")
-_CUSTOM_CALLS = (b"python_cpu_callback", b"python_gpu_callback")
 
 MISSING = (
     "the program calls back into Python and came without the functions to call: it was serialized, or "
@@ -58,7 +58,7 @@ def of_module(module: bytes) -> Callables:
         found = _registered.get(int(mark[1]))
         if found is not None:
             return found
-    if needed_by(module):
+    if calls_back(module):
         raise InvalidProgramError(MISSING)
     return ()
 
@@ -76,8 +76,3 @@ def handed_over(callables: Sequence[Callable[..., Any]]) -> Iterator[None]:
 def of_this_thread() -> Callables:
     """What `handed_over` gives."""
     return getattr(_here, "callables", ())
-
-
-def needed_by(module: bytes) -> bool:
-    """Whether a serialized module calls back into Python."""
-    return any(name in module for name in _CUSTOM_CALLS)

@@ -27,6 +27,7 @@ from stretto.runtime.compiled_segments import CompiledSegments, compile_segments
 from stretto.runtime.errors import InvalidProgramError
 from stretto.runtime.executor import LoadedProgram
 from stretto.runtime.memory_plan import MemoryPlan
+from stretto.runtime.program import calls_back
 
 from . import _capi, abi, callbacks, executable_codec, jax_private
 from .client import Client
@@ -238,7 +239,7 @@ def load(client: Client, data: bytes, options: bytes = b"") -> LoadedExecutable:
             f"partitions, it is to be loaded for {num_replicas} x {num_partitions}"
         )
     host_callbacks: callbacks.Callables = ()
-    if any(callbacks.needed_by(segment.module) for segment in program.segments):
+    if any(calls_back(segment.module) for segment in program.segments):
         host_callbacks = callbacks.of_this_thread()
         if not host_callbacks:
             raise InvalidProgramError(callbacks.MISSING)

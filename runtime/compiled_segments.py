@@ -12,7 +12,7 @@ from . import statistics
 from .engine import Engine, LoadedSegment, RestoringEngine
 from .errors import CompileError
 from .memory_plan import MemoryPlan, plan
-from .program import Program
+from .program import Program, calls_back
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,10 @@ class CompiledSegments:
         compiled = dict(zip(self.program.segments, self.segments, strict=False))
         code = []
         for segment in wanted:
+            # What calls back is compiled anew: whoever loads it has other functions.
+            wants = segment in compiled and not calls_back(segment.module)
             try:
-                code.append(engine.serialize(compiled[segment]) if segment in compiled else b"")
+                code.append(engine.serialize(compiled[segment]) if wants else b"")
             except CompileError:
                 code.append(b"")
         return tuple(code)

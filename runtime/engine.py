@@ -111,8 +111,8 @@ class RestoringEngine(Protocol):
         ...
 
     def serialize(self, segment: LoadedSegment) -> bytes:
-        """A segment that `compile` or `restore` gave. Raises ``CompileError`` where that cannot be done,
-        and for one that calls host callbacks."""
+        """A segment that `compile` or `restore` gave, and that calls no host callbacks. Raises
+        ``CompileError`` where that cannot be done."""
         ...
 
     def restore(self, code: bytes, segment: Segment, *, name: str = "") -> LoadedSegment:

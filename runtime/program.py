@@ -30,6 +30,11 @@ Slot = int
 ENDLESS = (1 << 63) - 1  # in valid iterations: the last one where there is no last one
 
 
+def calls_back(module: bytes) -> bool:
+    """Whether a serialized module calls Python functions, whose targets MLIR's bytecode has as they are."""
+    return b"python_cpu_callback" in module or b"python_gpu_callback" in module
+
+
 @dataclass(frozen=True)
 class Segment:
     """A piece of compute for the engine: one StableHLO module with a public ``main``.

@@ -34,7 +34,7 @@ from jaxlib.mlir import ir
 from stretto.collectives.types import TensorType
 
 from ..errors import CompileError, StrettoError
-from ..program import Segment
+from ..program import Segment, calls_back
 
 Array = Any
 _STATUS = re.compile(r"^([A-Z_]{2,}): ", re.ASCII)
@@ -82,11 +82,6 @@ def _target() -> str:
     return f"jaxlib {version('jaxlib')} on {platform.machine()} with features {digest}"
 
 
-def _calls_back(module: bytes) -> bool:
-    """Whether a serialized module calls Python functions, which MLIR's bytecode names as they are."""
-    return b"python_cpu_callback" in module
-
-
 class _End:
     """The end of one run."""
 
@@ -132,7 +127,7 @@ class XlaCpuSegment:
         self._outputs = outputs
         self._name = name
         # A program's other segments are like those of any program.
-        self._callbacks = list(host_callbacks) if _calls_back(module) else []
+        self._callbacks = list(host_callbacks) if calls_back(module) else []
         self._lock = threading.Lock()
         self._by_device: list[Any] = [None] * engine.num_devices
         # What makes arrays of results; jaxlib else looks up type and sharding of each, which takes longer.

@@ -1,4 +1,5 @@
-"""What interleaving gains: a GPipe program as it is written, and with two and four chunks of layers a device.
+"""What interleaving gains: a GPipe program as it is written, and with two and four chunks of layers a device;
+and a step of training with it, forward and backward.
 
 The model: of ``M + P - 1`` iterations of a stage's time, ``R * M + P - 1`` of 1/R of that are left. Shown
 is the share of this gain that is seen. Two ranks compute (matrix products, a core each); four and eight are
@@ -17,11 +18,13 @@ from harness import Contender, console, in_turns, machine, options, seconds, sta
 from rich.table import Table
 
 LAYERS = 4
-REAL = {"rows": 2048, "width": 512, "nap": 0.0}
-SIMULATED = {"rows": 8, "width": 8, "nap": 0.025}
+REAL = {"rows": 2048, "width": 512, "nap": 0.0, "gradients": False}
+TRAINED = {**REAL, "gradients": True}
+SIMULATED = {"rows": 8, "width": 8, "nap": 0.025, "gradients": False}
 # Ranks, microbatches, how a layer takes its time, and the share of the gain that is the goal.
 CASES = (
     ("2 ranks, matrix products", 2, 2, REAL, 0.85),
+    ("2 ranks, a step of training", 2, 2, TRAINED, 0.85),
     ("4 ranks, simulated", 4, 4, SIMULATED, 0.95),
     ("8 ranks, simulated", 8, 8, SIMULATED, 0.95),
 )

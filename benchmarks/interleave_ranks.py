@@ -1,4 +1,5 @@
-"""The ranks of `interleave`: a GPipe program, as it is written or with chunks of layers a device.
+"""The ranks of `interleave`: a GPipe program, as it is written or with chunks of layers a device, or a step
+of training with it.
 
 Every rank keeps to one core, so that a stage that waits leaves nothing to the others. A layer of real compute
 is a block of two matrix products, four times as wide inside, as transformers have them; a simulated one
@@ -18,11 +19,12 @@ from harness import serve, time_calls
 
 
 def program(
-    chunks: int, microbatches: int, layers: int, rows: int, width: int, nap: float
+    chunks: int, microbatches: int, layers: int, rows: int, width: int, nap: float, gradients: bool
 ) -> Callable[[], Any]:
     """A call of the pipeline: f32[microbatches, rows, width] through ``layers`` layers a device.
 
-    It ends for all ranks together, with a sum over them, as a training step does with its loss.
+    It ends for all ranks together, with a sum over them, as a training step does with its loss. With
+    ``gradients`` it is one: those of all weights are computed as well.
     """
     import jax
     import jax.numpy as jnp
@@ -66,7 +68,8 @@ def program(
     mapped = jax.shard_map(
         local, mesh=mesh, in_specs=(P("stage"), P()), out_specs=P(), check_vma=False
     )
-    run = jax.jit(mapped, compiler_options={"stretto_interleave": chunks})
+    function = jax.value_and_grad(mapped) if gradients else mapped
+    run = jax.jit(function, compiler_options={"stretto_interleave": chunks})
     rng = np.random.default_rng(0)
 
     def place(shape: tuple[int, ...], scale: float, spec: P) -> jax.Array:
@@ -89,7 +92,7 @@ def main() -> None:
     cached = functools.cache(program)
 
     def measure(case: dict[str, Any]) -> float:
-        keys = ("chunks", "microbatches", "layers", "rows", "width", "nap")
+        keys = ("chunks", "microbatches", "layers", "rows", "width", "nap", "gradients")
         return time_calls(cached(*(case[k] for k in keys)), case["calls"])
 
     serve(jax.process_index(), measure)

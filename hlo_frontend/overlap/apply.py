@@ -29,7 +29,7 @@ from .kernels import build
 from .loops import trips_of
 from .model import Graph
 from .place import place
-from .replay import Phase, Step, Timeline, replay, unscheduled
+from .replay import Phase, Step, Timeline, handed_over, replay, unscheduled
 from .schedule import Schedule, schedule
 from .skew import substitute
 from .staged import Judge, LoopReport, stage
@@ -180,7 +180,8 @@ def _plan(
     first = search(graph, policy.budget)
     bucketed = bucket(graph, first, costs, lambda g: search(g, policy.budget // 4, first))
     graph, best = bucketed.graph, bucketed.schedule
-    if best.timeline.seconds > without.seconds * (1.0 - policy.least_gain):
+    more = max(0, handed_over(best.steps) - handed_over(steps)) * launch
+    if best.timeline.seconds + more > without.seconds * (1.0 - policy.least_gain):
         if undo is not None:
             undo()
         return kept

@@ -69,6 +69,16 @@ def unscheduled(graph: Graph) -> list[Step]:
     return steps
 
 
+def handed_over(steps: Sequence[Step]) -> int:
+    """Collectives that are not awaited right where they start. Each is given to its stream's thread and taken
+    back from it, which costs about what a launch does; others run where the program is walked."""
+    following = [*steps[1:], None]
+    return sum(
+        phase is Phase.START and after != (index, Phase.WAIT)
+        for (index, phase), after in zip(steps, following, strict=True)
+    )
+
+
 def replay(graph: Graph, steps: Sequence[Step], launch_s: float = 0.0) -> Timeline:
     """Run ``steps`` against the clock; those of a loop's body with crossing collectives over and over, until
     every iteration takes the same time."""

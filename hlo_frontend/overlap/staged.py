@@ -22,7 +22,7 @@ from .costs import CostTable
 from .kernels import build
 from .loops import trips_of
 from .model import Graph
-from .replay import Timeline, replay, unscheduled
+from .replay import Timeline, handed_over, replay, unscheduled
 from .schedule import Schedule, schedule
 from .skew import Skewed, skew
 from .stages import EARLY, LoopBody, Stages, is_plain, stages_of
@@ -139,6 +139,7 @@ def stage(loop: Node, judge: Judge) -> Staged | LoopReport:
             continue
         each = found.timeline.seconds
         total = each * (trips - span) + plain * span + _under_way(graph, found.timeline)
+        total += launch * handed_over(found.steps) * (trips - span)
         if total > plain * trips * (1.0 - judge.least_gain):
             return kept(
                 f"an iteration would take {each * 1e6:.1f} us instead of {plain * 1e6:.1f} us, and {span} "
@@ -164,7 +165,8 @@ def _as_it_stands(
         node.carried = carried
     graph, best = judge.plan(body, limit, judge.opaque)
     each = best.timeline.seconds
-    if best.timeline.peak_bytes <= limit and each <= plain * (1.0 - judge.least_gain):
+    more = judge.costs.compute.launch_s * handed_over(best.steps)
+    if best.timeline.peak_bytes <= limit and each + more <= plain * (1.0 - judge.least_gain):
         return Staged(None, graph, best, LoopReport(name, None, plain, each))
     for node in found:
         node.carried = ()

@@ -20,11 +20,14 @@ from gpipe import PARALLEL, by_hand, inputs, parallel_weights, squared, taken, w
 from interpreter import Interpreter
 from jax import lax
 
+from stretto.commands.explain import explain, to_text
+from stretto.commands.hlo_input import compile_file
 from stretto.hlo_frontend.compile import CompiledModule, CompileSpec, compile_stablehlo
 from stretto.hlo_frontend.passes.interleave import decide
 from stretto.hlo_frontend.passes.interleave.layers import LayerLoop
 from stretto.hlo_frontend.passes.interleave.timetable import Timetable, timetable
 from stretto.hlo_frontend.passes.valid import ValidPolicy
+from stretto.runtime import options
 
 DEAD_ONLY = ValidPolicy(dead_only=True)
 LAYERS = 6  # of a device: 2 and 3 chunks
@@ -413,3 +416,15 @@ def test_other_slices_are_seen(monkeypatch):
     monkeypatch.setattr(LayerLoop, "first_slice", other_slices)
     function, _ = step(2, 3)
     assert all(refused(function, (weights(2 * 4), inputs(3)), 2))
+
+
+def test_explain_shows_both_passes(monkeypatch):
+    """The backward pass begins on the last device."""
+    function, _ = step(3, 3)
+    written = compiled(function, (weights(3 * 4), inputs(3)), 3, 1)
+    assert written.source is not None
+    monkeypatch.setattr(options, "in_force", lambda: options.Options(interleave=2))
+    lines = to_text(explain(compile_file(written.source.hlo, 3, guarded=False))).split("\n")
+    assert sum("3 stages x 2 chunks of 2 layers, 3 microbatches" in line for line in lines) == 2
+    rows = ["■■■■■■□□", "□■■■■■■□", "□□■■■■■■"]
+    assert [line.split()[-1] for line in lines if "■" in line] == rows + rows[::-1]

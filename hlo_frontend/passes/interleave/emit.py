@@ -163,7 +163,11 @@ class Builder:
         """Copies of everything that ``wanted`` need and ``env`` does not have, which ``env`` then has."""
         needed = slice_of(wanted, env)
         for instruction in needed:
-            env[instruction] = self.copy(instruction, [env[o] for o in instruction.operands])
+            sources = needed_by(instruction)
+            if sources == instruction.operands:
+                env[instruction] = self.copy(instruction, [env[o] for o in sources])
+            else:
+                env[instruction] = env[sources[0]]
         return env
 
     def parameter(self, shape: Any) -> Any:
@@ -257,6 +261,13 @@ class Builder:
         self.proto.instructions.extend(self._later)
 
 
+def needed_by(instruction: Instruction) -> tuple[Instruction, ...]:
+    """Its operands; of an element of a tuple that is made here, only that element."""
+    if instruction.opcode == "get-tuple-element" and instruction.operands[0].opcode == "tuple":
+        return (instruction.operands[0].operands[instruction.proto.tuple_index],)
+    return instruction.operands
+
+
 def slice_of(
     wanted: Iterable[Instruction], have: Mapping[Instruction, Any] | set[Instruction]
 ) -> list[Instruction]:
@@ -271,5 +282,5 @@ def slice_of(
         if instruction in found:
             continue
         found.add(instruction)
-        stack += [o for o in instruction.operands if o not in have]
+        stack += [o for o in needed_by(instruction) if o not in have]
     return sorted(found, key=lambda i: order[i])

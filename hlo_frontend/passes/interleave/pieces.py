@@ -12,7 +12,7 @@ from typing import Any
 
 from ...graph import Instruction
 from .constants import Constants, behind
-from .emit import Builder, Editor, slice_of, tuple_shape
+from .emit import Builder, Editor, needed_by, slice_of, tuple_shape
 from .parts import Pipeline
 
 
@@ -55,7 +55,7 @@ class Pieces:
         """Reads of the carry that values depend on other than through the cuts; whether on the id."""
         cuts = {*self.permutes, *(i for i in self.body.instructions if self.stage in i.operands)}
         inner = slice_of(wanted, {*cuts, *self.reads, *self.ids})
-        used = {o for i in inner for o in i.operands} | set(wanted)
+        used = {o for i in inner for o in needed_by(i)} | set(wanted)
         reads = [r for r in self.reads if r in used]
         return reads, any(i in used for i in self.ids)
 

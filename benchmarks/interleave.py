@@ -3,8 +3,7 @@ and a step of training with it, forward and backward.
 
 The model: of ``M + P - 1`` iterations of a stage's time, ``R * M + P - 1`` of 1/R of that are left. Shown
 is the share of this gain that is seen. Two ranks compute (matrix products, a core each); four and eight are
-simulated: their layers sleep for as long as a layer of the two took. Each call of a program includes what
-moves its weights into their places.
+simulated: their stages sleep. Each call of a program includes what moves its weights into their places.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from rich.table import Table
 LAYERS = 4
 REAL = {"rows": 2048, "width": 512, "nap": 0.0, "gradients": False}
 TRAINED = {**REAL, "gradients": True}
-SIMULATED = {"rows": 8, "width": 8, "gradients": False}
+SIMULATED = {"rows": 8, "width": 8, "nap": 0.025, "gradients": False}
 # Ranks, microbatches, how a layer takes its time, and the share of the gain that is the goal.
 CASES = (
     ("2 ranks, matrix products", 2, 2, REAL, 0.85),
@@ -59,20 +58,18 @@ def main() -> None:
     for column in ("", "chunks", "a call", "gain", "of the model's", "share of the gain", "goal"):
         table.add_column(column, justify="left" if not column else "right")
     found: dict[str, Any] = {}
-    layer = 0.0  # seconds, of the first case
     for label, ranks, microbatches, kind, goal in CASES:
         contender = start(
             "stretto", "interleave_ranks.py", ranks, "mpi", JAX_PLATFORMS="stretto,cpu"
         )
         try:
-            case = {"microbatches": microbatches, "layers": LAYERS, "calls": 1, "nap": layer} | kind
+            case = {"microbatches": microbatches, "layers": LAYERS, "calls": 2, **kind}
             settings = [Setting(contender, chunks) for chunks in CHUNKS]
-            times = in_turns(settings, {label: case}, 3 if args.quick else 9)[label]
+            times = in_turns(settings, {label: case}, 5 if args.quick else 15)[label]
         finally:
             contender.close()
         medians = {chunks: statistics.median(times[str(chunks)]) for chunks in CHUNKS}
         found[label] = medians
-        layer = layer or round(medians[1] / (microbatches + ranks - 1) / LAYERS, 3)
         for chunks in CHUNKS:
             cells = [label if chunks == 1 else "", str(chunks), seconds(medians[chunks])]
             if chunks > 1:

@@ -40,8 +40,8 @@ def of_rank(places: Sequence[Place], rank: int) -> int:
 def announced(count: int) -> Iterator[None]:
     """Within it, ``NPROC`` in the environment says on how many cores to compute, unless it is set already.
 
-    XLA's CPU client makes so many threads when it is created. (It is for testers that XLA reads it;
-    tests/runtime/test_cores.py sees that it does.)
+    XLA's CPU client makes so many threads when it is created; it does not promise to read this, and
+    tests/runtime/test_cores.py sees that it does.
     """
     if "NPROC" in os.environ:
         yield

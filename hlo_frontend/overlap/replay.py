@@ -85,47 +85,30 @@ def replay(graph: Graph, steps: Sequence[Step], launch_s: float = 0.0) -> Timeli
     crossings = graph.crossings()
     if crossings:
         return _repeated(graph, steps, launch_s, crossings)
-    tasks = graph.tasks
-    begin, end = [0.0] * len(tasks), [0.0] * len(tasks)
-    exposed = [0.0] * len(tasks)
-    free = [0.0] * len(graph.streams)
-    clock = 0.0
-    interrupted = True
-    for index, phase in steps:
-        task = tasks[index]
-        if phase is Phase.COMPUTE:
-            if interrupted:
-                clock += launch_s
-            begin[index] = clock
-            clock += task.seconds
-            end[index] = clock
-        elif phase is Phase.START:
-            begin[index] = max(clock, free[task.stream])
-            end[index] = free[task.stream] = begin[index] + task.seconds
-        elif end[index] > clock:
-            exposed[index] = end[index] - clock
-            clock = end[index]
-        interrupted = phase is not Phase.COMPUTE
+    run = _Run(graph, launch_s)
+    run.walk(steps)
     live = memory(graph, steps)
-    return Timeline(max([clock, *free]), begin, end, exposed, live, max(live, default=0))
+    seconds = max([run.clock, *run.free])
+    return Timeline(seconds, run.begin, run.end, run.exposed, live, max(live, default=0))
 
 
-def _repeated(
-    graph: Graph, steps: Sequence[Step], launch_s: float, crossings: dict[int, int]
-) -> Timeline:
-    """An iteration among others: times from its begin on, ``seconds`` from one to the next."""
-    count = len(graph.tasks)
-    begin, end, exposed = [0.0] * count, [0.0] * count, [0.0] * count
-    free = [0.0] * len(graph.streams)
-    begins = [0.0]
-    clock = 0.0
-    for _ in range(ITERATIONS):
+class _Run:
+    """Tasks against the clock: when each began and ended last, and for how long it was waited for."""
+
+    def __init__(self, graph: Graph, launch_s: float) -> None:
+        count = len(graph.tasks)
+        self.graph, self.launch_s = graph, launch_s
+        self.begin, self.end, self.exposed = [0.0] * count, [0.0] * count, [0.0] * count
+        self.free = [0.0] * len(graph.streams)
+        self.clock = 0.0
+
+    def walk(self, steps: Sequence[Step]) -> None:
+        """Run all steps once, from where the clock stands."""
+        tasks, launch_s, clock, free = self.graph.tasks, self.launch_s, self.clock, self.free
+        begin, end, exposed = self.begin, self.end, [0.0] * len(tasks)
         interrupted = True
-        for index, arrival in crossings.items():
-            begin[arrival], end[arrival] = begin[index], end[index]
-        exposed = [0.0] * count
         for index, phase in steps:
-            task = graph.tasks[index]
+            task = tasks[index]
             if phase is Phase.COMPUTE:
                 if interrupted:
                     clock += launch_s
@@ -136,11 +119,25 @@ def _repeated(
                 if end[index] > clock:
                     exposed[index] = end[index] - clock
                     clock = end[index]
-            elif not task.arrives:
+            elif not task.arrives:  # what arrives was started by the iteration before
                 begin[index] = max(clock, free[task.stream])
                 end[index] = free[task.stream] = begin[index] + task.seconds
             interrupted = phase is not Phase.COMPUTE
-        begins.append(clock)
+        self.clock, self.exposed = clock, exposed
+
+
+def _repeated(
+    graph: Graph, steps: Sequence[Step], launch_s: float, crossings: dict[int, int]
+) -> Timeline:
+    """An iteration among others: times from its begin on, ``seconds`` from one to the next."""
+    run = _Run(graph, launch_s)
+    begin, end = run.begin, run.end
+    begins = [0.0]
+    for _ in range(ITERATIONS):
+        for index, arrival in crossings.items():
+            begin[arrival], end[arrival] = begin[index], end[index]
+        run.walk(steps)
+        begins.append(run.clock)
     seconds = (begins[-1] - begins[-1 - MEASURED]) / MEASURED
     last = begins[-2]
     live = memory(graph, steps)
@@ -148,7 +145,7 @@ def _repeated(
         seconds,
         [b - last for b in begin],
         [e - last for e in end],
-        exposed,
+        run.exposed,
         live,
         max(live, default=0),
     )

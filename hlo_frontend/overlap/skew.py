@@ -89,7 +89,13 @@ class _LogicalIds:
         self.nodes = nodes
         self.ids: dict[str, Node] = {}
 
-    def logical_id(self, node: Node) -> Value:
+    def fixed(self, root: Value, node: Node) -> Value | None:
+        """The block's own of what is the same in every iteration of any block: constants and device ids."""
+        if node.kind is NodeKind.CHEAP:
+            return root
+        return self._logical_id(node) if node.kind is NodeKind.LOGICAL_ID else None
+
+    def _logical_id(self, node: Node) -> Value:
         opcode = node.instruction.opcode
         if opcode not in self.ids:
             copy = _like(node)
@@ -178,10 +184,9 @@ class _Skewer:
             return self._carry_at(k, t)
         node = root.node
         assert node is not None
-        if node.kind is NodeKind.CHEAP:
-            return root
-        if node.kind is NodeKind.LOGICAL_ID:
-            return self.ids.logical_id(node)
+        fixed = self.ids.fixed(root, node)
+        if fixed is not None:
+            return fixed
         found = self.around.get((root, t))
         if found is None:
             found = self.ended[root, self.trips - t - self.stage[node]]
@@ -321,10 +326,9 @@ class _Kernel(_Place):
             return self.register((k, age)) if age else self.newest(k)
         node = root.node
         assert node is not None
-        if node.kind is NodeKind.CHEAP:
-            return root
-        if node.kind is NodeKind.LOGICAL_ID:
-            return self.ids.logical_id(node)
+        fixed = self.ids.fixed(root, node)
+        if fixed is not None:
+            return fixed
         age = self.stage - skewer.stage[node]
         return self.register((root, age)) if age else self._made(root)
 

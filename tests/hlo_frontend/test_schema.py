@@ -70,13 +70,13 @@ def _messages(container, into: dict) -> None:
 def embedded() -> dict[str, descriptor_pb2.DescriptorProto]:
     library = Path(jaxlib.__file__).parent / "libjax_common.so"
     if not library.exists():
-        pytest.skip(f"{library} is not there")
+        pytest.skip(f"no {library}: this jaxlib keeps XLA's own descriptors elsewhere")
     found: dict[str, descriptor_pb2.DescriptorProto] = {}
     with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         for name in FILES:
             descriptor = _descriptor(data, name)
             if descriptor is None:
-                pytest.skip(f"no descriptor of {name} in this jaxlib")
+                pytest.skip(f"this jaxlib has no descriptor of {name} to compare with")
             _messages(descriptor.message_type, found)
     return found
 

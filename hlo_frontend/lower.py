@@ -3,9 +3,11 @@
 Ownership. An array is *owned* by a block when no other slot, device or caller can see its memory:
 outputs of segments that all devices run, copies, donated program inputs. Results of collectives are not
 (communicators may hand one array to several devices), nor are values that occur twice in a block's result.
-Only owned arrays are donated. Whether a loop owns a carry follows from its body: the carry must be owned
-when it comes back. A body that donates a carry needs its initial value owned, so that is copied where it
-is not. Nothing is ever copied once per iteration.
+Only owned arrays are donated, and none while what may be the same array is in use: a loop that runs no time,
+and a body or branch that hands a parameter through, give what they were given. Where that would make a result
+of the program an array that the caller keeps, or one of its other results, it is copied. Whether a loop owns
+a carry follows from its body: the carry must be owned when it comes back. A body that donates a carry needs
+its initial value owned, so that is copied where it is not. Nothing is ever copied once per iteration.
 
 A `Wait` stands where the order of the block has an `Await`, or else right before the first use of what its
 start gives, in the next iteration for starts that a loop carries there; one for a send stands at the end of
@@ -111,13 +113,15 @@ class _Emitted:
     """A block, with what became of its parameters and whether it owns its results.
 
     ``consumed``: parameters whose memory is overwritten. ``result_sources``: for each result, the
-    parameters that it may be, handed through.
+    parameters that it may be, handed through; ``passed``: their positions, those that the block does not
+    own included.
     """
 
     block: Block
     consumed: set[Value]
     owned_results: list[bool]
     result_sources: list[set[Value]]
+    passed: list[set[int]]
     carried: tuple[Carried, ...] = ()
 
 
@@ -145,6 +149,7 @@ class _Emitter:
         self.held: set[Value] = set()  # values that starts still read in the next iteration
         self.dead: set[Value] = set()  # values to be freed once nothing reads them any more
         self.derived: dict[Value, set[Value]] = {}  # loop result -> parameters it may be
+        self.same: dict[Value, set[Value]] = {}  # value -> others that may be the same array
         self.last_use: dict[Value, int] = {}
         for index, step in enumerate(plan.steps):
             for value in step.inputs:
@@ -237,13 +242,33 @@ class _Emitter:
             self.consumed.add(value)
         self.consumed |= self.derived.get(value, set())
 
+    def exclusive(self, value: Value, index: int) -> bool:
+        """Whether nothing that may be the same array is in use, at this step or behind it."""
+        return not any(
+            self.last_use.get(other, -1) >= index or other in self.held or other in self.reading
+            for other in self.same.get(value, ())
+        )
+
+    def hand_through(self, results: Sequence[Value], given: Sequence[set[Value]]) -> None:
+        """Each result may be the array of one of these values, or what these may be."""
+        behind = [set().union(values, *(self.same.get(v, ()) for v in values)) for values in given]
+        for i, result in enumerate(results):
+            others = set(behind[i])
+            for j, other in enumerate(results):
+                unique = result in self.owned and other in self.owned
+                if i != j and not unique and behind[i] & behind[j]:
+                    others.add(other)
+            for other in others:
+                self.same.setdefault(result, set()).add(other)
+                self.same.setdefault(other, set()).add(result)
+
     # Steps.
 
     def segment(self, index: int, plan: SegmentPlan) -> None:
         self.await_(plan.inputs)
         dying = self.dying(index, plan.inputs)
         busy = self.held.union(self.reading)
-        may = [v for v in dying if v in self.owned and v not in busy]
+        may = [v for v in dying if v in self.owned and v not in busy and self.exclusive(v, index)]
         aliases = find_aliases(plan, may)
         given = {plan.inputs[i] for i in aliases}
         for value in given:
@@ -309,10 +334,12 @@ class _Emitter:
         inputs: list[Slot] = []
         donated: list[Slot] = []
         init_owned: list[bool] = []
+        copied: set[int] = set()
         for i, value in enumerate(step.inputs):
             slot = self.slots[value]
             mine = value in self.owned and value in dying and uses[value] == 1
             mine = mine and value not in self.reading and value not in self.held
+            mine = mine and self.exclusive(value, index)
             # Giving up a carry of a loop around this one means that it must be owned there.
             if mine and (i in consumed or not self._parameters_behind([value])):
                 donated.append(slot)
@@ -323,16 +350,20 @@ class _Emitter:
                 self.out.append(Copy(slot, copy))
                 slot = copy
                 donated.append(copy)
+                copied.add(i)
             inputs.append(slot)
             init_owned.append(mine or i in consumed)
         outputs = []
+        sources = _handed(body.passed, at_least_once=bool(count))
         for i, result in enumerate(node.results):
-            owned = i in ownable and init_owned[i]
+            owned = i in ownable and all(init_owned[j] for j in {i, *sources[i]})
             outputs.append(self.define(result, owned=owned))
             if owned and i not in consumed:
                 # The body may hand the initial value through: who overwrites the result
                 # overwrites that.
                 self.derived[result] = self._parameters_behind(step.inputs)
+        given = [{step.inputs[j] for j in found - copied} for found in sources]
+        self.hand_through(node.results, given)
         self.out.append(
             Loop(
                 tuple(inputs),
@@ -363,8 +394,10 @@ class _Emitter:
         plans = self.plan.blocks[node]
         selector, *rest = step.inputs
         groups: list[tuple[Slot, ...]] = []
+        operands: list[Sequence[Value]] = []
         for plan in plans:
             count = len(plan.parameters)
+            operands.append(rest[:count])
             groups.append(tuple(self.slots[v] for v in rest[:count]))
             rest = rest[count:]
         emitted = [_emit(self.state, plan, ()) for plan in plans]
@@ -372,6 +405,11 @@ class _Emitter:
             self.define(v, owned=all(e.owned_results[i] for e in emitted))
             for i, v in enumerate(node.results)
         )
+        given = [
+            {own[j] for own, e in zip(operands, emitted, strict=True) for j in e.passed[i]}
+            for i in range(len(node.results))
+        ]
+        self.hand_through(node.results, given)
         self.out.append(
             Branch(
                 self.slots[selector],
@@ -393,22 +431,37 @@ class _Emitter:
             self.wait(event)
         uses = Counter(self.plan.results)
         results: list[Slot] = []
+        given: set[Value] = set()
         for value in self.plan.results:
             slot = self.slots[value]
-            lent = value in self.parameters and value not in self.owned
-            if self.is_entry and (lent or slot in results):
+            may_be = {value, *self.same.get(value, ())}
+            lent = any(v in self.parameters and v not in self.owned for v in may_be)
+            if self.is_entry and (lent or may_be & given):
                 copy = self.state.slot(value)
                 self.out.append(Copy(slot, copy))
                 slot = copy
+            else:
+                given.add(value)
             results.append(slot)
         owned = [
-            value in self.owned and uses[value] == 1 and value not in self.held
+            value in self.owned
+            and uses[value] == 1
+            and value not in self.held
+            and self.exclusive(value, _NEVER)
+            for value in self.plan.results
+        ]
+        passed = [
+            {
+                k
+                for k, parameter in enumerate(self.plan.parameters)
+                if parameter is value or parameter in self.same.get(value, ())
+            }
             for value in self.plan.results
         ]
         sources = [self._parameters_behind([value]) for value in self.plan.results]
         block = Block(parameters, tuple(self.out), tuple(results))
         carried = tuple(Carried(event, node.carried) for node, event in self.crossing.items())
-        return _Emitted(block, self.consumed, owned, sources, carried)
+        return _Emitted(block, self.consumed, owned, sources, passed, carried)
 
 
 _EMIT = {
@@ -446,6 +499,20 @@ def _loop_body(state: _State, plan: BlockPlan) -> tuple[_Emitted, set[int], set[
         consumed.update(*needed)
         grown = len(consumed) > before
     return emitted, ownable, {i for i, p in enumerate(plan.parameters) if p in consumed}
+
+
+def _handed(passed: Sequence[set[int]], *, at_least_once: bool) -> list[set[int]]:
+    """For each carry of a loop, the carries whose initial values it may be behind the loop."""
+    found = []
+    for k, sources in enumerate(passed):
+        reached, stack = set[int](), list(sources)
+        while stack:
+            at = stack.pop()
+            if at not in reached:
+                reached.add(at)
+                stack += passed[at]
+        found.append(reached if at_least_once else reached | {k})
+    return found
 
 
 class _Finisher:

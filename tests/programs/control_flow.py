@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from .common import manual, mesh, normal, small
+from .common import manual, mesh, normal, place, small
 from .registry import CORE, program
 
 RING = [(i, (i + 1) % 8) for i in range(8)]
@@ -261,3 +261,56 @@ def divergence_nested() -> dict[str, Any]:
         return lax.scan(body, x, jnp.arange(5))[0]
 
     return {"out": manual(mesh(a=4, b=2), f, small((8, 4), "int32", 13), check_vma=False)}
+
+
+@program("loops/handed_through", exact=True)
+def handed_through() -> dict[str, Any]:
+    """Loops that run no time, and bodies and branches that hand on what they were given: the same array under
+    several names, one of which is given up while another is still read."""
+    m, spec = mesh(x=8), P("x")
+    given = np.arange(8 * 32 * 32, dtype=np.float32).reshape(8 * 32, 32) % 7
+
+    def no_times(x: jax.Array, n: jax.Array) -> tuple[jax.Array, ...]:
+        y = lax.fori_loop(0, n, lambda i, a: lax.psum(a, "x"), x)
+        return x + y, y
+
+    def its_own(x: jax.Array, n: jax.Array) -> tuple[jax.Array, ...]:
+        y = lax.psum(x, "x") % 7
+        z = lax.fori_loop(0, n, lambda i, a: lax.pmax(a, "x"), y)
+        return y, z, y * 3, z - x
+
+    def swapped(x: jax.Array, n: jax.Array) -> tuple[jax.Array, ...]:
+        def body(i: jax.Array, c: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            return c[1], c[0], lax.pmax(c[2], "x")
+
+        a, b, c = lax.fori_loop(0, 3, body, (x, x * 2, x * 3))
+        return a + 1, b + 1, c, a * b
+
+    def nested(x: jax.Array, n: jax.Array) -> tuple[jax.Array, ...]:
+        def body(i: jax.Array, c: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            y = lax.fori_loop(0, n, lambda j, a: lax.pmax(a, "x"), c[0])
+            return c[0] * 2 + 1, y
+
+        a, b = lax.fori_loop(0, 3, body, (x, x))
+        return a, b, a + b
+
+    def branched(x: jax.Array, n: jax.Array) -> tuple[jax.Array, ...]:
+        y = lax.cond(n > 0, lambda a: lax.psum(a, "x"), lambda a: a, x)
+        z = lax.switch(n, [lambda a, b: (a, b), lambda a, b: (b, lax.psum(a, "x"))], x, y)
+        return x + 1, y, *z
+
+    # What comes out is nobody else's: it can be given up, one after the other.
+    give_up = jax.jit(lambda a: a + 1, donate_argnums=0)
+    results: dict[str, Any] = {}
+    for f in (no_times, its_own, swapped, nested, branched):
+        mapped = jax.shard_map(f, mesh=m, in_specs=(spec, P()), out_specs=spec, check_vma=False)
+        for donated in (False, True):
+            compiled = jax.jit(mapped, donate_argnums=0 if donated else ())
+            for n in (0, 1):
+                x = place(m, spec, given)
+                made = compiled(x, place(m, P(), np.array(n, np.int32)))
+                name = f"{f.__name__} {n} {donated}"
+                results |= {f"{name} {k}": give_up(array) for k, array in enumerate(made)}
+                if not donated:
+                    results[f"{name} kept"] = x
+    return results

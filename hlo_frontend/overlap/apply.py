@@ -3,6 +3,7 @@
 Every block is judged on its own: the entry, and the bodies of loops and branches, which are single steps of
 the blocks around them. What a block does without the pass (`passes.order`, collectives awaited at their
 first use) is replayed on the same clock as its plan; only a plan that is faster by `LEAST_GAIN` replaces it,
+with what collectives take from the compute beside them added to both (`replay.held_up`),
 after starts and waits that cut compute for less than a launch costs were moved to where there is a cut
 anyway (`tidy`). Blocks that send or receive keep their order, since a peer's may depend on it; so do those of
 which devices leave compute out that nobody reads (`passes.unread`), which is parted by levels of that order.
@@ -29,7 +30,7 @@ from .kernels import build
 from .loops import trips_of
 from .model import Graph
 from .place import place
-from .replay import Phase, Step, Timeline, handed_over, replay, unscheduled
+from .replay import Phase, Step, Timeline, handed_over, held_up, replay, unscheduled
 from .schedule import Schedule, schedule
 from .skew import substitute
 from .staged import Judge, LoopReport, stage
@@ -163,10 +164,12 @@ def _plan(
     steps = unpassed(ordered(block), graph)
     without = replay(graph, steps, launch)
     compute_seconds = graph.compute_seconds
-    bound = max([compute_seconds, *graph.stream_seconds()])
-    took = without.seconds
+    # What keeps the cores busy takes as long beside compute; of several that merge, the latency once.
+    moving = sum(t.busy * (t.seconds - t.latency_s) for t in graph.tasks if not t.arrives)
+    bound = max([compute_seconds + moving, *graph.stream_seconds()])
+    took = without.seconds + held_up(graph, without)
     kept = Planned(took, took, graph, timeline=without, inner=inner, loops=reports)
-    if bound >= without.seconds * (1.0 - policy.least_gain):
+    if bound >= took * (1.0 - policy.least_gain):
         return kept
     limit = policy.memory_factor * replay(graph, unscheduled(graph), launch).peak_bytes
     undo = uncombine(block, costs)
@@ -181,11 +184,12 @@ def _plan(
     bucketed = bucket(graph, first, costs, lambda g: search(g, policy.budget // 4, first))
     graph, best = bucketed.graph, bucketed.schedule
     more = max(0, handed_over(best.steps) - handed_over(steps)) * launch
-    if best.timeline.seconds + more > without.seconds * (1.0 - policy.least_gain):
+    takes = best.timeline.seconds + held_up(graph, best.timeline)
+    if takes + more > took * (1.0 - policy.least_gain):
         if undo is not None:
             undo()
         return kept
-    return Planned(best.timeline.seconds, took, graph, best.steps, best.timeline, inner, reports)
+    return Planned(takes, took, graph, best.steps, best.timeline, inner, reports)
 
 
 def _stage(
@@ -208,7 +212,7 @@ def _stage(
     if found.new is None:
         planned = replace(
             body,
-            seconds=timeline.seconds,
+            seconds=timeline.seconds + held_up(found.graph, timeline),
             graph=found.graph,
             steps=found.schedule.steps,
             timeline=timeline,
@@ -222,7 +226,12 @@ def _stage(
     del inner[loop]
     inner |= {node: plans for node, plans in copied.items() if node not in inside}
     planned = Planned(
-        timeline.seconds, body.seconds, found.graph, found.schedule.steps, timeline, inside
+        timeline.seconds + held_up(found.graph, timeline),
+        body.seconds,
+        found.graph,
+        found.schedule.steps,
+        timeline,
+        inside,
     )
     inner[found.new.loop] = (Planned(0.0, 0.0), planned)
     return [found.report]

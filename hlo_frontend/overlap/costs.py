@@ -44,12 +44,17 @@ class Compute:
 
 @dataclass(frozen=True)
 class Link:
-    """What a collective costs over groups whose members are ``axis_stride`` apart."""
+    """What a collective costs over groups whose members are ``axis_stride`` apart.
+
+    ``busy``: the share of its time for which it holds up compute that runs meanwhile, because the same cores
+    move the data or wait for them. 0 where hardware of its own moves them, 1 where nothing can be hidden.
+    """
 
     axis_stride: int
     group_size: int
     latency_s: float
     bytes_per_s: float
+    busy: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -89,6 +94,7 @@ class CostTable:
                     int(link["group_size"]),
                     float(link["latency_s"]),
                     float(link["bytes_per_s"]),
+                    float(link.get("busy", 0.0)),
                 )
                 for link in data["links"]
             )
@@ -100,6 +106,8 @@ class CostTable:
             raise InvalidProgramError(
                 "not a cost table: rates must be positive, times not negative"
             )
+        if not all(0.0 <= link.busy <= 1.0 for link in links):
+            raise InvalidProgramError("not a cost table: busy is a share, from 0 to 1")
         return cls(compute, links)
 
     @classmethod

@@ -229,7 +229,8 @@ def _price(graph: Graph, costs: CostTable, opaque: Callable[[Node], float]) -> N
             task.stream = streams[key]
             task.seconds = charge.seconds
             task.moved_bytes = charge.wire_bytes
-            task.latency_s = charge.link.latency_s if charge.link else 0.0
+            if charge.link is not None:
+                task.latency_s, task.busy = charge.link.latency_s, charge.link.busy
             task.crosses = bool(node.carried) and not task.ops[0].arrives
             if task.ops[0].arrives:
                 task.arrives, task.seconds, task.moved_bytes = True, 0.0, 0.0

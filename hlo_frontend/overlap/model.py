@@ -69,7 +69,8 @@ class Task:
     """A kernel, a collective, or an opaque loop or branch.
 
     ``seconds`` is its time on ``stream``; stream -1 is compute. ``moved_bytes`` go over the wire or to and
-    from memory. ``latency_s`` is the part of a collective's time that does not grow with its size.
+    from memory. ``latency_s`` is the part of a collective's time that does not grow with its size,
+    ``busy`` the share of it that is taken from compute that runs meanwhile.
     ``extra_bytes`` are used while the task runs or is in flight. A bucket has an op for each member.
 
     A collective that a loop's body starts for the next iteration is two tasks there: one that ``crosses``,
@@ -83,6 +84,7 @@ class Task:
     stream: int = -1
     moved_bytes: float = 0.0
     latency_s: float = 0.0
+    busy: float = 0.0
     collective: Collective | None = None
     before: tuple[int, ...] = ()
     after: tuple[int, ...] = ()

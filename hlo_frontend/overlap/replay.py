@@ -79,6 +79,18 @@ def handed_over(steps: Sequence[Step]) -> int:
     )
 
 
+def held_up(graph: Graph, timeline: Timeline) -> float:
+    """Seconds that the collectives of a replay take from compute beside them: of each, its link's ``busy``
+    share of what is not exposed. No replay counts them, so that steps keep their lengths."""
+    crossings = graph.crossings()
+    total = 0.0
+    for task in graph.tasks:
+        if task.busy and not task.arrives:
+            exposed = timeline.exposed[crossings.get(task.index, task.index)]
+            total += task.busy * max(0.0, task.seconds - exposed)
+    return total
+
+
 def replay(graph: Graph, steps: Sequence[Step], launch_s: float = 0.0) -> Timeline:
     """Run ``steps`` against the clock; those of a loop's body with crossing collectives over and over, until
     every iteration takes the same time."""

@@ -22,7 +22,7 @@ from .costs import CostTable
 from .kernels import build
 from .loops import trips_of
 from .model import Graph
-from .replay import Timeline, handed_over, replay, unscheduled
+from .replay import Timeline, handed_over, held_up, replay, unscheduled
 from .schedule import Schedule, schedule
 from .skew import Skewed, skew
 from .stages import EARLY, LoopBody, Stages, is_plain, stages_of
@@ -137,7 +137,7 @@ def stage(loop: Node, judge: Judge) -> Staged | LoopReport:
         if found.timeline.peak_bytes > limit:
             why = "what would be under way or kept for the next iteration does not fit into memory"
             continue
-        each = found.timeline.seconds
+        each = found.timeline.seconds + held_up(graph, found.timeline)
         total = each * (trips - span) + plain * span + _under_way(graph, found.timeline)
         total += launch * handed_over(found.steps) * (trips - span)
         if total > plain * trips * (1.0 - judge.least_gain):
@@ -164,7 +164,7 @@ def _as_it_stands(
     for node, carried in found.items():
         node.carried = carried
     graph, best = judge.plan(body, limit, judge.opaque)
-    each = best.timeline.seconds
+    each = best.timeline.seconds + held_up(graph, best.timeline)
     more = judge.costs.compute.launch_s * handed_over(best.steps)
     if best.timeline.peak_bytes <= limit and each + more <= plain * (1.0 - judge.least_gain):
         return Staged(None, graph, best, LoopReport(name, None, plain, each))

@@ -90,7 +90,8 @@ def summary(table: dict[str, Any], kept: list[str]) -> str:
         f"{compute['bytes_per_s'] / 1e9:.2f} GB/s, launch {compute['launch_s'] * 1e6:.1f} us",
         *(
             f"stride {link['axis_stride']:4} x {link['group_size']:4}: latency "
-            f"{link['latency_s'] * 1e6:9.1f} us, {link['bytes_per_s'] / 1e9:8.3f} GB/s"
+            f"{link['latency_s'] * 1e6:9.1f} us, {link['bytes_per_s'] / 1e9:8.3f} GB/s, "
+            f"busy {link['busy']:.2f}"
             for link in table["links"]
         ),
         *(f"written: {path}" for path in kept),

@@ -5,11 +5,16 @@ their number, all groups of a span at once. Latency is the median time of a smal
 follows from the medians of large all-gathers, reduce-scatters and all-reduces less their latency, by the
 ring's wire bytes. Compute is measured on all local devices at once: operations by a matrix product, memory
 traffic by a sum of two arrays, a launch by the smallest segment. Rank 0's medians are everybody's.
+
+How *busy* a span keeps the cores that compute follows from gathers made while matrix products run: products
+alone take c, gathers alone m, which is no more, and both together t. Of m the part t - c is not hidden, as
+if the gathers took it from the products.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from math import ceil
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -28,6 +33,9 @@ from stretto.runtime.world import World
 SMALL, LARGE = 64, 1 << 20  # float32 elements that a device gives
 SIDE = 1024  # of the matrices
 ELEMENTS = 1 << 24  # float32 of the arrays that are added
+BESIDE = 512  # side of the matrices that are multiplied beside collectives
+_PRODUCT = "stablehlo.dot_general %a, %b, contracting_dims = [1] x [0] : ({0}, {0}) -> {0}"
+_SUM = "stablehlo.add %a, %b : {0}"
 
 
 def spans(devices: int) -> Iterator[tuple[int, int]]:
@@ -66,32 +74,76 @@ def collective(kind: Kind, groups: tuple[tuple[int, ...], ...], elements: int) -
 def calibrate(world: World, engine: Engine, rounds: int) -> dict[str, Any]:
     """The table as JSON, equal on all ranks, which all call this. Raises `StrettoError`."""
     compute = measure_compute(world, engine, rounds)
+    product = _Work(engine, (BESIDE, BESIDE), _PRODUCT)
     links = []
     for stride, size in spans(world.num_devices):
-        latency, rate = measure_link(world, groups_of(world.num_devices, stride, size), rounds)
+        groups = groups_of(world.num_devices, stride, size)
+        latency, rate, busy = measure_link(world, groups, product, rounds)
         links.append(
-            {"axis_stride": stride, "group_size": size, "latency_s": latency, "bytes_per_s": rate}
+            {
+                "axis_stride": stride,
+                "group_size": size,
+                "latency_s": latency,
+                "bytes_per_s": rate,
+                "busy": busy,
+            }
         )
     found = {"compute": compute, "links": links}
     return found if world.comm is None else world.comm.bcast(found, root=0)  # type: ignore[no-any-return]
 
 
+class _Work:
+    """One operation on two arrays of its own on every local device."""
+
+    def __init__(self, engine: Engine, shape: tuple[int, ...], line: str) -> None:
+        type, tensor = TensorType("f32", shape), f"tensor<{'x'.join(map(str, shape))}xf32>"
+        module = (
+            f"module @calibrate {{\n  func.func public @main(%a: {tensor}, %b: {tensor}) -> {tensor} {{\n"
+            f"    %r = {line.format(tensor)}\n    return %r : {tensor}\n  }}\n}}\n"
+        )
+        self._engine = engine
+        self._segment = engine.compile(
+            Segment((type, type), (type,), module.encode(), name="calibrate"), name="calibrate"
+        )
+        host = np.full(shape, 0.5, np.float32)
+        self._inputs = [
+            [engine.put(host, type, ordinal), engine.put(host, type, ordinal)]
+            for ordinal in range(engine.num_devices)
+        ]
+
+    def start(self) -> list[Any]:
+        """Hand it to all devices; what `end` waits for."""
+        return [
+            self._segment.run(ordinal, arrays)[0] for ordinal, arrays in enumerate(self._inputs)
+        ]
+
+    def end(self, started: list[Any]) -> None:
+        for array in started:
+            self._engine.block(array)
+
+    def __call__(self) -> None:
+        self.end(self.start())
+
+
 def measure_link(
-    world: World, groups: tuple[tuple[int, ...], ...], rounds: int
-) -> tuple[float, float]:
-    """(seconds of latency, bytes a second) of these groups."""
+    world: World, groups: tuple[tuple[int, ...], ...], beside: _Work, rounds: int
+) -> tuple[float, float, float]:
+    """(seconds of latency, bytes a second, how busy it keeps compute) of these groups."""
     size = len(groups[0])
     owner = {device: device // world.local_devices for device in range(world.num_devices)}
     local = [device for device, rank in owner.items() if rank == world.rank]
     communicator = create_communicator(world.comm, 0)
     try:
 
-        def seconds(kind: Kind, elements: int) -> tuple[float, float]:
+        def call(kind: Kind, elements: int) -> tuple[Callable[[], Any], Collective]:
             wanted = collective(kind, groups, max(size, elements // size * size))
             bound = communicator.bind(wanted, owner)
             operands = {d: [np.ones(wanted.operands[0].shape, np.float32)] for d in local}
-            taken = _median(world, lambda: bound.run(operands), rounds)
-            return taken, wire_bytes(wanted, size)
+            return lambda: bound.run(operands), wanted
+
+        def seconds(kind: Kind, elements: int) -> tuple[float, float]:
+            run, wanted = call(kind, elements)
+            return _median(world, run, rounds), wire_bytes(wanted, size)
 
         latency, _ = seconds(Kind.ALL_REDUCE, SMALL)
         elements = LARGE // size  # a gather's result is as large as the others' operands
@@ -101,25 +153,42 @@ def measure_link(
             seconds(Kind.ALL_REDUCE, LARGE),
             strict=True,
         )
+        busy = measure_busy(world, call(Kind.ALL_GATHER, elements)[0], beside, rounds)
     finally:
         communicator.close()
     beyond = sum(times) - len(times) * latency
-    return latency, sum(moved) / max(beyond, 0.05 * sum(times))
+    return latency, sum(moved) / max(beyond, 0.05 * sum(times)), busy
+
+
+def measure_busy(world: World, run: Callable[[], Any], beside: _Work, rounds: int) -> float:
+    """The share of a collective's time, 0 to 1, for which it holds up compute that runs meanwhile."""
+    compute, one = _median(world, beside, rounds), _median(world, run, rounds)
+    # The same on all ranks: products that take as long as one call or longer, and the calls that fit in.
+    products = max(1, ceil(one / compute))
+    calls = max(1, int(products * compute / max(one, 1e-9)))
+    if world.comm is not None:
+        products, calls = world.comm.bcast((products, calls), root=0)
+
+    def both() -> None:
+        started = [beside.start() for _ in range(products)]
+        for _ in range(calls):
+            run()
+        for arrays in started:
+            beside.end(arrays)
+
+    held_up = _median(world, both, rounds) - products * compute
+    return min(1.0, max(0.0, held_up / (calls * one)))
 
 
 def measure_compute(world: World, engine: Engine, rounds: int) -> dict[str, float]:
     """Rates of one device while all local ones compute. Raises `StrettoError` without a clock of its own."""
-    matrix = f"tensor<{SIDE}x{SIDE}xf32>"
-    product = _seconds(
-        world,
-        engine,
-        f"stablehlo.dot_general %a, %b, contracting_dims = [1] x [0] : ({matrix}, {matrix}) -> {matrix}",
-        (SIDE, SIDE),
-        rounds,
-    )
-    vector = f"tensor<{ELEMENTS}xf32>"
-    traffic = _seconds(world, engine, f"stablehlo.add %a, %b : {vector}", (ELEMENTS,), rounds)
-    launch = _seconds(world, engine, "stablehlo.add %a, %b : tensor<8xf32>", (8,), rounds)
+
+    def seconds(shape: tuple[int, ...], line: str) -> float:
+        return _median(world, _Work(engine, shape, line), rounds)
+
+    product = seconds((SIDE, SIDE), _PRODUCT)
+    traffic = seconds((ELEMENTS,), _SUM)
+    launch = seconds((8,), _SUM)
     if min(product, traffic, launch) <= 0.0:
         raise StrettoError(f"engine {engine.name} computes in no time: there is nothing to measure")
     return {
@@ -127,30 +196,6 @@ def measure_compute(world: World, engine: Engine, rounds: int) -> dict[str, floa
         "bytes_per_s": 3.0 * 4 * ELEMENTS / max(traffic - launch, 0.05 * traffic),
         "launch_s": launch,
     }
-
-
-def _seconds(world: World, engine: Engine, line: str, shape: tuple[int, ...], rounds: int) -> float:
-    type = TensorType("f32", shape)
-    text = "x".join(map(str, shape)) + "xf32"
-    module = (
-        f"module @calibrate {{\n  func.func public @main(%a: tensor<{text}>, %b: tensor<{text}>) -> "
-        f"tensor<{text}> {{\n    %r = {line}\n    return %r : tensor<{text}>\n  }}\n}}\n"
-    )
-    segment = engine.compile(
-        Segment((type, type), (type,), module.encode(), name="calibrate"), name="calibrate"
-    )
-    host = np.full(shape, 0.5, np.float32)
-    inputs = [
-        [engine.put(host, type, ordinal), engine.put(host, type, ordinal)]
-        for ordinal in range(engine.num_devices)
-    ]
-
-    def work() -> None:
-        outputs = [segment.run(ordinal, arrays)[0] for ordinal, arrays in enumerate(inputs)]
-        for array in outputs:
-            engine.block(array)
-
-    return _median(world, work, rounds)
 
 
 def _median(world: World, work: Callable[[], Any], rounds: int) -> float:

@@ -32,12 +32,17 @@ def test_spans_of_a_mesh_by_hand() -> None:
 
 
 class Machine:
-    """A clock, links and an engine that take the time they should."""
+    """A clock, links and an engine that take the time they should.
+
+    Collectives take the share ``busy`` of their time from what computes meanwhile.
+    """
 
     num_devices, name = 4, "exact"
 
     def __init__(self) -> None:
         self.now = 0.0
+        self.busy = 0.0
+        self.computed = 0.0  # when all that was handed over will have run
 
     def create_communicator(self, comm: None, stream: int) -> Any:
         def bind(collective: Collective, owner: Mapping[int, int]) -> Any:
@@ -51,7 +56,10 @@ class Machine:
 
             def run(operands: Mapping[int, Any]) -> None:
                 assert set(operands) == {0, 1, 2, 3} == set(owner)
-                self.now += LATENCY + wire / RATE
+                seconds = LATENCY + wire / RATE
+                computing = min(seconds, max(0.0, self.computed - self.now))
+                self.computed += self.busy * computing
+                self.now += seconds
 
             return SimpleNamespace(run=run)
 
@@ -63,7 +71,8 @@ class Machine:
         def run(ordinal: int, inputs: list[Any]) -> list[Any]:
             if ordinal == 0:  # the devices compute beside each other
                 product = b"dot_general" in segment.module
-                self.now += 1e-4 + (2 * 1024**3 / 1e12 if product else 3 * size / 1e10)
+                seconds = 2 * segment.inputs[0].shape[0] ** 3 / 1e12 if product else 3 * size / 1e10
+                self.computed = max(self.computed, self.now) + 1e-4 + seconds
             return inputs[:1]
 
         return SimpleNamespace(run=run)
@@ -71,7 +80,8 @@ class Machine:
     def put(self, host: np.ndarray, type: Any, ordinal: int) -> np.ndarray:
         return host
 
-    def block(self, array: Any) -> None: ...
+    def block(self, array: Any) -> None:
+        self.now = max(self.now, self.computed)
 
 
 @pytest.fixture
@@ -92,6 +102,14 @@ def test_a_known_machine_is_measured_as_it_is(machine: Machine) -> None:
     assert costs.compute.flops_per_s == pytest.approx(1e12, rel=1e-2)
     assert costs.compute.bytes_per_s == pytest.approx(1e10, rel=1e-2)
     assert costs.compute.launch_s == pytest.approx(1e-4, rel=1e-2)
+
+
+@pytest.mark.parametrize("busy", [0.0, 0.4, 1.0])
+def test_how_busy_a_link_keeps_the_cores_is_measured(machine: Machine, busy: float) -> None:
+    machine.busy = busy
+    table = calibration.calibrate(World(Options(local_devices=4)), machine, rounds=3)  # type: ignore[arg-type]
+    for link in CostTable.from_json(table).links:
+        assert link.busy == pytest.approx(busy, abs=0.01)
 
 
 def test_an_engine_without_a_clock(

@@ -115,6 +115,31 @@ def test_the_program_takes_the_time_that_was_claimed() -> None:
     assert replayed.seconds < 0.8 * without
 
 
+def busy(share: float) -> OverlapPolicy:
+    links = tuple(replace(link, busy=share) for link in TABLE.links)
+    return OverlapPolicy(replace(TABLE, links=links))
+
+
+def test_nothing_is_hidden_by_the_cores_that_would_compute() -> None:
+    found = module_of(busy(1.0))
+    assert found.program == module_of(None).program
+    assert found.overlap is not None and found.overlap.seconds == found.overlap.without
+
+
+def test_what_collectives_take_from_compute_is_charged() -> None:
+    free, half = module_of(POLICY), module_of(busy(0.5))
+    assert half.program == free.program
+    assert free.overlap is not None and half.overlap is not None
+    program = free.program
+    seconds = seconds_of(program)
+    runs = sum(seconds(i) for i in instructions(program.body) if isinstance(i, Run))
+    moving = sum(seconds(i) for i in instructions(program.body) if isinstance(i, Start))
+    hidden = runs + moving - replay_program(program, seconds).seconds
+    assert hidden > 0.5 * moving
+    charged = half.overlap.seconds - free.overlap.seconds
+    assert charged == pytest.approx(0.5 * hidden, rel=0.05)
+
+
 def test_peak_memory_is_as_claimed_and_within_the_limit() -> None:
     module = module_of(POLICY)
     found = module.overlap
@@ -266,8 +291,12 @@ def rng() -> np.random.Generator:
     return np.random.default_rng(0)
 
 
-def test_small_collectives_become_one_with_the_operands_of_all(rng: np.random.Generator) -> None:
-    """Each of many small gathers costs a latency, and nothing lies between them that could hide it."""
+@pytest.mark.parametrize("share", [0.0, 1.0])
+def test_small_collectives_become_one_with_the_operands_of_all(
+    rng: np.random.Generator, share: float
+) -> None:
+    """Each of many small gathers costs a latency, and nothing lies between them that could hide it: that is
+    saved even where the cores that compute move the data."""
     over = mesh(4)
 
     def f(ws, v, x):
@@ -281,7 +310,7 @@ def test_small_collectives_become_one_with_the_operands_of_all(rng: np.random.Ge
     v, x = rng.normal(size=(32, 32)).astype(np.float32) / 9, rng.normal(size=(128, 32)) / 9
     specs = ([P("x")] * 6, P("x"), P("x"))
     function = manual(f, over, specs, P("x"))
-    costs = replace(TABLE, links=(Link(1, 4, 1e-3, 1e9),))
+    costs = replace(TABLE, links=(Link(1, 4, 1e-3, 1e9, busy=share),))
     policy = OverlapPolicy(costs)
     arguments = (ws, v, x.astype(np.float32))
     without, program = (

@@ -65,6 +65,8 @@ def test_a_table_is_read_from_json(tmp_path: Path) -> None:
     compute = {"flops_per_s": 1e12, "bytes_per_s": 1e11, "launch_s": 1e-6}
     path.write_text(json.dumps({"compute": compute, "links": [link]}))
     assert CostTable.read(path) == CostTable(Compute(1e12, 1e11, 1e-6), (Link(1, 2, 1e-5, 1e9),))
+    path.write_text(json.dumps({"compute": compute, "links": [link | {"busy": 0.5}]}))
+    assert CostTable.read(path).links == (Link(1, 2, 1e-5, 1e9, busy=0.5),)
 
 
 @pytest.mark.parametrize(
@@ -76,6 +78,8 @@ def test_a_table_is_read_from_json(tmp_path: Path) -> None:
         '{"compute": {"flops_per_s": 0, "bytes_per_s": 1, "launch_s": 0}, "links": []}',
         '{"compute": {"flops_per_s": 1, "bytes_per_s": 1, "speed": 0}, "links": []}',
         '{"compute": {"flops_per_s": 1, "bytes_per_s": 1}, "links": [{"axis_stride": 1}]}',
+        '{"compute": {"flops_per_s": 1, "bytes_per_s": 1}, "links": [{"axis_stride": 1, "group_size": 2, '
+        '"latency_s": 1, "bytes_per_s": 1, "busy": 2}]}',
     ],
 )
 def test_what_is_not_a_cost_table_is_an_error(text: str, tmp_path: Path) -> None:

@@ -98,6 +98,13 @@ def test_gathers_begin_early_and_scatters_end_late() -> None:
     assert [len(loop.carried) for loop in loops(module.program)] == [1, 2]
 
 
+def test_no_loop_is_changed_where_the_cores_that_compute_move_the_data() -> None:
+    links = tuple(replace(link, busy=1.0) for link in TABLE.links)
+    module = training(8, OverlapPolicy(replace(TABLE, links=links)))
+    assert module.program == training(8, None).program
+    assert all("gains too little" in report.why for report in reports(module.overlap))
+
+
 def test_it_takes_the_time_that_was_claimed_about_that_of_the_unrolled_program() -> None:
     module = training(24, POLICY)
     assert module.overlap is not None

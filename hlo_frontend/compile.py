@@ -17,7 +17,7 @@ from stretto.runtime.errors import InvalidProgramError, UnsupportedError
 from stretto.runtime.program import Block, Program, Run, Segment
 
 from . import stablehlo, tap
-from .carve import BlockPlan, carve
+from .carve import BlockPlan, SegmentPlan, carve
 from .collectives import CollectiveReader
 from .flatten import flatten
 from .graph import Module
@@ -25,6 +25,7 @@ from .groups import MOST_DEVICES
 from .lower import lower
 from .overlap.apply import OverlapPolicy, Planned, carve_planned, planned_loops
 from .overlap.apply import plan as plan_overlap
+from .overlap.measured import key_of
 from .own_options import split
 from .passes import unread
 from .passes.bytes import Rewrite, RewriteReport, rewrite
@@ -84,10 +85,17 @@ class PartitionedModule:
         plan = plan_block(entry, self.valid.least_flops)
         return module, entry, plan, replace(report, liveness=None), done
 
-    def lower(self, module: Module, plan: BlockPlan, *, streams: bool = False) -> Program:
-        """The program of a plan, its collectives on one stream or on several."""
+    def lower(
+        self,
+        module: Module,
+        plan: BlockPlan,
+        *,
+        streams: bool = False,
+        homes: dict[SegmentPlan, int] | None = None,
+    ) -> Program:
+        """The program of a plan, its collectives on one stream or on several. ``homes``: see `lower`."""
         counts = self.num_replicas, self.num_partitions
-        return lower(plan, module.name, *counts, _donated(module), streams=streams)
+        return lower(plan, module.name, *counts, _donated(module), streams=streams, homes=homes)
 
     def with_order(self, order: CommonOrder) -> Program:
         """The program with its collectives in another order. Raises `InvalidProgramError` where that
@@ -101,35 +109,65 @@ class PartitionedModule:
         _, entry, plan, *_ = self.plan()
         return token_edges(entry, plan)
 
-    def compiled(self, overlap: OverlapPolicy | None = None) -> CompiledModule:
-        """The program, and what was found about it. ``overlap``: how its collectives are scheduled."""
+    def key(self) -> str:
+        """By what measured times of its compute are kept (see `overlap.measured`)."""
+        return key_of(Module.parse(self.hlo), self.num_replicas, self.num_partitions)
+
+    def lowered(self, overlap: OverlapPolicy | None = None) -> LoweredModule:
+        """The program with all that it came of. ``overlap``: how its collectives are scheduled."""
         module, entry, plan, valid, done = self.plan()
         schedule = schedule_of(entry, plan)
         found = None
         if overlap is not None:
-            found = plan_overlap(entry, overlap, _donated(module), self._ordered)
+            if overlap.measured:
+                overlap = overlap.of(key_of(module, self.num_replicas, self.num_partitions))
+            found = plan_overlap(entry, overlap, _donated(module), self.ordered)
         # The schedule stays that of the plain plan: ranks that differ come back to one like it.
         rotated = self.valid.pipeline and rotate(entry, planned_loops(found))
-        if found is not None and found.changed:
-            program = self.lower(module, carve_planned(entry, found, self._ordered), streams=True)
-        else:
-            if rotated:
-                plan = plan_block(entry, self.valid.least_flops)
-            program = self.lower(module, plan)
+        planned = found is not None and found.changed
+        if planned:
+            plan = carve_planned(entry, found, self.ordered)
+        elif rotated:
+            plan = plan_block(entry, self.valid.least_flops)
+        homes: dict[SegmentPlan, int] = {}
+        program = self.lower(module, plan, streams=planned, homes=homes)
+        return LoweredModule(program, entry, plan, homes, schedule, valid, done, found)
+
+    def compiled(self, overlap: OverlapPolicy | None = None) -> CompiledModule:
+        """The program, and what was found about it. ``overlap``: how its collectives are scheduled."""
+        made = self.lowered(overlap)
         return CompiledModule(
-            program,
+            made.program,
             self,
-            ("",) * len(program.inputs),
-            ("",) * len(program.outputs),
-            schedule,
-            valid,
-            done.rewrites,
-            done.digest,
-            found,
+            ("",) * len(made.program.inputs),
+            ("",) * len(made.program.outputs),
+            made.schedule,
+            made.valid,
+            made.rewritten.rewrites,
+            made.rewritten.digest,
+            made.overlap,
         )
 
-    def _ordered(self, block: BlockGraph) -> list[Node]:
+    def ordered(self, block: BlockGraph) -> list[Node]:
+        """The order of a block without a plan."""
         return order(block, self.valid.least_flops)
+
+
+@dataclass(frozen=True, eq=False)
+class LoweredModule:
+    """A program, and what it was lowered from: the entry as a graph, as it was rewritten, ordered and carved.
+
+    ``homes``: which segment of the program each one of ``carved`` became. The rest as in `CompiledModule`.
+    """
+
+    program: Program
+    entry: BlockGraph
+    carved: BlockPlan
+    homes: dict[SegmentPlan, int]
+    schedule: Schedule
+    valid: ValidReport
+    rewritten: RewriteReport
+    overlap: Planned | None
 
 
 @dataclass(frozen=True)

@@ -56,16 +56,18 @@ def lower(
     donated: Sequence[int] = (),
     *,
     streams: bool = False,
+    homes: dict[SegmentPlan, int] | None = None,
 ) -> Program:
     """The program of an entry block whose parameters at positions ``donated`` are given up.
 
-    ``streams``: whether collectives run on several streams (see `streams`), instead of on one.
+    ``streams``: whether collectives run on several streams (see `streams`), instead of on one. ``homes`` is told
+    which of the program's segments each one of the plan became.
     """
     owned = {plan.parameters[i] for i in donated}
     state = _State(Streams() if streams else None)
     emitted = _emit(state, plan, owned, is_entry=True)
     pool = SegmentPool()
-    finisher = _Finisher(state, pool)
+    finisher = _Finisher(state, pool, {} if homes is None else homes)
     body = finisher.block(emitted.block)
     return Program(
         name=name,
@@ -518,9 +520,10 @@ def _handed(passed: Sequence[set[int]], *, at_least_once: bool) -> list[set[int]
 class _Finisher:
     """Gives runs their segments and starts their collectives, in the order of the program."""
 
-    def __init__(self, state: _State, pool: SegmentPool) -> None:
+    def __init__(self, state: _State, pool: SegmentPool, homes: dict[SegmentPlan, int]) -> None:
         self.state = state
         self.pool = pool
+        self.homes = homes
         self.streams = state.streams
         self.collectives: list[Collective] = []
         self._reducers: dict[tuple[Computation, tuple[TensorType, ...]], int] = {}
@@ -531,7 +534,8 @@ class _Finisher:
     def instruction(self, instruction: Instruction) -> Instruction:
         if isinstance(instruction, Run):
             plan, aliases = self.state.runs[instruction.segment]
-            return replace(instruction, segment=self.pool.add(plan, aliases))
+            self.homes[plan] = self.pool.add(plan, aliases)
+            return replace(instruction, segment=self.homes[plan])
         if isinstance(instruction, Start):
             collective = self.collective(self.state.starts[instruction.collective])
             stream = instruction.stream

@@ -16,7 +16,7 @@ Invariant: decisions follow from the program's text and the table alone, the sam
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from stretto.collectives.ops import Kind
@@ -28,6 +28,7 @@ from .buckets import bucket
 from .costs import CostTable
 from .kernels import build
 from .loops import trips_of
+from .measured import Measured
 from .model import Graph
 from .place import place
 from .replay import Phase, Step, Timeline, handed_over, held_up, replay, unscheduled
@@ -48,12 +49,23 @@ MEMORY_FACTOR = 1.1
 
 @dataclass(frozen=True)
 class OverlapPolicy:
-    """How blocks are judged and planned. ``least_gain`` is a share of the time without a plan."""
+    """How blocks are judged and planned. ``least_gain`` is a share of the time without a plan.
+
+    ``measured``: by key of a module (`measured.key_of`), what its compute takes where that is known.
+    """
 
     costs: CostTable
     least_gain: float = LEAST_GAIN
     memory_factor: float = MEMORY_FACTOR
     budget: int = BUDGET
+    measured: Mapping[str, Measured] = field(default_factory=dict, hash=False)
+
+    def of(self, key: str) -> OverlapPolicy:
+        """The policy for the module with this key."""
+        known = self.measured.get(key)
+        if known is None:
+            return self
+        return replace(self, costs=replace(self.costs, measured=known), measured={})
 
 
 @dataclass
@@ -71,6 +83,15 @@ class Planned:
     timeline: Timeline | None = field(default=None, repr=False)
     inner: dict[Node, tuple[Planned, ...]] = field(default_factory=dict, repr=False)
     loops: list[LoopReport] = field(default_factory=list)
+
+    @property
+    def considered(self) -> bool:
+        """Whether this block, or one inside it, communicates enough to be worth a look."""
+        return (
+            self.graph is not None
+            or bool(self.loops)
+            or any(p.considered for ps in self.inner.values() for p in ps)
+        )
 
     @property
     def changed(self) -> bool:

@@ -28,6 +28,7 @@ from stretto.collectives.ops import Collective, Kind
 from stretto.runtime.errors import InvalidProgramError
 
 from ..graph import Instruction, trip_count
+from .measured import Measured
 
 
 @dataclass(frozen=True)
@@ -71,12 +72,13 @@ class CostTable:
     """Costs of one machine set. All ranks must schedule with equal tables.
 
     ``estimates``: whether a span without an entry is charged as the nearest one that has one, instead of
-    being an error.
+    being an error. ``measured``: what compute of the module at hand takes, where that was measured.
     """
 
     compute: Compute
     links: tuple[Link, ...]
     estimates: bool = False
+    measured: Measured | None = None
     _by_span: dict[tuple[int, int], Link] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -118,6 +120,10 @@ class CostTable:
         except (ValueError, RecursionError) as error:
             raise InvalidProgramError(f"{path} is not JSON: {error}") from None
         return cls.from_json(data)
+
+    def taken(self, instruction: Instruction, modelled: float) -> float:
+        """Seconds of a compute instruction that takes ``modelled`` by the rates."""
+        return modelled if self.measured is None else self.measured.of(instruction, modelled)
 
     def link(self, collective: Collective, stride: int, size: int) -> Link:
         """The entry for a span. Raises `InvalidProgramError` naming stride and size without one."""

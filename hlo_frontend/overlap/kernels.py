@@ -238,8 +238,31 @@ def _price(graph: Graph, costs: CostTable, opaque: Callable[[Node], float]) -> N
         elif node.is_runtime:
             task.seconds = opaque(node)
         else:
-            flops_needed, task.moved_bytes = kernel_cost(task)
-            task.seconds = costs.compute.seconds(flops_needed, task.moved_bytes)
+            price_kernel(task, costs)
+
+
+def price_kernel(task: Task, costs: CostTable) -> None:
+    """Set what a kernel takes: as it was measured, or by the rates of the table."""
+    flops_needed, task.moved_bytes = kernel_cost(task)
+    task.seconds = costs.compute.seconds(flops_needed, task.moved_bytes)
+    if costs.measured is not None:
+        shares = shared_out(task, task.seconds, costs)
+        task.seconds = sum(
+            costs.taken(op.instruction, share) for op, share in zip(task.ops, shares, strict=True)
+        )
+
+
+def shared_out(task: Task, seconds: float, costs: CostTable) -> list[float]:
+    """Each op's part of a kernel's time, in the proportion of its operations and the bytes of its result."""
+    rates = costs.compute
+    weights = [
+        flops(op.instruction) / rates.flops_per_s + op.written_bytes / rates.bytes_per_s
+        for op in task.ops
+    ]
+    whole = sum(weights)
+    if whole <= 0.0:
+        return [seconds / len(weights)] * len(weights)
+    return [seconds * weight / whole for weight in weights]
 
 
 def _label(collective: Collective) -> str:

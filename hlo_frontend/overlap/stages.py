@@ -239,4 +239,5 @@ def _staged(loop_body: LoopBody, early: set[Node], late: set[Node]) -> Stages | 
 
 def _seconds(node: Node, costs: CostTable) -> float:
     written = sum(v.type.nbytes for v in node.results if v.type is not None)
-    return costs.compute.seconds(flops(node.instruction), 2.0 * written)
+    modelled = costs.compute.seconds(flops(node.instruction), 2.0 * written)
+    return costs.taken(node.instruction, modelled)

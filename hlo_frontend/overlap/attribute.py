@@ -1,0 +1,77 @@
+"""Measured times of segments shared out among the instructions of a module.
+
+A segment's launch is the table's; what it takes beyond that are its kernels. These keep the proportions that
+they have by the table's rates, and are scaled so that their sum is what was measured. An instruction that
+stands in several places (a call that was inlined, an iteration beside its loop) gets the mean of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from statistics import fmean
+
+from ..carve import BlockPlan, SegmentPlan
+from ..graph import Instruction
+from ..values import BlockGraph, Node
+from .costs import CostTable
+from .kernels import build, shared_out
+from .measured import Measured, name_of
+
+
+def attribute(
+    entry: BlockGraph,
+    carved: BlockPlan,
+    homes: Mapping[SegmentPlan, int],
+    seconds: Sequence[float | None],
+    costs: CostTable,
+) -> Measured:
+    """What the instructions of ``entry`` take, which was carved as ``carved``.
+
+    ``homes`` tells which segment of the program each of its parts became, ``seconds[i]`` what segment i
+    takes, its launch included; None where it never ran. What ``costs`` knows as measured is not used.
+    """
+    rates = replace(costs, measured=None)
+    found: dict[str, list[float]] = {}
+    measured = modelled = 0.0
+    for block, plan in _blocks(entry, carved):
+        for segment, parts in _parts(block, plan, rates).items():
+            taken = seconds[homes[segment]] if segment in homes else None
+            if taken is None:
+                continue
+            kernels = max(0.0, taken - rates.compute.launch_s)
+            whole = sum(part for _, part in parts)
+            measured += kernels
+            modelled += whole
+            for instruction, part in parts:
+                share = part / whole if whole > 0.0 else 1.0 / len(parts)
+                found.setdefault(name_of(instruction), []).append(kernels * share)
+    ratio = measured / modelled if modelled > 0.0 else 1.0
+    return Measured({name: fmean(times) for name, times in found.items()}, ratio)
+
+
+def _blocks(block: BlockGraph, plan: BlockPlan) -> Iterator[tuple[BlockGraph, BlockPlan]]:
+    """The block and those inside it, each with what it was cut into."""
+    yield block, plan
+    for node, plans in plan.blocks.items():
+        for inner, inner_plan in zip(node.blocks, plans, strict=True):
+            yield from _blocks(inner, inner_plan)
+
+
+def _parts(
+    block: BlockGraph, plan: BlockPlan, rates: CostTable
+) -> dict[SegmentPlan, list[tuple[Instruction, float]]]:
+    """What the kernels of each segment take by the rates, by instruction."""
+    home: dict[Node, SegmentPlan] = {}
+    for step in plan.steps:
+        if isinstance(step, SegmentPlan):
+            for node in step.nodes:
+                home.setdefault(node, step)
+    found: dict[SegmentPlan, list[tuple[Instruction, float]]] = {}
+    for task in build(block, rates, loops=False).tasks:
+        if task.ops[0].node.is_runtime:
+            continue
+        for op, part in zip(task.ops, shared_out(task, task.seconds, rates), strict=True):
+            if op.node in home:
+                found.setdefault(home[op.node], []).append((op.instruction, part))
+    return found

@@ -1,0 +1,76 @@
+"""What a plan takes under another table of costs than the one by which it was made.
+
+The steps of every block are replayed as they are, its kernels priced anew. A collective that is handed to its
+stream's thread costs a launch more, as where plans are judged (`apply`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ..values import BlockGraph, Node, NodeKind
+from .apply import Order, Planned, unpassed
+from .costs import CostTable
+from .kernels import build, price_kernel
+from .loops import trips_of
+from .model import Graph
+from .replay import Phase, Step, handed_over, replay
+
+
+def seconds_of(
+    block: BlockGraph, planned: Planned | None, costs: CostTable, ordered: Order
+) -> float:
+    """Predicted seconds of a block as it was planned, and of the blocks inside it.
+
+    ``planned`` is the outcome of `apply.plan` for this block, whose graphs are priced anew in place; None
+    where there is no plan. ``ordered`` gives the order of blocks without one.
+    """
+    if not block.nodes:
+        return 0.0
+    inside: dict[Node, float] = {}
+    for node in block.nodes:
+        if node.blocks:
+            plans = planned.inner.get(node) if planned else None
+            taken = [
+                seconds_of(inner, plan, costs, ordered)
+                for inner, plan in zip(
+                    node.blocks, plans or (None,) * len(node.blocks), strict=True
+                )
+            ]
+            inside[node] = _control_flow(node, taken)
+    launch = costs.compute.launch_s
+    if planned is not None and planned.graph is not None and planned.steps is not None:
+        graph, steps = planned.graph, planned.steps
+        _price(graph, costs, inside.__getitem__)
+    else:
+        graph = build(block, costs, (), inside.__getitem__, loops=False)
+        steps = _kept(block, graph, ordered)
+    return replay(graph, steps, launch).seconds + launch * handed_over(steps)
+
+
+def _control_flow(node: Node, taken: list[float]) -> float:
+    if node.kind is NodeKind.LOOP:
+        condition, body = taken
+        trips = trips_of(node)
+        return condition + body if trips is None else body * trips
+    return max(taken, default=0.0)
+
+
+def _price(graph: Graph, costs: CostTable, opaque: Callable[[Node], float]) -> None:
+    for task in graph.tasks:
+        node = task.ops[0].node
+        if task.is_collective:
+            continue
+        if node.is_runtime:
+            task.seconds = opaque(node)
+        else:
+            price_kernel(task, costs)
+
+
+def _kept(block: BlockGraph, graph: Graph, ordered: Order) -> list[Step]:
+    """The steps of a block without a plan; what crosses into the next iteration is awaited there."""
+    return [
+        (index, phase)
+        for index, phase in unpassed(ordered(block), graph)
+        if phase is not Phase.WAIT or not graph.tasks[index].crosses
+    ]

@@ -1,0 +1,208 @@
+"""Programs planned anew by measured times: the plan, the claims, and when the old one stays."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from frontend_support import P, compiled, manual, mesh
+from jax import lax
+
+from stretto.hlo_frontend.compile import CompiledModule
+from stretto.hlo_frontend.graph import Module
+from stretto.hlo_frontend.overlap import measured
+from stretto.hlo_frontend.overlap.apply import OverlapPolicy
+from stretto.hlo_frontend.overlap.costs import Compute, CostTable, Link
+from stretto.hlo_frontend.overlap.measured import Measured, key_of
+from stretto.hlo_frontend.replan import Replanned, replan
+from stretto.runtime.errors import InvalidProgramError
+from stretto.runtime.program import Loop, Program, Run, Start, instructions
+from stretto.testing_replay import replay_program
+
+# As in `overlap/test_apply`: a layer's gather takes as long as its product, and compute is paid by flops.
+FLOPS_PER_S, LATENCY, RATE, LAUNCH = 1e9, 1e-6, 3e7, 1e-6
+LINKS = (Link(1, 4, LATENCY, RATE),)
+RIGHT = OverlapPolicy(CostTable(Compute(FLOPS_PER_S, 1e30, LAUNCH), LINKS))
+# A table by which compute takes no time at all: there is nothing to hide anything behind.
+FREE = OverlapPolicy(CostTable(Compute(1e18, 1e30, LAUNCH), LINKS))
+LAYERS, WIDTH, ROWS, DEVICES = 6, 32, 64, 4
+
+
+def unrolled(ws: jax.Array, x: jax.Array) -> jax.Array:
+    for w in ws:
+        x = jnp.tanh(x @ lax.all_gather(w, "x", tiled=True))
+    return (x**2).sum()
+
+
+def scanned(ws: jax.Array, x: jax.Array) -> jax.Array:
+    def layer(x: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
+        return jnp.tanh(x @ lax.all_gather(w, "x", tiled=True)), None
+
+    return (lax.scan(layer, x, ws)[0] ** 2).sum()
+
+
+@cache
+def module_of(policy: OverlapPolicy, loss: Callable[..., jax.Array] = unrolled) -> CompiledModule:
+    ws = np.zeros((LAYERS, WIDTH, WIDTH), np.float32)
+    x = np.zeros((DEVICES * ROWS, WIDTH), np.float32)
+    f = manual(jax.grad(loss), mesh(DEVICES), (P(None, "x"), P("x")), P(None, "x"))
+    return compiled(f, ws, x, num_devices=DEVICES, overlap=policy)
+
+
+def by_flops(program: Program) -> list[float | None]:
+    """What each segment takes on a device with the rates of `RIGHT`."""
+    return [LAUNCH + segment.flops / FLOPS_PER_S for segment in program.segments]
+
+
+def seconds(program: Program, segments: list[float | None]) -> float:
+    """What a program takes whose segments take that, replayed by code that shares nothing with the pass."""
+
+    def of(what: Run | Start) -> float:
+        if isinstance(what, Run):
+            return segments[what.segment] or 0.0
+        collective = program.collectives[what.collective]
+        largest = max(t.nbytes for t in (*collective.operands, *collective.results))
+        return LATENCY + 3 / 4 * largest / RATE
+
+    return replay_program(program, of).seconds
+
+
+def planned_anew(policy: OverlapPolicy, loss: Callable[..., jax.Array] = unrolled) -> Replanned:
+    module = module_of(policy, loss)
+    assert module.source is not None
+    return replan(module.source, policy, module.program, by_flops(module.program))
+
+
+@pytest.mark.parametrize("loss", [unrolled, scanned])
+def test_a_program_that_a_wrong_table_left_alone_gets_a_plan(
+    loss: Callable[..., jax.Array],
+) -> None:
+    module = module_of(FREE, loss)
+    assert module.overlap is not None and not module.overlap.changed
+    found = planned_anew(FREE, loss)
+    assert found.program is not None
+    # Both claims hold for the programs as they are, and what was modelled before did not.
+    assert found.before == pytest.approx(
+        seconds(module.program, by_flops(module.program)), rel=0.05
+    )
+    took = seconds(found.program, by_flops(found.program))
+    assert found.after == pytest.approx(took, rel=0.06)
+    assert found.after < 0.8 * found.before
+    assert found.modelled < 0.7 * found.before
+    # It is as good as what the right table gives.
+    right = module_of(RIGHT, loss).program
+    assert took < 1.02 * seconds(right, by_flops(right))
+    if loss is scanned:
+        assert any(i.carried for i in instructions(found.program.body) if isinstance(i, Loop))
+
+
+def test_a_plan_that_loses_by_what_was_measured_goes_back() -> None:
+    module = module_of(RIGHT)
+    assert module.overlap is not None and module.overlap.changed
+    assert module.source is not None
+    nothing: list[float | None] = [LAUNCH] * len(module.program.segments)
+    found = replan(module.source, RIGHT, module.program, nothing)
+    assert found.after < found.before
+    assert found.program == module_of(FREE).program
+
+
+def test_a_plan_stays_where_times_are_as_modelled() -> None:
+    found = planned_anew(RIGHT)
+    assert found.program is None
+    assert found.before == pytest.approx(found.modelled, rel=0.05)
+
+
+def test_the_kernels_of_a_segment_sum_up_to_what_was_measured() -> None:
+    module = module_of(RIGHT)
+    assert module.source is not None
+    per_flop = by_flops(module.program)
+    thrice = [LAUNCH + 3.0 * (t - LAUNCH) for t in per_flop if t is not None]
+    once = replan(module.source, RIGHT, module.program, per_flop).measured
+    found = replan(module.source, RIGHT, module.program, thrice).measured
+    assert found.ratio == pytest.approx(3.0 * once.ratio)
+    assert found.seconds == pytest.approx({k: 3.0 * t for k, t in once.seconds.items()})
+    # Every segment runs as often as in the program: its kernels, over all places, take its times.
+    runs = [i.segment for i in instructions(module.program.body) if isinstance(i, Run)]
+    whole = sum((per_flop[s] or 0.0) - LAUNCH for s in runs)
+    assert sum(once.seconds.values()) == pytest.approx(whole)
+
+
+def test_segments_that_never_ran_are_priced_like_those_that_did() -> None:
+    module = module_of(RIGHT)
+    assert module.source is not None
+    times = by_flops(module.program)
+    double: list[float | None] = [LAUNCH + 2.0 * ((t or 0.0) - LAUNCH) for t in times]
+    heaviest = max(range(len(times)), key=lambda i: times[i] or 0.0)
+    whole = replan(module.source, RIGHT, module.program, double)
+    double[heaviest] = None
+    found = replan(module.source, RIGHT, module.program, double)
+    assert len(found.measured.seconds) < len(whole.measured.seconds)
+    assert found.before == pytest.approx(whole.before, rel=0.05)
+
+
+def test_a_program_of_another_module_is_refused() -> None:
+    module, other = module_of(RIGHT), module_of(RIGHT, scanned)
+    assert module.source is not None
+    with pytest.raises(InvalidProgramError, match="is not what its module compiles to"):
+        replan(module.source, RIGHT, other.program, by_flops(other.program))
+
+
+def test_what_was_measured_is_used_when_the_module_is_compiled() -> None:
+    module = module_of(FREE)
+    assert module.source is not None
+    found = planned_anew(FREE)
+    known = measured.read(measured.write({module.source.key(): found.measured}))
+    again = module.source.compiled(replace(FREE, measured=known))
+    assert again.program == found.program
+    other = {"another": found.measured}
+    assert module.source.compiled(replace(FREE, measured=other)).program == module.program
+
+
+def test_a_module_is_known_by_what_it_computes_and_not_by_its_lines() -> None:
+    module = module_of(FREE)
+    assert module.source is not None
+    plain = Module.parse(module.source.hlo)
+    key = key_of(plain, 1, DEVICES)
+    assert key == module.source.key()
+    assert key != key_of(plain, DEVICES, 1)
+    for computation in plain.proto.computations:
+        for instruction in computation.instructions:
+            instruction.metadata.Clear()
+    assert key == key_of(Module(plain.proto), 1, DEVICES)
+    plain.proto.computations[0].instructions[-1].name = "renamed"
+    assert key != key_of(Module(plain.proto), 1, DEVICES)
+
+
+def test_the_last_modules_are_kept_as_far_as_there_is_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    many = {f"m{i}": Measured({"main/dot": 1.23456e-3 * (i + 1)}, 2.0) for i in range(70)}
+    found = measured.read(measured.write(many))
+    assert list(found) == [f"m{i}" for i in range(70 - measured.MOST_MODULES, 70)]
+    assert found["m69"] == Measured({"main/dot": 0.08642}, 2.0)
+    monkeypatch.setattr(measured, "MOST_CHARACTERS", 150)
+    assert list(measured.read(measured.write(many))) == ["m68", "m69"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "{}",
+        '{"version": 2, "modules": {}}',
+        '{"version": 1, "modules": {"m": {"seconds": {"a": -1.0}, "ratio": 1.0}}}',
+        '{"version": 1, "modules": {"m": {"seconds": {"a": "x"}, "ratio": 1.0}}}',
+        '{"version": 1, "modules": {"m": {"seconds": {}, "ratio": Infinity}}}',
+        json.dumps({"version": 1, "modules": {"m": {"seconds": [], "ratio": 1.0}}}),
+    ],
+)
+def test_what_is_no_table_of_times_is_refused(text: str) -> None:
+    with pytest.raises(ValueError):
+        measured.read(text)

@@ -60,8 +60,8 @@ def lower(
 ) -> Program:
     """The program of an entry block whose parameters at positions ``donated`` are given up.
 
-    ``streams``: whether collectives run on several streams (see `streams`), instead of on one. ``homes`` is told
-    which of the program's segments each one of the plan became.
+    ``streams``: whether collectives run on several streams (see `streams`), instead of on one. ``homes`` is
+    told which of the program's segments each one of the plan became.
     """
     owned = {plan.parameters[i] for i in donated}
     state = _State(Streams() if streams else None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cached_property
 from importlib.metadata import version
 from typing import Any
@@ -25,6 +26,7 @@ from stretto.runtime.world import bootstrap
 from . import _capi, abi, store
 from .device import PLATFORM, make_devices
 from .overlap import policy_of
+from .profile import known
 from .structs import NamedValues, read_int64s
 from .table import entry
 from .target import target
@@ -52,6 +54,8 @@ class Client(_capi.Handle):  # type: ignore[misc]
         self.trace = trace.begin(self.world, self.engine)
         self.executor = Executor(self.engine, self.world, chosen, instrument=self.trace)
         self.overlap = policy_of(chosen, self.world.costs, (p.host for p in self.world.peers))
+        if self.overlap is not None and chosen.profile:
+            self.overlap = replace(self.overlap, measured=known(self.world.measured, rank))
         self.devices = make_devices(size, local, rank)
         for device in self.devices:
             device.client = self

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -17,7 +17,16 @@ from stretto.runtime.engine import Engine, RestoringEngine
 from stretto.runtime.options import Options
 
 # Options that change nothing in a compiled program, or are named apart from the others.
-_ELSEWHERE = {"local_devices", "engine", "timeout", "grace", "launcher", "control_host", "costs"}
+_ELSEWHERE = {
+    "local_devices",
+    "engine",
+    "timeout",
+    "grace",
+    "launcher",
+    "control_host",
+    "costs",
+    "profile",
+}
 _LAYERS = ("collectives", "runtime", "hlo_frontend", "plugin")
 
 
@@ -46,11 +55,21 @@ def target(
         "engine": engine.name,
         "kind of device": engine.target if isinstance(engine, RestoringEngine) else "",
         "devices": f"{processes} processes with {engine.num_devices} devices each",
-        "overlap": hashlib.sha256(repr(overlap).encode()).hexdigest()[:16] if overlap else "",
+        # What was measured of some programs does not keep others from being loaded.
+        "overlap": _digest(replace(overlap, measured={})) if overlap else "",
         "options": ", ".join(
             f"{k}={v!r}" for k, v in chosen.items() if k not in {*_ELSEWHERE, "origins"}
         ),
     }
+
+
+def measured(overlap: OverlapPolicy | None) -> str:
+    """A digest of what programs were measured to take, by which some are planned; empty if nothing."""
+    return _digest(overlap.measured) if overlap is not None and overlap.measured else ""
+
+
+def _digest(what: object) -> str:
+    return hashlib.sha256(repr(what).encode()).hexdigest()[:16]
 
 
 def difference(made: Mapping[str, str], here: Mapping[str, str]) -> str:

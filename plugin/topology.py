@@ -25,7 +25,7 @@ from .device import PLATFORM, make_devices
 from .overlap import policy_of
 from .structs import NamedValues, read_bytes, read_named_values
 from .table import entry
-from .target import difference, target
+from .target import difference, measured, target
 
 MOST_DEVICES = 65536  # of a topology by name
 
@@ -88,7 +88,8 @@ class Topology(_capi.Handle):  # type: ignore[misc]
     def serialized(self) -> bytes:
         """What programs for these devices depend on: JAX makes keys of its compilation cache of it."""
         devices = [[d.id, d.process_index] for d in self.devices]
-        return json.dumps({"platform": PLATFORM, **self.maker.target, "ids": devices}).encode()
+        key = {"platform": PLATFORM, **self.maker.target, "ids": devices}
+        return json.dumps({**key, "measured": measured(self.maker.overlap)}).encode()
 
 
 class Elsewhere:

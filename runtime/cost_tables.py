@@ -3,7 +3,7 @@
 A table is JSON text here; what is in it is the front end's business (``hlo_frontend/overlap/costs.py``).
 Rank 0's text is everybody's, so that all ranks decide alike. Measured tables lie in the user's cache
 directory, one file for each *machine set*: the hosts of the ranks in their order, the devices of each, and
-the engine.
+the engine. Beside each lies what segments of programs were measured to take there (`docs/overlap.md`).
 """
 
 from __future__ import annotations
@@ -40,6 +40,28 @@ def measured_path(hosts: Sequence[str], local_devices: int, engine: str) -> Path
     """The file of what was measured for this machine set. ``hosts[rank]`` is where a rank runs."""
     key = hashlib.sha256(json.dumps([list(hosts), local_devices, engine]).encode()).hexdigest()
     return cache_directory() / "costs" / f"{key[:24]}.json"
+
+
+def times_path(hosts: Sequence[str], local_devices: int, engine: str) -> Path:
+    """The file of what segments were measured to take on this machine set."""
+    return measured_path(hosts, local_devices, engine).with_suffix(".times.json")
+
+
+def find_times(hosts: Sequence[str], local_devices: int, engine: str) -> CostText:
+    """What segments were measured to take on the machine set; none where there is no file."""
+    try:
+        path = times_path(hosts, local_devices, engine)
+        return CostText(path.read_text(), str(path))
+    except (OSError, UnicodeDecodeError, RuntimeError):
+        return CostText()
+
+
+def keep(path: Path, text: str) -> None:
+    """Write a file that others read, whole or not at all. Raises ``OSError``."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f"{path.name}.{os.getpid()}")
+    draft.write_text(text)
+    draft.replace(path)
 
 
 def find(named: str, hosts: Sequence[str], local_devices: int, engine: str) -> CostText:

@@ -32,8 +32,9 @@ from .errors import InvalidProgramError, StrettoError, UnsupportedError
 from .flight import Flight
 from .instrument import Counters, Instrument, Instruments
 from .loaded import PATIENCE, LoadedProgram
-from .negotiation import Agreements, Assembly, AsWritten, Joint, Terms, check_rings
+from .negotiation import Agreements, Assembly, AsWritten, Joint, Key, Terms, check_rings
 from .options import Options
+from .profiling import Campaign, Measuring, Planner
 from .program import Program
 from .progress import Progress
 from .run_log import RunLogs, called
@@ -106,6 +107,7 @@ class Executor:
         self._loaded: WeakSet[LoadedProgram] = WeakSet()
         self._closed = False
         self._agreements = Agreements(world.assembly)
+        self._campaigns: dict[Key, Campaign] = {}
         world.on_failure(self._fail_flights)
         statistics.include(self)
         atexit.register(_close_at_exit, weakref.ref(self))
@@ -121,6 +123,7 @@ class Executor:
         rewritten: bytes = b"",
         as_written: Callable[[], AsWritten] | None = None,
         code: Sequence[bytes] = (),
+        planner: Planner | None = None,
     ) -> LoadedProgram:
         """Compile the segments. ``device_ids[i]``: global id of logical id i.
 
@@ -131,6 +134,9 @@ class Executor:
         it; ``with_order`` gives the program in another one. Without them the program's order is the only
         one. Where its collectives are not those of the module it was made of, ``rewritten`` is a digest of
         what was done to them, and ``as_written`` compiles the module without that, for ranks that differ.
+
+        ``planner``: how it is planned anew when its segments have been measured (`profiling`); given on all
+        processes or on none.
 
         Waits for no other process: what several processes run together is agreed on and bound when it
         first runs (`negotiation`). Raises `CompileError`, `UnsupportedError`, `InvalidProgramError` where
@@ -186,8 +192,12 @@ class Executor:
                 self._lanes[0],
                 unrewritten,
             )
+            if planner is not None:
+                loaded.joint = Measuring(loaded, loaded.joint, planner, make, self._campaigns)
             return loaded
         loaded.prepare()
+        if planner is not None and planner.wanted:
+            loaded.joint = Measuring(loaded, None, planner, make, {})
         return loaded
 
     def observe(self, instrument: Instrument) -> Callable[[], None]:

@@ -25,6 +25,7 @@ from .walk import Walker
 if TYPE_CHECKING:
     from .executor import Executor
     from .negotiation import Joint
+    from .profiling import Measuring
 
 # Seconds that a caller waits for other processes before it leaves a small collective to the dispatch thread.
 # Leaving it costs two thread switches here, and makes the other processes wait for as long: less patience
@@ -59,8 +60,9 @@ class LoadedProgram:
         self._engine = executor.engine
         self._single: Callable[[int, list[Any]], list[Any]] | None = None
         self._must_agree = must_agree
-        # How it is agreed on with the other processes that run it; None if there are none.
-        self.joint: Joint | None = None
+        # How it is agreed on with the other processes that run it; None if there are none. While it is
+        # measured, what does that stands here too.
+        self.joint: Joint | Measuring | None = None
         self._choose_single()
 
     def _choose_single(self) -> None:

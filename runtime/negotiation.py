@@ -136,6 +136,10 @@ class Terms:
         return sha256(what + self.rewritten).digest()
 
 
+# The processes that have agreed, and the fingerprint of the program.
+Key = tuple[tuple[int, ...], bytes]
+
+
 class Agreements:
     """What the processes of the job have agreed on; one for each executor.
 
@@ -146,7 +150,7 @@ class Agreements:
     def __init__(self, assemble: Callable[[tuple[int, ...]], Assembly]) -> None:
         self._assemble = assemble
         self._assemblies: dict[tuple[int, ...], Assembly] = {}
-        self.known: dict[tuple[tuple[int, ...], bytes], Agreement] = {}
+        self.known: dict[Key, Agreement] = {}
 
     def assembly(self, processes: tuple[int, ...]) -> Assembly:
         """The assembly of these processes, made by all of them at their first agreement."""
@@ -195,6 +199,8 @@ class Joint:
         self._as_written = as_written
         self._refused: str | None = None
         self._record: Record | None = None
+        # What has been agreed on; None where there was something to settle.
+        self.key: Key | None = None
 
     @property
     def agreed(self) -> bool:
@@ -212,6 +218,25 @@ class Joint:
             self._begin_first()
             self._forget()
 
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the first of the program's processes."""
+        return self._rank == min(self._log.processes)
+
+    def exchange(self, what: str, own: dict[str, Any]) -> list[dict[str, Any]]:
+        """What each process gives, as JSON, by rank, with its ``rank``: at the beginning of one and the same
+        run of the program, which was agreed on."""
+        lane, record, processes = self._lane, self._record, self._log.processes
+        assert record is not None
+        lane.sequence += 1
+        name = f"{what} of {called(record.program, record.line)}"
+        lane.progress.begin(name, "", lane.sequence, processes)
+        try:
+            given = self._agreements.assembly(processes).exchange(json.dumps(own).encode())
+        finally:
+            lane.progress.end()
+        return [{**json.loads(data), "rank": rank} for rank, data in sorted(given.items())]
+
     def _begin_first(self) -> None:
         terms, log = self._terms, self._log
         digest = terms.digest()
@@ -220,6 +245,7 @@ class Joint:
         if agreement is not None:
             log.ended_waiting(terms.program.name)
             self._bind()
+            self.key = key
             self._record = Record(terms.program.name, terms.line, agreement.identity)
             log.ran(self._record)
             return
@@ -241,6 +267,7 @@ class Joint:
             lane.progress.end()
         if agreement.equal:
             self._agreements.known[key] = agreement
+            self.key = key
         self._record = Record(terms.program.name, terms.line, agreement.identity)
         log.settle(self._record, log.number, log.history)
 

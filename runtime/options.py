@@ -44,6 +44,7 @@ class Options:
     ``overlap``: whether collectives are scheduled to run beside compute where that saves time.
     ``costs``: file of the table of costs to schedule by, read on rank 0; empty: what was measured for these
     machines, if anything (`docs/overlap.md`).
+    ``profile``: whether the first runs of each program are measured, and programs planned anew by that.
     ``skip_compute``: do not run segments on devices where nobody reads what they give.
     ``pipeline_loops``: await a permute that only the next iteration of its loop reads there.
     ``rewrite``: whether collectives of JAX programs become others that send less (`docs/design.md`).
@@ -70,6 +71,7 @@ class Options:
     rewrite: bool = True
     trace: str = ""
     interleave: int = 1
+    profile: bool = False
     origins: Mapping[str, str] = field(
         default_factory=lambda: MappingProxyType({}), compare=False, repr=False
     )
@@ -128,6 +130,7 @@ VARIABLES: dict[str, tuple[str, Callable[[str], Any]]] = {
     "poison_skipped": ("STRETTO_POISON_SKIPPED", _switch),
     "overlap": ("STRETTO_OVERLAP", _switch),
     "costs": ("STRETTO_COSTS", str),
+    "profile": ("STRETTO_PROFILE", _switch),
     "skip_compute": ("STRETTO_SKIP_COMPUTE", _switch),
     "trace": ("STRETTO_TRACE", str),
     "pipeline_loops": ("STRETTO_PIPELINE_LOOPS", _switch),
@@ -150,6 +153,7 @@ _EXPECTED = {
     "poison_skipped": "expected 0 or 1",
     "overlap": "expected 0 or 1",
     "costs": "expected the name of a file",
+    "profile": "expected 0 or 1",
     "trace": "expected the name of a folder",
     "skip_compute": "expected 0 or 1",
     "pipeline_loops": "expected 0 or 1",
@@ -173,6 +177,7 @@ def _problem(name: str, value: Any) -> str:
         "poison_skipped": lambda v: isinstance(v, bool),
         "overlap": lambda v: isinstance(v, bool),
         "costs": lambda v: isinstance(v, str),
+        "profile": lambda v: isinstance(v, bool),
         "trace": lambda v: isinstance(v, str),
         "skip_compute": lambda v: isinstance(v, bool),
         "pipeline_loops": lambda v: isinstance(v, bool),

@@ -14,6 +14,7 @@ from typing import Any
 from .engine import Engine, LoadedSegment
 from .frame import Frame, Hosted, Operation, named
 from .instrument import Counters, Instrument
+from .profiling import SegmentTimes
 from .program import ENDLESS, Block, Branch, Loop, Program, Run, Slot
 from .valid import Absent, Bounds, left_out
 
@@ -89,7 +90,7 @@ Land = Callable[[list[Any], Slot], list[Any]]
 class Runs:
     """Makes operations of `Run` instructions for the local devices: (logical id, ordinal) pairs.
 
-    ``land`` turns a register's host arrays into engine arrays. ``with_ends``: see `Walker`.
+    ``land`` turns a register's host arrays into engine arrays. ``with_ends``, ``times``: see `Walker`.
     """
 
     def __init__(
@@ -103,6 +104,7 @@ class Runs:
         counters: Counters,
         instrument: Instrument | None = None,
         with_ends: bool = False,
+        times: SegmentTimes | None = None,
     ) -> None:
         self.program = program
         self.engine = engine
@@ -114,12 +116,15 @@ class Runs:
         self.counters = counters
         self.instrument = instrument
         self.with_ends = with_ends
+        self.times = times
 
     def operation(self, instruction: Run) -> Operation:
         """Issue the segment, in the order of the local devices."""
         loaded = self.segments[instruction.segment]
         run_with_end = getattr(loaded, "run_with_end", None) if self.with_ends else None
         partly = self._leaves_out(instruction)
+        if self.times is not None:
+            return self._timed(instruction, self.times, partly)
         if run_with_end is None:
             if partly is not None:
                 some = self._some(instruction, partly)
@@ -147,6 +152,30 @@ class Runs:
     def _what(self, instruction: Run) -> str:
         segment = self.program.segments[instruction.segment]
         return f"segment {segment.name or instruction.segment} of {self.program.name}"
+
+    def _timed(
+        self,
+        instruction: Run,
+        times: SegmentTimes,
+        partly: Callable[[int], frozenset[int]] | None,
+    ) -> Operation:
+        """Alone on the devices, from the moment at which its operands are there until it has ended."""
+        some = self._some(instruction, partly or (lambda iteration: frozenset()))
+        run, land = self.segments[instruction.segment].run, self.land
+        inputs, outputs = instruction.inputs, instruction.outputs
+
+        def issue(frame: Frame) -> None:
+            registers = frame.registers
+            for slot in inputs:
+                if type(registers[slot]) is Hosted:
+                    land(registers, slot)
+            began = times.begin([registers[slot] for slot in inputs])
+            some(frame, run)
+            left = 0 if partly is None else len(partly(frame.iteration).intersection(frame.active))
+            if left < len(frame.active):
+                times.end(instruction.segment, began, [registers[slot] for slot in outputs])
+
+        return issue
 
     def _all(self, instruction: Run) -> Operation:
         some = self._some(instruction, lambda iteration: frozenset())

@@ -1,4 +1,4 @@
-"""Counts of what this process has communicated and compiled, over all its executors.
+"""Counts of what this process has communicated, compiled and measured, over all its executors.
 
 Whoever has `Counters` (an executor) is registered by `include`, and kept no longer than it lives: what
 it had counted is then lost, which only a program that makes its devices anew will see.
@@ -34,8 +34,33 @@ class Compilations:
     restored: int = 0
 
 
+@dataclass(frozen=True)
+class Profiled:
+    """A program that was measured (``STRETTO_PROFILE``).
+
+    ``runs`` of it were; ``segments``: how many of its segments ran in them. ``before`` and ``after``:
+    predicted seconds of a run by these times, as the program was planned and as it is planned anew;
+    ``replanned``: whether the new plan was taken.
+    """
+
+    program: str
+    runs: int
+    segments: int
+    before: float
+    after: float
+    replanned: bool
+
+    def __str__(self) -> str:
+        outcome = "planned anew" if self.replanned else "keeps its plan"
+        return (
+            f"{self.program}: {self.segments} segments measured in {self.runs} runs, {outcome}: predicted "
+            f"{self.before * 1e3:.3f} ms before, {self.after * 1e3:.3f} ms planned anew"
+        )
+
+
 _included: WeakSet[Counting] = WeakSet()
 _compilations = Compilations()
+_profiled: list[Profiled] = []
 _lock = threading.Lock()
 
 
@@ -64,3 +89,15 @@ def compiled(*, programs: int = 0, segments: int = 0, restored: int = 0) -> None
 def compilations() -> Compilations:
     """What was compiled, as of now."""
     return _compilations
+
+
+def profiled(done: Profiled) -> None:
+    """A program was measured."""
+    with _lock:
+        _profiled.append(done)
+
+
+def profiles() -> tuple[Profiled, ...]:
+    """The programs that were measured, in the order in which they were done."""
+    with _lock:
+        return tuple(_profiled)

@@ -19,6 +19,7 @@ from .communication import Attempt, Communication
 from .engine import Engine, LoadedSegment
 from .frame import Frame, Hosted, Operation, named
 from .instrument import Counters, Instrument
+from .profiling import SegmentTimes
 from .program import (
     Block,
     Branch,
@@ -43,6 +44,7 @@ class Walker:
     names the program and the line it is called from, for the watchdog. ``with_ends``: frames collect the
     ends of runs of segments, for programs that call back. ``absent`` gives what stands for outputs of
     segments that are not run; ``counters`` counts those. There are no ``operations`` before `prepare`.
+    ``times`` is told what segments take, where somebody wants to know (`timed_by`).
     """
 
     def __init__(
@@ -78,11 +80,19 @@ class Walker:
         self.prompt: list[Attempt] | None = None
         self._shared = shared_results(program)
         self.prepared = False
+        self.times: SegmentTimes | None = None
 
     def watched_by(self, instrument: Instrument | None) -> Walker:
         """One that does the same under another instrument, of one that is prepared; waits for nobody."""
         made = copy(self)
         made.instrument = instrument
+        made._translate(self._communication)
+        return made
+
+    def timed_by(self, times: SegmentTimes | None) -> Walker:
+        """One that does the same and times its segments, of one that is prepared; None: as ever."""
+        made = copy(self)
+        made.times = times
         made._translate(self._communication)
         return made
 
@@ -117,6 +127,7 @@ class Walker:
             self.counters,
             self.instrument,
             self.with_ends,
+            self.times,
         )
         self._translators: dict[type, Callable[[Any], Operation]] = {
             Run: runs.operation,

@@ -15,6 +15,7 @@ import socket
 import threading
 from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import clock, cores, cost_tables, exits, joining, options, wireup
@@ -42,7 +43,8 @@ class World:
     ``rank`` and ``size`` number the processes; each has ``local_devices`` devices. ``comm`` is a
     duplicate of MPI's world communicator that nobody else uses, or None in a world of one process.
     ``peers`` tells where each rank runs; ``launcher`` what started this one, if anything did. ``runs`` is
-    this rank's account of what it runs together with others. ``costs`` is the table of costs, rank 0's.
+    this rank's account of what it runs together with others. ``costs`` is the table of costs, ``measured``
+    what segments were measured to take by earlier jobs (with ``STRETTO_PROFILE``), both rank 0's.
     ``cores``: on how many cores this rank should compute.
     ``patience``: seconds for which a wait for another rank may keep a core busy, the same on all (`cores`).
     ``clock_offset``: seconds to add to ``perf_counter()`` for rank 0's, measured only for traces.
@@ -57,6 +59,7 @@ class World:
         costs: CostText | None = None,
         places: Sequence[cores.Place] = (),
         nodes: int = 1,
+        measured: CostText | None = None,
     ) -> None:
         self.options = options
         places = places or [cores.Place("", cores.usable())]
@@ -71,6 +74,7 @@ class World:
         self.launcher = launcher
         self.runs = RunLogs()
         self.costs = costs or _find_costs(options, [self.host])
+        self.measured = measured or _find_times(options, [self.host])
         self.clock_offset = 0.0
         self._progress: list[Progress] = []
         self._control: Control | None = None
@@ -91,6 +95,12 @@ class World:
     def num_devices(self) -> int:
         """Devices of all ranks."""
         return self.size * self.local_devices
+
+    @property
+    def measured_path(self) -> Path:
+        """Where rank 0 keeps what segments were measured to take."""
+        hosts = [peer.host for peer in self.peers]
+        return cost_tables.times_path(hosts, self.local_devices, self.options.engine)
 
     @property
     def error(self) -> StrettoError | None:
@@ -256,8 +266,8 @@ def _make(chosen: Options | None, rendezvous: Rendezvous | None) -> World:
         _check_facts(gathered)
         peers = [Peer(rank, f["pid"], f["host"]) for rank, f in enumerate(gathered)]
         places = [cores.Place(f["host"], frozenset(f["cores"])) for f in gathered]
-        costs = _common_costs(chosen, comm, peers)
-        made = World(chosen, comm, peers, launcher, costs, places, _nodes(comm))
+        costs, measured = _common_costs(chosen, comm, peers)
+        made = World(chosen, comm, peers, launcher, costs, places, _nodes(comm), measured)
         if chosen.trace:
             made.clock_offset = clock.offset_to_first(comm)
     exits.on_uncaught(made.fail)
@@ -281,18 +291,27 @@ def _find_costs(chosen: Options, hosts: Sequence[str]) -> CostText:
     return cost_tables.find(chosen.costs, hosts, chosen.local_devices, chosen.engine)
 
 
-def _common_costs(chosen: Options, comm: MPI.Intracomm, peers: Sequence[Peer]) -> CostText:
-    """Rank 0's table. Raises `WorldError` on all ranks where it cannot be read."""
-    found: tuple[CostText, str] | None = None
+def _find_times(chosen: Options, hosts: Sequence[str]) -> CostText:
+    if not (chosen.overlap and chosen.profile):
+        return CostText()
+    return cost_tables.find_times(hosts, chosen.local_devices, chosen.engine)
+
+
+def _common_costs(
+    chosen: Options, comm: MPI.Intracomm, peers: Sequence[Peer]
+) -> tuple[CostText, CostText]:
+    """Rank 0's table and measured times. Raises `WorldError` on all ranks where a table cannot be read."""
+    found: tuple[CostText, CostText, str] | None = None
     if comm.Get_rank() == 0:
+        hosts = [peer.host for peer in peers]
         try:
-            found = _find_costs(chosen, [peer.host for peer in peers]), ""
+            found = _find_costs(chosen, hosts), _find_times(chosen, hosts), ""
         except WorldError as error:
-            found = CostText(), str(error)
-    costs, problem = comm.bcast(found)
+            found = CostText(), CostText(), str(error)
+    costs, measured, problem = comm.bcast(found)
     if problem:
         raise WorldError(problem)
-    return costs
+    return costs, measured
 
 
 def _without_mpiexec(launcher: Launcher | None, chosen: Options) -> bool:
@@ -395,6 +414,7 @@ _EQUAL = {
     "rewrite": "rewriting of collectives (STRETTO_REWRITE)",
     "poison_skipped": "handling of skipped buffers (STRETTO_POISON_SKIPPED)",
     "overlap": "scheduling for overlap (STRETTO_OVERLAP)",
+    "profile": "measuring of programs (STRETTO_PROFILE)",
     "skip_compute": "skipping of compute (STRETTO_SKIP_COMPUTE)",
     "trace": "whether there is a trace (STRETTO_TRACE)",
     "pipeline_loops": "pipelining of loops (STRETTO_PIPELINE_LOOPS)",
@@ -420,6 +440,7 @@ def _facts(chosen: Options, problem: str) -> dict[str, Any]:
         "rewrite": chosen.rewrite,
         "poison_skipped": chosen.poison_skipped,
         "overlap": chosen.overlap,
+        "profile": chosen.profile,
         "skip_compute": chosen.skip_compute,
         "trace": bool(chosen.trace),
         "pipeline_loops": chosen.pipeline_loops,

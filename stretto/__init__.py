@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     )
     from stretto.runtime.instrument import Counters
     from stretto.runtime.options import Options, OptionsError, configure
-    from stretto.runtime.statistics import Compilations
+    from stretto.runtime.statistics import Compilations, Profiled
 
     __version__: str
 
@@ -37,6 +37,7 @@ __all__ = [
     "InvalidProgramError",
     "Options",
     "OptionsError",
+    "Profiled",
     "RankFailed",
     "StrettoError",
     "UnsupportedError",
@@ -44,6 +45,7 @@ __all__ = [
     "__version__",
     "compilations",
     "configure",
+    "profiles",
     "stats",
 ]
 
@@ -59,6 +61,7 @@ _HOMES = {
     "Counters": "stretto.runtime.instrument",
     "Options": "stretto.runtime.options",
     "OptionsError": "stretto.runtime.options",
+    "Profiled": "stretto.runtime.statistics",
     "configure": "stretto.runtime.options",
 }
 
@@ -75,6 +78,13 @@ def compilations() -> Compilations:
     from stretto.runtime import statistics
 
     return statistics.compilations()
+
+
+def profiles() -> tuple[Profiled, ...]:
+    """The programs that were measured with ``STRETTO_PROFILE=1``, and what came of it."""
+    from stretto.runtime import statistics
+
+    return statistics.profiles()
 
 
 def __getattr__(name: str) -> Any:

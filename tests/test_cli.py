@@ -6,12 +6,14 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
 
 import stretto
 from stretto import cli
 from stretto.commands import doctor
+from stretto.runtime.options import Options
 
 
 def command(
@@ -60,6 +62,24 @@ def test_doctor_says_where_options_came_from_and_runs_an_all_reduce() -> None:
     assert ["ok", "all-reduce", "right, over 4 devices of 1 processes"] in rows
     assert "STRETTO_TIMOUT: not an option of stretto" in done.stdout
     assert "stretto is usable here" in done.stdout
+
+
+def test_doctor_says_whether_measuring_feeds_anything(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(doctor.world, "current", lambda: None)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    costs = tmp_path / "costs.json"
+    costs.write_text("{}")
+    assert doctor.profiling(Options()) == []
+    (off,) = doctor.profiling(Options(profile=True, overlap=False))
+    assert off.good is None and "STRETTO_OVERLAP" in off.advice
+    (bare,) = doctor.profiling(Options(profile=True))
+    assert bare.good is None and "bench --calibrate" in bare.advice
+    (fed,) = doctor.profiling(Options(profile=True, costs=str(costs)))
+    assert fed.good and str(tmp_path) in fed.value and not fed.advice
+    (wrong,) = doctor.profiling(Options(profile=True, costs=str(tmp_path / "none")))
+    assert wrong.good is False and "STRETTO_COSTS" in wrong.advice
 
 
 def test_doctor_fails_on_what_cannot_work() -> None:

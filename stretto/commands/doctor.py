@@ -11,6 +11,7 @@ import importlib.util
 import os
 import platform
 import shutil
+import socket
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from stretto.runtime import launcher, options, world
+from stretto.runtime import cost_tables, launcher, options, world
 from stretto.runtime.errors import StrettoError
 from stretto.runtime.options import VARIABLES, Options
 
@@ -55,6 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
     findings += unknown_variables()
     if not arguments.no_check:
         findings.append(all_reduce())
+    findings += profiling(chosen)
     usable = all(f.good is not False for f in findings)
     show(Console(), findings, chosen, usable)
     return 0 if usable else 1
@@ -203,6 +205,31 @@ def accelerators() -> list[Finding]:
             Finding(subject, ", ".join(found) or "not installed", True if found else None, advice)
         )
     return findings
+
+
+def profiling(chosen: Options) -> list[Finding]:
+    """Whether what ``STRETTO_PROFILE`` measures serves for anything: it replaces rates of a table."""
+    if not chosen.profile:
+        return []
+    subject, advice = "STRETTO_PROFILE", ""
+    joined = world.current()
+    peers = joined.peers if joined is not None else ()
+    hosts = [peer.host for peer in peers] or [socket.gethostname()]
+    try:
+        costs = cost_tables.find(chosen.costs, hosts, chosen.local_devices, chosen.engine)
+    except StrettoError as error:
+        return [Finding(subject, str(error), False, "correct STRETTO_COSTS")]
+    if not chosen.overlap:
+        advice = "nothing is measured, since nothing is scheduled: unset STRETTO_OVERLAP"
+    elif not costs.text and len(set(hosts)) == 1:
+        advice = (
+            "nothing is measured, since there is no table of costs: run stretto bench --calibrate, with the "
+            "launcher and the devices of the job, or set STRETTO_COSTS"
+        )
+    if advice:
+        return [Finding(subject, "has nothing to feed", None, advice)]
+    kept = cost_tables.times_path(hosts, chosen.local_devices, chosen.engine)
+    return [Finding(subject, f"times are kept in {kept}")]
 
 
 def unknown_variables() -> list[Finding]:

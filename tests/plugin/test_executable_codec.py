@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from stretto.hlo_frontend.compile import CompileSpec, compile_stablehlo
 from stretto.hlo_frontend.overlap.apply import OverlapPolicy
 from stretto.hlo_frontend.overlap.costs import ORDINARY_NETWORK
+from stretto.hlo_frontend.overlap.measured import Measured
 from stretto.hlo_frontend.passes.valid import ValidPolicy
 from stretto.plugin.executable_codec import (
     OtherTargetError,
@@ -19,7 +20,7 @@ from stretto.plugin.executable_codec import (
     from_bytes,
     to_bytes,
 )
-from stretto.plugin.target import difference, target
+from stretto.plugin.target import difference, measured, target
 from stretto.runtime.engines import null, xla_cpu
 from stretto.runtime.errors import InvalidProgramError
 from stretto.runtime.options import Options
@@ -127,3 +128,14 @@ def test_what_a_program_depends_on() -> None:
         target(engine, options, 3, OverlapPolicy(ORDINARY_NETWORK)),
     ):
         assert difference(here, other)
+
+
+def test_what_was_measured_of_some_programs_keeps_no_executable_from_being_loaded() -> None:
+    engine, options = xla_cpu.create(2), Options(local_devices=2)
+    plain = OverlapPolicy(ORDINARY_NETWORK)
+    known = dataclasses.replace(plain, measured={"module": Measured({"main/dot": 1.0}, 1.0)})
+    profiled = dataclasses.replace(options, profile=True)
+    made, here = target(engine, options, 3, plain), target(engine, profiled, 3, known)
+    assert not difference(made, here)
+    # JAX's compilation cache, of which this is the key, has them apart.
+    assert measured(plain) == measured(None) == "" != measured(known)

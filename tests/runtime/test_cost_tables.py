@@ -7,7 +7,14 @@ from pathlib import Path
 import pytest
 from support.mpi import run_ranks
 
-from stretto.runtime.cost_tables import CostText, find, measured_path
+from stretto.runtime.cost_tables import (
+    CostText,
+    find,
+    find_times,
+    keep,
+    measured_path,
+    times_path,
+)
 from stretto.runtime.errors import WorldError
 from stretto.runtime.options import Options
 from stretto.runtime.world import World
@@ -35,6 +42,27 @@ def test_what_was_measured_is_found_for_this_machine_set_only(cache: Path) -> No
     assert find("", HOSTS, 4, "xla:cpu") == CostText("{}", str(path))
     for other in [(("a", "b"), 4, "xla:cpu"), (HOSTS, 2, "xla:cpu"), (HOSTS, 4, "null")]:
         assert find("", *other) == CostText()
+
+
+def test_times_lie_beside_the_table_and_are_there_whole_or_not_at_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    path = times_path(HOSTS, 4, "xla:cpu")
+    assert path.parent == measured_path(HOSTS, 4, "xla:cpu").parent
+    assert find_times(HOSTS, 4, "xla:cpu") == CostText()
+    keep(path, "first")
+    assert find_times(HOSTS, 4, "xla:cpu") == CostText("first", str(path))
+    assert find("", HOSTS, 4, "xla:cpu") == CostText()
+    write = Path.write_text
+
+    def interrupted(self: Path, text: str) -> int:
+        write(self, text[:2])
+        raise OSError("no space left")
+
+    monkeypatch.setattr(Path, "write_text", interrupted)
+    with pytest.raises(OSError, match="no space left"):
+        keep(path, "second")
+    assert find_times(HOSTS, 4, "xla:cpu").text == "first"
 
 
 def test_a_named_file_goes_before_the_cache(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ def test_every_variable_sets_its_field() -> None:
         "poison_skipped": "1",
         "overlap": "0",
         "costs": "costs.json",
+        "profile": "1",
         "skip_compute": "0",
         "pipeline_loops": "0",
         "rewrite": "0",
@@ -36,7 +37,7 @@ def test_every_variable_sets_its_field() -> None:
     assert texts.keys() == VARIABLES.keys()
     options = Options.from_environment({VARIABLES[n][0]: text for n, text in texts.items()})
     values = (4, "null", 2.5, 0.0, "none", "10.0.0.1", False, True, False, True, False)
-    assert options == Options(*values, "costs.json", False, False, False, "folder", 3)
+    assert options == Options(*values, "costs.json", False, False, False, "folder", 3, True)
     for name, (variable, _) in VARIABLES.items():
         assert options.origin(name) == variable
 

@@ -6,8 +6,9 @@ namespaces (`link`); without the rights to make them there is nothing to measure
 
 stretto schedules by a table of costs, ``--costs`` or one made here: what the link lets through, and how fast
 one host multiplies matrices. The batch is chosen so that compute takes as long as messages, both measured
-alone on stretto. The table's last columns are these two: no step can take less than the longer one, and none
-needs more than both.
+alone on stretto. With ``--profile`` stretto also runs with STRETTO_PROFILE=1: compute is then what it was
+measured to be, in runs before those that count. The table's last columns are compute and messages alone: no
+step can take less than the longer one, and none needs more than both.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ from harness import Contender, console, in_turns, show, start
 from link import Host, Unavailable, two_hosts
 
 OVERLAP, NO_OVERLAP, GLOO = "stretto", "stretto, no overlap", "JAX CPU (gloo)"
+PROFILED = "stretto, measured"
+PROFILED_CALLS = 10  # that the program is planned anew in
 TITLES = {
     "sharded": "(a) sharded weights",
     "plain": "(a) the same by `jit`",
@@ -70,7 +73,9 @@ def cost_table(hosts: tuple[Host, Host], bits_per_s: float) -> dict[str, Any]:
     }
 
 
-def contenders(hosts: tuple[Host, Host], costs: str, stack: ExitStack) -> list[Contender]:
+def contenders(
+    hosts: tuple[Host, Host], costs: str, stack: ExitStack, profile: bool
+) -> list[Contender]:
     """Two ranks of each runtime, one on each host."""
     first = hosts[0].address
     prefixes = [host.prefix for host in hosts]
@@ -89,6 +94,10 @@ def contenders(hosts: tuple[Host, Host], costs: str, stack: ExitStack) -> list[C
             },
         ),
     }
+    if profile:
+        kept = stack.enter_context(tempfile.TemporaryDirectory())
+        own = {"STRETTO_COSTS": costs, "STRETTO_PROFILE": "1", "XDG_CACHE_HOME": kept}
+        settings[PROFILED] = "mpi", stretto | own
     made = []
     for name, (launcher, env) in settings.items():
         script_name = "gloo" if name == GLOO else "stretto"
@@ -127,6 +136,7 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--width", type=int, default=256, help="a multiple of 128")
     parser.add_argument("--programs", nargs="*", choices=TITLES, default=list(TITLES))
+    parser.add_argument("--profile", action="store_true", help="stretto with STRETTO_PROFILE=1 too")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # namespaces outlive who made them
     sizes = {"layers": args.layers, "width": args.width}
@@ -141,13 +151,16 @@ def main() -> int:
         if costs is None:
             costs = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "costs.json"
             costs.write_text(json.dumps(cost_table(hosts, args.rate * 1e6)))
-        runtimes = contenders(hosts, str(costs.resolve()), stack)
+        runtimes = contenders(hosts, str(costs.resolve()), stack, args.profile)
         rows: dict[str, dict[str, list[float]]] = {}
         goals: dict[str, str] = {}
         for program in args.programs:
             batch, alone = batch_for(runtimes[0], program, sizes, calls)
             title = f"{TITLES[program]}, {batch} sequences"
             case = {"program": program, "part": "step", "batch": batch, "calls": calls, **sizes}
+            for contender in runtimes:
+                if contender.name == PROFILED:
+                    contender.run(case | {"calls": PROFILED_CALLS})
             rows |= in_turns(runtimes, {title: case}, repeats)
             rows[title] |= {name: [value] for name, value in alone.items()}
             goals[title] = GOALS.get(program, "")

@@ -14,6 +14,7 @@ from stretto.collectives.ops import Collective
 
 if TYPE_CHECKING:
     from .program import Program
+    from .statistics import Profiled
 
 
 class Instrument:
@@ -31,6 +32,9 @@ class Instrument:
 
     def program_finished(self, program: str, run: int, error: BaseException | None) -> None:
         """The walk has ended: everything is issued, or it failed."""
+
+    def program_profiled(self, done: Profiled) -> None:
+        """A program was measured (`profiling`), and planned anew or not."""
 
     def segment_issued(self, program: str, segment: int, name: str, ordinal: int) -> None:
         """A run of a segment was handed to the engine for one local device."""

@@ -245,7 +245,7 @@ class Measuring:
         if walker is not None:
             self._replace(loaded, walker)
         planner.keep()
-        self._tell(program, seconds, found, first)
+        self._tell(loaded, program, seconds, found, first)
         return Decision(seconds, new)
 
     def _follow(self, loaded: LoadedProgram, decision: Decision) -> None:
@@ -264,7 +264,9 @@ class Measuring:
         loaded.walker, loaded.program = walker, walker.program
         loaded.prepare()
 
-    def _tell(self, program: Program, seconds: Seconds, found: NewPlan, first: bool) -> None:
+    def _tell(
+        self, loaded: LoadedProgram, program: Program, seconds: Seconds, found: NewPlan, first: bool
+    ) -> None:
         done = Profiled(
             program.name,
             MEASURED,
@@ -274,6 +276,9 @@ class Measuring:
             found.program is not None,
         )
         statistics.profiled(done)
+        instrument = loaded.executor.instrument
+        if instrument is not None:
+            instrument.program_profiled(done)
         if first:
             _log.info("%s", done)
 

@@ -32,6 +32,7 @@ from .trace_file import ALL_ACTIVE, SET_UNIT, WIDTH, Header, Kind, RankTrace
 
 if TYPE_CHECKING:
     from .engine import Engine
+    from .statistics import Profiled
 
 Row = tuple[float, ...]  # as in `trace_file`
 # program, segment, ordinal, when it was handed over, its outputs
@@ -42,12 +43,13 @@ class Recorder(Instrument):
     """Collects rows, and the programs and sets of pairs that they name by their number.
 
     ``programs``: those that were loaded, their segments without modules, each with the (logical id, ordinal)
-    of its local devices. ``sets``: pairs that moved nothing.
+    of its local devices. ``sets``: pairs that moved nothing. ``profiles``: programs that were measured.
     """
 
     def __init__(self, engine: Engine, local_devices: int) -> None:
         self.programs: list[tuple[Program, tuple[tuple[int, int], ...]]] = []
         self.sets: list[frozenset[int]] = []
+        self.profiles: list[Profiled] = []
         self._engine = engine
         self._rows: deque[Row] = deque()
         self._numbers: dict[int, int] = {}  # id of a loaded program -> its number
@@ -78,6 +80,7 @@ class Recorder(Instrument):
             [local for _, local in programs],
             list(self.sets),
             rows,
+            list(self.profiles),
         )
 
     def end(self) -> None:
@@ -110,6 +113,9 @@ class Recorder(Instrument):
         begun = self._walks.pop(run, now)
         self._rows.append((Kind.PROGRAM, number, run, 0, begun, now, float(error is not None)))
         self._await_running()
+
+    def program_profiled(self, done: Profiled) -> None:
+        self.profiles.append(done)
 
     def segment_handed(
         self, program: Program, segment: int, ordinal: int, began: float, outputs: Sequence[Any]

@@ -14,6 +14,7 @@ import logging
 import os
 import threading
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -73,7 +74,7 @@ class Trace(Recorder):
         except OSError as error:
             raise WorldError(f"the trace cannot be written (STRETTO_TRACE): {error}") from error
         self._owner = os.getpid()
-        self._written = (0, 0)  # programs and sets
+        self._written = (0, 0, 0)  # programs, sets and profiles
         self._writing = threading.Lock()
         self._stop = threading.Event()
         self._writer = threading.Thread(target=self._work, name="stretto-trace", daemon=True)
@@ -89,10 +90,17 @@ class Trace(Recorder):
                 return
             rows = self.take()
             # What the rows refer to goes before them.
-            programs, sets = self.programs[self._written[0] :], self.sets[self._written[1] :]
-            self._written = self._written[0] + len(programs), self._written[1] + len(sets)
+            written = self._written
+            programs, sets = self.programs[written[0] :], self.sets[written[1] :]
+            profiles = self.profiles[written[2] :]
+            self._written = (
+                written[0] + len(programs),
+                written[1] + len(sets),
+                written[2] + len(profiles),
+            )
             parts = [program_chunk(*program) for program in programs]
             parts += [chunk(b"S", json.dumps(sorted(skip)).encode()) for skip in sets]
+            parts += [chunk(b"M", json.dumps(asdict(done)).encode()) for done in profiles]
             try:
                 data = b"".join(parts) + (events_chunk(rows) if rows else b"")
                 if data:

@@ -4,7 +4,8 @@
 length and u32 CRC-32 of the content, little-endian, and the content. ``P`` is a loaded program: a line of
 JSON with the logical ids and ordinals of its local devices, then `program_codec`'s bytes, its segments
 without their modules. ``S`` is JSON: a set of pairs that moved nothing. Programs and sets are numbered from
-0 as they come. ``E`` is events: rows of `WIDTH` float64.
+0 as they come. ``M`` is JSON: a program that was measured (`Profiled`). ``E`` is events: rows of `WIDTH`
+float64.
 
 A row is (kind, program, number, where, begin, end, extra). Times are ``perf_counter`` of the rank, plus the
 header's ``offset`` they are rank 0's.
@@ -36,6 +37,7 @@ import numpy as np
 from . import program_codec
 from .errors import StrettoError
 from .program import Program
+from .statistics import Profiled
 
 VERSION = 1
 WIDTH = 7
@@ -105,6 +107,7 @@ class RankTrace:
     local: list[tuple[tuple[int, int], ...]] = field(default_factory=list)
     sets: list[frozenset[int]] = field(default_factory=list)
     events: np.ndarray = field(default_factory=lambda: np.empty((0, WIDTH)))
+    profiles: list[Profiled] = field(default_factory=list)
     warning: str = ""
 
 
@@ -168,5 +171,7 @@ def _take(found: RankTrace, rows: list[Any], letter: bytes, content: bytes) -> N
             found.programs.append(program_codec.from_bytes(program))
         case b"S":
             found.sets.append(frozenset(json.loads(content)))
+        case b"M":
+            found.profiles.append(Profiled(**json.loads(content)))
         case b"E":
             rows.append(np.frombuffer(content, "<f8").reshape(-1, WIDTH))

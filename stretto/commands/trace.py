@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from stretto.runtime.errors import StrettoError
+from stretto.runtime.statistics import Profiled
 from stretto.runtime.trace_events import Measured, measure
 from stretto.runtime.trace_file import RankTrace, TraceError, read
 
@@ -103,6 +104,8 @@ def text(found: Mapping[str, Any]) -> str:
             f"{e['seconds'] * 1e6:9.1f} us {predicted:>12} {e['exposed'] * 1e6:9.1f} us {e['calls']:7}  "
             f"{e['op']} %{e['name']} of {e['program']} on stream {e['stream']}"
         )
+    if found["profiles"]:
+        lines += ["", *(str(Profiled(**done)) for done in found["profiles"])]
     kinds = ", ".join(f"{count} {kind}" for kind, count in found["collectives"].items())
     return "\n".join(
         [

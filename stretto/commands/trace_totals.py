@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from statistics import median
 from typing import Any
 
 from stretto.collectives.ops import Collective, Kind
 from stretto.hlo_frontend.overlap.costs import CostTable, span
 from stretto.runtime.errors import InvalidProgramError
+from stretto.runtime.statistics import Profiled
 from stretto.runtime.trace_events import Measured, Transfer
 
 from .run import given_bytes, total
@@ -101,8 +103,14 @@ def report(ranks: Sequence[Measured], costs: CostTable | None) -> dict[str, Any]
         **{key: sum(t[key] for t in times) / len(times) for key in times[0]},
         "ranks": [{"rank": r.trace.header.rank, **t} for r, t in zip(ranks, times, strict=True)],
         "ledger": ledger(ranks, costs),
+        "profiles": [asdict(done) for done in profiles(ranks)],
         "warnings": [r.trace.warning for r in ranks if r.trace.warning],
     }
+
+
+def profiles(ranks: Sequence[Measured]) -> list[Profiled]:
+    """The programs that were measured, once each though all of their ranks tell the same."""
+    return list(dict.fromkeys(done for rank in ranks for done in rank.trace.profiles))
 
 
 def costs_of(ranks: Sequence[Measured], named: str | None) -> CostTable | None:

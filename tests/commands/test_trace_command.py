@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from support.mpi import run_ranks
 from stretto.cli import main
 from stretto.commands.trace_totals import counts
 from stretto.runtime.program import Program, Run, Start, Wait
+from stretto.runtime.statistics import Profiled
 from stretto.runtime.trace_events import measure, union
 from stretto.runtime.trace_file import (
     ALL_ACTIVE,
@@ -30,6 +32,7 @@ from stretto.runtime.trace_file import (
 
 NAN = float("nan")
 SHIFT = permute((0, 1), (1, 0), name="shift")
+PROFILED = Profiled("step", 5, 1, 0.004, 0.003, True)
 
 
 def written(folder: Path, rank: int = 0, size: int = 1, offset: float = 0.0) -> Path:
@@ -57,6 +60,7 @@ def written(folder: Path, rank: int = 0, size: int = 1, offset: float = 0.0) -> 
         beginning(header)
         + program_chunk(loaded, ((rank, 0),))
         + chunk(b"S", json.dumps([rank]).encode())
+        + chunk(b"M", json.dumps(asdict(PROFILED)).encode())
         + events_chunk([tuple(map(float, e)) for e in events])
     )
     return path
@@ -103,10 +107,16 @@ def test_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (entry,) = found["ledger"]
     assert (entry["calls"], entry["seconds"], entry["predicted"]) == (4, 3.0, 1.0)
     assert (entry["exposed"], entry["exposed_total"], entry["skipped"]) == (1.5, 3.0, 2)
+    assert found["profiles"] == [asdict(PROFILED)]
     assert list(folder.glob("trace.*")) == []
 
     assert main(["trace", str(folder), "-o", str(tmp_path / "out")]) == 0
-    assert "collective-permute %shift of step" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "collective-permute %shift of step" in printed
+    assert (
+        "step: 1 segments measured in 5 runs, planned anew: predicted 4.000 ms before, 3.000 ms planned anew"
+        in printed
+    )
     events = json.loads((tmp_path / "out.json").read_text())["traceEvents"]
     names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
     assert set(names.values()) == {"programs", "device 0", "device 1", "stream 0"}

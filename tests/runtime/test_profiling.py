@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,8 @@ from stretto.runtime.negotiation import Joint
 from stretto.runtime.profiling import MEASURED, WARM_UP, NewPlan, Seconds
 from stretto.runtime.program import Block, Loop, Program, Run, Start, Wait
 from stretto.runtime.schedule import starts
+from stretto.runtime.trace import Trace
+from stretto.runtime.trace_file import Header, file_name, read
 from stretto.testing import MemoryTransport, MemoryWorld, Recorder, run_processes
 
 SUM = all_reduce((0, 1), name="sum")
@@ -324,10 +327,17 @@ def test_measured_runs_of_a_program_that_sends_leave_its_streams_alone() -> None
         assert streams == []
 
 
-def test_a_watcher_is_told_of_every_run() -> None:
+def test_a_watcher_is_told_of_every_run_and_of_the_outcome(tmp_path: Path) -> None:
     recorder = Recorder()
     rig = Rig(2, instrument=recorder)
     loaded = load(rig, OLD, FixedPlanner())
     results(rig, loaded, runs=FIRST + 1)
     segments = [e for e in recorder.events if e[0] == "segment"]
     assert len(segments) == 2 * 2 * (FIRST + 1)
+    header = Header(0, 1, "host", 7, 2, "null", 0.0, 0.0)
+    trace = Trace(tmp_path, header, rig.engine)
+    end = rig.executor.observe(trace)
+    results(rig, load(rig, OLD, FixedPlanner()), runs=FIRST)
+    end()
+    trace.close()
+    assert read(tmp_path / file_name(0)).profiles == [statistics.profiles()[-1]]

@@ -30,6 +30,9 @@ from stretto.runtime.errors import InvalidProgramError
 from ..graph import Instruction, trip_count
 from .measured import Measured
 
+# Rates (a second) and times (seconds) beyond which sums of predicted times would not be finite.
+LEAST_RATE, LONGEST_TIME = 1e-9, 1e9
+
 
 @dataclass(frozen=True)
 class Compute:
@@ -104,9 +107,11 @@ class CostTable:
             raise InvalidProgramError(f"not a cost table: {error!r}") from None
         rates = [compute.flops_per_s, compute.bytes_per_s, *(link.bytes_per_s for link in links)]
         times = [compute.launch_s, *(link.latency_s for link in links)]
-        if not all(rate > 0 for rate in rates) or not all(time >= 0 for time in times):
+        possible = all(rate >= LEAST_RATE for rate in rates)
+        if not possible or not all(0.0 <= time <= LONGEST_TIME for time in times):
             raise InvalidProgramError(
-                "not a cost table: rates must be positive, times not negative"
+                f"not a cost table: rates must be positive (at least {LEAST_RATE:g}), times not negative "
+                f"(at most {LONGEST_TIME:g} s)"
             )
         if not all(0.0 <= link.busy <= 1.0 for link in links):
             raise InvalidProgramError("not a cost table: busy is a share, from 0 to 1")

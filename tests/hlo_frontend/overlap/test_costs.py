@@ -80,6 +80,11 @@ def test_a_table_is_read_from_json(tmp_path: Path) -> None:
         '{"compute": {"flops_per_s": 1, "bytes_per_s": 1}, "links": [{"axis_stride": 1}]}',
         '{"compute": {"flops_per_s": 1, "bytes_per_s": 1}, "links": [{"axis_stride": 1, "group_size": 2, '
         '"latency_s": 1, "bytes_per_s": 1, "busy": 2}]}',
+        '{"compute": {"flops_per_s": 1, "bytes_per_s": NaN}, "links": []}',
+        '{"compute": {"flops_per_s": 1, "bytes_per_s": 1e-300}, "links": []}',
+        '{"compute": {"flops_per_s": 1, "bytes_per_s": 1, "launch_s": 1e400}, "links": []}',
+        '{"compute": {"flops_per_s": 1, "bytes_per_s": 1}, "links": [{"axis_stride": 1, "group_size": 2, '
+        '"latency_s": Infinity, "bytes_per_s": 1}]}',
     ],
 )
 def test_what_is_not_a_cost_table_is_an_error(text: str, tmp_path: Path) -> None:

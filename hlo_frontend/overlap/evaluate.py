@@ -1,7 +1,8 @@
 """What a plan takes under another table of costs than the one by which it was made.
 
 The steps of every block are replayed as they are, its kernels priced anew. A collective that is handed to its
-stream's thread costs a launch more, as where plans are judged (`apply`).
+stream's thread costs a launch more, and one that is hidden what it takes from compute, as where plans are
+judged (`apply`).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from .costs import CostTable
 from .kernels import build, price_kernel
 from .loops import trips_of
 from .model import Graph
-from .replay import Phase, Step, handed_over, replay
+from .replay import Phase, Step, handed_over, held_up, replay
 
 
 def seconds_of(
@@ -45,7 +46,8 @@ def seconds_of(
     else:
         graph = build(block, costs, (), inside.__getitem__, loops=False)
         steps = _kept(block, graph, ordered)
-    return replay(graph, steps, launch).seconds + launch * handed_over(steps)
+    timeline = replay(graph, steps, launch)
+    return timeline.seconds + held_up(graph, timeline) + launch * handed_over(steps)
 
 
 def _control_flow(node: Node, taken: list[float]) -> float:

@@ -118,6 +118,16 @@ def test_a_plan_stays_where_times_are_as_modelled() -> None:
     assert found.before == pytest.approx(found.modelled, rel=0.05)
 
 
+def test_what_busy_links_take_from_compute_is_charged() -> None:
+    links = tuple(replace(link, busy=0.2) for link in LINKS)
+    busy = replace(RIGHT, costs=replace(RIGHT.costs, links=links))
+    planned = module_of(busy).overlap
+    assert planned is not None and planned.changed
+    assert planned.timeline is not None and planned.seconds > 1.05 * planned.timeline.seconds
+    # A launch for each collective comes on top.
+    assert planned_anew(busy).modelled == pytest.approx(planned.seconds, rel=0.03)
+
+
 def test_the_kernels_of_a_segment_sum_up_to_what_was_measured() -> None:
     module = module_of(RIGHT)
     assert module.source is not None

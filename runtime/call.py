@@ -14,7 +14,7 @@ from stretto.collectives.communicator import Communicator, Request
 from stretto.collectives.ops import Collective
 
 from .frame import Hosted
-from .instrument import Counters
+from .instrument import Counters, told
 from .program import Start
 from .progress import Progress
 from .stream import Stream
@@ -63,7 +63,10 @@ class Call:
         self._name, self._source = f"{collective.kind} %{collective.name}", collective.source
         self._ranks, self._called = communication.ranks(collective), communication.called
         self._skips = skipped_pairs(collective)
-        self._instrument = communication.instrument
+        instrument = communication.instrument
+        self._started = told(instrument, "collective_started")
+        self._finished = told(instrument, "collective_finished")
+        self._ran = told(instrument, "collective_ran")
         self._payload = payload_of(self.bound)
         self._all_messages = getattr(self.bound, "messages", 0)
 
@@ -75,8 +78,8 @@ class Call:
 
     def enter(self, sequence: int, iteration: int) -> tuple[dict[str, frozenset[int]], float]:
         """The communicator is about to be called: its keyword arguments, and the time."""
-        if self._instrument is not None:
-            self._instrument.collective_started(self.collective, self.stream)
+        if self._started is not None:
+            self._started(self.collective, self.stream)
         self.lane.progress.begin(self._name, self._source, sequence, self._ranks, self._called)
         return self._skips(iteration), perf_counter()
 
@@ -92,10 +95,11 @@ class Call:
         counters.messages += messages
         counters.skipped += self._all_messages - messages
         counters.nbytes += nbytes
-        if self._instrument is not None:
-            self._instrument.collective_finished(self.collective, self.stream, nbytes, seconds)
+        if self._finished is not None:
+            self._finished(self.collective, self.stream, nbytes, seconds)
+        if self._ran is not None:
             skip = options.get("skip", _NOTHING)
-            self._instrument.collective_ran(self.collective, self.stream, began, active, skip)
+            self._ran(self.collective, self.stream, began, active, skip)
 
     def registers(self, results: Any, active: tuple[int, ...]) -> list[Hosted]:
         """The outputs' registers from what the communicator gave."""

@@ -84,6 +84,14 @@ class Instrument:
         """The walk has come through a wait, which it reached at ``began``."""
 
 
+def told(instrument: Instrument | None, name: str) -> Callable[..., None] | None:
+    """The method of an instrument that is of interest, None if it is the one that does nothing."""
+    if instrument is None or getattr(type(instrument), name) is getattr(Instrument, name):
+        return None
+    method: Callable[..., None] = getattr(instrument, name)
+    return method
+
+
 class Instruments(Instrument):
     """Several instruments as one: each is told everything, in their order."""
 

@@ -18,12 +18,14 @@ from .errors import InvalidProgramError
 from .flight import Flight
 from .frame import Frame, Hosted
 from .program import Block, Branch, Loop, Run, Start, instructions
+from .runs import watched
 from .stream import Event
 from .value import DeletedError, Landed, Promise, Value
 from .walk import Walker
 
 if TYPE_CHECKING:
     from .executor import Executor
+    from .instrument import Instrument
     from .negotiation import Joint
     from .profiling import Measuring
 
@@ -66,17 +68,42 @@ class LoadedProgram:
         self._choose_single()
 
     def _choose_single(self) -> None:
-        """Whether the engine may be called without a walk: not where somebody watches."""
+        """Whether the engine may be called without a walk. Not where somebody watches several devices: that
+        would be told of as a walk for each."""
         program, walker = self.program, self.walker
         self._single = None
         if (
             program.single_segment is not None
             and self.local
             and not self._must_agree
-            and self.executor.instrument is None
             and not self.has_host_callbacks
         ):
-            self._single = walker.segments[program.body.instructions[0].segment].run  # type: ignore[union-attr]
+            instrument = self.executor.instrument
+            segment: int = program.body.instructions[0].segment  # type: ignore[union-attr]
+            run = walker.segments[segment].run
+            if instrument is None:
+                self._single = run
+            elif len(self.local) == 1 and walker.prepared:
+                self._single = self._walked(watched(run, instrument, program, segment), instrument)
+
+    def _walked(
+        self, run: Callable[[int, list[Any]], list[Any]], instrument: Instrument
+    ) -> Callable[[int, list[Any]], list[Any]]:
+        """The run of the only segment, told as a walk."""
+        name, executor = self.program.name, self.executor
+
+        def walk(ordinal: int, arrays: list[Any]) -> list[Any]:
+            number = executor.next_run()
+            instrument.program_started(name, number)
+            try:
+                outputs = run(ordinal, arrays)
+            except BaseException as error:
+                instrument.program_finished(name, number, error)
+                raise
+            instrument.program_finished(name, number, None)
+            return outputs
+
+        return walk
 
     def watch(self) -> None:
         """Tell the executor's instrument, which has changed, what is done from now on."""
@@ -94,6 +121,7 @@ class LoadedProgram:
                 if instrument is not None:
                     instrument.program_loaded(walker.program, self.local)
                 self.walker = walker.watched_by(instrument)
+            self._choose_single()
 
     @property
     def compiled(self) -> CompiledSegments:

@@ -13,7 +13,7 @@ from typing import Any
 
 from .engine import Engine, LoadedSegment
 from .frame import Frame, Hosted, Operation, named
-from .instrument import Counters, Instrument
+from .instrument import Counters, Instrument, told
 from .profiling import SegmentTimes
 from .program import ENDLESS, Block, Branch, Loop, Program, Run, Slot
 from .valid import Absent, Bounds, left_out
@@ -84,6 +84,30 @@ def _last_named(block: Block) -> int:
     return max(named_, default=0)
 
 
+SegmentRun = Callable[[int, list[Any]], list[Any]]
+
+
+def watched(
+    run: SegmentRun, instrument: Instrument | None, program: Program, segment: int
+) -> SegmentRun:
+    """A segment's ``run`` that tells the instrument of every call; ``run`` itself where nobody listens."""
+    issued, handed = told(instrument, "segment_issued"), told(instrument, "segment_handed")
+    if issued is None and handed is None:
+        return run
+    name, segment_name = program.name, program.segments[segment].name
+
+    def telling(ordinal: int, arrays: list[Any]) -> list[Any]:
+        began = perf_counter()
+        outputs = run(ordinal, arrays)
+        if issued is not None:
+            issued(name, segment, segment_name, ordinal)
+        if handed is not None:
+            handed(program, segment, ordinal, began, outputs)
+        return outputs
+
+    return telling
+
+
 Land = Callable[[list[Any], Slot], list[Any]]
 
 
@@ -129,8 +153,7 @@ class Runs:
             if partly is not None:
                 some = self._some(instruction, partly)
                 return lambda frame: some(frame, loaded.run)
-            one = len(self.ordinals) == 1 and self.instrument is None
-            return self._one(instruction) if one else self._all(instruction)
+            return self._one(instruction) if len(self.ordinals) == 1 else self._all(instruction)
         some = self._some(instruction, partly or (lambda iteration: frozenset()))
 
         def issue_noting_ends(frame: Frame) -> None:
@@ -183,9 +206,15 @@ class Runs:
         return lambda frame: some(frame, run)
 
     def _one(self, instruction: Run) -> Operation:
-        """On the only local device, which nobody watches."""
+        """On the only local device."""
         inputs, outputs, donated = instruction.inputs, instruction.outputs, instruction.donated
-        run, land, ordinal = self.segments[instruction.segment].run, self.land, self.ordinals[0]
+        land, ordinal = self.land, self.ordinals[0]
+        run = watched(
+            self.segments[instruction.segment].run,
+            self.instrument,
+            self.program,
+            instruction.segment,
+        )
         what = self._what(instruction)
 
         def issue(frame: Frame) -> None:
@@ -216,6 +245,7 @@ class Runs:
         inputs, outputs, donated = instruction.inputs, instruction.outputs, instruction.donated
         ordinals, count = self.ordinals, len(self.ordinals)
         instrument, whole, program = self.instrument, self.program, self.program.name
+        issued, handed = told(instrument, "segment_issued"), told(instrument, "segment_handed")
         types = [self.program.slot_types[slot] for slot in outputs]
         absent, counters, flops = self.absent, self.counters, max(segment.flops, 0.0)
 
@@ -244,16 +274,17 @@ class Runs:
                 columns.append(land(registers, slot) if type(register) is Hosted else register)
             for position in going:
                 ordinal = ordinals[position]
-                began = perf_counter() if instrument is not None else 0.0
+                began = perf_counter() if handed is not None else 0.0
                 try:
                     arrays = run(ordinal, [column[position] for column in columns])
                 except BaseException as error:
                     raise named(error, what) from error
                 for result, array in zip(results, arrays, strict=True):
                     result[position] = array
-                if instrument is not None:
-                    instrument.segment_issued(program, instruction.segment, segment.name, ordinal)
-                    instrument.segment_handed(whole, instruction.segment, ordinal, began, arrays)
+                if issued is not None:
+                    issued(program, instruction.segment, segment.name, ordinal)
+                if handed is not None:
+                    handed(whole, instruction.segment, ordinal, began, arrays)
             for slot in donated:
                 registers[slot] = None
             for slot, result in zip(outputs, results, strict=True):

@@ -94,8 +94,9 @@ def program_chunk(program: Program, local: tuple[tuple[int, int], ...]) -> bytes
     return chunk(b"P", json.dumps(local).encode() + b"\n" + program_codec.to_bytes(program))
 
 
-def events_chunk(rows: list[tuple[float, ...]]) -> bytes:
-    return chunk(b"E", np.array(rows, "<f8").tobytes())
+def events_chunk(rows: bytes) -> bytes:
+    """``rows``: `WIDTH` little-endian float64 each."""
+    return chunk(b"E", rows)
 
 
 @dataclass

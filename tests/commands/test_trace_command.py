@@ -61,7 +61,7 @@ def written(folder: Path, rank: int = 0, size: int = 1, offset: float = 0.0) -> 
         + program_chunk(loaded, ((rank, 0),))
         + chunk(b"S", json.dumps([rank]).encode())
         + chunk(b"M", json.dumps(asdict(PROFILED)).encode())
-        + events_chunk([tuple(map(float, e)) for e in events])
+        + events_chunk(np.array(events, "<f8").tobytes())
     )
     return path
 

@@ -158,7 +158,7 @@ def test_times_are_told_on_rank_0s_clock(tmp_path: Path) -> None:
     header = Header(1, 2, "there", 1, 1, "null", 1000.0, 0.0)
     trace = Trace(tmp_path, header, NullEngine(1))
     trace.program_finished("p", 1, None)
-    (row,) = list(trace._rows)
+    row = np.frombuffer(bytes(trace._rows), "<f8")
     trace.close()
     assert read(tmp_path / file_name(1)).events[0, 5] == pytest.approx(row[5] + 1000.0)
 
@@ -193,6 +193,45 @@ def test_ends_of_segments_are_seen_at_what_comes_next(tmp_path: Path) -> None:
     assert [begin for begin, end in ends.items() if np.isnan(end)] == [0.0, 2.0]
     assert sorted(ends) == [0.0, 1.0, 2.0, 3.0, 4.0]
     assert ends[1.0] <= ends[3.0] <= ends[4.0]
+
+
+def test_no_thread_waits_for_segments_that_a_collective_waits_for(tmp_path: Path) -> None:
+    engine, loaded = Slow(), shifting()
+    trace = Trace(tmp_path, HEADER, engine)  # type: ignore[arg-type]
+    trace.program_loaded(loaded, ((0, 0), (1, 1)))
+    trace.segment_handed(loaded, 0, 0, 0.0, [0])
+    trace.collective_awaiting(SHIFT, 0)
+    assert trace._watcher is None
+    engine.ready = {0}
+    trace.collective_started(SHIFT, 0)  # which tells when they were computed
+    assert trace._watcher is None and not any(trace._running)
+    trace.collective_ran(SHIFT, 0, 0.0, (0, 1), frozenset())
+    trace.collective_awaited(SHIFT, 0, 0.0)
+    trace.collective_started(SHIFT, 0)
+    trace.segment_handed(loaded, 1, 0, 1.0, [1])
+    trace.collective_awaiting(SHIFT, 0)  # beside a collective that is under way
+    assert trace._watcher is not None
+    trace.close()
+    events = read(tmp_path / file_name(0)).events
+    assert [row[2] for row in events if row[0] == Kind.SEGMENT] == [0.0, 1.0]
+
+
+def test_a_program_of_one_segment_is_called_without_a_walk_and_told_as_one(tmp_path: Path) -> None:
+    trace = Trace(tmp_path, HEADER, NullEngine(1))
+    rig = Rig(1, instrument=trace)
+    alone = program(
+        [F32] * 2, block((0,), [Run(0, (0,), (1,))], (1,)), segments=[segment("increment")]
+    )
+    loaded = rig.executor.load(alone, (0,))
+    assert loaded.single is not None
+    ((value,),) = loaded.execute(rig.arguments(loaded, [1.0]))
+    assert value.host_view()[0] == 2.0
+    rig.executor.close()
+    trace.close()
+    rows = read(tmp_path / file_name(0)).events
+    assert sorted(int(kind) for kind in rows[:, 0]) == [Kind.SEGMENT, Kind.PROGRAM]
+    (ran,), (walk,) = (rows[rows[:, 0] == kind] for kind in (Kind.SEGMENT, Kind.PROGRAM))
+    assert walk[4] <= ran[4] <= ran[5] <= walk[5]
 
 
 class Far:

@@ -1,0 +1,173 @@
+"""What ``STRETTO_TRACE`` costs: programs of two ranks with and without a trace, in the same processes.
+
+The trace is switched on and off between turns of a tenth of a second or more; what it still has to write at
+the end of a turn is written within it. Turns without one come twice, so that the table tells what equal turns
+differ by (*control*). The figure is the median of ratios of turns that follow each other, with the interval
+in which it lies at 95%.
+
+*x + 1* and *psum* are calls of some microseconds, next to which a call of the recorder is not small.
+*training step* is that of a small transformer with sharded weights, *pipeline* a scan that hands 64 KiB on to
+the other rank in every iteration. Goal: these take less than 1.02 times as long.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from harness import Contender, console, machine, seconds, serve, start
+from overlap_tax import Ratio
+from rich.table import Table
+
+VARIANTS = ("off", "control", "on")
+CASES = {
+    "x + 1": "",
+    "psum of 8 B": "",
+    "training step": "on ≤ 1.02x",
+    "pipeline": "on ≤ 1.02x",
+}
+SECONDS = 0.1  # of a turn
+
+
+def calls() -> dict[str, Callable[[], Any]]:
+    """By case, a call that waits for its result."""
+    import jax
+    import jax.numpy as jnp
+    from jax import lax
+    from jax.sharding import Mesh, NamedSharding
+    from jax.sharding import PartitionSpec as P
+    from models import SMALL, concrete, train_step
+
+    devices = np.array(jax.devices())
+    mesh = Mesh(devices, ("x",))
+
+    def placed(data: np.ndarray, spec: P) -> jax.Array:
+        sharding = NamedSharding(mesh, spec)
+        return jax.make_array_from_callback(data.shape, sharding, lambda i: data[i])
+
+    one = jax.device_put(np.float32(1), jax.local_devices()[0])
+    add = jax.jit(lambda x: x + 1)
+    small = placed(np.ones((len(devices), 2), np.float32), P("x"))
+
+    @jax.jit
+    @jax.shard_map(mesh=mesh, in_specs=P("x"), out_specs=P())
+    def total(a: jax.Array) -> jax.Array:
+        return lax.psum(a, "x")
+
+    ring = [(i, (i + 1) % len(devices)) for i in range(len(devices))]
+    weight = placed(np.full((128, 128), 1 / 128, np.float32), P())
+    rows = placed(np.ones((len(devices) * 128, 128), np.float32), P("x"))
+
+    @jax.jit
+    @jax.shard_map(mesh=mesh, in_specs=(P(), P("x")), out_specs=P("x"))
+    def handed_on(w: jax.Array, h: jax.Array) -> jax.Array:
+        def tick(h: jax.Array, _: None) -> tuple[jax.Array, None]:
+            for _layer in range(4):
+                h = jnp.tanh(h @ w)
+            return lax.ppermute(h, "x", ring), None
+
+        return lax.scan(tick, h, None, length=64)[0]
+
+    sharded = Mesh(devices.reshape(len(devices), 1), ("fsdp", "tp"))
+    step = train_step(SMALL, sharded)
+    state, tokens = concrete(SMALL, sharded)
+    states = [state]
+
+    def trained() -> None:
+        states[0], loss = step(states[0], tokens)
+        jax.block_until_ready(loss)
+
+    return {
+        "x + 1": lambda: add(one).block_until_ready(),
+        "psum of 8 B": lambda: total(small).block_until_ready(),
+        "training step": trained,
+        "pipeline": lambda: handed_on(weight, rows).block_until_ready(),
+    }
+
+
+def worker(folder: str) -> None:
+    import jax
+
+    from stretto.plugin.client import clients
+    from stretto.runtime.trace import Trace, header_of
+
+    cases = calls()
+    (client,) = clients
+    trace = Trace(Path(folder), header_of(client.world), client.engine)
+
+    def measure(case: dict[str, Any]) -> float:
+        call, repeats, on = cases[case["case"]], case["repeats"], case["variant"] == "on"
+        end = client.observe(trace) if on else None
+        try:
+            call()
+            trace.write()
+            gc.collect()  # what switching has left
+            began = time.perf_counter()
+            for _ in range(repeats):
+                call()
+            if on:
+                trace.write()
+            return (time.perf_counter() - began) / repeats
+        finally:
+            if end is not None:
+                end()
+
+    serve(jax.process_index(), measure)
+
+
+def measured(contender: Contender, case: str, turns: int) -> dict[str, list[float]]:
+    def run(variant: str, repeats: int) -> float:
+        return contender.run({"case": case, "variant": variant, "repeats": repeats})
+
+    run("off", 1)
+    repeats = max(1, round(SECONDS / run("off", 3)))
+    times: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
+    for turn in range(turns + 1):
+        for position in range(len(VARIANTS)):
+            variant = VARIANTS[(position * (1 + turn % 2) + turn // 2) % len(VARIANTS)]
+            value = run(variant, repeats)
+            if turn:
+                times[variant].append(value)
+    return times
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["worker"]:
+        with tempfile.TemporaryDirectory() as folder:
+            return worker(folder)
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="fewer turns: a look, not a figure")
+    parser.add_argument("--json", type=Path, help="write the figures there too")
+    parser.add_argument("--turns", type=int, help="turns of each variant")
+    parser.add_argument("--cases", nargs="*", default=list(CASES), help="those to measure")
+    args = parser.parse_args()
+    contender = start("worker", "trace_cost.py", 2, "mpi", JAX_PLATFORMS="stretto,cpu")
+    table = Table(title="what a trace costs", caption=machine())
+    for column in ("", "off", "control ÷ off", "on ÷ off", "goal"):
+        table.add_column(column, justify="right" if "off" in column else "left")
+    rows = {}
+    try:
+        for case in args.cases:
+            times = measured(contender, case, args.turns or (15 if args.quick else 101))
+            off = statistics.median(times["off"])
+            control, on = (Ratio.of(times[v], times["off"]) for v in ("control", "on"))
+            table.add_row(case, seconds(off), str(control), str(on), CASES[case])
+            rows[case] = {"off": off, "control": vars(control), "on": vars(on)}
+    finally:
+        contender.close()
+    console.print(table)
+    if args.json:
+        args.json.write_text(json.dumps({"machine": machine(), "cases": rows}, indent=2))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,7 +1,7 @@
 """What ``STRETTO_TRACE`` costs: programs of two ranks with and without a trace, in the same processes.
 
-The trace is switched on and off between turns of a tenth of a second or more; what it still has to write at
-the end of a turn is written within it. Turns without one come twice, so that the table tells what equal turns
+The trace is switched on and off between turns of about a second; what it still has to write at the end of a
+turn is written within it. Turns without one come twice, so that the table tells what equal turns
 differ by (*control*). The figure is the median of ratios of turns that follow each other, with the interval
 in which it lies at 95%.
 
@@ -35,7 +35,7 @@ CASES = {
     "training step": "on ≤ 1.02x",
     "pipeline": "on ≤ 1.02x",
 }
-SECONDS = 0.1  # of a turn
+SECONDS = 1.0  # of a turn
 
 
 def calls() -> dict[str, Callable[[], Any]]:
@@ -157,7 +157,7 @@ def main() -> None:
     rows = {}
     try:
         for case in args.cases:
-            times = measured(contender, case, args.turns or (15 if args.quick else 101))
+            times = measured(contender, case, args.turns or (5 if args.quick else 25))
             off = statistics.median(times["off"])
             control, on = (Ratio.of(times[v], times["off"]) for v in ("control", "on"))
             table.add_row(case, seconds(off), str(control), str(on), CASES[case])

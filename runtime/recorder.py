@@ -116,10 +116,8 @@ class Recorder(Instrument):
         with self._lock:
             number = self._names[program.name] = len(self.programs)
             self._kept.append(program)
-            smallest = [
-                min(range(len(s.outputs)), key=lambda k, s=s: s.outputs[k].nbytes, default=0)
-                for s in program.segments
-            ]
+            sizes = [[t.nbytes for t in s.outputs] for s in program.segments]
+            smallest = [each.index(min(each)) if each else 0 for each in sizes]
             self._numbers[id(program)] = number, smallest
             for index, collective in enumerate(program.collectives):
                 self._places[id(collective)] = number, index, len(local)

@@ -132,10 +132,10 @@ class _Layout:
         return op
 
     def _written(self, op: Op, result: Value, reads: Sequence[Ref]) -> Buffer:
-        """The buffer of a result. An update in place stays where it is unless that is an input."""
+        """The buffer of a result. An update in place stays where it is unless that is an input to be kept."""
         assert result.type is not None
         opcode = op.instruction.opcode
-        if opcode in IN_PLACE and reads and reads[0].buffer.producer is not None:
+        if opcode in IN_PLACE and reads and not _is_kept_input(reads[0].buffer):
             op.writes = (*op.writes, reads[0].buffer)
             op.written_bytes += sum(r.nbytes for r in reads[1:])
             return reads[0].buffer
@@ -207,6 +207,10 @@ class _Layout:
         return tuple(op for op in self.ops[first:] if op.node.is_runtime) + tuple(
             op for ref in carried for op in ref.before
         )
+
+
+def _is_kept_input(buffer: Buffer) -> bool:
+    return buffer.producer is None and buffer.kept
 
 
 def _nothing() -> Buffer:

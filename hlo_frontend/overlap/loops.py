@@ -1,4 +1,4 @@
-"""How often a loop runs, where that can be read off its form.
+"""What a loop's form tells: how often it runs, and which of its values its body makes anew.
 
 XLA annotates loops with their trip counts late in its pipeline; a post-SPMD module has none yet. The
 form read here is the one that ``scan`` and ``fori_loop`` make: a counter that begins with a constant,
@@ -74,3 +74,18 @@ def _scalar(instruction: Instruction) -> int | None:
     literal = LiteralProto.FromString(instruction.proto.literal)
     values = [*literal.s32s, *literal.s64s]
     return values[0] if len(values) == 1 else None
+
+
+def carries_of(body: BlockGraph) -> tuple[int, ...]:
+    """Positions of what a body takes and gives anew: its memory is the body's own, to free or to update."""
+    pairs = zip(body.parameters, body.results, strict=True)
+    return tuple(k for k, (parameter, result) in enumerate(pairs) if result.root is not parameter)
+
+
+def blocks_of(node: Node) -> tuple[tuple[BlockGraph, tuple[int, ...]], ...]:
+    """The blocks of a loop or branch, each with the positions of those of its parameters that are its own."""
+    loop = node.kind is NodeKind.LOOP
+    return tuple(
+        (block, carries_of(block) if loop and number else ())
+        for number, block in enumerate(node.blocks)
+    )

@@ -19,7 +19,7 @@ from .buckets import Bucketed, bucket
 from .costs import CostTable
 from .floor import Floor, floor
 from .kernels import build
-from .loops import trips_of
+from .loops import blocks_of, trips_of
 from .model import Graph, Op, Task
 from .replay import Phase, Step, Timeline, replay, unscheduled
 from .schedule import Schedule, schedule
@@ -75,8 +75,15 @@ def plan_block(
 
     def opaque(node: Node) -> float:
         plans = tuple(
-            plan_block(b, costs, memory_factor=memory_factor, buckets=buckets, budget=budget // 4)
-            for b in node.blocks
+            plan_block(
+                b,
+                costs,
+                carries,
+                memory_factor=memory_factor,
+                buckets=buckets,
+                budget=budget // 4,
+            )
+            for b, carries in blocks_of(node)
         )
         inner[node] = plans
         times = [plan.timeline.seconds for plan in plans]

@@ -27,7 +27,7 @@ from ..values import BlockGraph, Node, NodeKind
 from .buckets import bucket
 from .costs import CostTable
 from .kernels import build
-from .loops import trips_of
+from .loops import blocks_of, trips_of
 from .measured import Measured
 from .model import Graph
 from .place import place
@@ -73,7 +73,8 @@ class Planned:
     """What was decided for a block: ``steps`` are those of the plan, or None where it keeps its order.
 
     ``seconds`` is the block's predicted time as it will run, ``without`` its time without the pass; of a
-    program that is not worth a look, what its collectives take.
+    program that is not worth a look, what its collectives take. ``under_way``: of a loop's body, seconds for
+    which what the last iteration has started holds up what stands behind the loop.
     """
 
     seconds: float
@@ -83,6 +84,7 @@ class Planned:
     timeline: Timeline | None = field(default=None, repr=False)
     inner: dict[Node, tuple[Planned, ...]] = field(default_factory=dict, repr=False)
     loops: list[LoopReport] = field(default_factory=list)
+    under_way: float = 0.0
 
     @property
     def considered(self) -> bool:
@@ -159,7 +161,7 @@ def _plan(
     """``inside``: whether a block around this one asks what it takes."""
     costs = policy.costs
     inner = {
-        node: tuple(_plan(b, policy, (), ordered) for b in node.blocks)
+        node: tuple(_plan(b, policy, carries, ordered) for b, carries in blocks_of(node))
         for node in block.nodes
         if node.blocks
     }
@@ -202,7 +204,7 @@ def _plan(
         return tidy(candidate, found, launch, limit)
 
     first = search(graph, policy.budget)
-    bucketed = bucket(graph, first, costs, lambda g: search(g, policy.budget // 4, first))
+    bucketed = bucket(graph, first, costs, lambda g: search(g, policy.budget // 4, first), limit)
     graph, best = bucketed.graph, bucketed.schedule
     more = max(0, handed_over(best.steps) - handed_over(steps)) * launch
     takes = best.timeline.seconds + held_up(graph, best.timeline)
@@ -237,6 +239,7 @@ def _stage(
             graph=found.graph,
             steps=found.schedule.steps,
             timeline=timeline,
+            under_way=found.under_way,
         )
         inner[loop] = (inner[loop][0], planned)
         return [found.report]
@@ -253,6 +256,7 @@ def _stage(
         found.schedule.steps,
         timeline,
         inside,
+        under_way=found.under_way,
     )
     inner[found.new.loop] = (Planned(0.0, 0.0), planned)
     return [found.report]
@@ -260,7 +264,8 @@ def _stage(
 
 def _control_flow_seconds(node: Node, plans: Sequence[Planned]) -> float:
     if node.kind is NodeKind.LOOP:
-        return sum(p.seconds for p in plans) * (trips_of(node) or 1)
+        each = sum(p.seconds for p in plans)
+        return each * (trips_of(node) or 1) + plans[-1].under_way
     return max((p.seconds for p in plans), default=0.0)
 
 

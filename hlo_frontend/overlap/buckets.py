@@ -9,6 +9,9 @@ Members are neighbours in the order in which the best schedule found so far issu
 only if no member depends on another, directly or through buckets made before: the ancestors of a bucket are
 those of all of its members, so hiding kernels that lie between two members keep them apart.
 
+In a loop's body, collectives that cross into the next iteration are merged with others that cross, and with
+them what arrives of them from the iteration before.
+
 A plan of buckets is kept only if its schedule takes less time. A bucket that hides less than its members did
 (one of them was hidden, and it is exposed longer than all of them were together) is dissolved, and the plan
 scheduled anew.
@@ -68,7 +71,7 @@ def bucket(
                 break
             bucketed, members = merge(graph, merged, costs)
             found = Bucketed(bucketed, scheduler(bucketed), members)
-            worse = _exposed_by_merging(graph, found, first)
+            worse = exposed_by_merging(graph, found, first)
             # Late in the search, exposure only moves from one collective to the next.
             timeline = found.schedule.timeline
             lower = timeline.seconds < best.schedule.timeline.seconds
@@ -80,16 +83,19 @@ def bucket(
     return best
 
 
-def _exposed_by_merging(graph: Graph, found: Bucketed, first: Schedule) -> set[tuple[int, ...]]:
+def exposed_by_merging(graph: Graph, found: Bucketed, first: Schedule) -> set[tuple[int, ...]]:
+    """Buckets, as tasks of ``graph``, that are exposed for longer than their members were, some of which were
+    hidden. What crosses is exposed where it arrives."""
     worse = set()
+    arriving, arrived = graph.crossings(), found.graph.crossings()
     for task, members in zip(found.graph.tasks, found.members, strict=True):
-        if len(members) > 1:
-            exposed = [first.timeline.exposed[m] for m in members]
+        if len(members) > 1 and not task.arrives:
+            exposed = [first.timeline.exposed[arriving.get(m, m)] for m in members]
             hidden = any(
                 seconds <= HIDDEN * graph.tasks[m].seconds
                 for m, seconds in zip(members, exposed, strict=True)
             )
-            now = found.schedule.timeline.exposed[task.index]
+            now = found.schedule.timeline.exposed[arrived.get(task.index, task.index)]
             if hidden and now > sum(exposed) + HIDDEN * task.seconds:
                 worse.add(members)
     return worse
@@ -100,10 +106,11 @@ def plan(graph: Graph, schedule: Schedule, costs: CostTable, size: float) -> lis
     begin = schedule.timeline.begin
     queues: dict[object, list[int]] = {}
     for task in graph.tasks:
-        key = _key(task)
+        key = bucket_key(task)
         if key is not None:
             queues.setdefault(key, []).append(task.index)
-    above = _ancestors(graph)
+    above = ancestors(graph)
+    crossings = graph.crossings()
     groups: list[tuple[int, ...]] = []
     for queue in queues.values():
         queue.sort(key=lambda i: (begin[i], i))
@@ -114,17 +121,21 @@ def plan(graph: Graph, schedule: Schedule, costs: CostTable, size: float) -> lis
                 continue
             if len(current) > 1:
                 groups.append(tuple(sorted(current)))
-                _close(above, current)
+                close(above, current)
+                arriving = [crossings[i] for i in current if i in crossings]
+                if arriving:
+                    close(above, arriving)
             current = [index]
     return sorted(groups)
 
 
-def _key(task: Task) -> object:
+def bucket_key(task: Task) -> object:
+    """What the members of a bucket have in common; None for tasks that are in none."""
     collective = task.collective
     if collective is None or collective.kind not in MERGED_KINDS or not task.latency_s:
         return None
-    if task.crosses or task.arrives:
-        return None
+    if task.arrives:
+        return None  # merged with those that it is what arrives of
     if collective.kind is not Kind.ALL_GATHER and collective.reduction is None:
         return None
     dtypes = {operand.dtype for operand in collective.operands}
@@ -133,7 +144,8 @@ def _key(task: Task) -> object:
     (dtype,) = dtypes
     if collective.kind is Kind.ALL_REDUCE and dtype.startswith(NARROW):
         return None  # merging would change bits
-    return task.stream, collective.kind, dtype, collective.reduction, collective.dimension
+    how = collective.kind, dtype, collective.reduction, collective.dimension
+    return task.stream, task.crosses, *how
 
 
 def _copied_bytes(task: Task) -> int:
@@ -151,17 +163,22 @@ def _may_join(
 ) -> bool:
     if not current:
         return True
-    tasks = [graph.tasks[i] for i in (*current, index)]
-    copies = 2.0 * sum(_copied_bytes(task) for task in tasks) / costs.compute.bytes_per_s
-    latency = tasks[0].latency_s
+    together = (*current, index)
+    tasks = [graph.tasks[i] for i in together]
     moved = sum(task.seconds - task.latency_s for task in tasks)
-    if copies >= latency * len(current) or moved > size * latency:
+    if moved > size * tasks[0].latency_s or not is_worth_copies(graph, together, costs):
         return False
-    mask = sum(1 << i for i in current)
-    return not above[index] & mask and not any(above[i] >> index & 1 for i in current)
+    return are_apart(together, above)
 
 
-def _ancestors(graph: Graph) -> list[int]:
+def is_worth_copies(graph: Graph, group: Sequence[int], costs: CostTable) -> bool:
+    """Whether the latencies that a bucket saves take longer than its copies."""
+    tasks = [graph.tasks[i] for i in group]
+    copies = 2.0 * sum(_copied_bytes(task) for task in tasks) / costs.compute.bytes_per_s
+    return copies < tasks[0].latency_s * (len(group) - 1)
+
+
+def ancestors(graph: Graph) -> list[int]:
     """Bits of the tasks above each task."""
     above: list[int] = []
     for task in graph.tasks:
@@ -172,7 +189,7 @@ def _ancestors(graph: Graph) -> list[int]:
     return above
 
 
-def _close(above: list[int], group: Sequence[int]) -> None:
+def close(above: list[int], group: Sequence[int]) -> None:
     """Whoever is below one member is from now on below all of them and their ancestors."""
     members = sum(1 << i for i in group)
     union = members
@@ -185,12 +202,20 @@ def _close(above: list[int], group: Sequence[int]) -> None:
         above[index] = (above[index] | union) & ~members
 
 
+def are_apart(group: Sequence[int], above: list[int]) -> bool:
+    """Whether none of these tasks depends on another."""
+    mask = sum(1 << i for i in group)
+    return not any(above[i] & mask for i in group)
+
+
 def merge(
     graph: Graph, groups: Sequence[Sequence[int]], costs: CostTable
 ) -> tuple[Graph, list[tuple[int, ...]]]:
     """The graph with each group as one task, and the original tasks in each new one."""
     home = list(range(len(graph.tasks)))
-    for group in groups:
+    crossings = graph.crossings()
+    arriving = [[crossings[i] for i in group if i in crossings] for group in groups]
+    for group in (*groups, *(group for group in arriving if group)):
         for index in group:
             home[index] = group[0]
     members: dict[int, list[int]] = {}
@@ -240,14 +265,17 @@ def _order(before: dict[int, set[int]]) -> list[int]:
 
 
 def _packed(tasks: Sequence[Task], costs: CostTable) -> Task:
+    """The tasks as one; of what arrives, time and bytes are those of the iteration that started it."""
     collectives = [task.collective for task in tasks if task.collective is not None]
     copied = sum(_copied_bytes(task) for task in tasks)
+    arrives = tasks[0].arrives
     latency = max(task.latency_s for task in tasks)
     moving = sum(task.seconds - task.latency_s for task in tasks)
+    seconds = latency + moving + 2.0 * copied / costs.compute.bytes_per_s
     return replace(
         tasks[0],
         ops=[op for task in tasks for op in task.ops],
-        seconds=latency + moving + 2.0 * copied / costs.compute.bytes_per_s,
+        seconds=0.0 if arrives else seconds,
         moved_bytes=sum(task.moved_bytes for task in tasks),
         collective=replace(
             collectives[0],
@@ -256,5 +284,5 @@ def _packed(tasks: Sequence[Task], costs: CostTable) -> Task:
         ),
         reads=tuple(dict.fromkeys(b for task in tasks for b in task.reads)),
         writes=tuple(dict.fromkeys(b for task in tasks for b in task.writes)),
-        extra_bytes=copied,
+        extra_bytes=copied + (sum(task.extra_bytes for task in tasks) if arrives else 0),
     )

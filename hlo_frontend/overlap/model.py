@@ -132,5 +132,5 @@ class Graph:
 
     def crossings(self) -> dict[int, int]:
         """By task that crosses into the next iteration: the one that arrives from the last."""
-        arriving = {task.ops[0].node: task.index for task in self.tasks if task.arrives}
+        arriving = {op.node: task.index for task in self.tasks if task.arrives for op in task.ops}
         return {t.index: arriving[t.ops[0].node] for t in self.tasks if t.crosses}

@@ -56,6 +56,10 @@ class _Placer:
         wanted += [v.root.node for v in block.results]
         self.once = {node for node in wanted if node in self.renaming}
         self.started: dict[int, Node] = {}  # by task: a collective, or the one that a bucket became
+        self.crossing: dict[Node, Node] = {}  # the same, by each collective that crosses
+        for index in graph.crossings():
+            node = _started(graph.tasks[index])
+            self.crossing |= {op.node: node for op in graph.tasks[index].ops}
         self.placed: set[Node] = set()  # of those that are made once
         # Number of segments before one can read the node's results, or what arrives as a parameter.
         self.since: dict[Node, int] = {}
@@ -73,13 +77,13 @@ class _Placer:
 
     def start(self, task: Task) -> None:
         if task.arrives:
-            self.started[task.index] = task.ops[0].node
+            self.started[task.index] = self.crossing[task.ops[0].node]
             return
         for op in task.ops:
             self._make(op.node.operands)
         for op in task.ops:
             self.since[op.node] = self.number
-        node = task.ops[0].node if len(task.ops) == 1 else _bucket(task)
+        node = self.crossing.get(task.ops[0].node) or _started(task)
         self.started[task.index] = node
         self.items.append(node)
 
@@ -154,12 +158,19 @@ class _Placer:
         return since
 
 
-def _bucket(task: Task) -> Node:
-    """The collective that the members of a bucket are together."""
+def _started(task: Task) -> Node:
+    """The collective that is started: the task's own, or what the members of a bucket are together."""
+    if len(task.ops) == 1:
+        return task.ops[0].node
     members = [op.node for op in task.ops]
     first = members[0]
     assert task.collective is not None
     names = dict.fromkeys(m.collective.name for m in members if m.collective is not None)
+    carried: list[tuple[int, int]] = []
+    results = 0
+    for member in members:
+        carried += [(results + i, k) for i, k in member.carried]
+        results += len(member.results)
     return Node(
         first.kind,
         first.instruction,
@@ -167,4 +178,5 @@ def _bucket(task: Task) -> Node:
         operands=[v for m in members for v in m.operands if v.type is not None],
         results=[v for m in members for v in m.results],
         collective=replace(task.collective, name="+".join(names)),
+        carried=tuple(carried),
     )

@@ -150,7 +150,9 @@ def _repeated(
             begin[arrival], end[arrival] = begin[index], end[index]
         run.walk(steps)
         begins.append(run.clock)
-    seconds = (begins[-1] - begins[-1 - MEASURED]) / MEASURED
+    measured = (begins[-1] - begins[-1 - MEASURED]) / MEASURED
+    # A stream with more work than that falls behind until its work is all that counts.
+    seconds = max([measured, *graph.stream_seconds()])
     last = begins[-2]
     live = memory(graph, steps)
     return Timeline(
@@ -173,9 +175,13 @@ def memory(graph: Graph, steps: Sequence[Step]) -> list[int]:
                 last[buffer] = position
             for buffer in graph.tasks[index].writes:
                 last[buffer] = max(last[buffer], position)
+    for task in graph.tasks:
+        if task.crosses:
+            for buffer in task.reads:
+                last[buffer] = len(steps)
     freed = [0] * (len(steps) + 1)
     for buffer, position in enumerate(last):
-        if position >= 0 and not kept[buffer]:
+        if 0 <= position < len(steps) and not kept[buffer]:
             freed[position + 1] += sizes[buffer]
     live: list[int] = []
     current = graph.base_bytes

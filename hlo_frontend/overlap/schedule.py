@@ -117,6 +117,7 @@ def schedule(
     window = like.window if like else _LATER
     feeding = like is not None and like.feeding
     looked_ahead = False
+    beyond = 0  # by how much passes that watched memory have missed its limit
 
     def play(
         urgency: Sequence[float],
@@ -125,13 +126,15 @@ def schedule(
         feed: bool | None = None,
     ) -> list[float]:
         """A forward pass; gives the ends of its tasks. Keeps it if it is the best yet."""
-        nonlocal best, leading, passes, patience, tight, window, feeding
+        nonlocal best, leading, passes, patience, tight, window, feeding, beyond
         passes -= 1
         looks = window if ahead is None else ahead
         feeds = feeding if feed is None else feed
-        limit = memory_limit if tight else _LATER
+        limit = memory_limit - beyond if tight else _LATER
         steps, ends = forward.play(urgency, limit, patient, looks, feeds)
         timeline = replay(graph, steps, launch_s)
+        if tight:
+            beyond += max(0, timeline.peak_bytes - int(memory_limit))
         tight = tight or timeline.peak_bytes > memory_limit
         fits = timeline.peak_bytes <= memory_limit or best.timeline.peak_bytes > memory_limit
         result = (timeline.seconds, timeline.peak_bytes)

@@ -13,15 +13,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from stretto.collectives.ops import Kind
 
 from ..passes.rotate import crossing
 from ..values import BlockGraph, Node
+from .buckets import bucket
 from .costs import CostTable
 from .kernels import build
-from .loops import trips_of
+from .loops import carries_of, trips_of
 from .model import Graph
+from .refine import refine
 from .replay import Timeline, handed_over, held_up, replay, unscheduled
 from .schedule import Schedule, schedule
 from .skew import Skewed, skew
@@ -31,7 +34,7 @@ from .tidy import tidy
 # How often the plan of a body is made, each time with what the last one leaves under way.
 ROUNDS = 3
 # Shares of the early collectives that are tried to move, until memory suffices.
-SHARES = (1.0, 0.5, 0.25)
+SHARES = (1.0, 0.8, 0.65, 0.5, 0.35, 0.2)
 
 
 @dataclass(frozen=True)
@@ -50,12 +53,16 @@ class LoopReport:
 
 @dataclass
 class Staged:
-    """A loop to be put in the place of another one, or None where it stays, and the plan of its body."""
+    """A loop to be put in the place of another one, or None where it stays, and the plan of its body.
+
+    ``under_way``: seconds for which the last iteration's crossing collectives hold up what stands behind it.
+    """
 
     new: Skewed | None
     graph: Graph
     schedule: Schedule
     report: LoopReport
+    under_way: float
 
 
 @dataclass(frozen=True)
@@ -76,14 +83,23 @@ class Judge:
 
     def plan(self, body: BlockGraph, limit: float, opaque: Callable[[Node], float]) -> _Plan:
         """The plan of a body with crossing collectives."""
-        pairs = zip(body.parameters, body.results, strict=True)
-        carries = [k for k, (parameter, result) in enumerate(pairs) if result.root is not parameter]
-        graph = build(body, self.costs, carries, opaque, loops=False)
+        graph = build(body, self.costs, carries_of(body), opaque, loops=False)
+        first = self._search(graph, limit, self.budget)
+        rounds = partial(self._search, limit=limit, budget=self.budget // 4, like=first)
+        found = bucket(graph, first, self.costs, rounds, limit)
+        quick = partial(self._search, limit=limit, budget=0, like=found.schedule)
+        found = refine(graph, first, found, self.costs, quick, limit, self.budget)
+        return found.graph, found.schedule
+
+    def _search(
+        self, graph: Graph, limit: float, budget: int, like: Schedule | None = None
+    ) -> Schedule:
+        """The best of the schedules of a body, each made with what the last one leaves under way."""
         launch = self.costs.compute.launch_s
         best: Schedule | None = None
         for _ in range(ROUNDS):
             found = schedule(
-                graph, launch_s=launch, memory_limit=limit, budget=self.budget, like=best
+                graph, launch_s=launch, memory_limit=limit, budget=budget, like=best or like
             )
             found = tidy(graph, found, launch, limit)
             if best is None or _rank(found, limit) < _rank(best, limit):
@@ -91,7 +107,7 @@ class Judge:
             if not _carry_over(graph, found.timeline):
                 break
         assert best is not None
-        return graph, best
+        return best
 
 
 _Plan = tuple[Graph, Schedule]
@@ -114,8 +130,7 @@ def stage(loop: Node, judge: Judge) -> Staged | LoopReport:
     if not is_plain(body):
         return kept("its iterations differ in what they transfer or leave out")
     loop_body = LoopBody(body)
-    carries = [k for k in range(len(body.parameters)) if not loop_body.invariant(k)]
-    own = build(body, judge.costs, carries, judge.opaque, loops=False)
+    own = build(body, judge.costs, carries_of(body), judge.opaque, loops=False)
     launch = judge.costs.compute.launch_s
     limit = judge.memory_factor * replay(own, unscheduled(own), launch).peak_bytes
     if trips is None:
@@ -138,7 +153,8 @@ def stage(loop: Node, judge: Judge) -> Staged | LoopReport:
             why = "what would be under way or kept for the next iteration does not fit into memory"
             continue
         each = found.timeline.seconds + held_up(graph, found.timeline)
-        total = each * (trips - span) + plain * span + _under_way(graph, found.timeline)
+        under_way = _under_way(graph, found.timeline)
+        total = each * (trips - span) + plain * span + under_way
         total += launch * handed_over(found.steps) * (trips - span)
         if total > plain * trips * (1.0 - judge.least_gain):
             return kept(
@@ -148,7 +164,7 @@ def stage(loop: Node, judge: Judge) -> Staged | LoopReport:
         early = tuple(n.instruction.name for n in stages.moved if stages[n] == EARLY)
         late = tuple(n.instruction.name for n in stages.moved if stages[n] != EARLY)
         report = LoopReport(loop.instruction.name, trips, plain, total / trips, early, late)
-        return Staged(new, graph, found, report)
+        return Staged(new, graph, found, report, under_way)
     return kept(why)
 
 
@@ -167,7 +183,8 @@ def _as_it_stands(
     each = best.timeline.seconds + held_up(graph, best.timeline)
     more = judge.costs.compute.launch_s * handed_over(best.steps)
     if best.timeline.peak_bytes <= limit and each + more <= plain * (1.0 - judge.least_gain):
-        return Staged(None, graph, best, LoopReport(name, None, plain, each))
+        report = LoopReport(name, None, plain, each)
+        return Staged(None, graph, best, report, _under_way(graph, best.timeline))
     for node in found:
         node.carried = ()
     return LoopReport(name, None, plain, plain, why=why)

@@ -21,10 +21,11 @@ from frontend_support import P, compiled, manual, mesh
 from jax import lax
 from test_apply import POLICY, TABLE, seconds_of
 
+from stretto.collectives.ops import Collective
 from stretto.hlo_frontend.compile import CompiledModule
 from stretto.hlo_frontend.overlap.apply import OverlapPolicy, Planned
 from stretto.hlo_frontend.overlap.staged import LoopReport
-from stretto.runtime.program import Loop, Program, Wait, instructions
+from stretto.runtime.program import Loop, Program, Run, Start, Wait, instructions
 from stretto.runtime.schedule import starts, walked
 from stretto.testing_replay import ReplayError, replay_program
 
@@ -114,13 +115,12 @@ def test_it_takes_the_time_that_was_claimed_about_that_of_the_unrolled_program()
     assert found < 1.05 * seconds(training(24, POLICY, unrolled))
 
 
-@pytest.mark.parametrize("layers", [1, 2, 4])
-def test_bits_and_collectives_stay_the_same(layers: int) -> None:
+# Forward and backward: a loop of two iterations has none left where two stand around it.
+@pytest.mark.parametrize(("layers", "moved"), [(1, []), (2, [True, False]), (4, [True, True])])
+def test_bits_and_collectives_stay_the_same(layers: int, moved: list[bool]) -> None:
     parts = split(weights(layers), (1, 0))
     without, found = (training(layers, p) for p in (None, POLICY))
-    assert [bool(r.early or r.late) for r in reports(found.overlap)] == [layers > 1] * (
-        layers > 1
-    ) * 2
+    assert [bool(r.early or r.late) for r in reports(found.overlap)] == moved
     a, b = execute(without.program, parts), execute(found.program, parts)
     assert a.bits == b.bits
     assert Counter(names(a)) == Counter(names(b))
@@ -167,6 +167,103 @@ def test_memory_for_the_next_weights_is_charged() -> None:
     assert reports(ample.overlap)[0].early
     (kept,) = reports(tight.overlap)
     assert not kept.early and kept.why
+
+
+# As long as what it takes to send a small weight.
+SLOW_START = 1e-4
+LATENT = replace(TABLE, links=tuple(replace(link, latency_s=SLOW_START) for link in TABLE.links))
+
+
+def gathered(of: Any, x: jax.Array) -> jax.Array:
+    """Layers with two sharded weights and a sharded bias each."""
+
+    def wide(h: jax.Array, w: Any) -> tuple[jax.Array, None]:
+        first, second, bias = (lax.all_gather(part, "x", tiled=True) for part in w)
+        return jnp.tanh(jnp.tanh(h @ first) @ second + bias), None
+
+    return (lax.scan(jax.checkpoint(wide, prevent_cse=False), x, of)[0] ** 2).sum()
+
+
+@jax.custom_vjp
+def replicated(w: jax.Array) -> jax.Array:
+    """A weight that all devices have: its gradient is summed over them."""
+    return w
+
+
+replicated.defvjp(lambda w: (w, None), lambda _, g: (lax.psum(g, "x"),))
+
+
+def averaged(of: Any, x: jax.Array) -> jax.Array:
+    def wide(h: jax.Array, w: Any) -> tuple[jax.Array, None]:
+        first, second, bias = (replicated(part) for part in w)
+        return jnp.tanh(jnp.tanh(h @ first) @ second + bias), None
+
+    return (lax.scan(wide, x, of)[0] ** 2).sum()
+
+
+def small_weights(layers: int) -> Arguments:
+    rng = np.random.default_rng(3)
+    shapes = [(layers, WIDTH, WIDTH), (layers, WIDTH, WIDTH), (layers, WIDTH)]
+    shapes.append((DEVICES * ROWS, WIDTH))
+    return [rng.normal(size=s).astype(np.float32) / 5 for s in shapes]
+
+
+def bucketed(loss: Any, sharded: bool, policy: OverlapPolicy | None) -> CompiledModule:
+    weights_spec = P(None, "x") if sharded else P()
+    gradient = manual(
+        lambda a, b, c, x: jax.grad(loss)((a, b, c), x),
+        mesh(DEVICES),
+        (weights_spec, weights_spec, weights_spec, P("x")),
+        (weights_spec,) * 3,
+    )
+    return compiled(gradient, *small_weights(6), num_devices=DEVICES, overlap=policy)
+
+
+def crossing(module: CompiledModule) -> list[Collective]:
+    """The collectives that loops carry."""
+    events = {carried.event for loop in loops(module.program) for carried in loop.carried}
+    found = [i for i in instructions(module.program.body) if isinstance(i, Start)]
+    return [module.program.collectives[i.collective] for i in found if i.event in events]
+
+
+def test_small_gathers_and_scatters_cross_together() -> None:
+    policies = None, OverlapPolicy(LATENT, memory_factor=3.0)
+    without, found = (bucketed(gathered, True, policy) for policy in policies)
+    assert sorted(len(c.operands) for c in crossing(found)) == [1, 2, 3, 3]
+    parts = split(small_weights(6), (1, 1, 1, 0))
+    a, b = execute(without.program, parts), execute(found.program, parts)
+    assert a.bits == b.bits
+    together = {member for name in names(b) for member in name.split("+")}
+    assert together == set(names(a))
+    assert len(names(b)) < len(names(a))
+
+
+def test_gradients_that_are_summed_in_every_iteration_cross_together() -> None:
+    """XLA combines them; they are taken apart, and merged again where that is as fast."""
+    policies = None, OverlapPolicy(LATENT, memory_factor=3.0)
+    without, found = (bucketed(averaged, False, policy) for policy in policies)
+    assert not crossing(without)
+    assert [len(c.operands) for c in crossing(found)] == [3]
+    *weights, x = small_weights(6)
+    parts = [*([w] * DEVICES for w in weights), np.split(x, DEVICES)]
+    assert execute(without.program, parts).bits == execute(found.program, parts).bits
+
+
+def test_a_bucket_that_crosses_takes_the_time_that_was_claimed() -> None:
+    found = bucketed(gathered, True, OverlapPolicy(LATENT, memory_factor=3.0))
+    assert found.overlap is not None
+    costs = seconds_of(found.program)
+
+    def with_latency(what: Run | Start) -> float:
+        if isinstance(what, Run):
+            return costs(what)
+        collective = found.program.collectives[what.collective]
+        sent = sum(t.nbytes for t in collective.operands)
+        whole = max(sent, sum(t.nbytes for t in collective.results))
+        return SLOW_START + (DEVICES - 1) / DEVICES * whole / TABLE.links[0].bytes_per_s
+
+    replayed = replay_program(found.program, with_latency)
+    assert replayed.seconds == pytest.approx(found.overlap.seconds, rel=0.03)
 
 
 def kept_because(f: Callable[..., Any], *arguments: np.ndarray, specs: Any, out: Any) -> str:

@@ -1,0 +1,105 @@
+"""Buckets of small graphs, bettered step by step: two that follow each other are joined, or a first or last
+member is let go, while that lowers the predicted time and exposes nothing that was hidden.
+
+That finds plans between those of `buckets`, whose buckets are all about as long: in the body of a loop, a
+small first bucket that the iteration waits for and a large one behind it.
+
+Invariant: the work is bounded by a count of tasks scheduled, so that all ranks decide alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+from .buckets import (
+    Bucketed,
+    Scheduler,
+    ancestors,
+    are_apart,
+    bucket_key,
+    close,
+    exposed_by_merging,
+    is_worth_copies,
+    merge,
+)
+from .costs import CostTable
+from .model import Graph
+from .schedule import Schedule
+
+# The share of its time that a schedule must gain by a step.
+LEAST_STEP = 1e-3
+
+
+def refine(
+    graph: Graph,
+    first: Schedule,
+    found: Bucketed,
+    costs: CostTable,
+    scheduler: Scheduler,
+    memory_limit: float,
+    budget: int,
+) -> Bucketed:
+    """The buckets after as many steps as lower the predicted time.
+
+    ``first`` is the schedule without buckets, ``scheduler`` a quick one, ``memory_limit`` bytes, ``budget``
+    the number of tasks that may be scheduled in all.
+    """
+    above = ancestors(graph)
+    best = found
+    again = True
+    while again:
+        again = False
+        for groups in _neighbours(graph, best, costs, above):
+            budget -= len(graph.tasks)
+            if budget < 0:
+                return best
+            tried, members = merge(graph, groups, costs)
+            now = Bucketed(tried, scheduler(tried), members)
+            timeline = now.schedule.timeline
+            if timeline.peak_bytes > memory_limit:
+                continue
+            if timeline.seconds > best.schedule.timeline.seconds * (1.0 - LEAST_STEP):
+                continue
+            if exposed_by_merging(graph, now, first) - exposed_by_merging(graph, best, first):
+                continue
+            best, again = now, True
+            break
+    return best
+
+
+def _neighbours(
+    graph: Graph, found: Bucketed, costs: CostTable, above: list[int]
+) -> Iterator[list[tuple[int, ...]]]:
+    """Plans that are one step away: groups of tasks of ``graph``, acyclic together."""
+    begin = found.schedule.timeline.begin
+    queues: dict[object, list[tuple[int, ...]]] = {}
+    pairs = zip(found.graph.tasks, found.members, strict=True)
+    for _, members in sorted(pairs, key=lambda pair: begin[pair[0].index]):
+        key = bucket_key(graph.tasks[members[0]])
+        if key is not None:
+            queues.setdefault(key, []).append(members)
+    groups = [unit for queue in queues.values() for unit in queue if len(unit) > 1]
+
+    def but(*gone: tuple[int, ...]) -> list[tuple[int, ...]]:
+        return [group for group in groups if group not in gone]
+
+    for queue in queues.values():
+        for one, other in pairwise(queue):
+            joined = tuple(sorted((*one, *other)))
+            if is_worth_copies(graph, joined, costs) and are_apart(joined, above):
+                plan = sorted([*but(one, other), joined])
+                if _is_acyclic(graph, plan):
+                    yield plan
+    for group in groups:
+        for left in (group[:-1], group[1:]):
+            yield sorted([*but(group), *([left] if len(left) > 1 else [])])
+
+
+def _is_acyclic(graph: Graph, groups: Sequence[tuple[int, ...]]) -> bool:
+    above = ancestors(graph)
+    for group in groups:
+        if not are_apart(group, above):
+            return False
+        close(above, group)
+    return True

@@ -7,24 +7,29 @@ judged (`apply`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from ..values import BlockGraph, Node, NodeKind
 from .apply import Order, Planned, unpassed
 from .costs import CostTable
 from .kernels import build, price_kernel
-from .loops import trips_of
+from .loops import blocks_of, trips_of
 from .model import Graph
 from .replay import Phase, Step, handed_over, held_up, replay
 
 
 def seconds_of(
-    block: BlockGraph, planned: Planned | None, costs: CostTable, ordered: Order
+    block: BlockGraph,
+    planned: Planned | None,
+    costs: CostTable,
+    ordered: Order,
+    own: Sequence[int] = (),
 ) -> float:
     """Predicted seconds of a block as it was planned, and of the blocks inside it.
 
     ``planned`` is the outcome of `apply.plan` for this block, whose graphs are priced anew in place; None
-    where there is no plan. ``ordered`` gives the order of blocks without one.
+    where there is no plan. ``ordered`` gives the order of blocks without one, ``own`` are positions of
+    parameters whose memory is the block's.
     """
     if not block.nodes:
         return 0.0
@@ -33,9 +38,9 @@ def seconds_of(
         if node.blocks:
             plans = planned.inner.get(node) if planned else None
             taken = [
-                seconds_of(inner, plan, costs, ordered)
-                for inner, plan in zip(
-                    node.blocks, plans or (None,) * len(node.blocks), strict=True
+                seconds_of(inner, plan, costs, ordered, carries)
+                for (inner, carries), plan in zip(
+                    blocks_of(node), plans or (None,) * len(node.blocks), strict=True
                 )
             ]
             inside[node] = _control_flow(node, taken)
@@ -44,7 +49,7 @@ def seconds_of(
         graph, steps = planned.graph, planned.steps
         _price(graph, costs, inside.__getitem__)
     else:
-        graph = build(block, costs, (), inside.__getitem__, loops=False)
+        graph = build(block, costs, own, inside.__getitem__, loops=False)
         steps = _kept(block, graph, ordered)
     timeline = replay(graph, steps, launch)
     return timeline.seconds + held_up(graph, timeline) + launch * handed_over(steps)

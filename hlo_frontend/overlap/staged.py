@@ -136,6 +136,7 @@ def stage(loop: Node, judge: Judge) -> Staged | LoopReport:
     if trips is None:
         return _as_it_stands(loop, condition, judge, limit)
     why = "none of its collectives can move to another iteration"
+    best: Staged | None = None
     for stages in _choices(loop_body, judge.costs):
         span = stages.last - stages.first
         if trips <= span:
@@ -156,16 +157,19 @@ def stage(loop: Node, judge: Judge) -> Staged | LoopReport:
         under_way = _under_way(graph, found.timeline)
         total = each * (trips - span) + plain * span + under_way
         total += launch * handed_over(found.steps) * (trips - span)
+        if best is not None and total >= best.report.seconds * trips:
+            break  # with fewer that move it takes longer
         if total > plain * trips * (1.0 - judge.least_gain):
-            return kept(
+            why = (
                 f"an iteration would take {each * 1e6:.1f} us instead of {plain * 1e6:.1f} us, and {span} "
                 "would stand around the loop: that gains too little"
             )
+            continue
         early = tuple(n.instruction.name for n in stages.moved if stages[n] == EARLY)
         late = tuple(n.instruction.name for n in stages.moved if stages[n] != EARLY)
         report = LoopReport(loop.instruction.name, trips, plain, total / trips, early, late)
-        return Staged(new, graph, found, report, under_way)
-    return kept(why)
+        best = Staged(new, graph, found, report, under_way)
+    return kept(why) if best is None else best
 
 
 def _as_it_stands(

@@ -9,12 +9,18 @@ import gc
 import json
 from typing import Any
 
+from stretto.hlo_frontend.collectives import CollectiveReader
+from stretto.hlo_frontend.flatten import flatten
 from stretto.hlo_frontend.graph import Module
+from stretto.hlo_frontend.overlap.apply import OverlapPolicy, loops_of
 from stretto.hlo_frontend.overlap.costs import CostTable
 from stretto.hlo_frontend.overlap.export import to_json
 from stretto.hlo_frontend.overlap.plan import plan_module
+from stretto.hlo_frontend.overlap.staged import LoopReport
 from stretto.hlo_frontend.source import in_fork, read_hlo
 from stretto.runtime.errors import InvalidProgramError
+
+MOST_NAMES = 3  # names of collectives printed of a loop; --json has them all
 
 
 def schedule_file(data: bytes, costs_file: str, num_devices: int) -> str:
@@ -33,9 +39,25 @@ def schedule_file(data: bytes, costs_file: str, num_devices: int) -> str:
         source = read_hlo(data)
         module = Module.parse(source.module)
         replicas, partitions = source.counts(num_devices, module)
-        return json.dumps(to_json(plan_module(module, costs, partitions, replicas)))
+        found = to_json(plan_module(module, costs, partitions, replicas))
+        block = flatten(module.entry, CollectiveReader(replicas, partitions))
+        reports = loops_of(block, OverlapPolicy(costs))
+        found["summary"]["loops"] = [_loop_json(report) for report in reports]
+        return json.dumps(found)
 
     return in_fork(work)
+
+
+def _loop_json(report: LoopReport) -> dict[str, Any]:
+    return {
+        "name": report.name,
+        "trips": report.trips,
+        "before_ms": report.before * 1e3,
+        "after_ms": report.seconds * 1e3,
+        "early": list(report.early),
+        "late": list(report.late),
+        "why": report.why,
+    }
 
 
 def ledger_text(schedule: dict[str, Any]) -> str:
@@ -77,4 +99,27 @@ def totals(s: dict[str, Any]) -> list[str]:
         for block in blocks:
             if block["collectives"]:
                 lines += [f"inside %{name}:", *("  " + line for line in totals(block))]
-    return lines
+    return [*lines, *(_loop_line(loop) for loop in s.get("loops", ()) if loop["before_ms"])]
+
+
+def _loop_line(loop: dict[str, Any]) -> str:
+    """What becomes of a loop when the program runs, where it stays one."""
+    trips = loop["trips"]
+    times = "" if trips is None else f", {trips} iterations"
+    before = f"as it runs, loop %{loop['name']}{times}: {loop['before_ms']:.4f} ms an iteration"
+    if loop["why"]:
+        return f"{before}, no collective crosses: {loop['why']}"
+    moved = [
+        f"{len(loop[key])} {what} ({_some(loop[key])})"
+        for key, what in (("early", "begin early"), ("late", "end late"))
+        if loop[key]
+    ]
+    saved = (
+        "" if trips is None else f", {(loop['before_ms'] - loop['after_ms']) * trips:.3f} ms saved"
+    )
+    return f"{before}, {loop['after_ms']:.4f} ms as {' and '.join(moved) or 'results cross'}{saved}"
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+    return ", ".join(f"%{name}" for name in names[:MOST_NAMES]) + more

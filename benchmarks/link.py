@@ -11,6 +11,7 @@ import os
 import shutil
 import socket
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -84,6 +85,8 @@ def two_hosts(rate: str = "1gbit") -> Iterator[tuple[Host, Host]]:
             _run(*inside, *["ip", "link", "set", "lo", "up"])
             shape = f"tc qdisc add dev {host.device} root tbf rate {rate} burst 1mbit latency 50ms"
             _run(*inside, *shape.split())
+        for host in hosts:
+            _wait_until_up(host)
         yield a, b
     finally:
         for host in hosts:
@@ -91,10 +94,22 @@ def two_hosts(rate: str = "1gbit") -> Iterator[tuple[Host, Host]]:
             shutil.rmtree(_ETC / host.namespace, ignore_errors=True)
 
 
-def _run(*command: str) -> None:
+def _wait_until_up(host: Host) -> None:
+    """The kernel tells of a carrier up to a second late; MPI passes over a device that is not up."""
+    state = f"/sys/class/net/{host.device}/operstate"
+    until = time.monotonic() + 10
+    while _run("ip", "netns", "exec", host.namespace, "cat", state).strip() != "up":
+        if time.monotonic() > until:
+            raise Unavailable(f"{host.device} does not come up")
+        time.sleep(0.05)
+
+
+def _run(*command: str) -> str:
+    """What the command prints. Raises `Unavailable`."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     except OSError as error:
         raise Unavailable(f"`{' '.join(command)}`: {error}") from error
     if done.returncode:
         raise Unavailable(f"`{' '.join(command)}`: {done.stderr.strip() or done.returncode}")
+    return done.stdout

@@ -2,11 +2,12 @@
 
 Every block is judged on its own: the entry, and the bodies of loops and branches, which are single steps of
 the blocks around them. What a block does without the pass (`passes.order`, collectives awaited at their
-first use) is replayed on the same clock as its plan; only a plan that is faster by `LEAST_GAIN` replaces it,
-with what collectives take from the compute beside them added to both (`replay.held_up`),
-after starts and waits that cut compute for less than a launch costs were moved to where there is a cut
-anyway (`tidy`). Blocks that send or receive keep their order, since a peer's may depend on it; so do those of
-which devices leave compute out that nobody reads (`passes.unread`), which is parted by levels of that order.
+first use) is replayed on the same clock as its plan, with what collectives take from the compute beside them
+added to both (`replay.held_up`). Only a plan that is faster by `LEAST_GAIN` replaces it, after starts and
+waits that cut compute for less than a launch costs were moved to where there is a cut anyway (`tidy`); it
+then gets what slack is to be had for nothing (`loosen`). Blocks that send or receive keep their order, since
+a peer's may depend on it; so do those of which devices leave compute out that nobody reads (`passes.unread`),
+which is parted by levels of that order.
 
 The cheap way out: where all collectives of a block take less time together than a few launches, or than
 could make up for the least gain, nothing is planned.
@@ -28,6 +29,7 @@ from .buckets import bucket
 from .costs import CostTable
 from .kernels import build
 from .loops import blocks_of, trips_of
+from .loosen import loosen
 from .measured import Measured
 from .model import Graph
 from .place import place
@@ -230,6 +232,7 @@ def _plan(
         if undo is not None:
             undo()
         return kept
+    best = loosen(graph, best, launch)
     return Planned(takes, took, graph, best.steps, best.timeline, inner, reports)
 
 

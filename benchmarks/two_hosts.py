@@ -4,29 +4,26 @@ A stack of transformer blocks, one device a host (`sharded_steps`): (a) fully sh
 scattered by hand and by shardings of `jit`, (b) tensor parallel, (c) data parallel. The hosts are network
 namespaces (`link`); without the rights to make them there is nothing to measure, and it says so.
 
-stretto schedules by a table of costs, ``--costs`` or one made here: what the link lets through, and how fast
-one host multiplies matrices. The batch is chosen so that compute takes as long as messages, both measured
-alone on stretto. With ``--profile`` stretto also runs with STRETTO_PROFILE=1: compute is then what it was
-measured to be, in runs before those that count. The table's last columns are compute and messages alone: no
-step can take less than the longer one, and none needs more than both.
+stretto schedules by a table of costs, ``--costs`` or what `stretto bench --calibrate` finds here. With
+``--profile`` stretto also runs with STRETTO_PROFILE=1: compute is then what it was measured to be, in runs
+before those that count. The batch is chosen so that compute takes as long as messages, both measured alone
+on stretto. The table's last columns are these two: no step can take less than the longer one, and none needs
+more than both.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import signal
 import statistics
+import subprocess
 import sys
 import tempfile
-import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from harness import Contender, console, in_turns, show, start
+from harness import Contender, clean_environment, console, in_turns, mpiexec, show, start
 from link import Host, Unavailable, two_hosts
 
 OVERLAP, NO_OVERLAP, GLOO = "stretto", "stretto, no overlap", "JAX CPU (gloo)"
@@ -44,33 +41,27 @@ GOALS = {
     "data": "gloo ≥ 2x",
 }
 MOST_SEQUENCES = 64
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 
-def flops_per_s(cores: tuple[int, ...]) -> float:
-    """What a host reaches in a product of two matrices, the best of a few."""
-    before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, cores)
-    n, best = 768, float("inf")
-    x = np.ones((n, n), np.float32)
-    for _ in range(8):
-        began = time.perf_counter()
-        x @ x
-        best = min(best, time.perf_counter() - began)
-    os.sched_setaffinity(0, before)
-    return 2 * n**3 / best
-
-
-def cost_table(hosts: tuple[Host, Host], bits_per_s: float) -> dict[str, Any]:
-    """See docs/overlap.md. A 16th of the link goes to headers; the latency is that of a small message."""
-    link = {"axis_stride": 1, "group_size": 2, "latency_s": 3e-4}
-    return {
-        "compute": {
-            "flops_per_s": flops_per_s(hosts[0].cores),
-            "bytes_per_s": 8e9,
-            "launch_s": 5e-5,
-        },
-        "links": [link | {"bytes_per_s": bits_per_s / 8 * 15 / 16}],
-    }
+def calibrate(hosts: tuple[Host, Host], target: Path) -> None:
+    """Have the two hosts measure their table of costs, one rank each, as `stretto bench --calibrate` does."""
+    command = [mpiexec()]
+    for rank, host in enumerate(hosts):
+        pinned = ("taskset", "--cpu-list", ",".join(map(str, host.cores)))
+        stretto = str(Path(sys.executable).with_name("stretto"))
+        bench = (stretto, "bench", "--calibrate", "-o", str(target))
+        command += [*([":"] if rank else []), "-n", "1", *host.prefix, *pinned, *bench]
+    env = clean_environment(
+        JAX_PLATFORMS="stretto,cpu",
+        STRETTO_CONTROL_HOST=hosts[0].address,
+        XDG_CACHE_HOME=str(target.parent),
+        **ONE_THREAD,
+    )
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(f"calibration failed:\n{done.stdout}{done.stderr}")
+    console.print(done.stdout, markup=False, highlight=False)
 
 
 def contenders(
@@ -79,7 +70,7 @@ def contenders(
     """Two ranks of each runtime, one on each host."""
     first = hosts[0].address
     prefixes = [host.prefix for host in hosts]
-    common = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    common = ONE_THREAD
     stretto = common | {"JAX_PLATFORMS": "stretto,cpu", "STRETTO_CONTROL_HOST": first}
     settings: dict[str, tuple[str, dict[str, str]]] = {
         OVERLAP: ("mpi", stretto | {"STRETTO_OVERLAP": "1", "STRETTO_COSTS": costs}),
@@ -150,7 +141,7 @@ def main() -> int:
         costs = args.costs
         if costs is None:
             costs = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "costs.json"
-            costs.write_text(json.dumps(cost_table(hosts, args.rate * 1e6)))
+            calibrate(hosts, costs)
         runtimes = contenders(hosts, str(costs.resolve()), stack, args.profile)
         rows: dict[str, dict[str, list[float]]] = {}
         goals: dict[str, str] = {}

@@ -41,7 +41,7 @@ def graph_of(*tasks: tuple[int, float, int, list[int]]) -> Graph:
 
 
 def loosened(graph: Graph, text: str, spare: int = 0) -> str:
-    """Steps as text: ``0 s1 w1`` computes 0, starts 1 and waits for it. The peak may rise by ``spare`` bytes."""
+    """Steps as text: ``0 s1 w1`` computes 0, starts 1, waits for it. The peak may rise by ``spare``."""
     steps = [(int(word.lstrip("sw")), PHASES.get(word[0], Phase.COMPUTE)) for word in text.split()]
     check(graph, steps)
     timeline = replay(graph, steps)

@@ -146,7 +146,8 @@ def schedule(
         return ends
 
     def unfinished() -> bool:
-        return passes > 0 and best.timeline.seconds > good_enough
+        fits = best.timeline.peak_bytes <= memory_limit
+        return passes > 0 and not (fits and best.timeline.seconds <= good_enough)
 
     blends = sorted(BLENDS, key=lambda share: share != blend)
     for share in blends:

@@ -33,6 +33,8 @@ from .tidy import tidy
 
 # How often the plan of a body is made, each time with what the last one leaves under way.
 ROUNDS = 3
+# A plan this close to what bounds an iteration is not searched further.
+GOOD_ENOUGH = 1.0005
 # Shares of the early collectives that are tried to move, until memory suffices.
 SHARES = (1.0, 0.8, 0.65, 0.5, 0.35, 0.2)
 
@@ -96,10 +98,17 @@ class Judge:
     ) -> Schedule:
         """The best of the schedules of a body, each made with what the last one leaves under way."""
         launch = self.costs.compute.launch_s
+        # No iteration is shorter than the work of its busiest resource.
+        bound = max([graph.compute_seconds, *graph.stream_seconds()])
         best: Schedule | None = None
         for _ in range(ROUNDS):
             found = schedule(
-                graph, launch_s=launch, memory_limit=limit, budget=budget, like=best or like
+                graph,
+                launch_s=launch,
+                memory_limit=limit,
+                good_enough=bound * GOOD_ENOUGH,
+                budget=budget,
+                like=best or like,
             )
             found = tidy(graph, found, launch, limit)
             if best is None or _rank(found, limit) < _rank(best, limit):

@@ -6,7 +6,8 @@ one after, whichever takes less time in the replay; it stays where that takes mo
 
 A start moves forward only as far as its inputs are there, and a wait only backward: what is waited for
 earlier frees memory earlier, what is started later takes it later. Starts that move forward take memory
-earlier; the limit is checked in the end, and such moves are undone where it is not kept.
+earlier; the limit is checked in the end, and such moves are undone where it is not kept. No compute is put
+off for it, even where there would be time for it later: that time may not come.
 
 Invariant: the work is bounded by a count of steps visited, so that all ranks decide alike.
 """
@@ -51,7 +52,7 @@ def _dissolve(graph: Graph, steps: Sequence[Step], launch_s: float, may_hurry: b
                 continue
             left -= len(steps)
             time = seconds(graph, tried, launch_s)
-            if time <= best:
+            if time <= best and not _puts_off(graph, runs, tried, position, launch_s):
                 runs, best = tried, time
                 if position == 1 < len(runs) and runs[1][0][1] is Phase.COMPUTE:
                     position = 2  # a cut was put before all compute
@@ -105,13 +106,32 @@ def _without(graph: Graph, runs: list[Run], position: int, hurried: bool) -> lis
     return [*first, merged, *last]
 
 
+def _puts_off(
+    graph: Graph, runs: list[Run], tried: list[Run], position: int, launch_s: float
+) -> bool:
+    """Whether the compute on both sides of the cut at ``position`` ends later without it, in ``tried``."""
+    if any(task.crosses for task in graph.tasks):
+        return False  # an iteration has no begin to count from
+    behind = len(runs) - position - 2  # runs behind both, as many as before
+    without = _clock(graph, tried[: len(tried) - behind], launch_s)
+    return without > _clock(graph, runs[: position + 2], launch_s)
+
+
 def seconds(graph: Graph, runs: Sequence[Run], launch_s: float) -> float:
     """The time of `replay`, without the rest of it."""
-    tasks = graph.tasks
-    if any(task.crosses for task in tasks):
+    if any(task.crosses for task in graph.tasks):
         return replay(graph, [step for run in runs for step in run], launch_s).seconds
-    end = [0.0] * len(tasks)
     free = [0.0] * len(graph.streams)
+    return max([_clock(graph, runs, launch_s, free), *free])
+
+
+def _clock(
+    graph: Graph, runs: Sequence[Run], launch_s: float, streams: list[float] | None = None
+) -> float:
+    """When compute gets through the runs; ``streams`` is told when each stream does."""
+    tasks = graph.tasks
+    end = [0.0] * len(tasks)
+    free = [0.0] * len(graph.streams) if streams is None else streams
     clock = 0.0
     for run in runs:
         if run[0][1] is Phase.COMPUTE:
@@ -125,4 +145,4 @@ def seconds(graph: Graph, runs: Sequence[Run], launch_s: float) -> float:
             else:
                 stream = tasks[index].stream
                 end[index] = free[stream] = max(clock, free[stream]) + tasks[index].seconds
-    return max([clock, *free])
+    return clock

@@ -149,6 +149,42 @@ def graphs(draw: st.DrawFn, most: int) -> Graph:
     return Graph(tasks, buffers, [not t.after for t in tasks], ["near", "far"], 0)
 
 
+def graph_of(*tasks: tuple[int, float, int, list[int]]) -> Graph:
+    """Tasks as (stream, seconds, bytes made, needs), stream -1 compute. What nobody reads is a result."""
+    gather = f"ROOT %g = f32[64] all-gather(%w), {NEAR}, dimensions={{0}}"
+    of = build(block(module(f"%w = f32[32] parameter(0)\n{gather}")), table()).tasks[0]
+    made = [
+        Task(
+            index,
+            of.ops,
+            seconds=seconds,
+            stream=stream,
+            collective=of.collective if stream >= 0 else None,
+            before=tuple(needs),
+            after=tuple(i for i, task in enumerate(tasks) if index in task[3]),
+            reads=tuple(needs),
+            writes=(index,),
+        )
+        for index, (stream, seconds, _, needs) in enumerate(tasks)
+    ]
+    kept = [not task.after for task in made]
+    return Graph(made, [task[2] for task in tasks], kept, ["near", "far"], 0)
+
+
+PHASES = {"s": Phase.START, "w": Phase.WAIT}
+LETTERS = {phase: letter for letter, phase in PHASES.items()}
+
+
+def steps_of(text: str) -> list[Step]:
+    """``0 s1 w1`` computes 0, starts 1 and waits for it."""
+    return [(int(word.lstrip("sw")), PHASES.get(word[0], Phase.COMPUTE)) for word in text.split()]
+
+
+def text_of(steps: list[Step]) -> str:
+    """The inverse of `steps_of`."""
+    return " ".join(LETTERS.get(phase, "") + str(index) for index, phase in steps)
+
+
 def check(graph: Graph, steps: list[Step]) -> None:
     """Each task once, after all that it needs; each collective waited for once, before its readers."""
     done, started = set(), set()

@@ -5,50 +5,25 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from overlap_support import NEAR, block, check, graphs, module, table
+from overlap_support import check, graph_of, graphs, steps_of, text_of
 
-from stretto.hlo_frontend.overlap.kernels import build
 from stretto.hlo_frontend.overlap.loosen import loosen
-from stretto.hlo_frontend.overlap.model import Graph, Task
+from stretto.hlo_frontend.overlap.model import Graph
 from stretto.hlo_frontend.overlap.replay import Phase, Step, replay, unscheduled
 from stretto.hlo_frontend.overlap.schedule import Schedule, schedule
 
 COMPUTE, NEAR_STREAM, FAR_STREAM = -1, 0, 1
-PHASES = {"s": Phase.START, "w": Phase.WAIT}
-LETTERS = {phase: letter for letter, phase in PHASES.items()}
-
-
-def graph_of(*tasks: tuple[int, float, int, list[int]]) -> Graph:
-    """Tasks as (stream, seconds, bytes made, needs). What nobody reads is a result."""
-    gather = f"ROOT %g = f32[64] all-gather(%w), {NEAR}, dimensions={{0}}"
-    of = build(block(module(f"%w = f32[32] parameter(0)\n{gather}")), table()).tasks[0]
-    made = [
-        Task(
-            index,
-            of.ops,
-            seconds=seconds,
-            stream=stream,
-            collective=None if stream == COMPUTE else of.collective,
-            before=tuple(needs),
-            after=tuple(i for i, task in enumerate(tasks) if index in task[3]),
-            reads=tuple(needs),
-            writes=(index,),
-        )
-        for index, (stream, seconds, _, needs) in enumerate(tasks)
-    ]
-    kept = [not task.after for task in made]
-    return Graph(made, [task[2] for task in tasks], kept, ["near", "far"], 0)
 
 
 def loosened(graph: Graph, text: str, spare: int = 0) -> str:
-    """Steps as text: ``0 s1 w1`` computes 0, starts 1, waits for it. The peak may rise by ``spare``."""
-    steps = [(int(word.lstrip("sw")), PHASES.get(word[0], Phase.COMPUTE)) for word in text.split()]
+    """Steps as text (`steps_of`), before and after. The peak may rise by ``spare`` bytes."""
+    steps = steps_of(text)
     check(graph, steps)
     timeline = replay(graph, steps)
     timeline.peak_bytes += spare
     found = loosen(graph, Schedule(steps, timeline), 0.0)
     check(graph, found.steps)
-    return " ".join(LETTERS.get(phase, "") + str(index) for index, phase in found.steps)
+    return text_of(found.steps)
 
 
 def layers() -> Graph:

@@ -194,8 +194,7 @@ class Team:
 
         def run(partial: np.ndarray, out: np.ndarray) -> None:
             send = in_place if partial is out else [partial, count, datatype]
-            waiting.together(comm)
-            call(send, [out, count, datatype], op)
+            waiting.run(comm, call, start, send, [out, count, datatype], op)
 
         return run
 
@@ -308,11 +307,12 @@ class Team:
 
         def by_mpi(send: np.ndarray | None, out: np.ndarray) -> None:
             source = MPI.IN_PLACE if send is None else [send, MPI.BYTE]
-            waiting.together(comm)
             if uniform:
-                comm.Allgather(source, [out, counts[0], MPI.BYTE])
+                result = [out, counts[0], MPI.BYTE]
+                waiting.run(comm, comm.Allgather, comm.Iallgather, source, result)
             else:
-                comm.Allgatherv(source, [out, (counts, displacements), MPI.BYTE])
+                result = [out, (counts, displacements), MPI.BYTE]
+                waiting.run(comm, comm.Allgatherv, comm.Iallgatherv, source, result)
 
         few = self.size <= _FEW and sum(counts) >= _SMALL_GATHER
         return by_messages if few else by_mpi
@@ -329,11 +329,11 @@ class Team:
             sends = (list(send_counts), list(send_displacements))
             receives = (list(receive_counts), list(receive_displacements))
             comm, waiting = self.comm, self.waiting
-            call = comm.Alltoallv
+            call, start = comm.Alltoallv, comm.Ialltoallv
 
             def by_mpi(send: np.ndarray, out: np.ndarray) -> None:
-                waiting.together(comm)
-                call([send, sends, MPI.BYTE], [out, receives, MPI.BYTE])
+                given, result = [send, sends, MPI.BYTE], [out, receives, MPI.BYTE]
+                waiting.run(comm, call, start, given, result)
 
             return by_mpi
 
@@ -363,8 +363,8 @@ class Team:
 
     def broadcast(self, content: np.ndarray, root: int) -> None:
         """Bytes from the process at index ``root``, in place."""
-        self.waiting.together(self.comm)
-        self.comm.Bcast([content, MPI.BYTE], root)
+        comm = self.comm
+        self.waiting.run(comm, comm.Bcast, comm.Ibcast, [content, MPI.BYTE], root)
 
 
 class MpiWorld:

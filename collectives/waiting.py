@@ -6,7 +6,9 @@ those it waits for. So a wait polls for ``patience`` seconds; from then on it sl
 longer it has lasted, so that it ends late by a small part of its length.
 
 Collectives that block inside MPI cannot sleep. With a finite patience their processes meet before each of
-them, asleep if need be (`Waiting.together`), and poll only while data moves.
+them, asleep if need be, and poll only while data moves. Where patience is short, even that is too long: MPI
+gives its core away after each poll, and Linux (since 6.18) takes that for a whole slice of time, milliseconds
+for a few KiB. So collectives are then only started, and waited for like all else (`Waiting.run`).
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from os import sched_yield
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -32,6 +34,8 @@ _POLLS = 8
 _PART = 0.1
 _SHORTEST = 10e-6
 _LONGEST = 500e-6
+# With less patience than this, in seconds, nothing blocks inside MPI.
+_SHORT = 100e-6
 
 _threads = threading.local()
 
@@ -49,6 +53,7 @@ class Waiting:
         sleep: Callable[[float], None] | None = None,
     ) -> None:
         self.polls = patience == math.inf
+        self._blocks = patience >= _SHORT
         self._patience = patience
         self._clock = clock
         self._sleep = sleep or _sleep_precisely
@@ -73,10 +78,20 @@ class Waiting:
             else:
                 self._sleep(min(max(_PART * waited, _SHORTEST), _LONGEST))
 
-    def together(self, comm: MPI.Intracomm) -> None:
-        """Wait, where waits sleep, until all processes of ``comm`` are here: a blocking call follows."""
+    def run(
+        self,
+        comm: MPI.Intracomm,
+        call: Callable[..., None],
+        start: Callable[..., MPI.Request],
+        *arguments: Any,
+    ) -> None:
+        """Do a collective of all processes of ``comm``. ``call`` blocks in MPI, ``start`` gives a request."""
+        if not self._blocks:
+            self.all([start(*arguments)])
+            return
         if not self.polls:
             self.all([comm.Ibarrier()])
+        call(*arguments)
 
 
 def _sleep_precisely(seconds: float) -> None:

@@ -85,17 +85,33 @@ def test_nothing_to_wait_for() -> None:
     Waiting().all([])
 
 
-@pytest.mark.parametrize(("patience", "barriers"), [(math.inf, 0), (0.0, 1), (1.0, 1)])
-def test_processes_meet_before_a_blocking_call_where_waits_may_sleep(
-    patience: float, barriers: int
-) -> None:
+@pytest.mark.parametrize(
+    ("patience", "calls"),
+    [
+        (math.inf, ["block 1 2"]),
+        (300e-6, ["meet", "Test", "block 1 2"]),
+        (50e-6, ["start 1 2", "Test"]),
+    ],
+)
+def test_collectives_block_only_where_a_core_is_to_spare(patience: float, calls: list[str]) -> None:
+    made: list[str] = []
+
+    class There:
+        def Test(self) -> bool:
+            made.append("Test")
+            return True
+
     class Comm:
-        met = 0
+        def Ibarrier(self) -> There:
+            made.append("meet")
+            return There()
 
-        def Ibarrier(self) -> Request:
-            self.met += 1
-            return Request(0)
+    def start(*arguments: int) -> There:
+        made.append(f"start {arguments[0]} {arguments[1]}")
+        return There()
 
-    comm = Comm()
-    Waiting(patience).together(comm)  # type: ignore[arg-type]
-    assert comm.met == barriers
+    def block(*arguments: int) -> None:
+        made.append(f"block {arguments[0]} {arguments[1]}")
+
+    Waiting(patience).run(Comm(), block, start, 1, 2)  # type: ignore[arg-type]
+    assert made == calls

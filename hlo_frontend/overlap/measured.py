@@ -85,12 +85,11 @@ def read(text: str) -> dict[str, Measured]:
 
 
 def write(modules: Mapping[str, Measured]) -> str:
-    """As JSON, the last of them as far as there is room. Times have four digits."""
+    """As JSON, the last of them as far as there is room. Nothing is rounded: plans are the same again."""
     kept: list[str] = []
     room = MOST_CHARACTERS
     for key, measured in list(modules.items())[: -MOST_MODULES - 1 : -1]:
-        seconds = {name: float(f"{time:.4g}") for name, time in measured.seconds.items()}
-        plain = {"ratio": float(f"{measured.ratio:.4g}"), "seconds": seconds}
+        plain = {"ratio": measured.ratio, "seconds": dict(measured.seconds)}
         entry = f"{json.dumps(key)}: {json.dumps(plain)}"
         room -= len(entry)
         if room < 0:

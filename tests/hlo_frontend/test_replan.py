@@ -203,7 +203,7 @@ def test_the_last_modules_are_kept_as_far_as_there_is_room(
     many = {f"m{i}": Measured({"main/dot": 1.23456e-3 * (i + 1)}, 2.0) for i in range(70)}
     found = measured.read(measured.write(many))
     assert list(found) == [f"m{i}" for i in range(70 - measured.MOST_MODULES, 70)]
-    assert found["m69"] == Measured({"main/dot": 0.08642}, 2.0)
+    assert found["m69"] == many["m69"]
     monkeypatch.setattr(measured, "MOST_CHARACTERS", 150)
     assert list(measured.read(measured.write(many))) == ["m68", "m69"]
 

@@ -48,16 +48,18 @@ def times_path(hosts: Sequence[str], local_devices: int, engine: str) -> Path:
 
 
 def find_times(hosts: Sequence[str], local_devices: int, engine: str) -> CostText:
-    """What segments were measured to take on the machine set; none where there is no file."""
+    """What segments were measured to take on the machine set; none where no file can be read, or there is no
+    home to look in: then rank 0 says why when it comes to keeping them. Whoever parses the text finds what is
+    damaged, bytes that are no text included."""
     try:
         path = times_path(hosts, local_devices, engine)
-        return CostText(path.read_text(), str(path))
-    except (OSError, UnicodeDecodeError, RuntimeError):
+        return CostText(path.read_text(errors="replace"), str(path))
+    except (OSError, RuntimeError):
         return CostText()
 
 
 def keep(path: Path, text: str) -> None:
-    """Write a file that others read, whole or not at all. Raises ``OSError``."""
+    """Write a file that other jobs may read at any time, whole or not at all. Raises ``OSError``."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f"{path.name}.{os.getpid()}")
     draft.write_text(text)

@@ -28,7 +28,7 @@ from ..values import BlockGraph, Node, NodeKind
 from .buckets import bucket
 from .costs import CostTable
 from .kernels import build
-from .loops import blocks_of, trips_of
+from .loops import blocks_of, control_flow_seconds
 from .loosen import loosen
 from .measured import Measured
 from .model import Graph
@@ -284,10 +284,7 @@ def _stage(
 
 
 def _control_flow_seconds(node: Node, plans: Sequence[Planned]) -> float:
-    if node.kind is NodeKind.LOOP:
-        each = sum(p.seconds for p in plans)
-        return each * (trips_of(node) or 1) + plans[-1].under_way
-    return max((p.seconds for p in plans), default=0.0)
+    return control_flow_seconds(node, [p.seconds for p in plans]) + plans[-1].under_way
 
 
 def _compute_seconds(block: BlockGraph, costs: CostTable, opaque: Callable[[Node], float]) -> float:

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from ..values import BlockGraph, Node, NodeKind
+from ..values import BlockGraph, Node
 from .apply import Order, Planned, unpassed
 from .costs import CostTable
 from .kernels import build, price_kernel
-from .loops import blocks_of, trips_of
+from .loops import blocks_of, control_flow_seconds
 from .model import Graph
 from .replay import Phase, Step, handed_over, held_up, replay
 
@@ -43,7 +43,8 @@ def seconds_of(
                     blocks_of(node), plans or (None,) * len(node.blocks), strict=True
                 )
             ]
-            inside[node] = _control_flow(node, taken)
+            inside[node] = control_flow_seconds(node, taken)
+            inside[node] += plans[-1].under_way if plans else 0.0
     launch = costs.compute.launch_s
     if planned is not None and planned.graph is not None and planned.steps is not None:
         graph, steps = planned.graph, planned.steps
@@ -53,14 +54,6 @@ def seconds_of(
         steps = _kept(block, graph, ordered)
     timeline = replay(graph, steps, launch)
     return timeline.seconds + held_up(graph, timeline) + launch * handed_over(steps)
-
-
-def _control_flow(node: Node, taken: list[float]) -> float:
-    if node.kind is NodeKind.LOOP:
-        condition, body = taken
-        trips = trips_of(node)
-        return condition + body if trips is None else body * trips
-    return max(taken, default=0.0)
 
 
 def _price(graph: Graph, costs: CostTable, opaque: Callable[[Node], float]) -> None:

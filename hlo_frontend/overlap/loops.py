@@ -1,4 +1,4 @@
-"""What a loop's form tells: how often it runs, and which of its values its body makes anew.
+"""What a loop's form tells: how often it runs, what that takes, and which values its body makes anew.
 
 XLA annotates loops with their trip counts late in its pipeline; a post-SPMD module has none yet. The
 form read here is the one that ``scan`` and ``fori_loop`` make: a counter that begins with a constant,
@@ -6,6 +6,8 @@ gains a constant in each iteration, and is compared with a constant.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from ..graph import Instruction, trip_count
 from ..schema import LiteralProto
@@ -74,6 +76,16 @@ def _scalar(instruction: Instruction) -> int | None:
     literal = LiteralProto.FromString(instruction.proto.literal)
     values = [*literal.s32s, *literal.s64s]
     return values[0] if len(values) == 1 else None
+
+
+def control_flow_seconds(node: Node, seconds: Sequence[float]) -> float:
+    """What a loop or branch takes whose blocks take ``seconds``. A loop of known length runs no condition; of
+    one of unknown length it is an iteration."""
+    if node.kind is not NodeKind.LOOP:
+        return max(seconds, default=0.0)
+    condition, body = seconds
+    trips = trips_of(node)
+    return condition + body if trips is None else body * trips
 
 
 def carries_of(body: BlockGraph) -> tuple[int, ...]:

@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 from ..collectives import CollectiveReader
 from ..flatten import flatten
 from ..graph import Instruction, Module
-from ..values import BlockGraph, Node, NodeKind
+from ..values import BlockGraph, Node
 from .buckets import Bucketed, bucket
 from .costs import CostTable
 from .floor import Floor, floor
 from .kernels import build
-from .loops import blocks_of, trips_of
+from .loops import blocks_of, control_flow_seconds
 from .model import Graph, Op, Task
 from .replay import Phase, Step, Timeline, replay, unscheduled
 from .schedule import Schedule, schedule
@@ -86,10 +86,7 @@ def plan_block(
             for b, carries in blocks_of(node)
         )
         inner[node] = plans
-        times = [plan.timeline.seconds for plan in plans]
-        if node.kind is NodeKind.LOOP:
-            return sum(times) * (trips_of(node) or 1)
-        return max(times, default=0.0)
+        return control_flow_seconds(node, [plan.timeline.seconds for plan in plans])
 
     graph = build(block, costs, donated, opaque)
     launch = costs.compute.launch_s

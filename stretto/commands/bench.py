@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -66,21 +65,13 @@ def run(arguments: argparse.Namespace) -> int:
         paths, code = [], 1
     for path in [*paths, *([arguments.output] if arguments.output else [])]:
         try:
-            _write(path, text)
+            cost_tables.keep(path, text)
             kept.append(str(path))
         except OSError as error:
             print(f"stretto bench: the table is not written: {error}", file=sys.stderr)
             code = 1
     print(text if arguments.json else summary(table, kept), end="", flush=True)
     return code
-
-
-def _write(path: Path, text: str) -> None:
-    """All of it or nothing: another job may read the file at any time."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f"{path.name}.{os.getpid()}")
-    part.write_text(text)
-    part.replace(path)
 
 
 def summary(table: dict[str, Any], kept: list[str]) -> str:

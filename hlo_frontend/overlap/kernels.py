@@ -3,17 +3,20 @@
 A post-SPMD module is unfused, so instructions are gathered into the kernels that a compiler would make of
 them. Dots, convolutions, scatters, sorts and the like are kernels of their own. All other ops fuse with
 those they are connected to, as far as no collective and no kernel of the first kind lies between; an op
-whose readers are all in one kernel joins it. A kernel reads each of its inputs once and writes each of its
-outputs once; what stays inside takes no memory.
+whose readers are all in one kernel joins it. What is stacked by a `dynamic-update-slice` is written into its
+place by the kernel that makes it. A kernel reads each of its inputs once and writes each of its outputs once;
+what stays inside takes no memory.
 
 Why tasks form no cycle: ops that fuse have the same collectives above and below them and the same number of
 single kernels above them in sequence. Anything on a path between two such ops has these in common with them
-too, and is fused with them. An op that joins its readers has no way out but through them.
+too, and is fused with them. An op that joins its readers has no way out but through them. An update joins
+what it reads only where all else that it reads comes earlier in one topological order of the tasks, which
+stays one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from heapq import heapify, heappop, heappush
 
 from stretto.collectives.ops import Collective
@@ -32,6 +35,8 @@ _KERNELS = frozenset(
         "rng-bit-generator", "rng", "scaled-dot", "dynamic-update-slice",
     }
 )  # fmt: skip
+
+SCALAR_BYTES = 8
 
 
 def build(
@@ -65,18 +70,9 @@ def _tasks(
         for e in earlier:
             after[e].append(index)
     cluster = _cluster(ops, before, after)
-
-    numbers: dict[int, int] = {}
-    tasks: list[Task] = []
-    for op in ops:
-        root = cluster[op.index]
-        if root not in numbers:
-            numbers[root] = len(tasks)
-            tasks.append(Task(len(tasks), []))
-        op.task = numbers[root]
-        tasks[op.task].ops.append(op)
-    # A kernel is numbered by its last op, so that tasks are in topological order.
-    ranked = _topological(tasks, ops, before)
+    _place_updates(ops, before, cluster)
+    # A kernel is numbered by its last op.
+    ranked = _gather(ops, before, cluster, lambda task: task.ops[-1].index)
     graph = Graph(ranked, [], [], [], 0)
     _connect(graph, ops, before, initial)
     _price(graph, costs, opaque)
@@ -141,8 +137,68 @@ def _cluster(ops: list[Op], before: list[list[int]], after: list[list[int]]) -> 
     return [find(i) for i in range(count)]
 
 
-def _topological(tasks: list[Task], ops: list[Op], before: list[list[int]]) -> list[Task]:
-    """Number tasks so that each comes after those it needs, in the module's order where free."""
+def _gather(
+    ops: list[Op], before: list[list[int]], cluster: Sequence[int], key: Callable[[Task], int]
+) -> list[Task]:
+    """A task of each cluster, in topological order, the smallest ``key`` first where that is free."""
+    numbers: dict[int, int] = {}
+    tasks: list[Task] = []
+    for op in ops:
+        root = cluster[op.index]
+        if root not in numbers:
+            numbers[root] = len(tasks)
+            tasks.append(Task(len(tasks), []))
+        op.task = numbers[root]
+        tasks[op.task].ops.append(op)
+    return _topological(tasks, ops, before, key)
+
+
+def _place_updates(ops: list[Op], before: list[list[int]], cluster: list[int]) -> None:
+    """Have kernels write what is stacked into its place, as far as clusters form no cycle.
+
+    Others that read what was made read it there: it takes no memory and is written once.
+    """
+    updates = [op for op in ops if _is_placeable(op)]
+    if not updates:
+        return
+    # An order in which updates and their indices stand as early as can be.
+    early = {op.index for op in ops if op.written_bytes <= SCALAR_BYTES or _updates(op)}
+    _gather(ops, before, cluster, lambda t: 0 if t.ops[0].index in early else t.ops[0].index)
+    for op in updates:
+        made = op.reads[1].buffer
+        producer = made.producer
+        assert producer is not None
+        others = (ops[p].task for p in before[op.index])
+        if made.nbytes and all(other <= producer.task for other in others):
+            op.task, cluster[op.index] = producer.task, cluster[producer.index]
+            made.nbytes = producer.written_bytes = 0
+
+
+def _updates(op: Op) -> bool:
+    return op.instruction.opcode == "dynamic-update-slice"
+
+
+def _is_placeable(op: Op) -> bool:
+    """Whether an op updates in place with the whole of what one kernel makes for that."""
+    if not _updates(op) or op.writes[0] is not op.reads[0].buffer:
+        return False
+    update = op.reads[1]
+    made, producer = update.buffer, update.buffer.producer
+    return (
+        producer is not None
+        and producer.node.kind is NodeKind.COMPUTE
+        and not producer.node.has_side_effect
+        and producer.writes == (made,)
+        and producer.instruction.opcode not in IN_PLACE
+        and not made.kept
+        and made.nbytes == update.nbytes
+    )
+
+
+def _topological(
+    tasks: list[Task], ops: list[Op], before: list[list[int]], key: Callable[[Task], int]
+) -> list[Task]:
+    """Number tasks so that each comes after those it needs, the smallest ``key`` first where that is free."""
     needs: list[set[int]] = [set() for _ in tasks]
     gives: list[set[int]] = [set() for _ in tasks]
     for op in ops:
@@ -152,8 +208,8 @@ def _topological(tasks: list[Task], ops: list[Op], before: list[list[int]]) -> l
                 needs[op.task].add(other)
                 gives[other].add(op.task)
     waiting = [len(n) for n in needs]
-    last = [task.ops[-1].index for task in tasks]
-    ready = [(last[i], i) for i in range(len(tasks)) if not waiting[i]]
+    keys = [key(task) for task in tasks]
+    ready = [(keys[i], i) for i in range(len(tasks)) if not waiting[i]]
     heapify(ready)
     ranked: list[Task] = []
     while ready:
@@ -162,7 +218,7 @@ def _topological(tasks: list[Task], ops: list[Op], before: list[list[int]]) -> l
         for s in gives[i]:
             waiting[s] -= 1
             if not waiting[s]:
-                heappush(ready, (last[s], s))
+                heappush(ready, (keys[s], s))
     assert len(ranked) == len(tasks), "tasks form a cycle"
     renumber = {task.index: i for i, task in enumerate(ranked)}
     for task in ranked:

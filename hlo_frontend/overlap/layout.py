@@ -6,12 +6,14 @@ unknown side effects are fences: what stands before one in the module stays befo
 stays after it.
 
 Ops that only rename data (reshapes, layout changes, contiguous slices) and broadcasts make no op: whoever
-reads them reads their source, through a `Ref` that lists them.
+reads them reads their source, through a `Ref` that lists them. A broadcast constant in which a loop then
+stacks what its iterations make is an op: it is filled once, at any time before the first of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import TypeGuard
 
 from ..graph import Instruction
 from ..values import BlockGraph, Node, NodeKind, Value
@@ -58,6 +60,7 @@ class _Layout:
         self.fence: Op | None = None
         self.since_fence: list[Op] = []
         self.arrivals: dict[Node, Op] = {}
+        self._fills: dict[tuple[Node, tuple[int, ...]], Op] = {}
         self._materialized: dict[int, set[Node]] = {}
 
     def arrival(self, node: Node) -> Op:
@@ -131,6 +134,19 @@ class _Layout:
             self.since_fence.append(op)
         return op
 
+    def _filled(self, node: Node, iteration: tuple[int, ...]) -> Ref:
+        """An array of its own that holds a broadcast constant; arrays of one constant are filled together."""
+        op = self._fills.get((node, iteration))
+        if op is None:
+            op = self._fills[node, iteration] = Op(len(self.ops), node, iteration)
+            self.ops.append(op)
+        (result,) = node.results
+        assert result.type is not None
+        buffer = Buffer(result.type.nbytes, op)
+        op.writes = (*op.writes, buffer)
+        op.written_bytes += buffer.nbytes
+        return Ref((op,), buffer, buffer.nbytes)
+
     def _written(self, op: Op, result: Value, reads: Sequence[Ref]) -> Buffer:
         """The buffer of a result. An update in place stays where it is unless that is an input to be kept."""
         assert result.type is not None
@@ -196,7 +212,12 @@ class _Layout:
         body = node.blocks[1]
         if trips is None or trips * len(body.nodes) > MAX_LAID_OUT - len(self.ops):
             return None
-        carried = reads
+        updated = {n.operands[0].root for n in body.nodes if n.instruction.opcode in IN_PLACE}
+        arrays = [value.root.node for value in node.operands if value.type is not None]
+        carried = [
+            self._filled(source, iteration) if _is_fill(source) and parameter in updated else ref
+            for source, parameter, ref in zip(arrays, body.parameters, reads, strict=True)
+        ]
         first = len(self.ops)
         for step in range(trips):
             first = len(self.ops)
@@ -207,6 +228,13 @@ class _Layout:
         return tuple(op for op in self.ops[first:] if op.node.is_runtime) + tuple(
             op for ref in carried for op in ref.before
         )
+
+
+def _is_fill(node: Node | None) -> TypeGuard[Node]:
+    """Whether a node is a constant all over."""
+    return (
+        node is not None and node.kind is NodeKind.CHEAP and node.instruction.opcode == "broadcast"
+    )
 
 
 def _is_kept_input(buffer: Buffer) -> bool:

@@ -10,6 +10,7 @@ could let no collective start earlier.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from stretto.collectives.ops import Collective
 
@@ -122,6 +123,12 @@ class Graph:
     @property
     def compute_seconds(self) -> float:
         return sum(task.seconds for task in self.tasks if not task.is_collective)
+
+    @cached_property
+    def made_bytes(self) -> list[int]:
+        """By task: bytes that are live from its beginning on, what it makes and what it uses itself."""
+        sizes = self.buffers
+        return [sum(sizes[b] for b in task.writes) + task.extra_bytes for task in self.tasks]
 
     def stream_seconds(self) -> list[float]:
         totals = [0.0] * len(self.streams)

@@ -97,68 +97,94 @@ def replay(graph: Graph, steps: Sequence[Step], launch_s: float = 0.0) -> Timeli
     crossings = graph.crossings()
     if crossings:
         return _repeated(graph, steps, launch_s, crossings)
-    run = _Run(graph, launch_s)
-    run.walk(steps)
+    run = _Run(graph, steps, launch_s)
+    run.walk()
     live = memory(graph, steps)
     seconds = max([run.clock, *run.free])
     return Timeline(seconds, run.begin, run.end, run.exposed, live, max(live, default=0))
 
 
+def replayed_seconds(graph: Graph, steps: Sequence[Step], launch_s: float = 0.0) -> float:
+    """The seconds of `replay`, without the rest of it."""
+    crossings = graph.crossings()
+    run = _Run(graph, steps, launch_s)
+    if crossings:
+        return run.repeat(crossings)[0]
+    run.walk()
+    return max([run.clock, *run.free])
+
+
+_COMPUTE, _WAIT, _START, _ARRIVING = range(4)
+
+
 class _Run:
     """Tasks against the clock: when each began and ended last, and for how long it was waited for."""
 
-    def __init__(self, graph: Graph, launch_s: float) -> None:
+    def __init__(self, graph: Graph, steps: Sequence[Step], launch_s: float) -> None:
         count = len(graph.tasks)
         self.graph, self.launch_s = graph, launch_s
         self.begin, self.end, self.exposed = [0.0] * count, [0.0] * count, [0.0] * count
         self.free = [0.0] * len(graph.streams)
         self.clock = 0.0
+        codes = {Phase.COMPUTE: _COMPUTE, Phase.WAIT: _WAIT, Phase.START: _START}
+        self.program = [(codes[phase], i, graph.tasks[i].seconds) for i, phase in steps]
+        arriving = {task.index for task in graph.tasks if task.arrives}
+        if arriving:  # what arrives was started by the iteration before
+            self.program = [
+                (_ARRIVING if code == _START and i in arriving else code, i, seconds)
+                for code, i, seconds in self.program
+            ]
 
-    def walk(self, steps: Sequence[Step]) -> None:
+    def walk(self) -> None:
         """Run all steps once, from where the clock stands."""
         tasks, launch_s, clock, free = self.graph.tasks, self.launch_s, self.clock, self.free
-        begin, end, exposed = self.begin, self.end, [0.0] * len(tasks)
+        begin, end, exposed = self.begin, self.end, [0.0] * len(self.graph.tasks)
         interrupted = True
-        for index, phase in steps:
-            task = tasks[index]
-            if phase is Phase.COMPUTE:
+        for code, index, seconds in self.program:
+            if code == _COMPUTE:
                 if interrupted:
                     clock += launch_s
+                    interrupted = False
                 begin[index] = clock
-                clock += task.seconds
+                clock += seconds
                 end[index] = clock
-            elif phase is Phase.WAIT:
+                continue
+            if code == _WAIT:
                 if end[index] > clock:
                     exposed[index] = end[index] - clock
                     clock = end[index]
-            elif not task.arrives:  # what arrives was started by the iteration before
-                begin[index] = max(clock, free[task.stream])
-                end[index] = free[task.stream] = begin[index] + task.seconds
-            interrupted = phase is not Phase.COMPUTE
+            elif code == _START:
+                stream = tasks[index].stream
+                begin[index] = max(clock, free[stream])
+                end[index] = free[stream] = begin[index] + seconds
+            interrupted = True
         self.clock, self.exposed = clock, exposed
+
+    def repeat(self, crossings: dict[int, int]) -> tuple[float, float]:
+        """Run all steps over and over. Seconds from one iteration to the next, and when the last began."""
+        begin, end = self.begin, self.end
+        begins = [0.0]
+        for _ in range(ITERATIONS):
+            for index, arrival in crossings.items():
+                begin[arrival], end[arrival] = begin[index], end[index]
+            self.walk()
+            begins.append(self.clock)
+        measured = (begins[-1] - begins[-1 - MEASURED]) / MEASURED
+        # A stream with more work than that falls behind until its work is all that counts.
+        return max([measured, *self.graph.stream_seconds()]), begins[-2]
 
 
 def _repeated(
     graph: Graph, steps: Sequence[Step], launch_s: float, crossings: dict[int, int]
 ) -> Timeline:
     """An iteration among others: times from its begin on, ``seconds`` from one to the next."""
-    run = _Run(graph, launch_s)
-    begin, end = run.begin, run.end
-    begins = [0.0]
-    for _ in range(ITERATIONS):
-        for index, arrival in crossings.items():
-            begin[arrival], end[arrival] = begin[index], end[index]
-        run.walk(steps)
-        begins.append(run.clock)
-    measured = (begins[-1] - begins[-1 - MEASURED]) / MEASURED
-    # A stream with more work than that falls behind until its work is all that counts.
-    seconds = max([measured, *graph.stream_seconds()])
-    last = begins[-2]
+    run = _Run(graph, steps, launch_s)
+    seconds, last = run.repeat(crossings)
     live = memory(graph, steps)
     return Timeline(
         seconds,
-        [b - last for b in begin],
-        [e - last for e in end],
+        [b - last for b in run.begin],
+        [e - last for e in run.end],
         run.exposed,
         live,
         max(live, default=0),
@@ -167,15 +193,16 @@ def _repeated(
 
 def memory(graph: Graph, steps: Sequence[Step]) -> list[int]:
     """Bytes live while each step runs: what it and those before it made, less what is dead by then."""
-    sizes, kept = graph.buffers, graph.kept
+    sizes, kept, tasks = graph.buffers, graph.kept, graph.tasks
+    start, wait = Phase.START, Phase.WAIT
     last = [-1] * len(sizes)
     for position, (index, phase) in enumerate(steps):
-        if phase is not Phase.START:
-            for buffer in graph.tasks[index].reads:
+        if phase is not start:
+            for buffer in tasks[index].reads:
                 last[buffer] = position
-            for buffer in graph.tasks[index].writes:
+            for buffer in tasks[index].writes:
                 last[buffer] = max(last[buffer], position)
-    for task in graph.tasks:
+    for task in tasks:
         if task.crosses:
             for buffer in task.reads:
                 last[buffer] = len(steps)
@@ -185,12 +212,12 @@ def memory(graph: Graph, steps: Sequence[Step]) -> list[int]:
             freed[position + 1] += sizes[buffer]
     live: list[int] = []
     current = graph.base_bytes
+    made = graph.made_bytes
     for position, (index, phase) in enumerate(steps):
-        task = graph.tasks[index]
         current -= freed[position]
-        if phase is not Phase.WAIT:
-            current += sum(sizes[buffer] for buffer in task.writes) + task.extra_bytes
-        if phase is not Phase.START:
-            freed[position + 1] += task.extra_bytes
+        if phase is not wait:
+            current += made[index]
+        if phase is not start:
+            freed[position + 1] += tasks[index].extra_bytes
         live.append(current)
     return live

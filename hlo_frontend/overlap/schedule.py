@@ -26,7 +26,9 @@ Passes with slightly disturbed urgencies follow while the budget lasts.
 rest could still be run in the module's order within the limit. So passes never get stuck, and prefetched
 values cannot crowd out what the critical path needs. Where compute or a stream has time to spare, it would
 still fill memory with what is ready but needed only much later. So where memory is short, passes are tried
-that look no further ahead than a *window* of tasks in the module's order.
+that look no further ahead than a *window* of tasks in the module's order. Watching memory costs time, so an
+urgency is first played without; only where that is faster than the best so far but does not fit is it played
+again, and where others have missed by far, at once with memory watched.
 
 Invariants: the result depends on the graph and the arguments alone, never on time or hash seeds, so all
 ranks decide alike; budgets are therefore counted in tasks visited, not in seconds.
@@ -44,9 +46,11 @@ import numpy as np
 from .model import Graph
 from .replay import Phase, Step, Timeline, replay, unscheduled
 
-# Tasks that passes may visit in all, and passes in all: small graphs need no more.
+# Tasks that passes may visit in all, and passes in all: small graphs need no more. One that does not watch
+# memory counts as this share of one that does.
 DEFAULT_BUDGET = 150_000
 MOST_PASSES = 48
+UNWATCHED = 0.5
 # A wait that frees memory is issued once the clock is this share of its time past its predicted end.
 WAIT_MARGIN = 0.25
 # Shares of a kernel's time for which compute may idle to run a more urgent one before it.
@@ -55,6 +59,11 @@ PATIENCES = (0.2, 0.5, 1.0)
 SPREADS = (0.02, 0.005, 0.05, 0.001)
 # How many of the most urgent tasks are looked at for one that fits.
 ALTERNATIVES = 12
+# Passes that do not watch memory are tried as long as they have missed its limit by no more than this share.
+NEAR = 0.15
+# Shares by which a schedule must beat another in time, or in memory where time is equal.
+CLEARLY_FASTER = 1e-4
+CLEARLY_SMALLER = 0.05
 # How many tasks of the module's order a pass looks ahead, where memory is short.
 WINDOWS = (200, 100, 50, 400, 25)
 _LATER = float("inf")
@@ -69,14 +78,14 @@ class Schedule:
     """An issue order and what it does.
 
     ``blend`` is the share of the module's own order that served best, ``window`` how far ahead it looked,
-    ``tight`` whether memory had to be watched, ``feeding`` whether streams that ran dry came first: where the
-    search for a similar graph should begin.
+    ``feeding`` whether streams that ran dry came first, ``missed`` by what share of the limit a pass that
+    did not watch memory missed it: where the search for a similar graph should begin.
     """
 
     steps: list[Step]
     timeline: Timeline
     blend: float = BLENDS[0]
-    tight: bool = False
+    missed: float = 0.0
     window: float = _LATER
     feeding: bool = False
 
@@ -106,43 +115,57 @@ def schedule(
     backward = Player(graph)
     backward.turn_round()
     random = Random(seed)
-    passes = min(MOST_PASSES, max(4, budget // len(graph.tasks)))
+    passes: float = min(MOST_PASSES, max(4, budget // len(graph.tasks)))
     tails = longest_tails(graph)
     longest = max(tails)
     turns = [(1.0 - begin / own.seconds) * longest for begin in own.begin]
     leading: Sequence[float] = tails
     patience = 0.0
     blend = like.blend if like else BLENDS[0]
-    tight = like is not None and like.tight
+    missed = like.missed if like else 0.0
     window = like.window if like else _LATER
     feeding = like is not None and like.feeding
     looked_ahead = False
     beyond = 0  # by how much passes that watched memory have missed its limit
+
+    def attempt(
+        urgency: Sequence[float], watched: bool, patient: float, looks: float, feeds: bool
+    ) -> tuple[list[float], bool]:
+        """A forward pass; gives the ends of its tasks, and whether it would be the best yet if it fitted."""
+        nonlocal best, leading, passes, patience, missed, window, feeding, beyond
+        passes -= 1.0 if watched else UNWATCHED
+        limit = memory_limit - beyond if watched else _LATER
+        steps, ends = forward.play(urgency, limit, patient, looks, feeds)
+        timeline = replay(graph, steps, launch_s)
+        over = max(0, timeline.peak_bytes - int(memory_limit)) if memory_limit < _LATER else 0
+        if watched:
+            beyond += over
+        elif over:
+            missed = over / memory_limit
+        best.missed = missed
+        if not _is_better(timeline, best.timeline):
+            return ends, False
+        if over and best.timeline.peak_bytes <= memory_limit:
+            return ends, True
+        best = Schedule(steps, timeline, blend, missed, looks, feeds)
+        leading, patience, window, feeding = urgency, patient, looks, feeds
+        return ends, False
 
     def play(
         urgency: Sequence[float],
         patient: float,
         ahead: float | None = None,
         feed: bool | None = None,
+        anew: bool = False,
     ) -> list[float]:
-        """A forward pass; gives the ends of its tasks. Keeps it if it is the best yet."""
-        nonlocal best, leading, passes, patience, tight, window, feeding, beyond
-        passes -= 1
+        """Passes with this urgency, of which the best one yet is kept. Gives the ends of tasks."""
         looks = window if ahead is None else ahead
         feeds = feeding if feed is None else feed
-        limit = memory_limit - beyond if tight else _LATER
-        steps, ends = forward.play(urgency, limit, patient, looks, feeds)
-        timeline = replay(graph, steps, launch_s)
-        if tight:
-            beyond += max(0, timeline.peak_bytes - int(memory_limit))
-        tight = tight or timeline.peak_bytes > memory_limit
-        fits = timeline.peak_bytes <= memory_limit or best.timeline.peak_bytes > memory_limit
-        result = (timeline.seconds, timeline.peak_bytes)
-        if fits and result < (best.timeline.seconds, best.timeline.peak_bytes):
-            best, leading, patience = Schedule(steps, timeline, blend), urgency, patient
-            best.window = window = looks
-            best.feeding = feeding = feeds
-        best.tight = tight
+        faster = True
+        if ahead is None and (anew or missed <= NEAR):
+            ends, faster = attempt(urgency, False, patient, looks, feeds)
+        if faster:
+            ends, _ = attempt(urgency, True, patient, looks, feeds)
         return ends
 
     def unfinished() -> bool:
@@ -155,31 +178,42 @@ def schedule(
             return best
         blend = share
         blended = [(1.0 - blend) * a + blend * b for a, b in zip(tails, turns, strict=True)]
-        ends = play(blended, patience)
-        if tight and not looked_ahead:
+        ends = play(blended, patience, anew=True)
+        if missed <= NEAR:
+            # Where memory is short, the ends say more of it than of what is urgent.
+            _, lateness = backward.play(ends)
+            passes -= UNWATCHED
+            play(lateness, patience)
+        if share == blends[0] and unfinished():
+            ends = play(leading, patience, feed=not feeding)
+            if missed <= NEAR and unfinished():
+                _, lateness = backward.play(ends)
+                passes -= UNWATCHED
+                play(lateness, patience, feed=False)
+        if missed and not looked_ahead:
             looked_ahead, blend = True, 1.0
             for ahead in WINDOWS:
                 if unfinished():
                     play(turns, patience, ahead)
-        elif not tight:
-            # Where memory is short, the ends say more of it than of what is urgent.
-            _, lateness = backward.play(ends)
-            passes -= 1
-            play(lateness, patience)
-        if share == blends[0] and unfinished():
-            ends = play(leading, patience, feed=not feeding)
-            if not tight and unfinished():
-                _, lateness = backward.play(ends)
-                passes -= 1
-                play(lateness, patience, feed=False)
         if share == (like.blend if like else BLENDS[1]):
             for patient in PATIENCES:
                 if unfinished():
                     play(leading, patient)
+    turn = 0
     while unfinished():
-        spread = best.timeline.seconds * SPREADS[passes % len(SPREADS)]
+        turn += 1
+        spread = best.timeline.seconds * SPREADS[turn % len(SPREADS)]
         play([u + random.uniform(-spread, spread) for u in leading], patience)
     return best
+
+
+def _is_better(found: Timeline, best: Timeline) -> bool:
+    """Clearly faster, or as fast with clearly less memory: urgencies tried first are kept where it is equal,
+    since buckets are made of what they bring together."""
+    if found.seconds > best.seconds:
+        return False
+    faster = found.seconds < best.seconds * (1.0 - CLEARLY_FASTER)
+    return faster or found.peak_bytes < best.peak_bytes * (1.0 - CLEARLY_SMALLER)
 
 
 def _leads(graph: Graph) -> list[list[float]]:
@@ -220,7 +254,7 @@ class Player:
         self.stream = [task.stream for task in tasks]
         self.before = [task.before for task in tasks]
         self.after = [task.after for task in tasks]
-        self.made = [sum(graph.buffers[b] for b in t.writes) + t.extra_bytes for t in tasks]
+        self.made = graph.made_bytes
         self.reference = np.array(reference, dtype=np.int64)
         self.readers: list[list[int]] = [[] for _ in graph.buffers]
         for task in tasks:

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from .model import Graph
-from .replay import Phase, Step, replay
+from .replay import Phase, Step, replay, replayed_seconds
 from .schedule import Schedule
 
 # Steps that the replays of one schedule may visit in all.
@@ -120,7 +120,7 @@ def _puts_off(
 def seconds(graph: Graph, runs: Sequence[Run], launch_s: float) -> float:
     """The time of `replay`, without the rest of it."""
     if any(task.crosses for task in graph.tasks):
-        return replay(graph, [step for run in runs for step in run], launch_s).seconds
+        return replayed_seconds(graph, [step for run in runs for step in run], launch_s)
     free = [0.0] * len(graph.streams)
     return max([_clock(graph, runs, launch_s, free), *free])
 

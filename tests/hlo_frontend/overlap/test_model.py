@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from overlap_support import DOT, NEAR, block, loop_module, module, table
+from overlap_support import DOT, NEAR, SUM, block, loop_module, module, table
 
+from stretto.hlo_frontend.graph import Module
 from stretto.hlo_frontend.overlap.kernels import build
 from stretto.hlo_frontend.overlap.loops import trips_of
 from stretto.hlo_frontend.overlap.model import Graph
 from stretto.hlo_frontend.overlap.replay import replay, unscheduled
+from stretto.hlo_frontend.text import parse_hlo_text
 from stretto.hlo_frontend.values import NodeKind
 
 
@@ -156,3 +158,80 @@ def test_memory_counts_what_lies_between_kernels_until_its_last_reader_is_done()
     assert replay(kept, unscheduled(kept)).live == [2 * one, 3 * one, 3 * one, 3 * one]
     given_up = build(block(found), table(), donated=[0])
     assert replay(given_up, unscheduled(given_up)).live == [2 * one, 3 * one, 3 * one, 2 * one]
+
+
+def stacking_module(stacked: str, carried: str = "%d") -> str:
+    """Three iterations; each stacks ``stacked``, f32[1,8,8], made of the dot %d or of what is carried, %y."""
+    return f"""HloModule m
+{SUM}
+%body (c: (s32[], f32[8,8], f32[3,8,8])) -> (s32[], f32[8,8], f32[3,8,8]) {{
+  %c = (s32[], f32[8,8], f32[3,8,8]) parameter(0)
+  %i = s32[] get-tuple-element(%c), index=0
+  %y = f32[8,8] get-tuple-element(%c), index=1
+  %stack = f32[3,8,8] get-tuple-element(%c), index=2
+  %one = s32[] constant(1)
+  %zero = s32[] constant(0)
+  %next = s32[] add(%i, %one)
+  %r = f32[8,8] all-reduce(%y), {NEAR}, to_apply=%sum
+  %d = f32[8,8] dot(%r, %y), {DOT}
+  %row = f32[1,8,8] reshape({stacked})
+  %update = f32[3,8,8] dynamic-update-slice(%stack, %row, %i, %zero, %zero)
+  ROOT %out = (s32[], f32[8,8], f32[3,8,8]) tuple(%next, {carried}, %update)
+}}
+
+%go (c: (s32[], f32[8,8], f32[3,8,8])) -> pred[] {{
+  %c = (s32[], f32[8,8], f32[3,8,8]) parameter(0)
+  %i = s32[] get-tuple-element(%c), index=0
+  %three = s32[] constant(3)
+  ROOT %less = pred[] compare(%i, %three), direction=LT
+}}
+
+ENTRY %main {{
+  %x = f32[8,8] parameter(0)
+  %none = f32[] constant(0)
+  %start = s32[] constant(0)
+  %empty = f32[3,8,8] broadcast(%none), dimensions={{}}
+  %first = (s32[], f32[8,8], f32[3,8,8]) tuple(%start, %x, %empty)
+  %loop = (s32[], f32[8,8], f32[3,8,8]) while(%first), condition=%go, body=%body
+  ROOT %stacked = f32[3,8,8] get-tuple-element(%loop), index=2
+}}
+"""
+
+
+def test_what_is_stacked_is_written_into_its_place_by_the_kernel_that_makes_it() -> None:
+    one = 8 * 8 * 4
+    found = Module.parse(parse_hlo_text(stacking_module("%d")))
+    graph = build(block(found), table())
+    tasks = [t for t in graph.tasks if t.name not in ("next", "r")]
+    assert [t.name for t in tasks] == ["empty", "update", "update", "update"]
+    assert [op.instruction.name for op in tasks[1].ops] == ["d", "update"]
+    fill, *dots = [t.moved_bytes for t in tasks]
+    counters = 4  # its index
+    assert fill == 3 * one
+    assert all(abs(moved - 3 * one) <= 2 * counters for moved in dots), "read once, written once"
+    peak = replay(graph, unscheduled(graph)).peak_bytes
+    assert abs(peak - (one + 3 * one + one)) <= 8 * counters, "the argument, the stack, the sum"
+
+
+def test_what_is_stacked_of_the_iteration_before_is_written_by_that() -> None:
+    found = Module.parse(parse_hlo_text(stacking_module("%y")))
+    graph = build(block(found), table())
+    made = [[(op.instruction.name, op.iteration) for op in t.ops] for t in graph.tasks]
+    assert [("d", (0,)), ("update", (1,))] in made
+    assert [("update", (0,))] in made, "an argument is copied into its place"
+
+
+def test_an_update_that_needs_what_is_made_of_it_is_a_kernel_of_its_own() -> None:
+    # The row's place is known only after a dot that reads the row.
+    text = stacking_module("%d").replace(
+        "%row = ",
+        f"%e = f32[8,8] dot(%d, %d), {DOT}\n"
+        "  %corner = f32[1,1] slice(%e), slice={[0:1], [0:1]}\n"
+        "  %flat = f32[] reshape(%corner)\n  %at = s32[] convert(%flat)\n  %row = ",
+    )
+    text = text.replace("(%stack, %row, %i,", "(%stack, %row, %at,")
+    graph = build(block(Module.parse(parse_hlo_text(text))), table())
+    names = [t.name for t in graph.tasks if t.name not in ("next", "r", "at")]
+    assert names == ["empty", *(["d", "e", "update"] * 3)]
+    for task in graph.tasks:
+        assert all(earlier < task.index for earlier in task.before)

@@ -126,13 +126,17 @@ class Contender:
 
     def run(self, case: Mapping[str, Any]) -> float:
         """Have every process run the case; the time that the first one measured, seconds a call."""
+        return float(self.answers(case)[0])
+
+    def answers(self, case: Mapping[str, Any]) -> list[Any]:
+        """Have every process run the case; what each of them measured, by rank."""
         for s in self.sockets:
             s.sendall(json.dumps(case).encode() + b"\n")
         answers = [json.loads(_line(s)) for s in self.sockets]
         failed = [a["error"] for a in answers if "error" in a]
         if failed:
             raise RuntimeError(f"{self.name}: {failed[0]}")
-        return float(answers[0]["seconds"])
+        return [a["measured"] for a in answers]
 
     def close(self) -> None:
         """Tell the processes to end, and end those that do not."""
@@ -236,15 +240,18 @@ def start(
     return contender
 
 
-def serve(rank: int, measure: Callable[[dict[str, Any]], float]) -> None:
-    """The contender's side: connect, then answer cases until the benchmark closes the connection."""
+def serve(rank: int, measure: Callable[[dict[str, Any]], Any]) -> None:
+    """The contender's side: connect, then answer cases until the benchmark closes the connection.
+
+    ``measure`` gives seconds a call, or what JSON can say for `Contender.answers`.
+    """
     s = socket.socket(socket.AF_UNIX)
     s.connect(os.environ["BENCH_SOCKET"])
     s.sendall(json.dumps({"token": os.environ["BENCH_TOKEN"], "rank": rank}).encode() + b"\n")
     lines = s.makefile("r")
     for line in lines:
         try:
-            answer: dict[str, Any] = {"seconds": measure(json.loads(line))}
+            answer: dict[str, Any] = {"measured": measure(json.loads(line))}
         except Exception as e:
             answer = {"error": f"{type(e).__name__}: {e}"}
         s.sendall(json.dumps(answer).encode() + b"\n")

@@ -1,9 +1,11 @@
 """What ``STRETTO_TRACE`` costs: programs of two ranks with and without a trace, in the same processes.
 
-The trace is switched on and off between turns of about a second; what it still has to write at the end of a
-turn is written within it. Turns without one come twice, so that the table tells what equal turns
-differ by (*control*). The figure is the median of ratios of turns that follow each other, with the interval
-in which it lies at 95%.
+The trace is switched on and off between turns of some milliseconds, one call at least; what it has to write
+is written within its turns. Turns without one come twice, so that the table tells what equal turns differ by
+(*control*). The figure is the median of ratios of turns that follow each other, with the interval in which it
+lies at 95%: of elapsed time, and of the processor time that all threads of both ranks used. The latter tells
+more where ranks share cores: it has the work that a trace makes, and little of what else the machine does
+meanwhile.
 
 *x + 1* and *psum* are calls of some microseconds, next to which a call of the recorder is not small.
 *training step* is that of a small transformer with sharded weights, *pipeline* a scan that hands 64 KiB on to
@@ -13,13 +15,13 @@ the other rank in every iteration. Goal: these take less than 1.02 times as long
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +37,7 @@ CASES = {
     "training step": "on ≤ 1.02x",
     "pipeline": "on ≤ 1.02x",
 }
-SECONDS = 1.0  # of a turn
+SECONDS = 0.02  # of a turn
 
 
 def calls() -> dict[str, Callable[[], Any]]:
@@ -94,6 +96,30 @@ def calls() -> dict[str, Callable[[], Any]]:
     }
 
 
+class Switch:
+    """Turns a trace on and off: what is run meanwhile is as it would be in a process with or without one."""
+
+    def __init__(self, client: Any, trace: Any) -> None:
+        """All programs must have been loaded."""
+        self._client, self._executor = client, client.executor
+        self._programs = list(self._executor._loaded)
+        off = self._state()
+        end = client.observe(trace)
+        on = self._state()
+        end()
+        self._states = {False: off, True: on}
+        self(False)
+
+    def _state(self) -> tuple[Any, list[tuple[Any, Any]]]:
+        return self._executor.instrument, [(p.walker, p._single) for p in self._programs]
+
+    def __call__(self, on: bool) -> None:
+        self._executor.instrument, programs = self._states[on]
+        for loaded, state in zip(self._programs, programs, strict=True):
+            loaded.walker, loaded._single = state
+        self._client._reconsider()
+
+
 def worker(folder: str) -> None:
     import jax
 
@@ -101,42 +127,53 @@ def worker(folder: str) -> None:
     from stretto.runtime.trace import Trace, header_of
 
     cases = calls()
+    for call in cases.values():
+        call()
     (client,) = clients
     trace = Trace(Path(folder), header_of(client.world), client.engine)
+    switch = Switch(client, trace)
 
-    def measure(case: dict[str, Any]) -> float:
+    def measure(case: dict[str, Any]) -> tuple[float, float]:
         call, repeats, on = cases[case["case"]], case["repeats"], case["variant"] == "on"
-        end = client.observe(trace) if on else None
-        try:
+        switch(on)
+        if repeats > 1:
             call()
+        began, used = time.perf_counter(), time.process_time()
+        for _ in range(repeats):
+            call()
+        if on:
             trace.write()
-            gc.collect()  # what switching has left
-            began = time.perf_counter()
-            for _ in range(repeats):
-                call()
-            if on:
-                trace.write()
-            return (time.perf_counter() - began) / repeats
-        finally:
-            if end is not None:
-                end()
+        used = time.process_time() - used
+        elapsed = time.perf_counter() - began
+        switch(False)
+        return elapsed / repeats, used / repeats
 
     serve(jax.process_index(), measure)
 
 
-def measured(contender: Contender, case: str, turns: int) -> dict[str, list[float]]:
-    def run(variant: str, repeats: int) -> float:
-        return contender.run({"case": case, "variant": variant, "repeats": repeats})
+@dataclass
+class Turns:
+    """Seconds a call, by variant: elapsed on rank 0, and of all processors used by both ranks."""
+
+    elapsed: dict[str, list[float]] = field(default_factory=lambda: {v: [] for v in VARIANTS})
+    used: dict[str, list[float]] = field(default_factory=lambda: {v: [] for v in VARIANTS})
+
+
+def measured(contender: Contender, case: str, turns: int) -> Turns:
+    def run(variant: str, repeats: int) -> tuple[float, float]:
+        ranks = contender.answers({"case": case, "variant": variant, "repeats": repeats})
+        return ranks[0][0], sum(used for _, used in ranks)
 
     run("off", 1)
-    repeats = max(1, round(SECONDS / run("off", 3)))
-    times: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
+    repeats = max(1, round(SECONDS / run("off", 3)[0]))
+    times = Turns()
     for turn in range(turns + 1):
         for position in range(len(VARIANTS)):
             variant = VARIANTS[(position * (1 + turn % 2) + turn // 2) % len(VARIANTS)]
-            value = run(variant, repeats)
+            elapsed, used = run(variant, repeats)
             if turn:
-                times[variant].append(value)
+                times.elapsed[variant].append(elapsed)
+                times.used[variant].append(used)
     return times
 
 
@@ -152,16 +189,22 @@ def main() -> None:
     args = parser.parse_args()
     contender = start("worker", "trace_cost.py", 2, "mpi", JAX_PLATFORMS="stretto,cpu")
     table = Table(title="what a trace costs", caption=machine())
-    for column in ("", "off", "control ÷ off", "on ÷ off", "goal"):
+    for column in ("", "", "off", "control ÷ off", "on ÷ off", "goal"):
         table.add_column(column, justify="right" if "off" in column else "left")
-    rows = {}
+    rows: dict[str, dict[str, Any]] = {}
     try:
         for case in args.cases:
-            times = measured(contender, case, args.turns or (5 if args.quick else 25))
-            off = statistics.median(times["off"])
-            control, on = (Ratio.of(times[v], times["off"]) for v in ("control", "on"))
-            table.add_row(case, seconds(off), str(control), str(on), CASES[case])
-            rows[case] = {"off": off, "control": vars(control), "on": vars(on)}
+            turns = measured(contender, case, args.turns or (25 if args.quick else 151))
+            rows[case] = {}
+            for what, times in (("elapsed", turns.elapsed), ("processors", turns.used)):
+                off = statistics.median(times["off"])
+                ratios = {v: Ratio.of(times[v], times["off"]) for v in VARIANTS[1:]}
+                rows[case][what] = {"off": off} | {v: vars(r) for v, r in ratios.items()}
+                name, goal = (case, CASES[case]) if what == "elapsed" else ("", "")
+                shown = [
+                    f"{r.median:.3f}x [dim]{r.low:.3f} to {r.high:.3f}[/]" for r in ratios.values()
+                ]
+                table.add_row(name, what, seconds(off), *shown, goal)
     finally:
         contender.close()
     console.print(table)

@@ -2,6 +2,7 @@
 
 A process is a rank; its threads are the walk of programs, the compute of each device, and each stream.
 Times are microseconds since the first event of any rank, on rank 0's clock. What was skipped is an instant.
+Events of a thread are in order.
 """
 
 from __future__ import annotations
@@ -25,8 +26,15 @@ def chrome(ranks: Sequence[Measured]) -> dict[str, Any]:
     first = beginning(ranks)
     return {
         "displayTimeUnit": "ms",
-        "traceEvents": [event for rank in ranks for event in _events(rank, first)],
+        "traceEvents": [
+            event for rank in ranks for event in sorted(_events(rank, first), key=_order)
+        ],
     }
+
+
+def _order(event: dict[str, Any]) -> tuple[int, float, float]:
+    """By thread and begin, whatever contains others before them."""
+    return event["tid"], event.get("ts", -1.0), -event.get("dur", 0.0)
 
 
 def _events(rank: Measured, first: float) -> Iterator[dict[str, Any]]:

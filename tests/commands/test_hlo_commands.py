@@ -137,12 +137,15 @@ def test_run_on_ranks(file: str, tmp_path: Path, ranks: int, local: int) -> None
     done = run_ranks(
         ranks,
         [*arguments, "--results", str(out)],
-        env={"STRETTO_LOCAL_DEVICES": str(local), **TRUSTED},
+        env={"STRETTO_LOCAL_DEVICES": str(local), "STRETTO_TRACE": str(tmp_path / "t"), **TRUSTED},
     )
     assert done.returncode == 0, done.stderr
     # Each rank counts the collectives that it runs for its devices; all else is counted by device.
     kinds = {kind: ranks * count for kind, count in COUNTS["collectives"].items()}
-    assert json.loads(done.stdout) == COUNTS | {"collectives": kinds}
+    counted = COUNTS | {"collectives": kinds}
+    assert json.loads(done.stdout) == counted
+    traced = json.loads(stretto("trace", str(tmp_path / "t"), "--json").stdout)
+    assert {key: traced[key] for key in counted} == counted
     check_results(out)
 
 

@@ -23,7 +23,7 @@ from stretto.collectives.ops import Collective, Kind
 from .call import Call, Lane, describe, payload_of, skipped_pairs
 from .engine import Engine, LoadedSegment
 from .frame import Frame, Hosted, Operation, named
-from .instrument import Instrument
+from .instrument import Instrument, told
 from .program import Loop, Program, Start, Wait, instructions
 
 # What a thread that must not block does of a collective: see `Communication.attempt`.
@@ -254,15 +254,17 @@ class Communication:
         capture = self._columns(start)
         post = self._post(start) if self.is_split(start) else self._perform(start)
         stream, event = self.lanes[start.stream].stream, start.event
-        instrument, number = self.instrument, start.stream
-        collective = self.program.collectives[start.collective]
+        collective, number = self.program.collectives[start.collective], start.stream
+        watched, told_of = self.instrument is not None, told(self.instrument, "collective_queued")
 
         def begin(frame: Frame) -> None:
             views = capture(frame)
             active, iteration = frame.active, frame.iteration
-            frame.events[event] = stream.submit(lambda: post(views, active, iteration))
-            if instrument is not None:
-                instrument.collective_queued(collective, number)
+            queued = frame.events[event] = stream.submit(lambda: post(views, active, iteration))
+            if watched:
+                queued.since = perf_counter()
+            if told_of is not None:
+                told_of(collective, number)
 
         return begin
 
@@ -331,10 +333,12 @@ class Communication:
 
         def watched(frame: Frame) -> Any:
             assert instrument is not None
-            instrument.collective_awaiting(collective, start.stream)
-            began = perf_counter()
-            result = taken(frame)
-            instrument.collective_awaited(collective, start.stream, began)
+            event, began = frame.events.pop(number), perf_counter()
+            if not event.done:
+                instrument.collective_awaiting(collective, start.stream)
+                stream.wait(event)
+            result = event.result()
+            instrument.collective_awaited(collective, start.stream, event.since, began)
             return result
 
         return taken if instrument is None else watched

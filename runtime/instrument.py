@@ -33,6 +33,24 @@ class Instrument:
     def program_finished(self, program: str, run: int, error: BaseException | None) -> None:
         """The walk has ended: everything is issued, or it failed."""
 
+    def program_called(
+        self,
+        program: Program,
+        segment: int,
+        run: int,
+        ordinal: int,
+        began: float,
+        outputs: Sequence[Any],
+    ) -> None:
+        """A program that is one segment on one local device was handed to the engine without a walk.
+
+        Told as a walk where this is not overridden; if it failed to be handed over, in any case.
+        """
+        self.program_started(program.name, run)
+        self.segment_issued(program.name, segment, program.segments[segment].name, ordinal)
+        self.segment_handed(program, segment, ordinal, began, outputs)
+        self.program_finished(program.name, run, None)
+
     def program_profiled(self, done: Profiled) -> None:
         """A program was measured (`profiling`), and planned anew or not."""
 
@@ -78,10 +96,15 @@ class Instrument:
         """The walk has come to a start: the collective was given to its stream."""
 
     def collective_awaiting(self, collective: Collective, stream: int) -> None:
-        """The walk has come to a wait."""
+        """The walk has come to a wait, and what it waits for is not there."""
 
-    def collective_awaited(self, collective: Collective, stream: int, began: float) -> None:
-        """The walk has come through a wait, which it reached at ``began``."""
+    def collective_awaited(
+        self, collective: Collective, stream: int, queued: float, began: float
+    ) -> None:
+        """The walk has come through a wait, which it reached at ``began``.
+
+        It had come to the start, and given the collective to its stream, at ``queued``.
+        """
 
 
 def told(instrument: Instrument | None, name: str) -> Callable[..., None] | None:

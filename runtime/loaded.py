@@ -18,7 +18,6 @@ from .errors import InvalidProgramError
 from .flight import Flight
 from .frame import Frame, Hosted
 from .program import Block, Branch, Loop, Run, Start, instructions
-from .runs import watched
 from .stream import Event
 from .value import DeletedError, Landed, Promise, Value
 from .walk import Walker
@@ -84,26 +83,29 @@ class LoadedProgram:
             if instrument is None:
                 self._single = run
             elif len(self.local) == 1 and walker.prepared:
-                self._single = self._walked(watched(run, instrument, program, segment), instrument)
+                self._single = self._watched(run, segment, instrument)
 
-    def _walked(
-        self, run: Callable[[int, list[Any]], list[Any]], instrument: Instrument
+    def _watched(
+        self,
+        run: Callable[[int, list[Any]], list[Any]],
+        segment: int,
+        instrument: Instrument,
     ) -> Callable[[int, list[Any]], list[Any]]:
-        """The run of the only segment, told as a walk."""
-        name, executor = self.program.name, self.executor
+        """The run of the only segment, told to the instrument."""
+        program, executor, called = self.program, self.executor, instrument.program_called
 
-        def walk(ordinal: int, arrays: list[Any]) -> list[Any]:
-            number = executor.next_run()
-            instrument.program_started(name, number)
+        def watched(ordinal: int, arrays: list[Any]) -> list[Any]:
+            number, began = executor.next_run(), perf_counter()
             try:
                 outputs = run(ordinal, arrays)
             except BaseException as error:
-                instrument.program_finished(name, number, error)
+                instrument.program_started(program.name, number)
+                instrument.program_finished(program.name, number, error)
                 raise
-            instrument.program_finished(name, number, None)
+            called(program, segment, number, ordinal, began, outputs)
             return outputs
 
-        return walk
+        return watched
 
     def watch(self) -> None:
         """Tell the executor's instrument, which has changed, what is done from now on."""

@@ -22,9 +22,12 @@ _log = logging.getLogger("stretto")
 
 
 class Event:
-    """A result that arrives once: ``done``, then ``error`` or ``value``."""
+    """A result that arrives once: ``done``, then ``error`` or ``value``.
 
-    __slots__ = ("_callbacks", "_lock", "done", "error", "value")
+    ``since``: the time of ``perf_counter`` at which it was asked for, where somebody wants to know.
+    """
+
+    __slots__ = ("_callbacks", "_lock", "done", "error", "since", "value")
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -33,6 +36,7 @@ class Event:
         self.done = False
         self.error: BaseException | None = None
         self.value: Any = None
+        self.since = 0.0
 
     def set(self, value: Any = None, error: BaseException | None = None) -> None:
         """Deliver. Must be called once."""

@@ -56,6 +56,7 @@ def header_of(world: World, offset: float = 0.0) -> Header:
         offset=offset,
         started=time.time(),
         costs=world.costs.text,
+        job=world.traced_as,
     )
 
 

@@ -4,22 +4,25 @@ Times of one rank. *Compute* is the time in which a segment runs on any of its d
 in which a collective is under way on any of its streams; communication without compute is *exposed*, the
 rest *overlapped*. A collective's own exposed time is that part of it; where several are exposed at once,
 each has it. A segment runs from when it was handed over, or the one before it on the device ended.
+
+Where the end of a stretch of segments was not seen as it came, the stretch is taken to be as long as the
+median of those of the same segments of which it was: within what was seen of this one.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from math import isnan
-from typing import Any
+from math import inf, isnan
+from statistics import median
 
 import numpy as np
 
 from stretto.collectives.ops import Collective
 
-from .program import Segment
+from .program import Program, Segment
 from .trace_file import ALL_ACTIVE, SET_UNIT, RankTrace
 from .trace_file import Kind as Event
 
@@ -123,7 +126,7 @@ def measure(trace: RankTrace) -> Measured:
     """Resolve a rank's events."""
     found = Measured(trace)
     events = trace.events[np.argsort(trace.events[:, 4], kind="stable")]
-    by_device: dict[int, list[Any]] = defaultdict(list)
+    by_device: dict[int, list[_Ran]] = defaultdict(list)
     transfers = []
     for kind, program_number, number, where, begin, end, extra in events.tolist():
         if not 0 <= int(program_number) < len(trace.programs):
@@ -133,7 +136,10 @@ def measure(trace: RankTrace) -> Measured:
         index, place = int(number), int(where)
         match int(kind):
             case Event.SEGMENT:
-                by_device[place].append([program, index, begin, end])
+                by_device[place].append(_Ran(program, index, begin, end, extra))
+            case Event.CALLED:
+                by_device[place].append(_Ran(program, index, begin, end, 0.0))
+                found.marks.append((program.name, program.name, -1, begin, end))
             case Event.LEFT_OUT:
                 found.left_out.append((program.name, program.segments[index], place, begin))
             case Event.COLLECTIVE:
@@ -153,27 +159,79 @@ def measure(trace: RankTrace) -> Measured:
                         trace.sets[sets - 1] if sets else frozenset(),
                     )
                 )
-            case Event.QUEUED | Event.AWAITED:
-                what = "start" if int(kind) == Event.QUEUED else "wait"
-                name = program.collectives[index].name
-                found.marks.append((f"{what} {name}", program.name, place, begin, end))
+            case Event.AWAITED:
+                name, queued = program.collectives[index].name, begin - extra
+                found.marks.append((f"start {name}", program.name, place, queued, queued))
+                found.marks.append((f"wait {name}", program.name, place, begin, end))
             case Event.PROGRAM:
                 name = f"{program.name}{' (failed)' if extra else ''}"
                 found.marks.append((name, program.name, -1, begin, end))
-    for ordinal, runs in by_device.items():
-        ends = float("nan")
-        for run in reversed(runs):  # no end is known: no later than the next one's
-            run[3] = ends = ends if isnan(run[3]) else run[3]
-        last = 0.0
-        for program, index, begin, end in runs:
-            end = begin if isnan(end) else end  # noqa: PLW2901
-            found.segments.append(
-                (program.name, program.segments[index], ordinal, min(max(begin, last), end), end)
-            )
-            last = max(last, end)
+    found.segments = _ended(by_device)
     hidden = Covered(found.compute)
     found.transfers = [
         replace(t, exposed=max(0.0, t.end - t.begin - hidden.of((t.begin, t.end))))
         for t in transfers
     ]
     return found
+
+
+@dataclass(slots=True)
+class _Ran:
+    """A segment's row. ``unseen``: how long before its end it was last seen to run."""
+
+    program: Program
+    index: int
+    begin: float
+    end: float
+    unseen: float
+
+    @property
+    def segment(self) -> Segment:
+        return self.program.segments[self.index]
+
+
+def _ended(
+    by_device: Mapping[int, Sequence[_Ran]],
+) -> list[tuple[str, Segment, int, float, float]]:
+    """When each segment ran, of the rows of each device in the order in which they were handed over."""
+    stretches = {ordinal: _stretches(runs) for ordinal, runs in by_device.items()}
+    lengths: dict[tuple[tuple[int, int], ...], list[float]] = defaultdict(list)
+    for listed in stretches.values():
+        last, seen = 0.0, True
+        for stretch in listed:
+            end, begin = stretch[-1].end, stretch[0].begin
+            if not stretch[-1].unseen and (seen or begin >= last):
+                lengths[_name(stretch)].append(end - max(begin, last))
+            last, seen = end, not stretch[-1].unseen
+    usual = {name: median(known) for name, known in lengths.items()}
+    found = []
+    for ordinal, listed in stretches.items():
+        last = 0.0
+        for stretch in listed:
+            end, unseen = stretch[-1].end, stretch[-1].unseen
+            if unseen:
+                likely = max(stretch[0].begin, last) + usual.get(_name(stretch), inf)
+                end = min(max(likely, end - unseen), end)
+            for ran in stretch:  # of all but the last no end is known: no later than that
+                begin = min(max(ran.begin, last), end)
+                found.append((ran.program.name, ran.segment, ordinal, begin, end))
+                last = end
+    return found
+
+
+def _stretches(runs: Sequence[_Ran]) -> list[list[_Ran]]:
+    """Up to one of which an end is known each. Those behind the last one are taken to end as they begin."""
+    found: list[list[_Ran]] = [[]]
+    for ran in runs:
+        found[-1].append(ran)
+        if not isnan(ran.end):
+            found.append([])
+    if not found[-1]:
+        return found[:-1]
+    last = found[-1][-1]
+    last.end, last.unseen = last.begin, inf
+    return found
+
+
+def _name(stretch: Sequence[_Ran]) -> tuple[tuple[int, int], ...]:
+    return tuple((id(ran.program), ran.index) for ran in stretch)

@@ -1,6 +1,6 @@
 """The file in which a rank writes what it does, and reading it back.
 
-``rank-00003.trace``: the line ``stretto trace 1``, a line of JSON (`Header`), then chunks: a letter, u32
+``rank-00003.trace``: the line ``stretto trace 2``, a line of JSON (`Header`), then chunks: a letter, u32
 length and u32 CRC-32 of the content, little-endian, and the content. ``P`` is a loaded program: a line of
 JSON with the logical ids and ordinals of its local devices, then `program_codec`'s bytes, its segments
 without their modules. ``S`` is JSON: a set of pairs that moved nothing. Programs and sets are numbered from
@@ -11,13 +11,14 @@ A row is (kind, program, number, where, begin, end, extra). Times are ``perf_cou
 header's ``offset`` they are rank 0's.
 
     kind          number              where     extra
-    SEGMENT       segment             ordinal                           end NaN: before the next one's
+    SEGMENT       segment             ordinal   how long before its end it was last seen to
+                                                run; end NaN: before the next one's
     LEFT_OUT      segment             ordinal                           not run: nobody reads it
     COLLECTIVE    collective          stream    bits of the positions of active local devices (all set: all of
                                                 them) + 2**24 * (number of a set of pairs + 1)
-    QUEUED        collective          stream                            its start
-    AWAITED       collective          stream                            its wait
+    AWAITED       collective          stream    since its start         its wait
     PROGRAM       run                 0         1 if it failed          the walk
+    CALLED        segment             ordinal   run                     a walk that is one segment, of as long
 
 A file that was cut off is read as far as it goes.
 """
@@ -39,7 +40,7 @@ from .errors import StrettoError
 from .program import Program
 from .statistics import Profiled
 
-VERSION = 1
+VERSION = 2
 WIDTH = 7
 _MAGIC = b"stretto trace "
 _CHUNK = struct.Struct("<cII")
@@ -57,14 +58,17 @@ class Kind(IntEnum):
     SEGMENT = 0
     LEFT_OUT = 1
     COLLECTIVE = 2
-    QUEUED = 3
-    AWAITED = 4
-    PROGRAM = 5
+    AWAITED = 3
+    PROGRAM = 4
+    CALLED = 5
 
 
 @dataclass(frozen=True)
 class Header:
-    """What a rank is. ``offset``: seconds to add for rank 0's clock. ``costs``: the job's table, as JSON."""
+    """What a rank is. ``offset``: seconds to add for rank 0's clock. ``costs``: the job's table, as JSON.
+
+    ``job``: a name that its ranks share, and no other job.
+    """
 
     rank: int
     size: int
@@ -75,6 +79,7 @@ class Header:
     offset: float
     started: float  # Unix time
     costs: str = ""
+    job: str = ""
 
 
 def file_name(rank: int) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import os
 import platform
+import secrets
 import socket
 import threading
 from collections.abc import Callable, Sequence
@@ -47,7 +48,8 @@ class World:
     what segments were measured to take by earlier jobs (with ``STRETTO_PROFILE``), both rank 0's.
     ``cores``: on how many cores this rank should compute.
     ``patience``: seconds for which a wait for another rank may keep a core busy, the same on all (`cores`).
-    ``clock_offset``: seconds to add to ``perf_counter()`` for rank 0's, measured only for traces.
+    ``clock_offset``: seconds to add to ``perf_counter()`` for rank 0's, measured only for traces; these call
+    the job ``traced_as``.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class World:
         self.costs = costs or _find_costs(options, [self.host])
         self.measured = measured or _find_times(options, [self.host])
         self.clock_offset = 0.0
+        self.traced_as = ""
         self._progress: list[Progress] = []
         self._control: Control | None = None
         self._transfers: Transfers | None = None
@@ -270,6 +273,7 @@ def _make(chosen: Options | None, rendezvous: Rendezvous | None) -> World:
         made = World(chosen, comm, peers, launcher, costs, places, _nodes(comm), measured)
         if chosen.trace:
             made.clock_offset = clock.offset_to_first(comm)
+            made.traced_as = comm.bcast(secrets.token_hex(8))
     exits.on_uncaught(made.fail)
     os.register_at_fork(after_in_child=made.forget)
     return made

@@ -65,7 +65,7 @@ def read_folder(folder: Path) -> list[RankTrace]:
             f"{folder} has no trace in it: run the program with STRETTO_TRACE={folder}"
         )
     size = traces[0].header.size
-    if any(t.header.size != size for t in traces) or len(traces) > size:
+    if len({(t.header.size, t.header.job) for t in traces}) > 1 or len(traces) > size:
         raise TraceError(f"{folder} has traces of several jobs: give every job a folder of its own")
     absent = sorted(set(range(size)) - {t.header.rank for t in traces})
     if absent:

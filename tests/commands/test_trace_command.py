@@ -35,23 +35,22 @@ SHIFT = permute((0, 1), (1, 0), name="shift")
 PROFILED = Profiled("step", 5, 1, 0.004, 0.003, True)
 
 
-def written(folder: Path, rank: int = 0, size: int = 1, offset: float = 0.0) -> Path:
+def written(folder: Path, rank: int = 0, size: int = 1, offset: float = 0.0, job: str = "") -> Path:
     """A rank with one device of two: a segment for 2 s, one for 3 s, and two calls of a permute."""
     body = block((0,), [Run(0, (0,), (1,)), Start(0, (1,), (2,), 0, 0), Wait(0)], (2,))
     loaded: Program = program(
         [F32] * 3, body, devices=2, segments=[segment("work")], collectives=[SHIFT], name="step"
     )
-    header = Header(rank, size, "host", 7, 1, "null", offset, 0.0)
+    header = Header(rank, size, "host", 7, 1, "null", offset, 0.0, job=job)
     events = [
         (Kind.SEGMENT, 0, 0, 0, 0.0, 2.0, 0),
         # Handed over while the first still runs; donated, so that nobody saw its end.
         (Kind.SEGMENT, 0, 0, 0, 1.0, NAN, 0),
         (Kind.SEGMENT, 0, 0, 0, 1.5, 5.0, 0),
         (Kind.LEFT_OUT, 0, 0, 0, 6.0, 6.0, 0),
-        (Kind.QUEUED, 0, 0, 0, 0.5, 0.5, 0),
         (Kind.COLLECTIVE, 0, 0, 0, 1.0, 3.0, ALL_ACTIVE),
         (Kind.COLLECTIVE, 0, 0, 0, 4.0, 8.0, ALL_ACTIVE + SET_UNIT),
-        (Kind.AWAITED, 0, 0, 0, 6.0, 8.0, 0),
+        (Kind.AWAITED, 0, 0, 0, 6.0, 8.0, 5.5),
         (Kind.PROGRAM, 0, 1, 0, 0.0, 8.5, 0),
     ]
     folder.mkdir(exist_ok=True)
@@ -119,6 +118,9 @@ def test_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     )
     events = json.loads((tmp_path / "out.json").read_text())["traceEvents"]
     names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    for track in names:
+        of_track = [e for e in events if (e["pid"], e["tid"]) == track and e["ph"] != "M"]
+        assert [e["ts"] for e in of_track] == sorted(e["ts"] for e in of_track)
     assert set(names.values()) == {"programs", "device 0", "device 1", "stream 0"}
     skipped = [(e["pid"], e["ts"], e["name"]) for e in events if e["ph"] == "i"]
     # The second call of each rank moved nothing; rank 1's clock is brought to rank 0's.
@@ -160,6 +162,9 @@ def test_folders_that_hold_no_trace(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert f"run the program with STRETTO_TRACE={tmp_path}" in capsys.readouterr().err
     written(tmp_path, 0, 2)
     written(tmp_path, 1, 3)
+    assert main(["trace", str(tmp_path)]) == 2
+    assert "several jobs" in capsys.readouterr().err
+    written(tmp_path, 1, 2, job="another")
     assert main(["trace", str(tmp_path)]) == 2
     assert "several jobs" in capsys.readouterr().err
     written(tmp_path, 0, 1).write_bytes(b"stretto trace 7\n{}\n")

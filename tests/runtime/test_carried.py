@@ -83,7 +83,10 @@ def test_what_is_awaited_is_what_the_iteration_before_has_started() -> None:
         def collective_queued(self, collective: Collective, stream: int) -> None:
             self.events.append(("queued", collective.name, stream))
 
-        def collective_awaited(self, collective: Collective, stream: int, began: float) -> None:
+        def collective_awaited(
+            self, collective: Collective, stream: int, queued: float, began: float
+        ) -> None:
+            assert 0.0 < queued <= began
             self.events.append(("awaited", collective.name, stream))
 
     watcher = Watcher()

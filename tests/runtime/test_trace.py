@@ -7,19 +7,23 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import numpy as np
 import pytest
 from support.handmade import F32, Rig, all_reduce, block, permute, program, segment
 
-from stretto.runtime import clock
+from stretto.runtime import clock, recorder
 from stretto.runtime.errors import StrettoError, WorldError
 from stretto.runtime.program import Program, Run, Start, Wait
+from stretto.runtime.recorder import EVERY, EXACT
 from stretto.runtime.trace import Trace
+from stretto.runtime.trace_events import measure
 from stretto.runtime.trace_file import VERSION, Header, Kind, RankTrace, TraceError, file_name, read
 from stretto.testing import NullEngine
 
+NAN = float("nan")
 HEADER = Header(0, 1, "here", 1, 2, "null", 0.0, 0.0)
 # Device 0's message is never sent.
 SHIFT = permute((0, 1), (1, 0), valid_iterations=((1, 0), (0, 9)))
@@ -69,7 +73,7 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
         (1, 0),
         (1, 1),
     ]
-    assert [len(by_kind[k]) for k in (Kind.QUEUED, Kind.AWAITED, Kind.PROGRAM)] == [1, 1, 1]
+    assert [len(by_kind[k]) for k in (Kind.AWAITED, Kind.PROGRAM)] == [1, 1]
     (ran,) = by_kind[Kind.COLLECTIVE]
     assert ran[2] == 0 and ran[6] // (1 << 24) == 1 and found.sets == [frozenset({0})]
     assert (events[:, 5] >= events[:, 4]).all()
@@ -94,6 +98,7 @@ def test_what_was_written_outlives_a_process_that_is_killed(tmp_path: Path) -> N
     script = f"""
 import os, signal
 from pathlib import Path
+from stretto.runtime.recorder import EVERY, EXACT
 from stretto.runtime.trace import Trace
 from stretto.runtime.trace_file import Header
 from stretto.testing import NullEngine
@@ -163,6 +168,20 @@ def test_times_are_told_on_rank_0s_clock(tmp_path: Path) -> None:
     assert read(tmp_path / file_name(1)).events[0, 5] == pytest.approx(row[5] + 1000.0)
 
 
+class Told:
+    """A queue that nobody reads."""
+
+    def __init__(self) -> None:
+        self.told: list[Any] = []
+
+    def put(self, running: Any) -> None:
+        if running is not None:
+            self.told.append(running)
+
+    def get(self) -> None:
+        return None
+
+
 class Slow:
     """An engine whose arrays, numbers, are ready once they are in ``ready``."""
 
@@ -195,6 +214,76 @@ def test_ends_of_segments_are_seen_at_what_comes_next(tmp_path: Path) -> None:
     assert ends[1.0] <= ends[3.0] <= ends[4.0]
 
 
+def test_a_thread_waits_for_segments_at_few_of_the_times_that_the_walk_stands(
+    tmp_path: Path,
+) -> None:
+    engine, loaded = Slow(), shifting()
+    trace = Trace(tmp_path, HEADER, engine)  # type: ignore[arg-type]
+    trace.program_loaded(loaded, ((0, 0), (1, 1)))
+    waited = trace._pending = Told()  # type: ignore[assignment]
+    for time in range(EXACT + 2 * EVERY):
+        trace.collective_started(SHIFT, 0)
+        trace.segment_handed(loaded, 0, 0, float(time), [time])
+        trace.collective_awaiting(SHIFT, 0)
+        trace.collective_ran(SHIFT, 0, 0.0, (0, 1), frozenset())
+        trace.collective_awaited(SHIFT, 0, 0.0, 0.0)
+        engine.ready.add(time)
+        trace.collective_started(SHIFT, 0)  # looks
+    assert [int(running[3]) for running in waited.told] == [*range(EXACT), EVERY, 2 * EVERY]
+    # As a file's reader asks for it again: the count goes on.
+    trace.program_loaded(loaded, ((0, 0), (1, 1)))
+    assert len(trace.programs) == 1
+    trace._watcher = None
+    trace.close()
+
+
+def test_a_row_tells_when_its_segment_was_last_seen_to_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recorder, "LEAST", 0.0)  # whatever comes is looked at
+    engine, loaded = Slow(), shifting()
+    trace = Trace(tmp_path, HEADER, engine)  # type: ignore[arg-type]
+    trace.program_loaded(loaded, ((0, 0), (1, 1)))
+    trace._pending = Told()  # type: ignore[assignment]
+    began = perf_counter()
+    trace.segment_handed(loaded, 0, 0, began, [0])
+    before = perf_counter()
+    trace.collective_awaited(SHIFT, 0, 0.0, began)  # it runs
+    after = perf_counter()
+    engine.ready.add(0)
+    trace.segment_handed(loaded, 1, 0, perf_counter(), [1])  # it does not run
+    engine.ready.add(1)
+    trace.collective_started(SHIFT, 0)  # which has waited for it
+    trace._watcher = None
+    trace.close()
+    first, second = (row for row in read(tmp_path / file_name(0)).events if row[0] == Kind.SEGMENT)
+    assert before <= first[5] - first[6] <= after
+    assert second[6] == 0.0
+
+
+def test_stretches_whose_end_was_not_seen_are_as_long_as_others(tmp_path: Path) -> None:
+    work, other = 0, 1
+    rows = [  # segment, handed over, end, how long before that it was last seen to run
+        (work, 0.0, 2.0, 0.0),
+        (work, 10.0, 13.0, 0.0),
+        (work, 20.0, 24.0, 0.0),
+        (work, 30.0, 38.0, 7.0),  # as long as the median
+        (work, 40.0, 48.0, 4.0),  # seen to run for longer than that
+        (work, 50.0, 51.0, 0.5),  # over before that
+        (other, 60.0, 64.0, 3.0),  # no other tells
+        (work, 70.0, NAN, 0.0),  # two in a row are another stretch
+        (other, 71.0, 75.0, 0.0),
+        (work, 80.0, NAN, 0.0),
+        (other, 80.5, 89.0, 8.0),
+        (work, 81.0, 89.0, 0.0),  # when it began is not known: it tells nothing of its length
+    ]
+    found = RankTrace(HEADER, [shifting()], [((0, 0), (1, 1))])
+    found.events = np.array([(Kind.SEGMENT, 0, s, 0, b, e, x) for s, b, e, x in rows])
+    ran = [(begin, end) for *_, begin, end in measure(found).segments]
+    assert ran[:7] == [(0, 2), (10, 13), (20, 24), (30, 33), (40, 44), (50, 51), (60, 64)]
+    assert ran[7:] == [(70, 75), (75, 75), (80, 85), (85, 85), (85, 89)]
+
+
 def test_no_thread_waits_for_segments_that_a_collective_waits_for(tmp_path: Path) -> None:
     engine, loaded = Slow(), shifting()
     trace = Trace(tmp_path, HEADER, engine)  # type: ignore[arg-type]
@@ -206,7 +295,7 @@ def test_no_thread_waits_for_segments_that_a_collective_waits_for(tmp_path: Path
     trace.collective_started(SHIFT, 0)  # which tells when they were computed
     assert trace._watcher is None and not any(trace._running)
     trace.collective_ran(SHIFT, 0, 0.0, (0, 1), frozenset())
-    trace.collective_awaited(SHIFT, 0, 0.0)
+    trace.collective_awaited(SHIFT, 0, 0.0, 0.0)
     trace.collective_started(SHIFT, 0)
     trace.segment_handed(loaded, 1, 0, 1.0, [1])
     trace.collective_awaiting(SHIFT, 0)  # beside a collective that is under way
@@ -228,10 +317,28 @@ def test_a_program_of_one_segment_is_called_without_a_walk_and_told_as_one(tmp_p
     assert value.host_view()[0] == 2.0
     rig.executor.close()
     trace.close()
-    rows = read(tmp_path / file_name(0)).events
-    assert sorted(int(kind) for kind in rows[:, 0]) == [Kind.SEGMENT, Kind.PROGRAM]
-    (ran,), (walk,) = (rows[rows[:, 0] == kind] for kind in (Kind.SEGMENT, Kind.PROGRAM))
-    assert walk[4] <= ran[4] <= ran[5] <= walk[5]
+    found = read(tmp_path / file_name(0))
+    assert [int(row[0]) for row in found.events] == [Kind.CALLED]
+    measured = measure(found)
+    ((program_, segment_, ordinal, *ran),) = measured.segments
+    assert (program_, segment_.name, ordinal) == (alone.name, "increment", 0)
+    ((name, _, _, *walk),) = measured.marks
+    assert name == alone.name and walk == ran and ran[0] < ran[1]
+
+
+def test_a_program_of_one_segment_that_is_not_over_when_it_was_called(tmp_path: Path) -> None:
+    engine = Slow()
+    trace = Trace(tmp_path, HEADER, engine)  # type: ignore[arg-type]
+    alone = program(
+        [F32] * 2, block((0,), [Run(0, (0,), (1,))], (1,)), segments=[segment("increment")]
+    )
+    trace.program_loaded(alone, ((0, 0),))
+    trace.program_called(alone, 0, 1, 0, 5.0, [7])
+    trace.close()
+    rows = {int(row[0]): row for row in read(tmp_path / file_name(0)).events}
+    assert sorted(rows) == [Kind.SEGMENT, Kind.PROGRAM]
+    assert rows[Kind.SEGMENT][4] == rows[Kind.PROGRAM][4] == 5.0
+    assert engine.ready == set(range(8))  # the end of the walk had it watched
 
 
 class Far:

@@ -172,10 +172,7 @@ class Recorder(Instrument):
         begun = self._walks.pop(run, now)
         failed = 0.0 if error is None else 1.0
         self._put(_row(_PROGRAM, place.number, run, 0.0, begun, now, failed))
-        if any(self._running):
-            self._look()
-            if place.stop():
-                self._await_running()
+        self._walk_ends(place)
 
     def program_called(
         self, program: Program, segment: int, run: int, ordinal: int, began: float, outputs: Any
@@ -186,9 +183,10 @@ class Recorder(Instrument):
         ):
             self._put(_row(_CALLED, place.number, segment, ordinal, began, perf_counter(), run))
         else:
-            self._walks[run] = began
             self.segment_handed(program, segment, ordinal, began, outputs)
-            self.program_finished(program.name, run, None)
+            now = perf_counter()
+            self._put(_row(_PROGRAM, place.number, run, 1.0, began, now, 0.0))
+            self._walk_ends(place)
 
     def program_profiled(self, done: Profiled) -> None:
         self.profiles.append(done)
@@ -265,6 +263,12 @@ class Recorder(Instrument):
         for ordinal, running in enumerate(self._running):
             if running:
                 self._settle(ordinal, exact=exact)
+
+    def _walk_ends(self, place: _Place) -> None:
+        if any(self._running):
+            self._look()
+            if place.stop():
+                self._await_running()
 
     def _settle(self, ordinal: int, ended: _Running | None = None, exact: bool = False) -> None:
         """Write down the segments that have ended on a device; ``ended`` is known to be one of them."""

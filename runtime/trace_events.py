@@ -27,6 +27,8 @@ from .trace_file import ALL_ACTIVE, SET_UNIT, RankTrace
 from .trace_file import Kind as Event
 
 Interval = tuple[float, float]
+# Places of marks that are no streams: programs that were walked, and called without (perhaps beside) a walk.
+WALKED, CALLED = -1, -2
 
 
 def union(intervals: Sequence[Interval]) -> list[Interval]:
@@ -139,7 +141,7 @@ def measure(trace: RankTrace) -> Measured:
                 by_device[place].append(_Ran(program, index, begin, end, extra))
             case Event.CALLED:
                 by_device[place].append(_Ran(program, index, begin, end, 0.0))
-                found.marks.append((program.name, program.name, -1, begin, end))
+                found.marks.append((program.name, program.name, CALLED, begin, end))
             case Event.LEFT_OUT:
                 found.left_out.append((program.name, program.segments[index], place, begin))
             case Event.COLLECTIVE:
@@ -165,7 +167,7 @@ def measure(trace: RankTrace) -> Measured:
                 found.marks.append((f"wait {name}", program.name, place, begin, end))
             case Event.PROGRAM:
                 name = f"{program.name}{' (failed)' if extra else ''}"
-                found.marks.append((name, program.name, -1, begin, end))
+                found.marks.append((name, program.name, CALLED if place else WALKED, begin, end))
     found.segments = _ended(by_device)
     hidden = Covered(found.compute)
     found.transfers = [

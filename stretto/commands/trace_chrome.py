@@ -1,6 +1,7 @@
 """A trace as JSON of Chrome's trace event format, which Perfetto opens (https://ui.perfetto.dev).
 
-A process is a rank; its threads are the walk of programs, the compute of each device, and each stream.
+A process is a rank; its threads are the walk of programs, those called without one (which may be beside a
+walk), the compute of each device, and each stream.
 Times are microseconds since the first event of any rank, on rank 0's clock. What was skipped is an instant.
 Events of a thread are in order.
 """
@@ -10,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from stretto.runtime.trace_events import Measured
+from stretto.runtime.trace_events import CALLED, Measured
 
-WALK, DEVICES, STREAMS = 0, 100, 1000  # numbers of threads
+WALK, CALLS, DEVICES, STREAMS = 0, 1, 100, 1000  # numbers of threads
 
 
 def beginning(ranks: Sequence[Measured]) -> float:
@@ -61,9 +62,12 @@ def _events(rank: Measured, first: float) -> Iterator[dict[str, Any]]:
         common = {"name": name, "pid": pid, "tid": tid, "ts": ts, "args": args}
         return {"ph": "i", "s": "t", "cat": "skipped", **common}
 
-    for name, program, _, begin, end in rank.marks:
+    for name, program, place, begin, end in rank.marks:
         category = "start" if name.startswith("start ") else "walk"
-        yield complete(WALK, name, category, begin, end, program=program)
+        tid = WALK if place != CALLED else CALLS
+        if tid == CALLS:
+            threads[tid] = "calls"
+        yield complete(tid, name, category, begin, end, program=program)
     for program, segment, ordinal, begin, end in rank.segments:
         tid = DEVICES + ordinal
         threads[tid] = f"device {header.rank * header.local_devices + ordinal}"

@@ -52,6 +52,7 @@ def written(folder: Path, rank: int = 0, size: int = 1, offset: float = 0.0, job
         (Kind.COLLECTIVE, 0, 0, 0, 4.0, 8.0, ALL_ACTIVE + SET_UNIT),
         (Kind.AWAITED, 0, 0, 0, 6.0, 8.0, 5.5),
         (Kind.PROGRAM, 0, 1, 0, 0.0, 8.5, 0),
+        (Kind.PROGRAM, 0, 2, 1, 8.0, 9.0, 0),  # called without a walk, beside one
     ]
     folder.mkdir(exist_ok=True)
     path = folder / file_name(rank)
@@ -121,7 +122,11 @@ def test_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for track in names:
         of_track = [e for e in events if (e["pid"], e["tid"]) == track and e["ph"] != "M"]
         assert [e["ts"] for e in of_track] == sorted(e["ts"] for e in of_track)
-    assert set(names.values()) == {"programs", "device 0", "device 1", "stream 0"}
+    assert set(names.values()) == {"programs", "calls", "device 0", "device 1", "stream 0"}
+    walked = [
+        [e["ts"] for e in events if e["tid"] == tid and e["name"] == "step"] for tid in (0, 1)
+    ]
+    assert walked == [[0.0, 100e6], [8e6, 108e6]]
     skipped = [(e["pid"], e["ts"], e["name"]) for e in events if e["ph"] == "i"]
     # The second call of each rank moved nothing; rank 1's clock is brought to rank 0's.
     assert (0, 4e6, "skipped shift") in skipped and (1, 104e6, "skipped shift") in skipped

@@ -17,8 +17,8 @@ header's ``offset`` they are rank 0's.
     COLLECTIVE    collective          stream    bits of the positions of active local devices (all set: all of
                                                 them) + 2**24 * (number of a set of pairs + 1)
     AWAITED       collective          stream    since its start         its wait
-    PROGRAM       run                 0 or 1    1 if it failed          the walk, or 1: one segment that ran on
-                                                when it had been called
+    PROGRAM       run                 0 or 1    1 if it failed          the walk, or 1: one segment that ran
+                                                on when it had been called
     CALLED        segment             ordinal   run                     one segment called without a walk
 
 A file that was cut off is read as far as it goes.

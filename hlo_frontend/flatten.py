@@ -28,6 +28,10 @@ from .values import Barrier, BlockGraph, Node, NodeKind, Value
 # Constants up to this many bytes are cloned into each segment that uses them.
 CHEAP_CONSTANT_BYTES = 1 << 20
 
+# The last part of the name that JAX gives to the barriers of `jax.checkpoint`: that of its primitive. One
+# that a program asks for is named after `jax.lax.optimization_barrier`.
+RECOMPUTATION = "remat2"
+
 _REFUSED = {
     "infeed": "feed arrays as arguments instead",
     "outfeed": "return arrays as results, or use a callback instead",
@@ -191,12 +195,17 @@ def _add_dependency(builder: _Builder, instruction: Instruction, env: Env) -> li
 
 
 def _barrier(builder: _Builder, instruction: Instruction, env: Env) -> list[Value]:
-    """Views that come after all of the barrier's operands; segments put the barrier back."""
+    """Views that come after all of the barrier's operands; segments put the barrier back.
+
+    The one before a recomputation is no fence: it is there so that XLA does not find that all of it was
+    computed before. Plans may take its operands one by one, within their limit of memory.
+    """
     leaves = _leaves(instruction, env)
-    before = [n for v in leaves for n in v.producers]
-    before += builder.order(instruction, env)
-    order = tuple(dict.fromkeys(before))
-    barrier = Barrier(tuple(leaves))
+    order = builder.order(instruction, env)
+    is_fence = instruction.proto.metadata.op_name.rsplit("/", 1)[-1] != RECOMPUTATION
+    if is_fence:
+        order = tuple(dict.fromkeys([*(n for v in leaves for n in v.producers), *order]))
+    barrier = Barrier(tuple(leaves), is_fence)
     return [v.view(order, barrier) for v in leaves]
 
 

@@ -93,7 +93,7 @@ def _above(node: Node) -> Iterator[tuple[Node, bool]]:
     for value in node.operands:
         if value.node is not None and value.node.kind is not NodeKind.CHEAP:
             yield value.node, False
-        for other in value.order:
+        for other in value.comes_after():
             yield other, True
     for other in node.order:
         yield other, True

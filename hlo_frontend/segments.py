@@ -292,21 +292,30 @@ class ModuleBuilder:
         return self._values[value.root]
 
     def _behind(self, barrier: Barrier, root: Value) -> int:
-        """A value seen through an optimization barrier: the barrier over all that is known here."""
-        if barrier not in self._barriers:
+        """A value seen through an optimization barrier: the barrier over all that is known here.
+
+        What is made behind it though it enters too, which a plan may do to a barrier that is no fence,
+        goes through another one.
+        """
+        opened = self._barriers.setdefault(barrier, {})
+        if root not in opened:
             known = {
                 v.root: v
                 for v in barrier.operands
-                if v.type is not None and v.root in self._values and v.root in self._inside
+                if v.type is not None
+                and v.root in self._values
+                and v.root in self._inside
+                and v.root not in opened
             }
+            if root not in known:
+                return self._values[root]
             ids = [self._leaf(v) for v in known.values()]
             packed = self._pack(ids, [v.type for v in known.values()])
             proto = self._add("opt-barrier")
             proto.operand_ids.append(packed)
             _tuple_shape(proto.shape, [v.type for v in known.values()])
-            opened = self._untuple(proto.id, proto.shape)
-            self._barriers[barrier] = dict(zip(known, opened, strict=True))
-        return self._barriers[barrier].get(root, self._values[root])
+            opened |= zip(known, self._untuple(proto.id, proto.shape), strict=True)
+        return opened[root]
 
     def _tree(self, shape: Any, leaves: Any) -> int:
         """The leaves put together again as ``shape``."""

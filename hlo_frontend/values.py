@@ -7,6 +7,7 @@ makes nodes anew. Nodes of a block are numbered in topological order by ``positi
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
@@ -25,7 +26,7 @@ class Value:
 
     ``node`` produces it; None for parameters of the block and for tokens that only order.
     ``order`` lists nodes that must come before whoever uses this view of the value.
-    ``barrier`` is the optimization barrier through which this view was taken, if any.
+    ``barrier`` is the last optimization barrier through which this view was taken, if any.
     """
 
     __slots__ = ("barrier", "index", "node", "order", "root", "type")
@@ -66,12 +67,43 @@ class Value:
             return self.order
         return (self.node, *self.order)
 
+    @property
+    def before_barrier(self) -> Value | None:
+        """The view of this value that enters ``barrier``; None where a pass replaced it there."""
+        entering = self.barrier.operands if self.barrier is not None else ()
+        return next((v for v in entering if v.root is self.root), None)
+
+    @property
+    def fence(self) -> Barrier | None:
+        """The last barrier through which this view was taken that is a fence."""
+        value: Value | None = self
+        while value is not None and value.barrier is not None and not value.barrier.is_fence:
+            value = value.before_barrier
+        return None if value is None else value.barrier
+
+    def comes_after(self) -> Iterator[Node]:
+        """``order``, and what enters barriers that are no fences: the order without a plan keeps them all."""
+        yield from self.order
+        todo = [] if self.barrier is None else [self.barrier]
+        seen = set(todo)
+        while todo:
+            for value in todo.pop().operands:
+                yield from value.producers
+                if value.barrier is not None and value.barrier not in seen:
+                    seen.add(value.barrier)
+                    todo.append(value.barrier)
+
 
 @dataclass(eq=False)
 class Barrier:
-    """An optimization barrier over some values (as seen before it)."""
+    """An optimization barrier over some values (as seen before it).
+
+    What leaves a fence comes after all that enters it, whatever the order: that is in `Value.order`. Other
+    barriers keep apart what is computed on both sides, and are fences only while nothing is planned.
+    """
 
     operands: tuple[Value, ...]
+    is_fence: bool = True
 
 
 class NodeKind(Enum):

@@ -12,6 +12,11 @@ single kernels above them in sequence. Anything on a path between two such ops h
 too, and is fused with them. An op that joins its readers has no way out but through them. An update joins
 what it reads only where all else that it reads comes earlier in one topological order of the tasks, which
 stays one.
+
+Behind the barrier of a recomputation, collectives of nothing but parameters may run before what else enters,
+with what they need: gathers of weights. The rest stays behind, or what recomputing saves would be spent. What
+fuses has all of the above in common in two ways, as the module stands and with that freedom: so nothing that
+a collective needs is fused with what only the barrier holds up.
 """
 
 from __future__ import annotations
@@ -64,12 +69,10 @@ def _predecessors(op: Op) -> Iterator[Op]:
 def _tasks(
     ops: list[Op], initial: list[Buffer], costs: CostTable, opaque: Callable[[Node], float]
 ) -> Graph:
-    before = [sorted({p.index for p in _predecessors(op)}) for op in ops]
-    after: list[list[int]] = [[] for _ in ops]
-    for index, earlier in enumerate(before):
-        for e in earlier:
-            after[e].append(index)
-    cluster = _cluster(ops, before, after)
+    single = [_is_single(op) for op in ops]
+    before, behind = _before(ops, single)
+    after = _reversed(before)
+    cluster = _cluster(ops, before, after, behind, single)
     _place_updates(ops, before, cluster)
     # A kernel is numbered by its last op.
     ranked = _gather(ops, before, cluster, lambda task: task.ops[-1].index)
@@ -85,11 +88,80 @@ def _is_single(op: Op) -> bool:
     )
 
 
-def _cluster(ops: list[Op], before: list[list[int]], after: list[list[int]]) -> list[int]:
-    """Representative op of each op's task."""
+def _before(ops: list[Op], single: list[bool]) -> tuple[list[list[int]], list[set[int]]]:
+    """By op: those that come before it, and those that do so in the module though they need not."""
+    before: list[list[int]] = []
+    behind: list[set[int]] = []
+    free: list[bool] = []
+    for op in ops:
+        needed = {p.index for p in _predecessors(op)}
+        held = {p.index for ref in op.reads for p in ref.behind}.union(*(behind[p] for p in needed))
+        held -= needed
+        moves_data = op.node.collective is not None and not op.node.collective.is_point_to_point
+        free.append((moves_data or not single[op.index]) and all(free[p] for p in needed))
+        if not free[-1]:
+            needed |= held
+            held = set()
+        before.append(sorted(needed))
+        behind.append(held)
+    return before, behind
+
+
+def _cluster(
+    ops: list[Op],
+    before: list[list[int]],
+    after: list[list[int]],
+    behind: list[set[int]],
+    single: list[bool],
+) -> list[int]:
+    """Representative op of each op's task. ``behind``: those that come before an op in the module alone."""
+    count = len(ops)
+    shared, level = _related(ops, before, after, single)
+    stood_after = after
+    if any(behind):
+        stood_before = [
+            sorted({*needed, *held}) for needed, held in zip(before, behind, strict=True)
+        ]
+        stood_after = _reversed(stood_before)
+        stood, level = _related(ops, stood_before, stood_after, single)
+        shared = [(*own, *module) for own, module in zip(shared, stood, strict=True)]
+
+    parent = list(range(count))
+
+    def find(i: int) -> int:
+        while parent[i] != i:
+            parent[i] = parent[parent[i]]
+            i = parent[i]
+        return i
+
+    key: list[object] = [None] * count
+    for i in range(count - 1, -1, -1):
+        if single[i]:
+            continue
+        level[i] = min(
+            (level[s] for s in stood_after[i] if shared[s] == shared[i]), default=level[i]
+        )
+        if ops[i].instruction.opcode != "reduce":
+            # An op that only one kernel reads is computed there.
+            readers = {None if single[s] else key[s] for s in after[i]}
+            if len(readers) == 1 and None not in readers and not any(b.kept for b in ops[i].writes):
+                key[i] = readers.pop()
+                for s in after[i]:
+                    parent[find(i)] = find(s)
+                continue
+        key[i] = (shared[i], level[i])
+        for s in after[i]:
+            if not single[s] and shared[s] == shared[i] and key[s] == key[i]:
+                parent[find(i)] = find(s)
+    return [find(i) for i in range(count)]
+
+
+def _related(
+    ops: list[Op], before: list[list[int]], after: list[list[int]], single: list[bool]
+) -> tuple[list[tuple[int, ...]], list[int]]:
+    """By op: which runtime nodes are above and below it, as bits; single kernels above it in sequence."""
     count = len(ops)
     above, below, level = [0] * count, [0] * count, [0] * count
-    single = [_is_single(op) for op in ops]
     bits = 0
     bit: dict[int, int] = {}
     for op in ops:
@@ -107,34 +179,15 @@ def _cluster(ops: list[Op], before: list[list[int]], after: list[list[int]]) -> 
         for s in after[i]:
             mask |= below[s] | bit.get(s, 0)
         below[i] = mask
+    return list(zip(above, below, strict=True)), level
 
-    parent = list(range(count))
 
-    def find(i: int) -> int:
-        while parent[i] != i:
-            parent[i] = parent[parent[i]]
-            i = parent[i]
-        return i
-
-    key: list[object] = [None] * count
-    for i in range(count - 1, -1, -1):
-        if single[i]:
-            continue
-        alike = [s for s in after[i] if above[s] == above[i] and below[s] == below[i]]
-        level[i] = min((level[s] for s in alike), default=level[i])
-        if ops[i].instruction.opcode != "reduce":
-            # An op that only one kernel reads is computed there.
-            readers = {None if single[s] else key[s] for s in after[i]}
-            if len(readers) == 1 and None not in readers and not any(b.kept for b in ops[i].writes):
-                key[i] = readers.pop()
-                for s in after[i]:
-                    parent[find(i)] = find(s)
-                continue
-        key[i] = (above[i], below[i], level[i])
-        for s in alike:
-            if not single[s] and key[s] == key[i]:
-                parent[find(i)] = find(s)
-    return [find(i) for i in range(count)]
+def _reversed(before: list[list[int]]) -> list[list[int]]:
+    after: list[list[int]] = [[] for _ in before]
+    for index, earlier in enumerate(before):
+        for e in earlier:
+            after[e].append(index)
+    return after
 
 
 def _gather(

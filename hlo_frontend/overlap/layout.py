@@ -97,7 +97,8 @@ class _Layout:
                 (result,) = node.results
                 assert result.type is not None
                 nbytes = min(result.type.nbytes, source.nbytes)
-                env[result] = Ref(before, source.buffer, nbytes, (op,))
+                behind = tuple(dict.fromkeys(o for r in reads for o in r.behind))
+                env[result] = Ref(before, source.buffer, nbytes, (op,), behind)
                 done[node] = before
                 continue
             op = self._append(node, reads, order, iteration)
@@ -167,13 +168,23 @@ class _Layout:
         else:
             ref = env[root]
         extra = [op for node in value.order for op in done.get(node, ())]
-        if value.barrier is not None:
+        fence = value.fence
+        if fence is not None:
             # What enters a barrier as a parameter of the block has no node to come before.
-            entering = (v.root for v in value.barrier.operands if v.root.node is None)
+            entering = (v.root for v in fence.operands if v.root.node is None)
             extra += [op for v in entering if v.type is not None for op in env[v].before]
-        if extra:
+        behind: list[Op] = []
+        if value.barrier is not None and value.barrier is not fence:
+            behind = [op for node in value.comes_after() for op in done.get(node, ())]
+            entering = (v.root for v in value.barrier.operands if v.root.node is None)
+            behind += [op for v in entering if v.type is not None for op in env[v].before]
+        if extra or behind:
             ref = Ref(
-                tuple(dict.fromkeys([*ref.before, *extra])), ref.buffer, ref.nbytes, ref.renames
+                tuple(dict.fromkeys([*ref.before, *extra])),
+                ref.buffer,
+                ref.nbytes,
+                ref.renames,
+                tuple(dict.fromkeys([*ref.behind, *behind])),
             )
         return ref
 

@@ -32,12 +32,16 @@ class Buffer:
 
 @dataclass(eq=False, slots=True)
 class Ref:
-    """An array as somebody reads it: who must have run before, where it lies, how much is read."""
+    """An array as somebody reads it: who must have run before, where it lies, how much is read.
+
+    ``behind``: who runs before in the module, though it need not (see `values.Barrier`).
+    """
 
     before: tuple[Op, ...]
     buffer: Buffer
     nbytes: int
     renames: tuple[Op, ...] = ()
+    behind: tuple[Op, ...] = ()
 
 
 @dataclass(eq=False, slots=True)

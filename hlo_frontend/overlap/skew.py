@@ -65,17 +65,23 @@ def substitute(block: BlockGraph, at: Node, new: Skewed) -> None:
             return old
         return root.view(ordered, old.barrier) if ordered or old.barrier else root
 
-    barriers: set[Barrier] = set()
+    barriers: list[Barrier | None] = []
     for node in block.nodes:
         node.operands = [value(v) for v in node.operands]
         node.order = order(node.order)
         if node.selector is not None:
             node.selector = value(node.selector)
-        barriers.update(v.barrier for v in node.operands if v.barrier is not None)
+        barriers += [v.barrier for v in node.operands]
     block.results[:] = [value(v) for v in block.results]
-    barriers.update(v.barrier for v in block.results if v.barrier is not None)
-    for barrier in barriers:
+    barriers += [v.barrier for v in block.results]
+    settled: set[Barrier | None] = {None}
+    while barriers:
+        barrier = barriers.pop()
+        if barrier is None or barrier in settled:
+            continue
+        settled.add(barrier)
         barrier.operands = tuple(value(v) for v in barrier.operands)
+        barriers += [v.barrier for v in barrier.operands]
     position = block.nodes.index(at)
     block.nodes[position : position + 1] = new.nodes
     for number, node in enumerate(block.nodes):
@@ -139,6 +145,15 @@ class _Skewer:
         self.ids = _LogicalIds(self.before)
         self.places: dict[int, _Around] = {}
         self.copies: dict[Node, list[Node]] = {}
+        # What is read through a barrier in a stage.
+        self.behind: dict[tuple[Barrier, int], set[Value]] = {}
+        for node in loop_body.nodes:
+            for value in node.operands:
+                view: Value | None = value
+                while view is not None and view.barrier is not None:
+                    key = view.barrier, self.stage[node]
+                    self.behind.setdefault(key, set()).add(value.root)
+                    view = view.before_barrier
 
     def skew(self) -> Skewed:
         before, after = self.before, list[Node]()
@@ -169,6 +184,7 @@ class _Skewer:
                         self.around[mine, t] = new
 
     def _fill(self, copy: Node, node: Node, place: _Around | _Kernel, into: list[Node]) -> None:
+        place.stage = self.stage[node]
         copy.operands = [place.value(v) for v in node.operands]
         copy.order = place.order(node.order)
         if node.selector is not None:
@@ -215,7 +231,6 @@ class _Skewer:
                 kernel.copied[node] = _like(node)
         for stage_nodes in self.by_stage:
             for node in stage_nodes:
-                kernel.stage = self.stage[node]
                 self._fill(kernel.copied[node], node, kernel, nodes)
         kernel.stage = self.main
         for k in range(len(self.body.parameters)):
@@ -259,9 +274,10 @@ class _Skewer:
 
 
 class _Place:
-    """Where copies read: values by what they are copies of. ``stage``: that of the copy, in the kernel."""
+    """Where copies read: values by what they are copies of. ``stage``: that of the copy."""
 
-    def __init__(self) -> None:
+    def __init__(self, skewer: _Skewer) -> None:
+        self.skewer = skewer
         self.barriers: dict[tuple[Barrier, int], Barrier] = {}
         self.stage = 0
 
@@ -278,13 +294,19 @@ class _Place:
             return Value(None, copy, old.index, order=self.order(old.order))
         new = self.find(old.root)
         order = self.order(old.order)
-        barrier = None
-        if old.barrier is not None:
-            key = old.barrier, self.stage
-            if key not in self.barriers:
-                self.barriers[key] = Barrier(tuple(self.value(v) for v in old.barrier.operands))
-            barrier = self.barriers[key]
+        barrier = None if old.barrier is None else self.barrier(old.barrier)
         return new.view(order, barrier) if order or barrier is not None else new
+
+    def barrier(self, old: Barrier) -> Barrier:
+        """A fence as it is; of another barrier, what is read through it in this stage."""
+        key = old, self.stage
+        if key not in self.barriers:
+            entering = old.operands
+            if not old.is_fence:
+                behind = self.skewer.behind.get(key, set())
+                entering = tuple(v for v in entering if v.root in behind)
+            self.barriers[key] = Barrier(tuple(self.value(v) for v in entering), old.is_fence)
+        return self.barriers[key]
 
     def order(self, nodes: Iterable[Node]) -> tuple[Node, ...]:
         copies = (self.copy_of(node) for node in nodes)
@@ -295,8 +317,8 @@ class _Around(_Place):
     """The block around the loop, for copies of nodes of iteration ``t``."""
 
     def __init__(self, skewer: _Skewer, t: int) -> None:
-        super().__init__()
-        self.skewer, self.t = skewer, t
+        super().__init__(skewer)
+        self.t = t
 
     def find(self, root: Value) -> Value:
         return self.skewer.value_at(root, self.t)
@@ -310,8 +332,7 @@ class _Kernel(_Place):
     """The new loop's body; ``stage`` is that of the node being copied."""
 
     def __init__(self, skewer: _Skewer) -> None:
-        super().__init__()
-        self.skewer = skewer
+        super().__init__(skewer)
         self.registers: dict[Register, Value] = {}
         self.copied: dict[Node, Node] = {}
         self.ids = _LogicalIds([])

@@ -135,11 +135,12 @@ def _closure(
 
 
 def _seen(node: Node) -> Iterator[Value]:
-    """What a node reads, and what enters the barriers through which it does."""
+    """What a node reads, and what enters the fences through which it does."""
     for value in node.operands:
         yield value
-        if value.barrier is not None:
-            yield from value.barrier.operands
+        fence = value.fence
+        if fence is not None:
+            yield from fence.operands
     if node.selector is not None:
         yield node.selector
 
@@ -163,8 +164,7 @@ def is_plain(body: BlockGraph) -> bool:
 def is_ordered(body: BlockGraph) -> bool:
     """Whether tokens or control dependencies put anything in a body in an order."""
     return any(
-        node.order or any(v.order and v.barrier is None for v in node.operands)
-        for node in body.nodes
+        node.order or any(v.order and v.fence is None for v in node.operands) for node in body.nodes
     )
 
 

@@ -49,7 +49,7 @@ def _earliest(nodes: Sequence[Node]) -> None:
             if first is not None and first.kind is not NodeKind.CHEAP:
                 reads = value.type is not None
                 level = max(level, first.level + _gap(first, node, reads=reads))
-            for before in value.order:
+            for before in value.comes_after():
                 level = max(level, before.level + _gap(before, node, reads=False))
         for before in node.order:
             level = max(level, before.level + _gap(before, node, reads=False))
@@ -71,7 +71,7 @@ def _put_off(nodes: Sequence[Node]) -> None:
             if first is not None and first.kind is not NodeKind.CHEAP:
                 reads = value.type is not None
                 bound(first, node.level - _gap(first, node, reads=reads))
-            for before in value.order:
+            for before in value.comes_after():
                 bound(before, node.level - _gap(before, node, reads=False))
         for before in node.order:
             bound(before, node.level - _gap(before, node, reads=False))

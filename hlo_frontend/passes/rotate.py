@@ -102,7 +102,7 @@ def _before(node: Node) -> Iterator[Node]:
         producer = value.root.node
         if producer is not None and producer.kind is not NodeKind.CHEAP:
             yield producer
-        yield from value.order
+        yield from value.comes_after()
     yield from node.order
 
 

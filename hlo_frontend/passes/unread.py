@@ -125,7 +125,7 @@ def _before(node: Node) -> Iterator[Node]:
     for value in node.operands:
         if value.root.node is not None and value.root.node.kind is not NodeKind.CHEAP:
             yield value.root.node
-        yield from value.order
+        yield from value.comes_after()
     yield from node.order
 
 

@@ -36,7 +36,7 @@ def compiled(
     """Lower a jitted function, as JAX would for this many devices, and compile it."""
     traced = function.trace(*arguments)
     lowered = traced.lower(lowering_platforms=(platform,)) if platform else traced.lower()
-    text = lowered.as_text()
+    text = lowered.as_text(debug_info=True)  # with the names of operations, as a plugin gets it
     return compile_stablehlo(text, CompileSpec(1, num_devices), overlap=overlap)
 
 

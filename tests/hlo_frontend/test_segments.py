@@ -13,7 +13,13 @@ from frontend_support import P, compiled, judge, manual, mesh
 from interpreter import compile_segment
 from jax import lax
 
+from stretto.hlo_frontend.carve import carve
+from stretto.hlo_frontend.collectives import CollectiveReader
 from stretto.hlo_frontend.compile import compile_hlo
+from stretto.hlo_frontend.flatten import flatten
+from stretto.hlo_frontend.graph import Module
+from stretto.hlo_frontend.segments import ModuleBuilder
+from stretto.hlo_frontend.text import parse_hlo_text
 from stretto.runtime.program import Loop, Run, instructions
 from stretto.runtime.program_check import check
 
@@ -79,6 +85,34 @@ def test_ops_before_and_after_a_collective(name):
 
     x = np.random.default_rng(0).normal(size=(8, 4, 4)).astype(np.float32)
     judge(manual(f, mesh(2), P("x"), (P("x"), P("x"))), mesh(2), P("x"), x)
+
+
+def test_what_enters_the_barrier_of_a_recomputation_late_is_kept_apart_too():
+    """A plan may compute behind it with one operand before another is made, in one segment."""
+    text = """HloModule m
+ENTRY main {
+  p = f32[8] parameter(0)
+  a = f32[8] negate(p)
+  b = f32[8] exponential(p)
+  in = (f32[8], f32[8]) tuple(a, b)
+  out = (f32[8], f32[8]) opt-barrier(in), metadata={op_name="remat2"}
+  a1 = f32[8] get-tuple-element(out), index=0
+  b1 = f32[8] get-tuple-element(out), index=1
+  c = f32[8] cosine(a1)
+  d = f32[8] add(b1, a1)
+  ROOT e = f32[8] add(c, d)
+}"""
+    block = flatten(Module.parse(parse_hlo_text(text)).entry, CollectiveReader(1, 1))
+    nodes = {node.instruction.name: node for node in block.nodes}
+    for order, barriers in (("abcde", [2]), ("acbde", [1, 1])):
+        (segment,) = carve(block, [nodes[name] for name in order]).steps
+        (main,) = ModuleBuilder().plan(segment).computations
+        made = {i.id: i for i in main.instructions}
+        found = [i for i in main.instructions if i.opcode == "opt-barrier"]
+        assert [len(i.shape.tuple_shapes) for i in found] == barriers
+        # What is added comes out of barriers.
+        add = next(i for i in main.instructions if i.opcode == "add")
+        assert [made[k].opcode for k in add.operand_ids] == ["get-tuple-element"] * 2
 
 
 def test_layers_that_are_alike_share_their_segments():

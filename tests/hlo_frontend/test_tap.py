@@ -18,6 +18,7 @@ from jaxlib import _jax, _xla, xla_client
 
 from stretto.hlo_frontend import stablehlo, tap
 from stretto.hlo_frontend.compile import CompileSpec, compile_stablehlo
+from stretto.hlo_frontend.flatten import RECOMPUTATION
 from stretto.hlo_frontend.graph import Module
 from stretto.hlo_frontend.schema import HloModuleProtoWithConfig
 from stretto.runtime.errors import InvalidProgramError, StrettoError
@@ -71,6 +72,34 @@ def test_only_chains_of_tokens_keep_what_leaves_a_barrier_unused():
 
     assert sum_behind(np.bool_(False)) == [2]
     assert sum_behind(np.float32(0)) == [1]
+
+
+def test_barriers_tell_whether_jax_made_them_to_compute_again():
+    """If this fails: see what `jax._src.ad_checkpoint` names the barriers of `jax.checkpoint` now."""
+    over = mesh(4)
+
+    def barriers(layer, f):
+        def body(x):
+            return f(lambda x: layer(jnp.sin(lax.all_gather(x, "x", tiled=True))[:2]).sum())(x)
+
+        lowered = manual(body, over, P("x"), P("x")).lower(np.ones(8, np.float32))
+        hlo = tap.optimized_hlo(stablehlo.parse(lowered.as_text(debug_info=True)), 1, 4)
+        instructions = [i for c in Module.parse(hlo).computations for i in c.instructions]
+        names = [i.proto.metadata.op_name for i in instructions if i.opcode == "opt-barrier"]
+        return [name.rsplit("/", 1)[-1] == RECOMPUTATION for name in names]
+
+    def remat2(x):
+        with jax.named_scope("remat2"):
+            return lax.optimization_barrier(jnp.cos(x))
+
+    def scanned(f):
+        layer = jax.checkpoint(lambda x, _: (x * f(x), None))
+        return lambda x: lax.scan(layer, x, length=3)[0].sum()
+
+    assert barriers(jnp.tanh, lambda f: jax.grad(jax.checkpoint(f))) == [True]
+    assert barriers(jnp.tanh, lambda f: jax.grad(scanned(f))) == [True]
+    assert set(barriers(remat2, jax.grad)) == {False}
+    assert sorted(set(barriers(remat2, lambda f: jax.grad(jax.checkpoint(f))))) == [False, True]
 
 
 @pytest.mark.parametrize("text", ["", "garbage", "module {}", "ML\xefR"])

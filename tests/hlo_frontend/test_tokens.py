@@ -188,6 +188,13 @@ ORDERED = {
   late = f32[8] all-reduce(q1), {ALL_REDUCE}""",
         "late",
     ),
+    "barrier of a recomputation, which only plans may pass": (
+        f"""b = (f32[8], f32[8]) tuple(q, cr)
+  b1 = (f32[8], f32[8]) opt-barrier(b), metadata={{op_name="jit(f)/remat2"}}
+  q1 = f32[8] get-tuple-element(b1), index=0
+  late = f32[8] all-reduce(q1), {ALL_REDUCE}""",
+        "late",
+    ),
     "barrier around a flag": (
         f"""f = pred[] constant(false)
   b = (f32[8], pred[]) tuple(cr, f)

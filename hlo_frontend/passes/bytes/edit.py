@@ -48,11 +48,11 @@ class Editor:
         for node in self.block.nodes:
             found.update(node.order)
             for value in node.operands:
-                found.update(value.order)
+                found.update(value.comes_after())
                 if value.type is None and value.node is not None:
                     found.add(value.node)
         for result in self.block.results:
-            found.update(result.order)
+            found.update(result.comes_after())
         return found
 
     @property

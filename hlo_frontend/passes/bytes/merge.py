@@ -39,7 +39,7 @@ def _key(node: Node) -> Hashable | None:
     collective = node.collective
     if collective is None or collective.kind in (Kind.SEND, Kind.RECV) or not node.operands:
         return None
-    if node.order or any(v.order for v in node.operands):
+    if node.order or any(next(v.comes_after(), None) for v in node.operands):
         return None
     return (
         collective.kind,

@@ -80,6 +80,79 @@ def test_what_a_collective_needs_is_not_tied_to_what_it_does_not() -> None:
     assert [task.before for task in graph.tasks] == [(), (0,), (0, 1)]
 
 
+RECOMPUTED = f"""
+%x = f32[32] parameter(0)
+%w = f32[32] parameter(1)
+%seen = f32[64] all-gather(%x), {NEAR}, dimensions={{0}}
+%h = f32[8,8] reshape(%seen)
+%late = f32[8,8] dot(%h, %h), {DOT}
+%in = (f32[32], f32[32], f32[8,8]) tuple(%x, %w, %late)
+%out = (f32[32], f32[32], f32[8,8]) opt-barrier(%in){{metadata}}
+%x1 = f32[32] get-tuple-element(%out), index=0
+%w1 = f32[32] get-tuple-element(%out), index=1
+%late1 = f32[8,8] get-tuple-element(%out), index=2
+%half = f32[32] negate(%w1)
+%full = f32[64] all-gather(%half), {NEAR}, dimensions={{0}}
+%m = f32[8,8] reshape(%full)
+%b = f32[8,32] broadcast(%x1), dimensions={{1}}
+%again = f32[32,32] dot(%b, %b), lhs_contracting_dims={{0}}, rhs_contracting_dims={{0}}
+%y = f32[8,8] dot(%m, %late1), {DOT}
+ROOT %both = (f32[8,8], f32[32,32]) tuple(%y, %again)
+"""
+
+
+def needs(metadata: str, text: str = RECOMPUTED) -> dict[str, set[str]]:
+    """By task: those it comes after, directly or through others."""
+    graph = build(block(module(text.replace("{metadata}", metadata))), table())
+    found: dict[str, set[str]] = {}
+    for task in graph.tasks:
+        before = [graph.tasks[i].name for i in task.before]
+        found[task.name] = set(before).union(*(found[name] for name in before))
+    return found
+
+
+def test_gathers_pass_the_barrier_of_a_recomputation_and_compute_does_not() -> None:
+    found = needs(', metadata={op_name="jit(f)/transpose(jvp())/while/body/remat2"}')
+    assert found["full"] == {"half"} and not found["half"]
+    assert found["again"] >= {"seen", "late"}
+
+
+def test_what_tokens_order_stays_behind_the_barrier_of_a_recomputation() -> None:
+    after = """%t = token[] after-all()
+%done = (f32[8,8], token[]) custom-call(%late, %t), custom_call_target="f"
+%t1 = token[] get-tuple-element(%done), index=1
+%w2 = f32[32] add-dependency(%w1, %t1)
+%half = f32[32] negate(%w2)"""
+    changed = RECOMPUTED.replace("%half = f32[32] negate(%w1)", after)
+    assert changed != RECOMPUTED
+    assert needs(', metadata={op_name="remat2"}', changed)["full"] >= {"half", "done", "late"}
+
+
+@pytest.mark.parametrize("name", ["jit(remat2)/optimization_barrier", "remat2/x", ""])
+def test_other_barriers_are_fences(name: str) -> None:
+    found = needs(f', metadata={{op_name="{name}"}}' if name else "")
+    assert all(found[task] >= {"seen", "late"} for task in ("half", "full", "again", "y"))
+
+
+def test_a_recomputation_is_no_part_of_the_kernel_that_computes_first() -> None:
+    """Both negate ``x`` before anything communicates, but in the module a dot lies between them."""
+    found = module(
+        f"""
+        %p = f32[8,8] parameter(0)
+        %x = f32[8,8] exponential(%p)
+        %a = f32[8,8] negate(%x)
+        %d = f32[8,8] dot(%a, %a), {DOT}
+        %in = (f32[8,8], f32[8,8]) tuple(%x, %d)
+        %out = (f32[8,8], f32[8,8]) opt-barrier(%in), metadata={{op_name="remat2"}}
+        %x1 = f32[8,8] get-tuple-element(%out), index=0
+        %again = f32[8,8] negate(%x1)
+        %t = f32[8,8] add(%again, %d)
+        ROOT %r = f32[8,8] all-reduce(%t), {NEAR}, to_apply=%sum
+        """
+    )
+    assert kernels(build(block(found), table())) == [["x", "a"], ["d"], ["again", "t"], ["r"]]
+
+
 def test_unknown_side_effects_are_fences() -> None:
     found = module(
         f"""

@@ -44,6 +44,11 @@ def scanned(ws: jax.Array, x: jax.Array) -> jax.Array:
     return (lax.scan(step, x, ws)[0] ** 2).sum()
 
 
+def kept_apart(ws: jax.Array, x: jax.Array) -> jax.Array:
+    """With the barrier that `jax.checkpoint` puts before what it computes again."""
+    return (lax.scan(jax.checkpoint(layer), x, ws)[0] ** 2).sum()
+
+
 def unrolled(ws: jax.Array, x: jax.Array) -> jax.Array:
     for w in ws:
         x = jax.checkpoint(layer)(x, w)[0]
@@ -97,6 +102,15 @@ def test_gathers_begin_early_and_scatters_end_late() -> None:
     assert (len(backward.early), len(backward.late)) == (1, 1)
     assert [loop.trip_count for loop in loops(module.program)] == [7, 6]
     assert [len(loop.carried) for loop in loops(module.program)] == [1, 2]
+
+
+def test_the_barrier_of_a_recomputation_lets_gathers_begin_early() -> None:
+    module = training(8, POLICY, kept_apart)
+    assert [(len(r.early), len(r.late)) for r in reports(module.overlap)] == [(1, 0), (1, 1)]
+    assert seconds(module) == pytest.approx(seconds(training(8, POLICY)), rel=0.01)
+    parts = split(weights(8), (1, 0))
+    without = execute(training(8, None, kept_apart).program, parts)
+    assert without.bits == execute(module.program, parts).bits
 
 
 def test_no_loop_is_changed_where_the_cores_that_compute_move_the_data() -> None:

@@ -205,6 +205,8 @@ class _Writer:
                 rng.shuffle(order)
             groups, n = [order[: size // 2], order[size // 2 :]], size // 2
             x = x[: n * self.width]
+        if kind == "permute" and len(names) > 1:  # jax 0.12 insists on the order of the mesh
+            axis = tuple(name for name in self.sizes if name in names)
         perm = self.permutation(rng, n)
         chained = token is not None and rng.random() < 0.7
         options: dict[str, Any] = {"token": token} if chained else {}

@@ -2,7 +2,6 @@
 
 Follows data through tuples, calls, fusions and loops, by rules of its own, to judge schedules by. How
 often a loop runs is taken from the schedule, which lists an instruction of its body with every iteration.
-The barrier of `jax.checkpoint` hands on each of its operands.
 """
 
 from __future__ import annotations
@@ -50,8 +49,6 @@ class Expansion:
                 return arguments[instruction.proto.parameter_number]
             case "tuple":
                 return operands
-            case "opt-barrier" if instruction.proto.metadata.op_name.split("/")[-1] == "remat2":
-                return operands[0]
             case "get-tuple-element":
                 (whole,) = operands
                 assert isinstance(whole, list)

@@ -101,9 +101,10 @@ ROOT %both = (f32[8,8], f32[32,32]) tuple(%y, %again)
 """
 
 
-def needs(metadata: str, text: str = RECOMPUTED) -> dict[str, set[str]]:
+def needs(metadata: str, text: str = RECOMPUTED, *, loops: bool = False) -> dict[str, set[str]]:
     """By task: those it comes after, directly or through others."""
-    graph = build(block(module(text.replace("{metadata}", metadata))), table())
+    found_block = block(module(text.replace("{metadata}", metadata)))
+    graph = build(found_block, table(), loops=loops)
     found: dict[str, set[str]] = {}
     for task in graph.tasks:
         before = [graph.tasks[i].name for i in task.before]
@@ -115,6 +116,11 @@ def test_gathers_pass_the_barrier_of_a_recomputation_and_compute_does_not() -> N
     found = needs(', metadata={op_name="jit(f)/transpose(jvp())/while/body/remat2"}')
     assert found["full"] == {"half"} and not found["half"]
     assert found["again"] >= {"seen", "late"}
+
+
+def test_a_schedule_of_the_module_itself_takes_every_barrier_at_its_word() -> None:
+    found = needs(', metadata={op_name="remat2"}', loops=True)
+    assert all(found[task] >= {"seen", "late"} for task in ("half", "full", "again", "y"))
 
 
 def test_what_tokens_order_stays_behind_the_barrier_of_a_recomputation() -> None:
@@ -150,7 +156,8 @@ def test_a_recomputation_is_no_part_of_the_kernel_that_computes_first() -> None:
         ROOT %r = f32[8,8] all-reduce(%t), {NEAR}, to_apply=%sum
         """
     )
-    assert kernels(build(block(found), table())) == [["x", "a"], ["d"], ["again", "t"], ["r"]]
+    graph = build(block(found), table(), loops=False)
+    assert kernels(graph) == [["x", "a"], ["d"], ["again", "t"], ["r"]]
 
 
 def test_unknown_side_effects_are_fences() -> None:

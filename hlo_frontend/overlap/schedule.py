@@ -49,7 +49,7 @@ from .replay import Phase, Step, Timeline, replay, unscheduled
 # Tasks that passes may visit in all, and passes in all: small graphs need no more. One that does not watch
 # memory counts as this share of one that does.
 DEFAULT_BUDGET = 150_000
-MOST_PASSES = 48
+LEAST_PASSES, MOST_PASSES = 3, 32
 UNWATCHED = 0.5
 # A wait that frees memory is issued once the clock is this share of its time past its predicted end.
 WAIT_MARGIN = 0.25
@@ -115,7 +115,7 @@ def schedule(
     backward = Player(graph)
     backward.turn_round()
     random = Random(seed)
-    passes: float = min(MOST_PASSES, max(4, budget // len(graph.tasks)))
+    passes: float = min(MOST_PASSES, max(LEAST_PASSES, budget // len(graph.tasks)))
     tails = longest_tails(graph)
     longest = max(tails)
     turns = [(1.0 - begin / own.seconds) * longest for begin in own.begin]

@@ -87,6 +87,8 @@ class Judge:
         """The plan of a body with crossing collectives."""
         graph = build(body, self.costs, carries_of(body), opaque, loops=False)
         first = self._search(graph, limit, self.budget)
+        if first.timeline.peak_bytes > limit:
+            return graph, first  # nor would it with buckets, which take memory of their own
         rounds = partial(self._search, limit=limit, budget=self.budget // 4, like=first)
         found = bucket(graph, first, self.costs, rounds, limit)
         quick = partial(self._search, limit=limit, budget=0, like=found.schedule)

@@ -9,6 +9,7 @@ from jaxlib import _hlo
 from stretto.runtime.errors import InvalidProgramError
 
 from .text_elements import spell_out_elements
+from .text_groups import spell_out_groups
 
 _POSITION = re.compile(r"was parsing (\d+):(\d+)")
 _INSTRUCTION = re.compile(r"^[ \t]*((?:ROOT[ \t]+)?%?([\w.-]+)[ \t]*=.*)$", re.MULTILINE)
@@ -19,7 +20,7 @@ def parse_hlo_text(text: str) -> bytes:
     try:
         return _hlo.hlo_module_from_text(text).as_serialized_hlo_module_proto()
     except Exception as error:
-        older = spell_out_elements(text)
+        older = spell_out_groups(spell_out_elements(text))
         if older != text:
             return parse_hlo_text(older)
         where = _instruction(text, str(error))

@@ -98,14 +98,17 @@ class Flight:
             if frame is not None:
                 results = [frame.registers[slot] for slot in walker.program.body.results]
             drop_tracebacks(error)
-        self.land(error, results, () if frame is None else frame.ends)
+        instrument = executor.instrument
+        try:
+            # Before anybody has the results, and may end what records this.
+            if instrument is not None:
+                instrument.program_finished(loaded.program.name, self.run, error)
+        finally:
+            self.land(error, results, () if frame is None else frame.ends)
         for lane in walker.lanes:
             if lane.sends:
                 drained = lane.stream.submit(lane.drain)
                 drained.add_callback(partial(executor.report_failure_of, drained))
-        instrument = executor.instrument
-        if instrument is not None:
-            instrument.program_finished(loaded.program.name, self.run, error)
 
     def _gather(self, column: list[Any], type_: TensorType) -> list[Any]:
         """A register from what the arguments stood for."""

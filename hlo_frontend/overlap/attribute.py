@@ -15,8 +15,9 @@ from ..carve import BlockPlan, SegmentPlan
 from ..graph import Instruction
 from ..values import BlockGraph, Node
 from .costs import CostTable
-from .kernels import build, shared_out
+from .kernels import build
 from .measured import Measured, name_of
+from .pricing import shared_out
 
 
 def attribute(

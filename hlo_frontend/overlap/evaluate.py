@@ -12,9 +12,10 @@ from collections.abc import Callable, Sequence
 from ..values import BlockGraph, Node
 from .apply import Order, Planned, unpassed
 from .costs import CostTable
-from .kernels import build, price_kernel
+from .kernels import build
 from .loops import blocks_of, control_flow_seconds
 from .model import Graph
+from .pricing import price_kernel
 from .replay import Phase, Step, handed_over, held_up, replay
 
 

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from .kernels import kernel_cost
 from .ledger import Entry, ledger, summary
 from .model import Task
 from .plan import Plan
+from .pricing import kernel_cost
 from .replay import Phase
 
 

@@ -1,11 +1,10 @@
-"""Ops to tasks: which instructions are one kernel, what lies between kernels, and what each task costs.
+"""Ops to tasks: which instructions are one kernel, and what lies between kernels.
 
 A post-SPMD module is unfused, so instructions are gathered into the kernels that a compiler would make of
 them. Dots, convolutions, scatters, sorts and the like are kernels of their own. All other ops fuse with
 those they are connected to, as far as no collective and no kernel of the first kind lies between; an op
 whose readers are all in one kernel joins it. What is stacked by a `dynamic-update-slice` is written into its
-place by the kernel that makes it. A kernel reads each of its inputs once and writes each of its outputs once;
-what stays inside takes no memory.
+place by the kernel that makes it. What stays inside a kernel takes no memory.
 
 Why tasks form no cycle: ops that fuse have the same collectives above and below them and the same number of
 single kernels above them in sequence. Anything on a path between two such ops has these in common with them
@@ -24,13 +23,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from heapq import heapify, heappop, heappush
 
-from stretto.collectives.ops import Collective
-
-from ..streams import stream_key
 from ..values import BlockGraph, Node, NodeKind
-from .costs import CostTable, flops, span
+from .costs import CostTable
 from .layout import lay_out
 from .model import IN_PLACE, Buffer, Graph, Op, Task
+from .pricing import price
 
 # Ops that are kernels of their own.
 _KERNELS = frozenset(
@@ -85,7 +82,7 @@ def _tasks(
     ranked = _gather(ops, before, cluster, lambda task: task.ops[-1].index)
     graph = Graph(ranked, [], [], [], 0)
     _connect(graph, ops, before, initial)
-    _price(graph, costs, opaque)
+    price(graph, costs, opaque)
     return graph
 
 
@@ -330,87 +327,3 @@ def _connect(graph: Graph, ops: list[Op], before: list[list[int]], initial: list
                 if outside and buffer.nbytes:
                     reads[add(buffer)] = None
         task.reads, task.writes = tuple(reads), tuple(writes)
-
-
-def _price(graph: Graph, costs: CostTable, opaque: Callable[[Node], float]) -> None:
-    streams: dict[object, int] = {}
-    for task in graph.tasks:
-        node = task.ops[0].node
-        if node.collective is not None:
-            collective = node.collective
-            charge = costs.collective(collective)
-            key, label = stream_key(collective), _label(collective)
-            if key not in streams:
-                streams[key] = len(streams)
-                taken = sum(name.split("#")[0] == label for name in graph.streams)
-                graph.streams.append(f"{label}#{taken}" if taken else label)
-            task.collective = collective
-            task.stream = streams[key]
-            task.seconds = charge.seconds
-            task.moved_bytes = charge.wire_bytes
-            if charge.link is not None:
-                task.latency_s, task.busy = charge.link.latency_s, charge.link.busy
-            task.crosses = bool(node.carried) and not task.ops[0].arrives
-            if task.ops[0].arrives:
-                task.arrives, task.seconds, task.moved_bytes = True, 0.0, 0.0
-                task.extra_bytes = sum(t.nbytes for t in collective.operands)
-        elif node.is_runtime:
-            task.seconds = opaque(node)
-        else:
-            price_kernel(task, costs)
-
-
-def price_kernel(task: Task, costs: CostTable) -> None:
-    """Set what a kernel takes: as it was measured, or by the rates of the table."""
-    flops_needed, task.moved_bytes = kernel_cost(task)
-    task.seconds = costs.compute.seconds(flops_needed, task.moved_bytes)
-    if costs.measured is not None:
-        shares = shared_out(task, task.seconds, costs)
-        task.seconds = sum(
-            costs.taken(op.instruction, share) for op, share in zip(task.ops, shares, strict=True)
-        )
-
-
-def shared_out(task: Task, seconds: float, costs: CostTable) -> list[float]:
-    """Each op's part of a kernel's time, in the proportion of its operations and the bytes of its result."""
-    rates = costs.compute
-    weights = [
-        flops(op.instruction) / rates.flops_per_s + op.written_bytes / rates.bytes_per_s
-        for op in task.ops
-    ]
-    whole = sum(weights)
-    if whole <= 0.0:
-        return [seconds / len(weights)] * len(weights)
-    return [seconds * weight / whole for weight in weights]
-
-
-def _label(collective: Collective) -> str:
-    if collective.is_point_to_point:
-        return "p2p"
-    stride, size = span(collective)
-    return f"stride{stride}x{size}"
-
-
-def kernel_cost(task: Task) -> tuple[float, float]:
-    """(flops, bytes moved) of a kernel: each input read once, each output written once."""
-    total = sum(flops(op.instruction) for op in task.ops)
-    read: dict[Buffer, int] = {}
-    moved = 0
-    inside = {op.index for op in task.ops}
-    for op in task.ops:
-        partial = op.instruction.opcode in ("gather", "slice", "dynamic-slice")
-        in_place = op.instruction.opcode in IN_PLACE
-        for position, ref in enumerate(op.reads):
-            producer = ref.buffer.producer
-            if producer is not None and producer.index in inside and producer is not op:
-                continue
-            nbytes = ref.nbytes
-            if partial and position == 0:
-                nbytes = min(nbytes, op.written_bytes)
-            elif in_place and position == 0:
-                nbytes = 0
-            whole = max(ref.buffer.nbytes, nbytes)
-            read[ref.buffer] = min(whole, read.get(ref.buffer, 0) + nbytes)
-        if op.escapes:
-            moved += op.written_bytes
-    return total, float(moved + sum(read.values()))

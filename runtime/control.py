@@ -1,6 +1,6 @@
 """The control plane of a job, seen from one rank: who is alive, who failed, what everybody waits for.
 
-Every rank keeps one connection to the hub on rank 0 (`hub`) and one daemon thread that listens to it,
+Every rank keeps one connection to the hub on rank 0 (`hub`) and a daemon thread that listens to it,
 so that a rank blocked inside MPI still hears what happened. Once a second the thread looks at the progress
 of this rank's streams, and several times at how far its runs have come (`run_log`), which it posts to the
 hub. Nothing else is sent while all is well.
@@ -20,6 +20,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from queue import SimpleQueue
 from time import monotonic
 from typing import TYPE_CHECKING
 
@@ -39,6 +40,8 @@ POST_EVERY = 0.05
 POST_EVERY_FOR_RANK = 0.001
 IDLE = 4
 CONNECT_WITHIN = 30.0
+
+_News = tuple[list[Callable[[StrettoError], None]], StrettoError]
 
 
 class Control:
@@ -77,8 +80,13 @@ class Control:
         self._released = threading.Event()
         self._all_told = threading.Event()
         self._thread = threading.Thread(target=self._listen, name="stretto-control", daemon=True)
+        # Calls listeners. It is there from the start: from 3.12 on Python begins no thread once it ends,
+        # which is when a job often fails.
+        self._news: SimpleQueue[_News | None] = SimpleQueue()
+        self._teller = threading.Thread(target=self._tell, name="stretto-news", daemon=True)
 
     def start(self) -> None:
+        self._teller.start()
         self._thread.start()
 
     # What the process has to say.
@@ -94,7 +102,7 @@ class Control:
             self._listeners.append(listener)
             error = self.error
         if error is not None:
-            self._notify([listener], error)
+            self._news.put(([listener], error))
 
     def goodbye(self) -> None:
         """Leave the job in peace: returns when every rank has said so, or when the job has failed."""
@@ -110,6 +118,7 @@ class Control:
     def close(self) -> None:
         self._closed = True
         self._link.close()
+        self._news.put(None)
 
     def close_inherited(self) -> None:
         """In a forked child: drop the connections, so that the parent's death is still noticed."""
@@ -200,13 +209,18 @@ class Control:
             listeners = list(self._listeners)
         self._deadline = monotonic() + self._grace
         say(f"stretto: rank {self._rank} ends: {error}\n")
-        self._notify(listeners, error)
+        # Not on this thread: a listener that blocks must not keep it from ending the process.
+        self._news.put((listeners, error))
         self._released.set()
 
-    def _notify(self, listeners: list[Callable[[StrettoError], None]], error: StrettoError) -> None:
-        # Not on this thread: a listener that blocks must not keep it from ending the process.
-        for listener in listeners:
-            threading.Thread(target=listener, args=(error,), daemon=True).start()
+    def _tell(self) -> None:
+        while (news := self._news.get()) is not None:
+            listeners, error = news
+            for listener in listeners:
+                try:
+                    threading.Thread(target=listener, args=(error,), daemon=True).start()
+                except RuntimeError:  # Python ends
+                    listener(error)
 
     def _end_later(self) -> None:
         """The connection is gone: only the deadline is left to wait for."""

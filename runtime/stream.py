@@ -219,25 +219,34 @@ class Completions:
     def submit(self, job: Task) -> None:
         """Run a job on a thread of the pool. What it raises is only logged."""
         with self._lock:
-            if self._free > 0:
-                self._free -= 1
-            elif self._threads < self._limit:
-                self._threads += 1
-                threading.Thread(target=self._work, name="stretto-completion", daemon=True).start()
-            else:
-                self._free -= 1  # queued: the next thread to end a job takes it
-        self._jobs.put(job)
+            begun = self._free <= 0 and self._threads < self._limit and self._begin_thread()
+            there = self._threads > 0
+            if there and not begun:
+                self._free -= 1  # where none is free, the next thread to end a job takes it
+        if there:
+            self._jobs.put(job)
+        else:
+            self._run(job)
+
+    def _begin_thread(self) -> bool:
+        try:
+            threading.Thread(target=self._work, name="stretto-completion", daemon=True).start()
+        except RuntimeError:  # from 3.12 on Python begins none once it ends
+            return False
+        self._threads += 1
+        return True
 
     def _work(self) -> None:
         while True:
-            job = self._jobs.get()
-            try:
-                job()
-            except Exception:  # nobody waits for a job, and others wait for this thread
-                _log.exception("a completion callback failed")
-            del job
+            self._run(self._jobs.get())
             with self._lock:
                 self._free += 1
+
+    def _run(self, job: Task) -> None:
+        try:
+            job()
+        except Exception:  # nobody waits for a job, and others wait for this thread
+            _log.exception("a completion callback failed")
 
 
 completions = Completions()

@@ -198,7 +198,7 @@ def _barrier(builder: _Builder, instruction: Instruction, env: Env) -> list[Valu
     """Views that come after all of the barrier's operands; segments put the barrier back.
 
     The one before a recomputation is no fence: it is there so that XLA does not find that all of it was
-    computed before. Plans may take its operands one by one, within their limit of memory.
+    computed before. Plans of what runs let gathers of weights pass it (`overlap.kernels`).
     """
     leaves = _leaves(instruction, env)
     order = builder.order(instruction, env)

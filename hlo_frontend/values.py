@@ -99,7 +99,7 @@ class Barrier:
     """An optimization barrier over some values (as seen before it).
 
     What leaves a fence comes after all that enters it, whatever the order: that is in `Value.order`. Other
-    barriers keep apart what is computed on both sides, and are fences only while nothing is planned.
+    barriers keep apart what is computed on both sides, and are fences for all but plans of what runs.
     """
 
     operands: tuple[Value, ...]

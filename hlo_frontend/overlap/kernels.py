@@ -38,7 +38,8 @@ _KERNELS = frozenset(
     }
 )  # fmt: skip
 
-SCALAR_BYTES = 8
+# Ops that write no more compute indices, for all that matters to where updates can be placed.
+_SCALAR_BYTES = 8
 
 
 def build(
@@ -222,7 +223,7 @@ def _place_updates(ops: list[Op], before: list[list[int]], cluster: list[int]) -
     if not updates:
         return
     # An order in which updates and their indices stand as early as can be.
-    early = {op.index for op in ops if op.written_bytes <= SCALAR_BYTES or _updates(op)}
+    early = {op.index for op in ops if op.written_bytes <= _SCALAR_BYTES or _updates(op)}
     _gather(ops, before, cluster, lambda t: 0 if t.ops[0].index in early else t.ops[0].index)
     for op in updates:
         made = op.reads[1].buffer

@@ -100,7 +100,7 @@ def schedule(
     like: Schedule | None = None,
     seed: int = 0,
 ) -> Schedule:
-    """The best order found: least time, then least memory, within ``memory_limit`` bytes.
+    """The best order found: least time, to a ten-thousandth, within ``memory_limit`` bytes.
 
     Where no order within the limit is found, the module's own order is kept. ``good_enough`` seconds end
     the search, as does ``budget``, the number of tasks that may be visited. ``like`` is the schedule of a

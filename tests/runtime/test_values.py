@@ -237,3 +237,24 @@ def test_completion_jobs_beyond_the_limit_are_queued() -> None:
     pool.submit(done.set)
     assert done.wait(30)
     assert seen == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("threads", [0, 1])
+def test_completion_jobs_run_though_no_thread_begins(
+    threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As while Python ends, from 3.12 on."""
+
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    pool = Completions()
+    there, go, done = threading.Event(), threading.Event(), threading.Event()
+    if threads:
+        pool.submit(lambda: (there.set(), go.wait(30)))
+        assert there.wait(30)
+    monkeypatch.setattr(threading.Thread, "start", start)
+    pool.submit(done.set)
+    assert done.is_set() == (not threads)
+    go.set()
+    assert done.wait(30)

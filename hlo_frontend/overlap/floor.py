@@ -5,7 +5,7 @@ heaviest path to it, and for each resource the work of its ancestors on that res
 earliest any of them can begin. Its *tail* is the same seen from the end. For each resource and each
 threshold h, the tasks whose heads are at least h take their whole work after h, and then the shortest of
 their tails. The largest of these sums over all resources is the floor: the total work of the busiest
-resource plus what dependencies keep it idle.
+resource plus what dependencies keep it idle. `joint_bound` adds what neither resource says alone.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from .joint_bound import joint_bound
 from .model import Graph
 
 # Ancestors are kept as bits of a matrix; beyond this many tasks only paths and totals are used.
@@ -22,7 +23,8 @@ MAX_MATRIX = 8_000
 
 @dataclass(frozen=True)
 class Floor:
-    """Seconds. ``exposed`` is ``seconds`` less all compute; ``resource`` is the one that binds."""
+    """Seconds. ``exposed`` is ``seconds`` less all compute; ``resource`` is what binds: compute, a stream,
+    both together, or a path."""
 
     seconds: float
     compute_seconds: float
@@ -47,9 +49,10 @@ def floor(graph: Graph) -> Floor:
     seconds = np.array([task.seconds for task in tasks])
     stream = np.array([task.stream for task in tasks], dtype=np.int64)
     before = [task.before for task in tasks]
-    heads = bounds(before, seconds, stream, len(graph.streams))
+    heads, above = bounds(before, seconds, stream, len(graph.streams))
     flipped = [tuple(len(tasks) - 1 - s for s in task.after) for task in reversed(tasks)]
-    tails = bounds(flipped, seconds[::-1], stream[::-1], len(graph.streams))[::-1]
+    from_end, below = bounds(flipped, seconds[::-1], stream[::-1], len(graph.streams))
+    tails = from_end[::-1]
     binding = "path"
     path = best = float((heads + seconds + tails).max()) if tasks else 0.0
     names = ["compute", *graph.streams]
@@ -59,6 +62,14 @@ def floor(graph: Graph) -> Floor:
         bound = one_machine(heads[mine], seconds[mine], tails[mine])
         if bound > best:
             best, binding = bound, name
+    if above is not None and below is not None:
+        for r, name in enumerate(graph.streams):
+            bound = max(
+                joint_bound(r, seconds, stream, heads, tails, above),
+                joint_bound(r, seconds[::-1], stream[::-1], from_end, heads[::-1], below),
+            )
+            if bound > best:
+                best, binding = bound, f"compute and {name}"
     busiest = int(np.argmax(totals))
     return Floor(best, totals[0], binding, totals[busiest], path, tuple(heads.tolist()))
 
@@ -94,15 +105,18 @@ def one_machine(heads: np.ndarray, work: np.ndarray, tails: np.ndarray) -> float
 
 def bounds(
     before: list[tuple[int, ...]], seconds: np.ndarray, stream: np.ndarray, num_streams: int
-) -> np.ndarray:
-    """Heads of all tasks: seconds before which each cannot begin."""
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """Heads of all tasks: seconds before which each cannot begin.
+
+    And for each a row of bits, one for each of its ancestors; None beyond `MAX_MATRIX` tasks.
+    """
     count = len(before)
     heads = np.zeros(count)
     if count > MAX_MATRIX:
         for v in range(count):
             for p in before[v]:
                 heads[v] = max(heads[v], heads[p] + seconds[p])
-        return heads
+        return heads, None
     above = np.zeros((count, 8 * ((count + 63) // 64)), dtype=np.uint8)
     for v in range(count):
         row = above[v]
@@ -121,7 +135,7 @@ def bounds(
                 order = mine[np.argsort(-heads[mine], kind="stable")]
                 head = max(head, float((heads[order] + np.cumsum(seconds[order])).max()))
         heads[v] = head
-    return heads
+    return heads, above
 
 
 def independent_compute(graph: Graph) -> list[float]:

@@ -15,6 +15,7 @@ from overlap_support import (
     chain_of_gathers,
     check,
     entry_of,
+    graph_of,
     graphs,
     module,
     order,
@@ -234,7 +235,24 @@ def test_random_graphs(graph: Graph, factor: float) -> None:
     assert found.timeline.seconds >= floor(graph).seconds - 1e-9
 
 
-@given(graphs(5))
+def test_the_floor_counts_compute_and_a_stream_together() -> None:
+    """Ten seconds of compute lead to a gather of three, two to one of two. Whichever goes first, the other's
+    kernel or the other's gather comes beside it: 15 s, where compute alone (12 s) ends with 2 s of gather."""
+    graph = graph_of((-1, 10.0, 0, []), (-1, 2.0, 0, []), (0, 3.0, 0, [0]), (0, 2.0, 0, [1]))
+    turned = graph_of((0, 3.0, 0, []), (0, 2.0, 0, []), (-1, 10.0, 0, [0]), (-1, 2.0, 0, [1]))
+    assert [floor(g).seconds for g in (graph, turned)] == [15.0, 15.0]
+    assert floor(graph).resource == "compute and near"
+
+
+def test_a_collective_that_goes_first_waits_for_no_kernel_of_others() -> None:
+    """The gather of three seconds has no kernel: it begins at once, whatever leads to the other."""
+    graph = graph_of(
+        (0, 0.0, 0, []), (0, 3.0, 0, []), (-1, 0.0, 0, [0]), (-1, 6.0, 0, [2]), (-1, 0.0, 0, [2])
+    )
+    assert floor(graph).seconds == 6.0
+
+
+@given(graphs(6))
 @settings(max_examples=60, deadline=None)
 def test_no_order_of_a_small_graph_is_below_the_floor(graph: Graph) -> None:
     """All orders of starts and kernels, each collective waited for where it is first needed."""

@@ -3,8 +3,8 @@
 Take a collective X of the stream, and another one, j, that neither comes before X nor waits for it. Either j
 goes first, and then all compute that leads to j is over when X begins; or X does, and then j takes its time
 on the stream after X. So beside what leads to X itself, each such j costs at least the less of the two.
-Compute that leads to several counts for one of them, and what may begin before a threshold h does not count at
-all, as in `floor`. Then come the stream's collectives that wait for X, and what waits for the last one of all.
+Compute that leads to several counts for one of them, and what may begin before a threshold h does not count
+at all, as in `floor`. Then come the stream's collectives that wait for X, and what waits for the last of all.
 """
 
 from __future__ import annotations

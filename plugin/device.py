@@ -32,7 +32,7 @@ def _device(id: int, process_index: int, ordinal: int) -> Device:
         process_index,
         ordinal,
         PLATFORM,
-        f"StrettoDevice(id={id}, process_index={process_index})",
+        f"{PLATFORM}:{id}",
         f"StrettoDevice(id={id})",
         NamedValues({}),
     )

@@ -26,7 +26,7 @@ def test_devices(devices: list[jax.Device]) -> None:
     assert {d.platform for d in devices} == {"stretto"}
     assert {d.device_kind for d in devices} == {"stretto"}
     assert {d.process_index for d in devices} == {0}
-    assert repr(devices[2]) == "StrettoDevice(id=2)"
+    assert (str(devices[2]), repr(devices[2])) == ("stretto:2", "StrettoDevice(id=2)")
     version = devices[0].client.platform_version.lower()
     assert not any(word in version for word in ("cuda", "rocm", "oneapi"))
 

@@ -123,6 +123,7 @@ class Switch:
 def worker(folder: str) -> None:
     import jax
 
+    from stretto.plugin import _capi
     from stretto.plugin.client import clients
     from stretto.runtime.trace import Trace, header_of
 
@@ -130,7 +131,7 @@ def worker(folder: str) -> None:
     for call in cases.values():
         call()
     (client,) = clients
-    trace = Trace(Path(folder), header_of(client.world), client.engine)
+    trace = Trace(Path(folder), header_of(client.world), client.engine, _capi.Rows)
     switch = Switch(client, trace)
 
     def measure(case: dict[str, Any]) -> tuple[float, float]:

@@ -16,13 +16,29 @@ Invariants:
 
 cimport cython
 from cpython.buffer cimport PyBuffer_FillInfo
+from cpython.bytearray cimport PyByteArray_AS_STRING
 from cpython.list cimport PyList_GET_ITEM
 from cpython.pycapsule cimport PyCapsule_New
+from cpython.pythread cimport (
+    NOWAIT_LOCK,
+    WAIT_LOCK,
+    PyThread_acquire_lock,
+    PyThread_allocate_lock,
+    PyThread_free_lock,
+    PyThread_release_lock,
+    PyThread_type_lock,
+)
 from cpython.ref cimport Py_DECREF, Py_INCREF, PyObject
 from cpython.weakref cimport PyWeakref_CheckRef, PyWeakref_NewRef
+from libc.math cimport NAN
 from libc.stdint cimport int32_t, int64_t, intptr_t, uint64_t, uintptr_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy, memset
+
+from time import perf_counter as _perf_counter
+
+from stretto.runtime import rows as _rows
+from stretto.runtime import trace_file as _trace_file
 
 from . import abi as _abi
 
@@ -252,6 +268,7 @@ cdef class Bytes(Handle):
 include "_events.pxi"
 include "_devices.pxi"
 include "_buffers.pxi"
+include "_rows.pxi"
 include "_executables.pxi"
 include "_profiler.pxi"
 

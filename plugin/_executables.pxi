@@ -127,6 +127,7 @@ cdef class LoadedExecutable(Handle):
         cdef size_t i
         cdef object array, single = self.single
         cdef Device device
+        cdef bint over = False
         if single is None:  # as in all programs that have no device here
             return False
         row, memories = [], <list>PyList_GET_ITEM(self.output_memories, 0)
@@ -137,21 +138,24 @@ cdef class LoadedExecutable(Handle):
             if array is None:
                 return False
             row.append(array)
-        arrays = single(device.c.local_hardware_id, row)
+        if type(single) is WatchedCall:
+            arrays = (<WatchedCall>single).call(device.c.local_hardware_id, row, &over)
+        else:
+            arrays = single(device.c.local_hardware_id, row)
         for i in range(<size_t>len(arrays)):
             out[i] = self.output(None, <object>PyList_GET_ITEM(arrays, i), i, memories)
         if args.device_complete_events != NULL:
             (<void**>args.device_complete_events)[0] = (
-                self.array_event(<Buffer>(<handle_t*>out[self.smallest]).owner)
+                self.array_event(<Buffer>(<handle_t*>out[self.smallest]).owner, over)
                 if arrays
                 else &always_ready
             )
         return True
 
-    cdef void* array_event(self, Buffer buffer) except NULL:
-        """Event, owned by the caller, for the array of a buffer; cheap if it is computed."""
+    cdef void* array_event(self, Buffer buffer, bint over) except NULL:
+        """Event, owned by the caller, for the array of a buffer; cheap if it is computed, or ``over``."""
         cdef Event event
-        if self.engine.is_ready(buffer.array):
+        if over or self.engine.is_ready(buffer.array):
             try:
                 self.engine.block(buffer.array)
                 buffer.c.ready = True

@@ -51,7 +51,7 @@ class Client(_capi.Handle):  # type: ignore[misc]
         chosen = self.world.options
         rank, size, local = self.world.rank, self.world.size, self.world.local_devices
         self.engine = create_engine(chosen.engine, local, cores=self.world.cores)
-        self.trace = trace.begin(self.world, self.engine)
+        self.trace = trace.begin(self.world, self.engine, _capi.Rows)
         self.executor = Executor(self.engine, self.world, chosen, instrument=self.trace)
         self.overlap = policy_of(chosen, self.world.costs, (p.host for p in self.world.peers))
         if self.overlap is not None and chosen.profile:

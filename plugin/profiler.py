@@ -34,7 +34,7 @@ class Session(_capi.Handle):  # type: ignore[misc]
         self._recorded, self._data = [], None
         self._epoch = time.time_ns() - time.perf_counter_ns()
         for client in list(clients):
-            recorder = Recorder(client.engine, client.world.local_devices)
+            recorder = Recorder(client.engine, client.world.local_devices, _capi.Rows)
             self._running.append((client, recorder, client.observe(recorder)))
 
     def stop(self) -> None:

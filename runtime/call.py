@@ -54,7 +54,6 @@ class Call:
 
     def __init__(self, communication: Communication, start: Start) -> None:
         collective = communication.program.collectives[start.collective]
-        self.collective, self.stream = collective, start.stream
         self.bound = communication.bound(start)
         self.lane = communication.lanes[start.stream]
         self.what = describe(collective)
@@ -64,9 +63,9 @@ class Call:
         self._ranks, self._called = communication.ranks(collective), communication.called
         self._skips = skipped_pairs(collective)
         instrument = communication.instrument
-        self._started = told(instrument, "collective_started")
-        self._finished = told(instrument, "collective_finished")
-        self._ran = told(instrument, "collective_ran")
+        self._started = told(instrument, "collective_started", collective, start.stream)
+        self._finished = told(instrument, "collective_finished", collective, start.stream)
+        self._ran = told(instrument, "collective_ran", collective, start.stream)
         self._payload = payload_of(self.bound)
         self._all_messages = getattr(self.bound, "messages", 0)
 
@@ -79,7 +78,7 @@ class Call:
     def enter(self, sequence: int, iteration: int) -> tuple[dict[str, frozenset[int]], float]:
         """The communicator is about to be called: its keyword arguments, and the time."""
         if self._started is not None:
-            self._started(self.collective, self.stream)
+            self._started()
         self.lane.progress.begin(self._name, self._source, sequence, self._ranks, self._called)
         return self._skips(iteration), perf_counter()
 
@@ -96,10 +95,9 @@ class Call:
         counters.skipped += self._all_messages - messages
         counters.nbytes += nbytes
         if self._finished is not None:
-            self._finished(self.collective, self.stream, nbytes, seconds)
+            self._finished(nbytes, seconds)
         if self._ran is not None:
-            skip = options.get("skip", _NOTHING)
-            self._ran(self.collective, self.stream, began, active, skip)
+            self._ran(began, active, options["skip"] if options else _NOTHING)
 
     def registers(self, results: Any, active: tuple[int, ...]) -> list[Hosted]:
         """The outputs' registers from what the communicator gave."""

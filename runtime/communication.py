@@ -254,8 +254,11 @@ class Communication:
         capture = self._columns(start)
         post = self._post(start) if self.is_split(start) else self._perform(start)
         stream, event = self.lanes[start.stream].stream, start.event
-        collective, number = self.program.collectives[start.collective], start.stream
-        watched, told_of = self.instrument is not None, told(self.instrument, "collective_queued")
+        collective, watched = (
+            self.program.collectives[start.collective],
+            self.instrument is not None,
+        )
+        told_of = told(self.instrument, "collective_queued", collective, start.stream)
 
         def begin(frame: Frame) -> None:
             views = capture(frame)
@@ -264,7 +267,7 @@ class Communication:
             if watched:
                 queued.since = perf_counter()
             if told_of is not None:
-                told_of(collective, number)
+                told_of()
 
         return begin
 
@@ -274,15 +277,17 @@ class Communication:
         bound: Any = self._bound[start.collective, start.stream]
         lane, what = self.lanes[start.stream], describe(collective)
         skips, is_send = skipped_pairs(collective), collective.kind is Kind.SEND
-        counters, instrument = lane.counters, self.instrument
+        counters = lane.counters
+        started = told(self.instrument, "collective_started", collective, start.stream)
+        ran = told(self.instrument, "collective_ran", collective, start.stream)
         payload, all_messages = payload_of(bound), getattr(bound, "messages", 0)
 
         def post(views: Any, active: tuple[int, ...], iteration: int) -> Any:
             lane.sequence += 1
             try:
                 operands = views()
-                if instrument is not None:
-                    instrument.collective_started(collective, start.stream)
+                if started is not None:
+                    started()
                 options = skips(iteration)
                 began = perf_counter()
                 request = bound.start(operands, **options)
@@ -296,9 +301,8 @@ class Communication:
                 counters.nbytes += nbytes
                 lane.sends = [sent for sent in lane.sends if not sent.test()]
                 lane.sends.append(request)
-                if instrument is not None:
-                    skip = options.get("skip", _NOTHING)
-                    instrument.collective_ran(collective, start.stream, began, active, skip)
+                if ran is not None:
+                    ran(began, active, options["skip"] if options else _NOTHING)
             return request, active
 
         return post
@@ -324,7 +328,9 @@ class Communication:
         """``take(frame)``: wait for the event with this number, which must be there; its value."""
         start = self._starts[number]
         collective = self.program.collectives[start.collective]
-        stream, instrument = self.lanes[start.stream].stream, self.instrument
+        stream = self.lanes[start.stream].stream
+        awaiting = told(self.instrument, "collective_awaiting", collective, start.stream)
+        awaited = told(self.instrument, "collective_awaited", collective, start.stream)
 
         def taken(frame: Frame) -> Any:
             event = frame.events.pop(number)
@@ -332,16 +338,17 @@ class Communication:
             return event.result()
 
         def watched(frame: Frame) -> Any:
-            assert instrument is not None
             event, began = frame.events.pop(number), perf_counter()
             if not event.done:
-                instrument.collective_awaiting(collective, start.stream)
+                if awaiting is not None:
+                    awaiting()
                 stream.wait(event)
             result = event.result()
-            instrument.collective_awaited(collective, start.stream, event.since, began)
+            if awaited is not None:
+                awaited(event.since, began)
             return result
 
-        return taken if instrument is None else watched
+        return taken if awaiting is None and awaited is None else watched
 
     def _arrive(self, event: int) -> Operation:
         """What the iteration before has started, if there was one, goes to the body's parameters."""
@@ -373,7 +380,9 @@ class Communication:
     ) -> Operation:
         outputs, count, logical = start.outputs, len(self.logical), self.logical
         what, name = describe(collective), f"{collective.kind} %{collective.name}"
-        ranks, instrument, called = self.ranks(collective), self.instrument, self.called
+        ranks, called = self.ranks(collective), self.called
+        finished = told(self.instrument, "collective_finished", collective, start.stream)
+        ran = told(self.instrument, "collective_ran", collective, start.stream)
         progress, counters = lane.progress, lane.counters
 
         def receive(frame: Frame) -> None:
@@ -393,9 +402,10 @@ class Communication:
                 raise named(error, what) from error
             seconds = perf_counter() - began
             counters.seconds += seconds
-            if instrument is not None:
-                instrument.collective_finished(collective, start.stream, 0, seconds)
-                instrument.collective_ran(collective, start.stream, began, active, _NOTHING)
+            if finished is not None:
+                finished(0, seconds)
+            if ran is not None:
+                ran(began, active, _NOTHING)
             registers = [Hosted([None] * count) for _ in outputs]
             for position in active:
                 for register, array in zip(registers, received[logical[position]], strict=True):

@@ -16,6 +16,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial, reduce
+from itertools import count
 from operator import add
 from typing import Any, Protocol
 from weakref import WeakSet
@@ -103,7 +104,7 @@ class Executor:
         self.observing = threading.Lock()  # held to change the instrument, and who knows of it
         self.dispatch = Stream("stretto-dispatch")
         self._flights: dict[int, Flight] = {}
-        self._runs = 0
+        self.next_run = count(1).__next__  # numbers the executions of programs
         self._loaded: WeakSet[LoadedProgram] = WeakSet()
         self._closed = False
         self._agreements = Agreements(world.assembly)
@@ -355,10 +356,6 @@ class Executor:
     def report_failure_of(self, event: Event) -> None:
         """`report` as a callback."""
         self.report(event.error)
-
-    def next_run(self) -> int:
-        self._runs += 1
-        return self._runs
 
     def _fail_flights(self, error: StrettoError) -> None:
         """The job has failed: everyone who waits gets the error, whatever the dispatch thread does."""

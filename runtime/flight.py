@@ -79,9 +79,8 @@ class Flight:
         frame = Frame(len(program.slot_types), walker.positions)
         for index, slot in enumerate(program.body.parameters):
             frame.registers[slot] = arguments[index]
-        instrument = loaded.executor.instrument
-        if instrument is not None:
-            instrument.program_started(program.name, self.run)
+        if walker.started is not None:
+            walker.started(self.run)
         return frame
 
     def finish(self, frame: Frame | None, error: BaseException | None) -> None:
@@ -98,11 +97,10 @@ class Flight:
             if frame is not None:
                 results = [frame.registers[slot] for slot in walker.program.body.results]
             drop_tracebacks(error)
-        instrument = executor.instrument
         try:
             # Before anybody has the results, and may end what records this.
-            if instrument is not None:
-                instrument.program_finished(loaded.program.name, self.run, error)
+            if walker.finished is not None:
+                walker.finished(self.run, error)
         finally:
             self.land(error, results, () if frame is None else frame.ends)
         for lane in walker.lanes:

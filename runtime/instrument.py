@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from stretto.collectives.ops import Collective
@@ -15,6 +17,8 @@ from stretto.collectives.ops import Collective
 if TYPE_CHECKING:
     from .program import Program
     from .statistics import Profiled
+
+SegmentRun = Callable[[int, list[Any]], list[Any]]
 
 
 class Instrument:
@@ -106,13 +110,64 @@ class Instrument:
         It had come to the start, and given the collective to its stream, at ``queued``.
         """
 
+    # What the executor calls is made once, when a program is translated.
 
-def told(instrument: Instrument | None, name: str) -> Callable[..., None] | None:
-    """The method of an instrument that is of interest, None if it is the one that does nothing."""
-    if instrument is None or getattr(type(instrument), name) is getattr(Instrument, name):
-        return None
-    method: Callable[..., None] = getattr(instrument, name)
-    return method
+    def listener(self, name: str, *known: Any) -> Callable[..., None] | None:
+        """What is called where the method ``name`` is told with ``known`` as its first arguments.
+
+        It takes the other arguments. None if nothing is to be done.
+        """
+        if getattr(type(self), name) is getattr(Instrument, name):
+            return None
+        method: Callable[..., None] = getattr(self, name)
+        return partial(method, *known) if known else method
+
+    def around_run(self, run: SegmentRun, program: Program, segment: int) -> SegmentRun:
+        """A segment's ``run`` for walks, every call of which is told; ``run`` where nobody wants to know."""
+        issued = self.listener(
+            "segment_issued", program.name, segment, program.segments[segment].name
+        )
+        handed = self.listener("segment_handed", program, segment)
+        if issued is None and handed is None:
+            return run
+
+        def watched(ordinal: int, arrays: list[Any]) -> list[Any]:
+            began = perf_counter()
+            outputs = run(ordinal, arrays)
+            if issued is not None:
+                issued(ordinal)
+            if handed is not None:
+                handed(ordinal, began, outputs)
+            return outputs
+
+        return watched
+
+    def around_call(
+        self, run: SegmentRun, program: Program, segment: int, next_run: Callable[[], int]
+    ) -> SegmentRun:
+        """The ``run`` of the only segment of a program, where it is handed over without a walk.
+
+        ``next_run()`` numbers the program's executions.
+        """
+        called = self.program_called
+
+        def watched(ordinal: int, arrays: list[Any]) -> list[Any]:
+            number, began = next_run(), perf_counter()
+            try:
+                outputs = run(ordinal, arrays)
+            except BaseException as error:
+                self.program_started(program.name, number)
+                self.program_finished(program.name, number, error)
+                raise
+            called(program, segment, number, ordinal, began, outputs)
+            return outputs
+
+        return watched
+
+
+def told(instrument: Instrument | None, name: str, *known: Any) -> Callable[..., None] | None:
+    """`Instrument.listener`; None, too, where there is no instrument."""
+    return None if instrument is None else instrument.listener(name, *known)
 
 
 class Instruments(Instrument):
@@ -120,6 +175,18 @@ class Instruments(Instrument):
 
     def __init__(self, *parts: Instrument) -> None:
         self.parts = parts
+
+    def listener(self, name: str, *known: Any) -> Callable[..., None] | None:
+        each = [part.listener(name, *known) for part in self.parts]
+        listeners = [listener for listener in each if listener is not None]
+        if len(listeners) < 2:
+            return listeners[0] if listeners else None
+
+        def tell(*arguments: Any) -> None:
+            for listener in listeners:
+                listener(*arguments)
+
+        return tell
 
 
 def _told(name: str) -> Callable[..., None]:
@@ -130,8 +197,9 @@ def _told(name: str) -> Callable[..., None]:
     return tell
 
 
-for _name in [name for name in vars(Instrument) if not name.startswith("_")]:
-    setattr(Instruments, _name, _told(_name))
+for _name in vars(Instrument):
+    if _name.startswith(("program_", "segment_", "collective_")):
+        setattr(Instruments, _name, _told(_name))
 
 
 @dataclass

@@ -24,7 +24,6 @@ from .walk import Walker
 
 if TYPE_CHECKING:
     from .executor import Executor
-    from .instrument import Instrument
     from .negotiation import Joint
     from .profiling import Measuring
 
@@ -83,29 +82,7 @@ class LoadedProgram:
             if instrument is None:
                 self._single = run
             elif len(self.local) == 1 and walker.prepared:
-                self._single = self._watched(run, segment, instrument)
-
-    def _watched(
-        self,
-        run: Callable[[int, list[Any]], list[Any]],
-        segment: int,
-        instrument: Instrument,
-    ) -> Callable[[int, list[Any]], list[Any]]:
-        """The run of the only segment, told to the instrument."""
-        program, executor, called = self.program, self.executor, instrument.program_called
-
-        def watched(ordinal: int, arrays: list[Any]) -> list[Any]:
-            number, began = executor.next_run(), perf_counter()
-            try:
-                outputs = run(ordinal, arrays)
-            except BaseException as error:
-                instrument.program_started(program.name, number)
-                instrument.program_finished(program.name, number, error)
-                raise
-            called(program, segment, number, ordinal, began, outputs)
-            return outputs
-
-        return watched
+                self._single = instrument.around_call(run, program, segment, self.executor.next_run)
 
     def watch(self) -> None:
         """Tell the executor's instrument, which has changed, what is done from now on."""
@@ -235,13 +212,13 @@ class LoadedProgram:
             return None
         rest: Callable[[], None] | None = None
         error: BaseException | None = None
-        instrument, run, done = executor.instrument, executor.next_run(), 0
+        run, done = executor.next_run(), 0
         assert prompt is not None
         try:
             if self.joint is not None:
                 self.joint.begin()
-            if instrument is not None:
-                instrument.program_started(self.program.name, run)
+            if walker.started is not None:
+                walker.started(run)
             until = perf_counter() + PATIENCE
             for attempt in prompt:
                 done += 1
@@ -254,8 +231,8 @@ class LoadedProgram:
             error = raised
         if error is None and rest is None:
             executor.end_turn()
-            if instrument is not None:
-                instrument.program_finished(self.program.name, run, None)
+            if walker.finished is not None:
+                walker.finished(run, None)
             outputs = [
                 [
                     Value(t, ordinal, self._engine, None, Landed(register[position]))

@@ -13,7 +13,7 @@ from typing import Any
 
 from .engine import Engine, LoadedSegment
 from .frame import Frame, Hosted, Operation, named
-from .instrument import Counters, Instrument, told
+from .instrument import Counters, Instrument, SegmentRun, told
 from .profiling import SegmentTimes
 from .program import ENDLESS, Block, Branch, Loop, Program, Run, Slot
 from .valid import Absent, Bounds, left_out
@@ -73,7 +73,7 @@ def _repeated(block: Block, iterations: int, entries: int) -> Iterator[tuple[Run
 
 def _last_named(block: Block) -> int:
     """The last iteration that a run of the block names as one that is run."""
-    named_ = [
+    known = [
         last
         for instruction in block.instructions
         if isinstance(instruction, Run)
@@ -81,31 +81,7 @@ def _last_named(block: Block) -> int:
         for last in bounds[1::2]
         if last < ENDLESS
     ]
-    return max(named_, default=0)
-
-
-SegmentRun = Callable[[int, list[Any]], list[Any]]
-
-
-def watched(
-    run: SegmentRun, instrument: Instrument | None, program: Program, segment: int
-) -> SegmentRun:
-    """A segment's ``run`` that tells the instrument of every call; ``run`` itself where nobody listens."""
-    issued, handed = told(instrument, "segment_issued"), told(instrument, "segment_handed")
-    if issued is None and handed is None:
-        return run
-    name, segment_name = program.name, program.segments[segment].name
-
-    def telling(ordinal: int, arrays: list[Any]) -> list[Any]:
-        began = perf_counter()
-        outputs = run(ordinal, arrays)
-        if issued is not None:
-            issued(name, segment, segment_name, ordinal)
-        if handed is not None:
-            handed(program, segment, ordinal, began, outputs)
-        return outputs
-
-    return telling
+    return max(known, default=0)
 
 
 Land = Callable[[list[Any], Slot], list[Any]]
@@ -209,12 +185,9 @@ class Runs:
         """On the only local device."""
         inputs, outputs, donated = instruction.inputs, instruction.outputs, instruction.donated
         land, ordinal = self.land, self.ordinals[0]
-        run = watched(
-            self.segments[instruction.segment].run,
-            self.instrument,
-            self.program,
-            instruction.segment,
-        )
+        run: SegmentRun = self.segments[instruction.segment].run
+        if self.instrument is not None:
+            run = self.instrument.around_run(run, self.program, instruction.segment)
         what = self._what(instruction)
 
         def issue(frame: Frame) -> None:
@@ -244,8 +217,10 @@ class Runs:
         what = self._what(instruction)
         inputs, outputs, donated = instruction.inputs, instruction.outputs, instruction.donated
         ordinals, count = self.ordinals, len(self.ordinals)
-        instrument, whole, program = self.instrument, self.program, self.program.name
-        issued, handed = told(instrument, "segment_issued"), told(instrument, "segment_handed")
+        instrument, known = self.instrument, (instruction.segment, segment.name)
+        issued = told(instrument, "segment_issued", self.program.name, *known)
+        left = told(instrument, "segment_skipped", self.program.name, *known)
+        handed = told(instrument, "segment_handed", self.program, instruction.segment)
         types = [self.program.slot_types[slot] for slot in outputs]
         absent, counters, flops = self.absent, self.counters, max(segment.flops, 0.0)
 
@@ -254,10 +229,8 @@ class Runs:
                 result[position] = absent.array(type_, ordinals[position])
             counters.skipped_runs += 1
             counters.skipped_flops += flops
-            if instrument is not None:
-                instrument.segment_skipped(
-                    program, instruction.segment, segment.name, ordinals[position]
-                )
+            if left is not None:
+                left(ordinals[position])
 
         def issue(frame: Frame, run: Callable[..., list[Any]]) -> None:
             registers, skipped = frame.registers, leaves_out(frame.iteration)
@@ -282,9 +255,9 @@ class Runs:
                 for result, array in zip(results, arrays, strict=True):
                     result[position] = array
                 if issued is not None:
-                    issued(program, instruction.segment, segment.name, ordinal)
+                    issued(ordinal)
                 if handed is not None:
-                    handed(whole, instruction.segment, ordinal, began, arrays)
+                    handed(ordinal, began, arrays)
             for slot in donated:
                 registers[slot] = None
             for slot, result in zip(outputs, results, strict=True):

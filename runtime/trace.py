@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .errors import WorldError
-from .recorder import Recorder
-from .trace_file import Header, beginning, chunk, events_chunk, file_name, program_chunk
+from .recorder import MakeRows, Recorder
+from .rows import Rows
+from .trace_file import Header, beginning, chunk, events_head, file_name, program_chunk
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -30,8 +31,11 @@ WRITE_EVERY = 0.5
 _log = logging.getLogger("stretto")
 
 
-def begin(world: World, engine: Engine) -> Trace | None:
-    """The trace of this rank, if ``STRETTO_TRACE`` asks for one. Raises `WorldError`."""
+def begin(world: World, engine: Engine, rows: MakeRows = Rows) -> Trace | None:
+    """The trace of this rank, if ``STRETTO_TRACE`` asks for one. Raises `WorldError`.
+
+    ``rows``: as in `Recorder`.
+    """
     folder = world.options.trace
     if not folder:
         return None
@@ -39,7 +43,7 @@ def begin(world: World, engine: Engine) -> Trace | None:
     path = Path(folder) / file_name(world.rank)
     trace = _begun.get(path)
     if trace is None:  # a process that makes its devices anew goes on with its file
-        trace = _begun[path] = Trace(Path(folder), header, engine)
+        trace = _begun[path] = Trace(Path(folder), header, engine, rows)
         world.on_failure(lambda error: trace.write())
     return trace
 
@@ -66,8 +70,8 @@ _begun: dict[Path, Trace] = {}
 class Trace(Recorder):
     """Writes ``folder/rank-….trace``; see the head of this file. `close` ends it."""
 
-    def __init__(self, folder: Path, header: Header, engine: Engine) -> None:
-        super().__init__(engine, header.local_devices)
+    def __init__(self, folder: Path, header: Header, engine: Engine, rows: MakeRows = Rows) -> None:
+        super().__init__(engine, header.local_devices, rows)
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._file = open(folder / file_name(header.rank), "wb", buffering=0)  # noqa: SIM115
@@ -89,26 +93,35 @@ class Trace(Recorder):
         with self._writing:
             if self._file.closed:
                 return
-            rows = self.take()
-            # What the rows refer to goes before them.
-            written = self._written
-            programs, sets = self.programs[written[0] :], self.sets[written[1] :]
-            profiles = self.profiles[written[2] :]
-            self._written = (
-                written[0] + len(programs),
-                written[1] + len(sets),
-                written[2] + len(profiles),
-            )
-            parts = [program_chunk(*program) for program in programs]
-            parts += [chunk(b"S", json.dumps(sorted(skip)).encode()) for skip in sets]
-            parts += [chunk(b"M", json.dumps(asdict(done)).encode()) for done in profiles]
             try:
-                data = b"".join(parts) + (events_chunk(rows) if rows else b"")
-                if data:
-                    self._file.write(data)
+                self.rows.drain(self._write_rows)
+                self._write_lists()  # what was loaded and measured before anything was run
             except OSError as error:
                 _log.warning("the trace ends here: %s", error)
                 self._file.close()
+
+    def _write_rows(self, parts: list[memoryview]) -> None:
+        self._write_lists()  # what the rows refer to goes before them
+        self._file.write(events_head(parts))
+        for part in parts:
+            self._file.write(part)
+
+    def _write_lists(self) -> None:
+        """Write what was added to the lists of programs, sets and profiles."""
+        written = self._written
+        programs, sets = self.programs[written[0] :], self.sets[written[1] :]
+        profiles = self.profiles[written[2] :]
+        if not (programs or sets or profiles):
+            return
+        self._written = (
+            written[0] + len(programs),
+            written[1] + len(sets),
+            written[2] + len(profiles),
+        )
+        parts = [program_chunk(*program) for program in programs]
+        parts += [chunk(b"S", json.dumps(sorted(skip)).encode()) for skip in sets]
+        parts += [chunk(b"M", json.dumps(asdict(done)).encode()) for done in profiles]
+        self._file.write(b"".join(parts))
 
     def close(self) -> None:
         """Write out the rest and end the threads. Called at the end of the process."""

@@ -19,7 +19,7 @@ header's ``offset`` they are rank 0's.
     AWAITED       collective          stream    since its start         its wait
     PROGRAM       run                 0 or 1    1 if it failed          the walk, or 1: one segment that ran
                                                 on when it had been called
-    CALLED        segment             ordinal   run                     one segment called without a walk
+    CALLED        segment             ordinal                           one segment called without a walk
 
 A file that was cut off is read as far as it goes.
 """
@@ -29,6 +29,7 @@ from __future__ import annotations
 import json
 import struct
 import zlib
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from enum import IntEnum
 from pathlib import Path
@@ -100,9 +101,12 @@ def program_chunk(program: Program, local: tuple[tuple[int, int], ...]) -> bytes
     return chunk(b"P", json.dumps(local).encode() + b"\n" + program_codec.to_bytes(program))
 
 
-def events_chunk(rows: bytes) -> bytes:
-    """``rows``: `WIDTH` little-endian float64 each."""
-    return chunk(b"E", rows)
+def events_head(parts: Sequence[memoryview]) -> bytes:
+    """What goes before the parts of a chunk of events: of rows, `WIDTH` little-endian float64 each."""
+    crc = 0
+    for part in parts:
+        crc = zlib.crc32(part, crc)
+    return _CHUNK.pack(b"E", sum(part.nbytes for part in parts), crc)
 
 
 @dataclass

@@ -18,7 +18,7 @@ from .call import Lane
 from .communication import Attempt, Communication
 from .engine import Engine, LoadedSegment
 from .frame import Frame, Hosted, Operation, named
-from .instrument import Counters, Instrument
+from .instrument import Counters, Instrument, told
 from .profiling import SegmentTimes
 from .program import (
     Block,
@@ -81,31 +81,38 @@ class Walker:
         self._shared = shared_results(program)
         self.prepared = False
         self.times: SegmentTimes | None = None
+        self._tell()
+
+    def _tell(self) -> None:
+        """Who is told of a walk's begin, ``started(run)``, and end, ``finished(run, error)``."""
+        self.started = told(self.instrument, "program_started", self.program.name)
+        self.finished = told(self.instrument, "program_finished", self.program.name)
 
     def watched_by(self, instrument: Instrument | None) -> Walker:
         """One that does the same under another instrument, of one that is prepared; waits for nobody."""
         made = copy(self)
         made.instrument = instrument
-        made._translate(self._communication)
+        made._translate(made._communicate(self._communication))
         return made
 
     def timed_by(self, times: SegmentTimes | None) -> Walker:
         """One that does the same and times its segments, of one that is prepared; None: as ever."""
         made = copy(self)
         made.times = times
-        made._translate(self._communication)
+        made._translate(made._communicate(self._communication))
         return made
 
     def prepare(self) -> None:
         """Bind the collectives, which may wait for the other processes, and translate the program."""
         if not self.local:
             return
-        self._translate(None)
+        communication = self._communicate(None)
         if self.instrument is not None:
             self.instrument.program_loaded(self.program, self.local)
+        self._translate(communication)
 
-    def _translate(self, bound: Communication | None) -> None:
-        communication = Communication(
+    def _communicate(self, bound: Communication | None) -> Communication:
+        return Communication(
             self.program,
             self.engine,
             self.segments,
@@ -116,7 +123,10 @@ class Walker:
             self.called,
             bound,
         )
+
+    def _translate(self, communication: Communication) -> None:
         self._communication = communication
+        self._tell()
         runs = Runs(
             self.program,
             self.engine,

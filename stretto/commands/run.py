@@ -40,6 +40,7 @@ from stretto.collectives.hierarchy import create_communicator
 from stretto.collectives.ops import Collective, Kind
 from stretto.collectives.order import CommonOrder, Schedule
 from stretto.collectives.types import TensorType
+from stretto.plugin import _capi
 from stretto.runtime import launcher, options, trace
 from stretto.runtime.engine import create_engine
 from stretto.runtime.errors import CollectiveMismatch, InvalidProgramError, StrettoError
@@ -346,7 +347,7 @@ def execute(
     program = compiled.program
     engine = create_engine(world.options.engine, world.local_devices, cores=world.cores)
     counts = Counts(program)
-    tracing = trace.begin(world, engine)
+    tracing = trace.begin(world, engine, _capi.Rows)
     executor = Executor(
         engine,
         world,

@@ -24,7 +24,6 @@ from stretto.runtime.trace_file import (
     Kind,
     beginning,
     chunk,
-    events_chunk,
     file_name,
     program_chunk,
     read,
@@ -61,7 +60,7 @@ def written(folder: Path, rank: int = 0, size: int = 1, offset: float = 0.0, job
         + program_chunk(loaded, ((rank, 0),))
         + chunk(b"S", json.dumps([rank]).encode())
         + chunk(b"M", json.dumps(asdict(PROFILED)).encode())
-        + events_chunk(np.array(events, "<f8").tobytes())
+        + chunk(b"E", np.array(events, "<f8").tobytes())
     )
     return path
 

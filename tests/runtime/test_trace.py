@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -14,10 +15,10 @@ import numpy as np
 import pytest
 from support.handmade import F32, Rig, all_reduce, block, permute, program, segment
 
-from stretto.runtime import clock, recorder
+from stretto.runtime import clock
 from stretto.runtime.errors import StrettoError, WorldError
 from stretto.runtime.program import Program, Run, Start, Wait
-from stretto.runtime.recorder import EVERY, EXACT
+from stretto.runtime.rows import EVERY, EXACT, Rows
 from stretto.runtime.trace import Trace
 from stretto.runtime.trace_events import measure
 from stretto.runtime.trace_file import VERSION, Header, Kind, RankTrace, TraceError, file_name, read
@@ -98,7 +99,7 @@ def test_what_was_written_outlives_a_process_that_is_killed(tmp_path: Path) -> N
     script = f"""
 import os, signal
 from pathlib import Path
-from stretto.runtime.recorder import EVERY, EXACT
+from stretto.runtime.rows import EVERY, EXACT, Rows
 from stretto.runtime.trace import Trace
 from stretto.runtime.trace_file import Header
 from stretto.testing import NullEngine
@@ -161,11 +162,10 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
 
 def test_times_are_told_on_rank_0s_clock(tmp_path: Path) -> None:
     header = Header(1, 2, "there", 1, 1, "null", 1000.0, 0.0)
-    trace = Trace(tmp_path, header, NullEngine(1))
+    trace = Trace(tmp_path, header, NullEngine(1), partial(Rows, clock=lambda: 5.0))
     trace.program_finished("p", 1, None)
-    row = np.frombuffer(bytes(trace._rows), "<f8")
     trace.close()
-    assert read(tmp_path / file_name(1)).events[0, 5] == pytest.approx(row[5] + 1000.0)
+    assert read(tmp_path / file_name(1)).events[0, 5] == 1005.0
 
 
 class Told:
@@ -229,7 +229,7 @@ def test_a_thread_waits_for_segments_at_few_of_the_times_that_the_walk_stands(
         trace.collective_awaited(SHIFT, 0, 0.0, 0.0)
         engine.ready.add(time)
         trace.collective_started(SHIFT, 0)  # looks
-    assert [int(running[3]) for running in waited.told] == [*range(EXACT), EVERY, 2 * EVERY]
+    assert [number for _, number, _ in waited.told] == [*range(EXACT), EVERY, 2 * EVERY]
     # As a file's reader asks for it again: the count goes on.
     trace.program_loaded(loaded, ((0, 0), (1, 1)))
     assert len(trace.programs) == 1
@@ -238,11 +238,11 @@ def test_a_thread_waits_for_segments_at_few_of_the_times_that_the_walk_stands(
 
 
 def test_a_row_tells_when_its_segment_was_last_seen_to_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr(recorder, "LEAST", 0.0)  # whatever comes is looked at
     engine, loaded = Slow(), shifting()
-    trace = Trace(tmp_path, HEADER, engine)  # type: ignore[arg-type]
+    whatever_comes = partial(Rows, least=0.0)  # is looked at
+    trace = Trace(tmp_path, HEADER, engine, whatever_comes)  # type: ignore[arg-type]
     trace.program_loaded(loaded, ((0, 0), (1, 1)))
     trace._pending = Told()  # type: ignore[assignment]
     began = perf_counter()
@@ -293,7 +293,7 @@ def test_no_thread_waits_for_segments_that_a_collective_waits_for(tmp_path: Path
     assert trace._watcher is None
     engine.ready = {0}
     trace.collective_started(SHIFT, 0)  # which tells when they were computed
-    assert trace._watcher is None and not any(trace._running)
+    assert trace._watcher is None and trace.rows.last(0) is None
     trace.collective_ran(SHIFT, 0, 0.0, (0, 1), frozenset())
     trace.collective_awaited(SHIFT, 0, 0.0, 0.0)
     trace.collective_started(SHIFT, 0)

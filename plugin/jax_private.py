@@ -163,6 +163,24 @@ def share_cpu_lowerings() -> None:
     mlir._platform_specific_lowerings[PLATFORM] = mlir._platform_specific_lowerings["cpu"]
 
 
+def share_ffi_targets() -> None:
+    """Hand FFI targets and types that a program registers for stretto to XLA's CPU client, which compiles.
+
+    Those registered before this are kept by jaxlib until it is called. Registered for ``cpu``, they are
+    the client's own anyway.
+    """
+    from jax._src.lib import xla_client
+
+    xla, host = xla_client._xla, xla_client.xla_platform_names["cpu"]
+
+    def target(name: str, function: Any, platform: str, api_version: int, traits: Any) -> None:
+        del platform
+        xla.register_custom_call_target(name, function, host, api_version, traits)
+
+    xla_client.register_custom_call_handler(PLATFORM, target)
+    xla_client.register_custom_type_handler(PLATFORM, xla.register_custom_type)
+
+
 def allow_donation() -> None:
     """List stretto among the platforms that donate, for whoever asks before lowering."""
     from jax._src.interpreters import mlir

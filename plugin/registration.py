@@ -28,6 +28,7 @@ def initialize() -> None:
     jax_private.lower_tokens_in_barriers()
     jax_private.call_what_was_exported()
     jax_private.share_cpu_lowerings()
+    jax_private.share_ffi_targets()
     jax_private.allow_donation()
     jax_private.hand_over_callbacks()
     jax_private.transform_as_cpu()

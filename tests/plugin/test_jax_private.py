@@ -207,6 +207,18 @@ def test_callbacks_in_the_compilation_cache() -> None:
         assert "backend.deserialize_executable(" in source
 
 
+def test_ffi_targets() -> None:
+    """A handler is given what was registered before it, and all that is registered later."""
+    from jax._src.lib import xla_client
+
+    source = inspect.getsource(xla_client.register_custom_call_target)
+    assert "_custom_callback_handler[xla_platform_name](" in source
+    assert "name, fn, xla_platform_name, api_version, traits" in source
+    source = inspect.getsource(xla_client.make_cpu_client)
+    assert "register_custom_call_handler('cpu', _xla.register_custom_call_target)" in source
+    assert "register_custom_type_handler('cpu', _xla.register_custom_type)" in source
+
+
 def test_profiler() -> None:
     """What `register_plugin` calls for a plugin in a file; sessions then ask the plugin's extension."""
     from jax._src.lib import _profiler

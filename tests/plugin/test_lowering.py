@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import export
+from jax import export, lax
 from jax._src import effects
 from jax._src.interpreters import mlir
 from jax.experimental import io_callback
@@ -194,6 +194,36 @@ class TestLayouts:
         placement = Format(Layout((0, 1), tiling=((8, 128),)), SingleDeviceSharding(device))
         with pytest.raises(Exception, match=r"argument 0 .* layout .*without tiles"):
             jax.jit(lambda a: a + 1, in_shardings=placement)(np.zeros((2, 3)))
+
+
+@pytest.mark.parametrize("platform", ["stretto", "cpu"])
+def test_ffi_targets_of_the_program(platform: str, devices: list[jax.Device]) -> None:
+    """A handler that jaxlib brings along, under a name of the program's own; on each device by itself."""
+    from jaxlib.cpu import _lapack
+
+    name = f"factor_for_{platform}"
+    _lapack.initialize()
+    handler = _lapack.registrations()["lapack_dpotrf_ffi"]
+    jax.ffi.register_ffi_target(name, handler, platform=platform)
+
+    def factor(a: jax.Array) -> jax.Array:
+        results = [jax.ShapeDtypeStruct(a.shape, a.dtype), jax.ShapeDtypeStruct((), jnp.int32)]
+        layouts = [(1, 0), ()]
+        call = jax.ffi.ffi_call(name, results, input_layouts=layouts[:1], output_layouts=layouts)
+        return jnp.tril(call(a, uplo=np.uint8(ord("L")))[0])
+
+    with jax.enable_x64(True):
+        given = np.array([[4.0, 2.0], [2.0, 10.0]]) * np.array([1.0, 4.0, 9.0, 16.0])[:, None, None]
+        mesh = Mesh(np.array(devices), ("x",))
+        each = jax.shard_map(
+            lambda a: lax.psum(factor(a[0]), "x"),
+            mesh=mesh,
+            in_specs=PartitionSpec("x"),
+            out_specs=PartitionSpec(),
+            check_vma=False,
+        )
+        # By hand: [[2, 0], [1, 3]] for the first, and 2, 3 and 4 times that for the others.
+        assert np.asarray(jax.jit(each)(given)).tolist() == [[20.0, 0.0], [10.0, 30.0]]
 
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="only cpu is told of transformations")

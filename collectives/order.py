@@ -354,8 +354,8 @@ def _reconcile_level(
 def _send_key(recv_key: str) -> str:
     """The key of the send that feeds a receive: it names the data as operand instead of result."""
     _, _, rest = recv_key.partition("-> ")
-    types, _, channel = rest.rpartition(" ")
-    return f"{Kind.SEND}({types}) {channel}"
+    types, _, further = rest.partition(" channel=")
+    return f"{Kind.SEND}({types}) channel={further}"
 
 
 def _check_complete(

@@ -11,6 +11,7 @@ from stretto.collectives.order import (
     OrderConflict,
     Schedule,
     certificate,
+    check_matched,
     entry_of,
     reconcile,
     self_check,
@@ -188,6 +189,19 @@ def test_self_check_sees_a_ring_that_waits_for_itself():
     first = entry_of(Collective(Kind.SEND, (F32,), (), pairs=ring, channel=1, name="s"))
     then = entry_of(Collective(Kind.RECV, (), (F32,), pairs=ring, channel=1, name="r"), (0,))
     self_check(Schedule((first, then)), OWNER)
+
+
+def test_a_receive_matches_its_send_whatever_else_is_said_of_both():
+    ring, valid = ((0, 1), (1, 0)), ((0, 1), (1, 2))
+    common = {"pairs": ring, "channel": 3, "valid_iterations": valid}
+    s = entry_of(Collective(Kind.SEND, (F32, F32), (), name="s", **common))
+    r = entry_of(Collective(Kind.RECV, (), (F32, F32), name="r", **common))
+    check_matched(Schedule((s, r)))
+    unbounded = entry_of(
+        Collective(Kind.RECV, (), (F32, F32), pairs=ring, channel=3, name="unbounded")
+    )
+    with pytest.raises(OrderConflict, match="%s has no receive"):
+        check_matched(Schedule((s, unbounded)))
 
 
 def test_loop_bodies_are_reconciled_too():

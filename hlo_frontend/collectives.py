@@ -9,7 +9,7 @@ from stretto.collectives.ops import Collective, Kind, Reduction
 from stretto.collectives.types import TensorType
 
 from .graph import Computation, Instruction
-from .groups import parse_pairs, replica_groups, source_target_pairs
+from .groups import parse_pairs, replica_groups, source_target_pairs, spelled_groups
 
 PAIRS_ATTRIBUTE = "_xla_send_recv_source_target_pairs"
 VALIDATION_ATTRIBUTE = "_xla_send_recv_validation"
@@ -86,7 +86,10 @@ class CollectiveReader:
         self, instruction: Instruction, base: Collective, validation: str | None
     ) -> Collective:
         if instruction.proto.dynamic_slice_sizes:
-            raise instruction.unsupported("the in-place form with slice sizes is not supported")
+            raise instruction.unsupported(
+                "the in-place form with slice sizes is not supported; cut out the slice, permute it, and "
+                "write it with dynamic-update-slice"
+            )
         if base.operands != base.results:
             raise instruction.invalid("operands and results differ in type")
         pairs = [(p.source, p.target) for p in instruction.proto.source_target_pairs]
@@ -145,6 +148,16 @@ class CollectiveReader:
         return tuple(bounds) * copies
 
 
+def _unlisted(instruction: Instruction) -> str:
+    """What to do about groups of the wrong size, where all devices are one for want of a list."""
+    if spelled_groups(instruction):
+        return ""
+    return (
+        "; it lists no groups, so that all replicas or partitions are one. Their numbers are "
+        "replica_count= and num_partitions= in the module's first line"
+    )
+
+
 def _all_to_all(instruction: Instruction, collective: Collective) -> Collective:
     dimensions = instruction.proto.dimensions
     sizes = {len(g) for g in collective.groups}
@@ -154,6 +167,7 @@ def _all_to_all(instruction: Instruction, collective: Collective) -> Collective:
         if sizes != {len(collective.operands)}:
             raise instruction.invalid(
                 f"has {len(collective.operands)} operands for groups of {sorted(sizes)}"
+                + _unlisted(instruction)
             )
         return replace(collective, tuple_form=True)
     split = dimensions[0]
@@ -187,6 +201,7 @@ def _resized(instruction: Instruction, collective: Collective) -> Collective:
         if tuple(expected) != large.shape or operand.dtype != result.dtype:
             raise instruction.invalid(
                 f"{operand} and {result} do not fit groups of {size} along dimension {dimension}"
+                + _unlisted(instruction)
             )
     return replace(collective, dimension=dimension)
 

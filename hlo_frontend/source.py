@@ -21,9 +21,8 @@ from jaxlib import _hlo
 
 from stretto.runtime.errors import InvalidProgramError, StrettoError
 
-from .collectives import PAIRS_ATTRIBUTE
-from .graph import COLLECTIVES, Module
-from .groups import GroupMode, group_mode, parse_pairs, spelled_groups
+from .counts import implied_counts
+from .graph import Module
 from .schema import HloModuleProto, HloModuleProtoWithConfig
 from .text import parse_hlo_text
 
@@ -31,6 +30,9 @@ Result = TypeVar("Result")
 
 _GZIP_MAGIC = b"\x1f\x8b"
 _TEXT = re.compile(rb"[^\x00-\x08\x0e-\x1f\x7f]*\Z")
+_HEADER = re.compile(r"^[ \t]*HloModule\b", re.MULTILINE)
+_COMPUTATION = re.compile(r"^[ \t]*(?:ENTRY\b|%?[\w.-]+[ \t]*[({])", re.MULTILINE)
+_COMMENT = re.compile(r"/\*.*?\*/|//[^\n]*", re.DOTALL)
 _COUNTS = re.compile(r"\b(replica_count|num_partitions)=(\d+)")
 
 
@@ -49,9 +51,7 @@ class HloSource:
         """
         replicas, partitions = self.num_replicas, self.num_partitions
         if not replicas and not partitions:
-            replicas, partitions = _implied_counts(parsed or Module.parse(self.module))
-        if not replicas and not partitions:
-            partitions = num_devices
+            replicas, partitions = implied_counts(parsed or Module.parse(self.module), num_devices)
         return max(replicas, 1), max(partitions, 1)
 
 
@@ -79,10 +79,18 @@ def read_hlo(data: bytes) -> HloSource:
 
 
 def _read_text(text: str) -> HloSource:
-    header = text.lstrip().partition("\n")[0]
-    counts = {name: int(count) for name, count in _COUNTS.findall(header)}
     module = parse_hlo_text(text)
+    counts = {name: int(count) for name, count in _COUNTS.findall(_header(text))}
     return HloSource(module, counts.get("replica_count", 0), counts.get("num_partitions", 0))
+
+
+def _header(text: str) -> str:
+    """What stands before the first computation, on one line or several, without comments."""
+    begin = _HEADER.search(text)
+    if begin is None:
+        return ""
+    end = _COMPUTATION.search(text, begin.end())
+    return _COMMENT.sub(" ", text[begin.start() : end.start() if end else len(text)])
 
 
 def _read_proto(data: bytes) -> HloSource:
@@ -113,26 +121,6 @@ def _loadable(module: bytes) -> bytes:
     except Exception as error:
         raise InvalidProgramError(f"XLA cannot load the module: {error}") from error
     return module
-
-
-def _implied_counts(module: Module) -> tuple[int, int]:
-    """The smallest counts of replicas and partitions that hold all ids in groups and pairs."""
-    replicas = partitions = 0
-    for computation in module.computations:
-        for instruction in computation.instructions:
-            if instruction.opcode not in COLLECTIVES:
-                continue
-            pairs = [(p.source, p.target) for p in instruction.proto.source_target_pairs]
-            attribute = instruction.attributes.get(PAIRS_ATTRIBUTE)
-            if attribute is not None:
-                pairs += parse_pairs(instruction, attribute)
-            sets = [*pairs, *spelled_groups(instruction)]
-            largest = max((member + 1 for members in sets for member in members), default=0)
-            if group_mode(instruction) in (GroupMode.CROSS_PARTITION, GroupMode.FLATTENED):
-                partitions = max(partitions, largest)
-            else:
-                replicas = max(replicas, largest)
-    return replicas, partitions
 
 
 def in_fork(work: Callable[[], Result]) -> Result:

@@ -197,7 +197,7 @@ def _broadcast(where: Instruction) -> None:
     fits = (
         shape.element_type == where.shape.element_type
         and len(axes) == len(shape.dimensions)
-        and axes == sorted(set(axes))
+        and len(axes) == len(set(axes))
         and all(0 <= a < len(where.shape.dimensions) for a in axes)
         and all(where.shape.dimensions[a] == d for a, d in zip(axes, shape.dimensions, strict=True))
     )
@@ -380,6 +380,8 @@ def _reducer(where: Instruction) -> None:
 def _collective(where: Instruction) -> None:
     if where.opcode.startswith(("all-reduce", "reduce-scatter")):
         _reducer(where)
+    if where.opcode.startswith("collective-permute") and where.proto.dynamic_slice_sizes:
+        return  # the in-place form, whose operands may be tuples: refused as such when it is read
     for operand in where.operands:
         if operand.shape.element_type == TUPLE:
             raise where.invalid(f"operand {operand.name} is a tuple; give its elements instead")

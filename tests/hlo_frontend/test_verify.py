@@ -56,6 +56,10 @@ CASES = {
     "select by an integer": ("ROOT r = f32[4] select(p, p, p)", "selects by f32"),
     "compare that gives floats": ("ROOT r = f32[4] compare(p, p), direction=EQ", "gives no pred"),
     "broadcast": ("ROOT r = f32[3,5] broadcast(p), dimensions={1}", "cannot make"),
+    "broadcast to one dimension twice": (
+        "w = f32[4,4] broadcast(p), dimensions={1}\n ROOT r = f32[4,4] broadcast(w), dimensions={0,0}",
+        "cannot make",
+    ),
     "broadcast out of range": ("ROOT r = f32[4] broadcast(p), dimensions={7}", "cannot make"),
     "transpose": ("ROOT r = f32[2,4] transpose(q), dimensions={1,0}", "cannot make"),
     "slice": ("ROOT r = f32[9] slice(p), slice={[0:9]}", "cannot cut"),
@@ -159,6 +163,7 @@ def test_what_does_not_fit_is_named(lines: str, reason: str) -> None:
     [
         "ROOT r = f32[4] clamp(z, p, z)",
         "ROOT r = f32[2,4] broadcast(p), dimensions={1}",
+        "ROOT r = f32[4,3,2] broadcast(q), dimensions={2,0}",
         "ROOT r = f32[2,2] dynamic-slice(q, v), dynamic_slice_sizes={2,2}",
         "ROOT r = f32[2,2] dynamic-slice(q, k, k), dynamic_slice_sizes={2,2}",
         "ROOT r = f32[4] while(p), condition=always, body=one",

@@ -42,6 +42,9 @@ _REFUSED = {
     "rng-get-and-update-state": "use rng-bit-generator with an explicit state",
 }
 
+# Custom calls by which a program says where it is partitioned by hand, before XLA partitions the rest.
+_UNPARTITIONED = frozenset({"SPMDFullToShardShape", "SPMDShardToFullShape"})
+
 Env = dict[Instruction, list[Value]]
 
 
@@ -128,6 +131,13 @@ def _results(node: Node, types: Sequence[TensorType | None]) -> list[Value]:
 def _compute(builder: _Builder, instruction: Instruction, env: Env) -> list[Value]:
     if instruction.opcode in _REFUSED:
         raise instruction.unsupported(f"not supported; {_REFUSED[instruction.opcode]}")
+    if instruction.opcode == "custom-call":
+        target = instruction.proto.custom_call_target
+        if target in _UNPARTITIONED:
+            raise instruction.unsupported(
+                f"{target} is of a module that is not partitioned yet; give it as XLA's SPMD partitioner "
+                "leaves it, or run the JAX program"
+            )
     if any(called.needs_runtime for called in instruction.called):
         raise instruction.unsupported(
             "collectives and device ids are not supported in a computation called by this op"

@@ -18,6 +18,7 @@ from stretto.hlo_frontend.overlap.export import to_json
 from stretto.hlo_frontend.overlap.plan import plan_module
 from stretto.hlo_frontend.overlap.staged import LoopReport
 from stretto.hlo_frontend.source import in_fork, read_hlo
+from stretto.hlo_frontend.verify import verify
 from stretto.runtime.errors import InvalidProgramError
 
 MOST_NAMES = 3  # names of collectives printed of a loop; --json has them all
@@ -38,6 +39,7 @@ def schedule_file(data: bytes, costs_file: str, num_devices: int) -> str:
         gc.disable()  # the process ends with this: no garbage of it matters
         source = read_hlo(data)
         module = Module.parse(source.module)
+        verify(module)
         replicas, partitions = source.counts(num_devices, module)
         found = to_json(plan_module(module, costs, partitions, replicas))
         block = flatten(module.entry, CollectiveReader(replicas, partitions))

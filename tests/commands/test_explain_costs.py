@@ -103,6 +103,19 @@ def test_tables_that_cannot_be_used(
     assert captured.out == ""
 
 
+def test_a_module_that_contradicts_itself_is_named_as_without_costs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = tmp_path / "m.hlo"
+    module.write_text(MODULE.replace("%a = f32[8,8] dot", "%a = f32[8,7] dot"))
+    costs = table(tmp_path, {"compute": COMPUTE, "links": [LINK]})
+    said = []
+    for more in ([], ["--costs", costs]):
+        assert main(["explain", str(module), *more]) == 2
+        said.append(capsys.readouterr().err)
+    assert said[0] == said[1] and "a (dot): cannot make f32[8,7]" in said[0]
+
+
 def test_a_table_that_is_not_there(
     file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

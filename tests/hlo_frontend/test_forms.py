@@ -231,3 +231,49 @@ def test_source_line_of_both_forms_of_metadata():
         """
     )
     assert made.collectives[0].source == "train.py:12"
+
+
+@pytest.mark.parametrize("target", ["SPMDFullToShardShape", "SPMDShardToFullShape"])
+def test_modules_that_are_not_partitioned_are_refused(target):
+    with pytest.raises(
+        UnsupportedError, match=rf"shard \(custom-call\): {target}.*not partitioned"
+    ):
+        program(
+            f"""
+            p = f32[8] parameter(0)
+            shard = f32[2] custom-call(p), custom_call_target="{target}"
+            ROOT r = f32[2] all-reduce(shard), channel_id=1, use_global_device_ids=true,
+              replica_groups={{{{0,1,2,3}}}}, to_apply=add
+            """
+        )
+
+
+def test_a_transfer_that_ends_in_the_next_iteration_is_refused():
+    state = "(s32[], (f32[8], u32[], token[]))"
+    head = f"""
+    body {{
+      c = {state} parameter(0)
+      i = s32[] get-tuple-element(c), index=0
+      begun = (f32[8], u32[], token[]) get-tuple-element(c), index=1
+      ended = (f32[8], token[]) recv-done(begun), channel_id=1
+      t = token[] after-all()
+      again = (f32[8], u32[], token[]) recv(t), channel_id=1
+      ROOT n = {state} tuple(i, again)
+    }}
+    more {{
+      d = {state} parameter(0)
+      ROOT m = pred[] constant(false)
+    }}
+    """
+    with pytest.raises(UnsupportedError, match=r"ended \(recv-done\): ends begun.*in one"):
+        program(
+            f"""
+            t0 = token[] after-all()
+            k = s32[] constant(0)
+            first = (f32[8], u32[], token[]) recv(t0), channel_id=1
+            init = {state} tuple(k, first)
+            w = {state} while(init), condition=more, body=body
+            ROOT r = s32[] get-tuple-element(w), index=0
+            """,
+            head=head,
+        )

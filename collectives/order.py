@@ -209,7 +209,8 @@ def check_matched(schedule: Schedule) -> None:
             lacking = "receive" if surplus > 0 else "send"
             raise OrderConflict(
                 f"{entry.describe()} has no {lacking} that matches it between devices "
-                f"{pair[0]} and {pair[1]}"
+                f"{pair[0]} and {pair[1]}: one of the same channel_id, type, pairs and valid iterations, "
+                "in the same loop or branch"
             )
 
 

@@ -104,7 +104,11 @@ def source_target_pairs(
         ids = [pair[column] for pair in pairs]
         for member in ids:
             if not 0 <= member < count:
-                raise instruction.invalid(f"{role} {member} must be at least 0 and below {count}")
+                what = "partitions" if across_partitions else "replicas (it has no channel_id)"
+                raise instruction.invalid(
+                    f"{role} {member} must be at least 0 and below {count}: its pairs are of {what}, of "
+                    f"which there are {count}"
+                )
         if len(set(ids)) != len(ids):
             repeated = next(i for i in ids if ids.count(i) > 1)
             raise instruction.invalid(f"{role} {repeated} occurs in more than one pair")

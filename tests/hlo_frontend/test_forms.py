@@ -277,3 +277,20 @@ def test_a_transfer_that_ends_in_the_next_iteration_is_refused():
             """,
             head=head,
         )
+
+
+def test_pairs_out_of_range_say_what_they_count():
+    with pytest.raises(InvalidProgramError, match=r"source 1 .* replicas \(it has no channel_id\)"):
+        program(
+            """
+            p = f32[8] parameter(0)
+            ROOT r = f32[8] collective-permute(p), source_target_pairs={{0,1},{1,0}}
+            """
+        )
+    with pytest.raises(InvalidProgramError, match=r"target 4 .* partitions, of which there are 4"):
+        program(
+            """
+            p = f32[8] parameter(0)
+            ROOT r = f32[8] collective-permute(p), channel_id=1, source_target_pairs={{0,4}}
+            """
+        )

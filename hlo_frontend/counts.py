@@ -47,10 +47,18 @@ def implied_counts(module: Module, num_devices: int) -> tuple[int, int]:
             replicas = max(replicas, largest if sets else size)
     for listed, size in joint:
         partitions = max(partitions, size // (listed or max(replicas, 1)))
+    if _asks_for_replicas_alone(module):
+        replicas = max(replicas, ceil(flattened / max(partitions, 1)))
     partitions = max(partitions, ceil(flattened / max(replicas, 1)))
     if not replicas and not partitions:
         return (num_devices, 0) if modes == {GroupMode.CROSS_REPLICA} else (0, num_devices)
     return replicas, partitions
+
+
+def _asks_for_replicas_alone(module: Module) -> bool:
+    """Whether it reads which replica a device is, and never which partition: then devices are replicas."""
+    opcodes = {i.opcode for computation in module.computations for i in computation.instructions}
+    return "replica-id" in opcodes and "partition-id" not in opcodes
 
 
 def _collectives(module: Module) -> list[Instruction]:

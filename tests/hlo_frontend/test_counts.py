@@ -62,6 +62,17 @@ FLAT = "channel_id=1, use_global_device_ids=true"
              "ROOT r = f32[4,6] all-reduce(a), to_apply=add, replica_groups={{0,1}}"],
             (2, 2),
         ),
+        # Devices are what the program asks for: replicas here, partitions where it does not say.
+        (
+            ["i = u32[] replica-id()", "j = f32[] convert(i)",
+             f"ROOT r = f32[] all-reduce(j), to_apply=add, replica_groups={{{{0,1}}}}, {FLAT}"],
+            (2, 1),
+        ),
+        (
+            ["i = u32[] partition-id()", "j = f32[] convert(i)", "k = u32[] replica-id()",
+             f"ROOT r = f32[] all-reduce(j), to_apply=add, replica_groups={{{{0,1}}}}, {FLAT}"],
+            (1, 2),
+        ),
         (["ROOT r = f32[4,6] all-reduce(p), to_apply=add, replica_groups={}"], (DEVICES, 1)),
         (["ROOT r = f32[4,6] all-reduce(p), to_apply=add, channel_id=1"], (1, DEVICES)),
         (["ROOT r = f32[4,6] negate(p)"], (1, DEVICES)),

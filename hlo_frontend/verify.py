@@ -450,7 +450,7 @@ def _begun(where: Instruction, *opcodes: str) -> Any:
     start = where.operands[0]
     while start.opcode == "async-update" and start.operands:
         start = start.operands[0]
-    if start.opcode in ("get-tuple-element", "parameter"):
+    if start.opcode in ("get-tuple-element", "parameter") and start.shape.element_type == TUPLE:
         raise where.unsupported(
             f"ends {start.describe()}, which was started in another iteration or computation; a start and "
             "its done must be in one, as they are before XLA's passes that pipeline sends and receives"

@@ -1,11 +1,11 @@
 """What ``STRETTO_TRACE`` costs: programs of two ranks with and without a trace, in the same processes.
 
-The trace is switched on and off between turns of some milliseconds, one call at least; what it has to write
-is written within its turns. Turns without one come twice, so that the table tells what equal turns differ by
-(*control*). The figure is the median of ratios of turns that follow each other, with the interval in which it
-lies at 95%: of elapsed time, and of the processor time that all threads of both ranks used. The latter tells
-more where ranks share cores: it has the work that a trace makes, and little of what else the machine does
-meanwhile.
+The trace is switched on and off between turns of some milliseconds, two calls at least behind one that does
+not count: what was not run for some turns is in no cache. What the trace has to write is written within its
+turns. Turns without one come twice, so that the table tells what equal turns differ by (*control*). The
+figure is the median of ratios of turns that follow each other, with the interval in which it lies at 95%: of
+elapsed time, and of the processor time that all threads of both ranks used. The latter tells more where ranks
+share cores: it has the work that a trace makes, and little of what else the machine does meanwhile.
 
 *x + 1* and *psum* are calls of some microseconds, next to which a call of the recorder is not small.
 *training step* is that of a small transformer with sharded weights, *pipeline* a scan that hands 64 KiB on to
@@ -137,8 +137,7 @@ def worker(folder: str) -> None:
     def measure(case: dict[str, Any]) -> tuple[float, float]:
         call, repeats, on = cases[case["case"]], case["repeats"], case["variant"] == "on"
         switch(on)
-        if repeats > 1:
-            call()
+        call()
         began, used = time.perf_counter(), time.process_time()
         for _ in range(repeats):
             call()
@@ -166,7 +165,7 @@ def measured(contender: Contender, case: str, turns: int) -> Turns:
         return ranks[0][0], sum(used for _, used in ranks)
 
     run("off", 1)
-    repeats = max(1, round(SECONDS / run("off", 3)[0]))
+    repeats = max(2, round(SECONDS / run("off", 3)[0]))
     times = Turns()
     for turn in range(turns + 1):
         for position in range(len(VARIANTS)):

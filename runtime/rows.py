@@ -28,7 +28,7 @@ from .trace_file import ALL_ACTIVE, SET_UNIT, WIDTH, Kind
 _row = Struct(f"<{WIDTH}d").pack
 # Of the times that a walk stands at a place: how many of the first are watched, and one in how many later.
 EXACT = 4
-EVERY = 16
+EVERY = 64
 # Seconds after a look before which another one would tell little.
 LEAST = 100e-6
 

@@ -118,6 +118,23 @@ def test_equal_events_give_equal_rows(seed: int) -> None:
     assert set(kinds) == set(map(float, Kind))
 
 
+@pytest.mark.parametrize("make", MAKERS)
+def test_ends_are_watched_at_few_of_the_stops(make: Callable[..., Any]) -> None:
+    case = Case(make)
+    place, index = case.rows.collective(0, 5, 0, 1), 5
+    case.rows.segment(case.rows.program(0), 0, 0).handed(0, 0.0, [0])  # runs on
+    place.started()
+    watched = []
+    for stop in range(2 * rows.EVERY):
+        case.asked.clear()
+        place.awaiting()
+        if any(isinstance(asked, list) for asked in case.asked):
+            watched.append(stop)
+        place.awaited(0.0, 1e9)
+    expected = [rows.EVERY - index, 2 * rows.EVERY - index]
+    assert watched == [*range(rows.EXACT), *expected]
+
+
 def test_rows_of_many_chunks_come_in_order() -> None:
     made = Case(_capi.Rows).rows
     at, parts = made.collective(0, 0, 0, 1), []

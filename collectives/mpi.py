@@ -116,7 +116,8 @@ def swap(
         return
     requests = [comm.Irecv([content, MPI.BYTE], source, tag) for content, source in receives]
     requests += [comm.Isend([content, MPI.BYTE], target, tag) for content, target in sends]
-    waiting.all(requests)
+    coming, going = (sum(content.nbytes for content, _ in side) for side in (receives, sends))
+    waiting.all(requests, max(coming, going))
 
 
 class Posted:
@@ -388,7 +389,7 @@ class MpiWorld:
             world = self.comm.Get_group()
             group = world.Incl(key)
             tag = zlib.crc32(repr((self.stream, key)).encode()) % (1 << 15)
-            self._teams[key] = Team(self.comm.Create_group(group, tag), key, self.waiting)
+            self._teams[key] = Team(self.comm.Create_group(group, tag), key, self.waiting.apart())
             group.Free()
             world.Free()
         return self._teams[key]

@@ -73,6 +73,66 @@ def test_sleeps_are_a_tenth_of_the_wait_within_bounds() -> None:
         now += slept
 
 
+BULK = 1 << 20
+
+
+class Transfer(Request):
+    """Complete when its clock says ``end``; a test takes a microsecond."""
+
+    def __init__(self, end: float) -> None:
+        super().__init__(0, 1e-6)
+        self.end = end
+
+    def Test(self) -> bool:
+        self.now += self.seconds
+        return self.now >= self.end
+
+
+def transferred(waiting_of: list[Waiting], patience: float, took: float, nbytes: int) -> Transfer:
+    """One transfer of a row: the waits of all share what they learn. ``took`` in seconds."""
+    transfer = Transfer(took)
+    if not waiting_of:
+        waiting_of.append(Waiting(patience))
+    (waiting,) = waiting_of
+    waiting._clock, waiting._sleep = lambda: transfer.now, transfer.sleep
+    waiting.all([transfer], nbytes)  # type: ignore[list-item]
+    return transfer
+
+
+def test_bulk_is_slept_through_once_its_pace_is_known() -> None:
+    row: list[Waiting] = []
+    first = transferred(row, 50e-6, 4e-3, BULK)
+    assert len(first.sleeps) > 20  # a tenth more each time
+    # What a byte took is an upper estimate, as late as the end was noticed; it falls until it is one below.
+    for _ in range(9):
+        last = transferred(row, 50e-6, 4e-3, BULK)
+    assert len(last.sleeps) <= 12
+    assert max(last.sleeps) == 500e-6
+    assert last.now <= 4.5e-3
+
+
+def test_a_few_fast_transfers_do_not_change_the_pace() -> None:
+    row: list[Waiting] = []
+    for k in range(40):
+        transferred(row, 50e-6, 1e-4 if k % 8 == 7 else 4e-3, BULK)
+    assert len(transferred(row, 50e-6, 4e-3, BULK).sleeps) <= 16
+
+
+@pytest.mark.parametrize(("patience", "nbytes"), [(50e-6, 64), (300e-6, BULK)])
+def test_short_messages_and_longer_patience_poll_as_ever(patience: float, nbytes: int) -> None:
+    row: list[Waiting] = []
+    counts = {len(transferred(row, patience, 4e-3, nbytes).sleeps) for _ in range(5)}
+    assert len(counts) == 1
+
+
+def test_waits_for_other_peers_learn_apart() -> None:
+    row: list[Waiting] = []
+    for _ in range(5):
+        transferred(row, 50e-6, 4e-3, BULK)
+    other = [row[0].apart()]
+    assert transferred(other, 50e-6, 1e-4, BULK).now <= 1.3e-4
+
+
 def test_all_of_several_requests_are_awaited() -> None:
     first, second = Request(1), Request(3)
     waited(first, 0.0, [first, second])

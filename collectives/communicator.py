@@ -33,14 +33,14 @@ class Request(Protocol):
 
 
 class Pending(Protocol):
-    """A small collective under way. To be used by one thread at a time."""
+    """A collective under way. To be used by one thread at a time."""
 
     def test(self) -> bool:
         """Whether it is done: then `results` are there, and nothing of it must be called again."""
         ...
 
-    def wait(self) -> None:
-        """Wait until it is done."""
+    def wait(self, meanwhile: Callable[[], None] | None = None) -> None:
+        """Wait until it is done. ``meanwhile`` is called now and then, if the wait is not short."""
         ...
 
     @property
@@ -80,13 +80,15 @@ class BoundCollective(Protocol):
 
 
 class PromptCollective(BoundCollective, Protocol):
-    """What `Communicator.bind` may give for a small collective: it can be posted.
+    """What `Communicator.bind` may give: a collective that can be posted.
 
-    ``prompt`` is true, on all processes alike. A bound collective without it, or where it is false, can only
-    be run.
+    ``prompt``: it is small, so that whoever posts it may wait for it for a moment; the same on all processes.
+    ``ahead``: it may be posted while others of its stream, posted before, are under way. A bound collective
+    that lacks both, or where both are false, can only be run.
     """
 
     prompt: bool
+    ahead: bool
 
     def post(
         self, operands: Mapping[int, Sequence[Array]], skip: frozenset[int] | None = None

@@ -30,7 +30,7 @@ from .point_to_point import BoundPermute, BoundReceive, BoundSend, Done, Mailbox
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-    from .mpi import MpiWorld, Posted
+    from .mpi import MpiWorld, Posted, PostedParts
 
 Array = np.ndarray
 Operands = Mapping[int, Sequence[Array]]
@@ -117,7 +117,7 @@ class PendingResults:
 
     __slots__ = ("results", "test", "wait")
 
-    def __init__(self, posted: Posted | Done, results: Results) -> None:
+    def __init__(self, posted: Posted | PostedParts | Done, results: Results) -> None:
         self.results = results
         self.test, self.wait = posted.test, posted.wait
 
@@ -169,11 +169,14 @@ class BoundGroups:
         self._groups = [g for g in collective.groups if self._local.intersection(g)]
         self._plans: dict[frozenset[int], list[Step]] = {}
         self._full = self._plan(self._groups)
-        self._post = getattr(self._full[0], "post", None) if len(self._full) == 1 else None
+        only = self._full[0] if len(self._full) == 1 else None
+        self._post = getattr(only, "post", None)
+        mpi = communicator.mpi
+        self.ahead = self._post is not None and mpi is not None and not mpi.waiting.blocks
+        self.prompt = getattr(only, "prompt", False)
         within = all(len({owner[i] for i in group}) == 1 for group in self._groups)
         if within and sum(t.nbytes for t in collective.operands) <= PROMPT:
-            self._post = self._run_locally
-        self.prompt = self._post is not None
+            self._post, self.prompt = self._run_locally, True
         members = {i for group in self._groups for i in group}
         self._idle = self._local - members
         self.messages, self.bytes = self._payload()

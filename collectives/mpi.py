@@ -20,6 +20,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 from mpi4py import MPI
@@ -33,6 +34,8 @@ from .waiting import Requests, Waiting
 
 # combine(partial, out): flat arrays of the planned size; they may share memory.
 AllReduce = Callable[[np.ndarray, np.ndarray], None]
+# (bytes, process) of a team.
+_Messages = list[tuple[np.ndarray, int]]
 
 # Above this many bytes for each process, reducing by parts beats MPI_Allreduce (MPICH 5, shared memory).
 _LARGE_PART = 1 << 18
@@ -46,6 +49,10 @@ _BLOCK = 1 << 20
 _PERMUTE_TAGS = 1024
 LETTER_TAGS = (_PERMUTE_TAGS, _PERMUTE_TAGS + 1)
 _RESERVED_TAGS = _PERMUTE_TAGS + len(LETTER_TAGS)
+
+# Tags within a team: of what may be posted while others are under way, and of what is sent once those posted
+# before are through. All processes have one order of each, but not of both together.
+_AHEAD, _IN_TURN = 0, 1
 
 _MPI_TYPES: dict[str, MPI.Datatype] = {
     "pred": MPI.UINT8_T,
@@ -114,47 +121,107 @@ def swap(
         (send, target), (receive, source) = sends[0], receives[0]
         comm.Sendrecv([send, MPI.BYTE], target, tag, [receive, MPI.BYTE], source, tag)
         return
+    post_swap(comm, sends, receives, tag, waiting).wait()
+
+
+def post_swap(
+    comm: MPI.Intracomm,
+    sends: Sequence[tuple[np.ndarray, int]],
+    receives: Sequence[tuple[np.ndarray, int]],
+    tag: int,
+    waiting: Waiting,
+    finish: Callable[[], None] | None = None,
+) -> Posted:
+    """The same, under way; ``finish`` is called once they are through."""
     requests = [comm.Irecv([content, MPI.BYTE], source, tag) for content, source in receives]
     requests += [comm.Isend([content, MPI.BYTE], target, tag) for content, target in sends]
     coming, going = (sum(content.nbytes for content, _ in side) for side in (receives, sends))
-    waiting.all(requests, max(coming, going))
+    return Posted(requests, waiting, finish, max(coming, going))
 
 
 class Posted:
     """Messages under way, and what is to be done once they have arrived (before anyone reads them)."""
 
-    __slots__ = ("_finish", "_requests", "_waiting")
+    __slots__ = ("_finish", "_nbytes", "_requests", "_waiting")
 
     def __init__(
-        self, requests: Requests, waiting: Waiting, finish: Callable[[], None] | None = None
+        self,
+        requests: Requests,
+        waiting: Waiting,
+        finish: Callable[[], None] | None = None,
+        nbytes: int = 0,
     ) -> None:
         self._requests = requests
         self._waiting = waiting
         self._finish = finish
+        self._nbytes = nbytes
 
     def test(self) -> bool:
         """Whether all is done."""
         requests = self._requests
         done = requests[0].Test() if len(requests) == 1 else MPI.Request.Testall(requests)
-        if done and self._finish is not None:
-            self._finish()
+        if done:
+            self.finish()
         return done
 
-    def wait(self) -> None:
-        """Wait until all is done. Not to be called once `test` has said so."""
-        self._waiting.all(self._requests)
+    def wait(self, meanwhile: Callable[[], None] | None = None) -> None:
+        """Wait until all is done. Not to be called once `test` has said so.
+
+        ``meanwhile`` is called now and then, where the wait sleeps.
+        """
+        self._waiting.all(self._requests, self._nbytes, meanwhile)
+        self.finish()
+
+    def finish(self) -> None:
+        """What is to be done once all has arrived."""
         if self._finish is not None:
             self._finish()
 
+    def then(self, more: Callable[[], None]) -> Posted:
+        """The same messages, with more to be done after all else."""
 
-class PromptAllReduce:
-    """A planned all-reduce that can be posted: ``post(partial, out)``."""
+        def finish() -> None:
+            self.finish()
+            more()
 
-    def __init__(self, post: Callable[[np.ndarray, np.ndarray], Posted]) -> None:
+        return Posted(self._requests, self._waiting, finish, self._nbytes)
+
+
+class PostedParts:
+    """Exchanges under way that end one after the other, each with what is to be done then.
+
+    Another process may begin one of them only when those before it are over: none waits for a later one.
+    """
+
+    __slots__ = ("_parts",)
+
+    def __init__(self, parts: Sequence[Posted]) -> None:
+        self._parts = list(parts)
+
+    def test(self) -> bool:
+        """Whether all is done."""
+        while self._parts and self._parts[0].test():
+            self._parts.pop(0)
+        return not self._parts
+
+    def wait(self, meanwhile: Callable[[], None] | None = None) -> None:
+        """Wait until all is done. Not to be called once `test` has said so."""
+        for part in self._parts:
+            part.wait(meanwhile)
+
+
+class Postable:
+    """A planned exchange that can be posted: ``post(given, out)``, arguments as of a call.
+
+    ``prompt``: it is small, and all of it is under way once it is posted.
+    """
+
+    def __init__(self, post: Callable[[Any, np.ndarray], Posted], prompt: bool = False) -> None:
         self.post = post
+        self.prompt = prompt
 
-    def __call__(self, partial: np.ndarray, out: np.ndarray) -> None:
-        self.post(partial, out).wait()
+    def __call__(self, given: Any, out: np.ndarray) -> None:
+        self.post(given, out).wait()
 
 
 class Team:
@@ -190,8 +257,9 @@ class Team:
             send = in_place if partial is out else [partial, count, datatype]
             return Posted([start(send, [out, count, datatype], op)], waiting)
 
-        if count * datatype.Get_size() <= PROMPT:
-            return PromptAllReduce(post)
+        prompt = count * datatype.Get_size() <= PROMPT
+        if prompt or not waiting.blocks:
+            return Postable(post, prompt)
 
         def run(partial: np.ndarray, out: np.ndarray) -> None:
             send = in_place if partial is out else [partial, count, datatype]
@@ -211,7 +279,7 @@ class Team:
             request = start([as_bytes(partial), MPI.BYTE], [as_bytes(gathered), MPI.BYTE])
             return Posted([request], waiting, lambda: combine(list(gathered), out))
 
-        return PromptAllReduce(post)
+        return Postable(post, prompt=True)
 
     def _all_reduce_by_parts(
         self, dtype: str, reduction: Reduction, count: int, wire: str
@@ -222,14 +290,21 @@ class Team:
         starts = [min(q * per_part, count) for q in range(size + 1)]
         lengths = [b - a for a, b in pairwise(starts)]
         scatter = self.reduce_parts(dtype, reduction, starts[:-1], lengths, wire)
-        gather = self.gather([n * itemsize for n in lengths], [s * itemsize for s in starts[:-1]])
+        counts, displacements = [n * itemsize for n in lengths], [s * itemsize for s in starts[:-1]]
+        gather = self.gather(counts, displacements, in_turn=True)
         own = slice(starts[index], starts[index + 1])
 
         def run(partial: np.ndarray, out: np.ndarray) -> None:
             scatter(partial, out[own])
             gather(None, as_bytes(out))
 
-        return run
+        def post(partial: np.ndarray, out: np.ndarray) -> Posted:
+            assert isinstance(scatter, Postable)
+            return scatter.post(partial, out[own]).then(lambda: gather(None, as_bytes(out)))
+
+        # What ends it must not be MPI's: those have one order, which what is posted ahead would change.
+        ends_by_messages = self._by_messages(sum(counts))
+        return Postable(post) if isinstance(scatter, Postable) and ends_by_messages else run
 
     def reduce_parts(
         self,
@@ -262,33 +337,62 @@ class Team:
             )
             for begin in begins
         ]
-        swap = self.swap
+        comm, waiting, swap = self.comm, self.waiting, self.swap
+
+        def messages(
+            step: tuple[list[tuple[int, slice]], slice], partial: np.ndarray, received: np.ndarray
+        ) -> tuple[_Messages, _Messages]:
+            sends, part = step
+            length = part.stop - part.start
+            return (
+                [(as_bytes(partial[piece]), q) for q, piece in sends],
+                [(as_bytes(received[q, :length]), q) for q in others] if length else [],
+            )
+
+        def reduce(part: slice, partial: np.ndarray, received: np.ndarray, out: np.ndarray) -> None:
+            if part.stop == part.start:
+                return
+            pieces = list(received[:, : part.stop - part.start])
+            own = partial[start + part.start : start + part.stop]
+            if index < 2:
+                pieces[index] = own
+            else:  # what is written may be the same memory, and is so before this is read
+                np.copyto(pieces[index], own)
+            combine(pieces, out[part])
+
+        def run_from(
+            first: int, partial: np.ndarray, received: np.ndarray, out: np.ndarray
+        ) -> None:
+            for step in steps[first:]:
+                swap(*messages(step, partial, received))
+                reduce(step[1], partial, received, out)
 
         def run(partial: np.ndarray, out: np.ndarray) -> None:
-            received = pool.empty((size, block), wire_dtype)
-            for sends, part in steps:
-                length = part.stop - part.start
-                swap(
-                    [(as_bytes(partial[piece]), q) for q, piece in sends],
-                    [(as_bytes(received[q, :length]), q) for q in others] if length else [],
-                )
-                if length:
-                    pieces = list(received[:, :length])
-                    own = partial[start + part.start : start + part.stop]
-                    if index < 2:
-                        pieces[index] = own
-                    else:  # what is written may be the same memory, and is so before this is read
-                        np.copyto(pieces[index], own)
-                    combine(pieces, out[part])
+            run_from(0, partial, pool.empty((size, block), wire_dtype), out)
 
-        return run
+        def post(partial: np.ndarray, out: np.ndarray) -> Posted:
+            received = pool.empty((size, block), wire_dtype)
+
+            def finish() -> None:
+                reduce(steps[0][1], partial, received, out)
+                run_from(1, partial, received, out)
+
+            outgoing, incoming = messages(steps[0], partial, received)
+            return post_swap(comm, outgoing, incoming, _AHEAD, waiting, finish)
+
+        return Postable(post) if steps and not waiting.blocks else run
+
+    def _by_messages(self, nbytes: int) -> bool:
+        """Whether messages gather so many bytes, rather than MPI."""
+        return self.size <= _FEW and nbytes >= _SMALL_GATHER
 
     def gather(
-        self, counts: Sequence[int], displacements: Sequence[int]
+        self, counts: Sequence[int], displacements: Sequence[int], in_turn: bool = False
     ) -> Callable[[np.ndarray | None, np.ndarray], None]:
         """Plan an all-gather of bytes: process q gives ``counts[q]`` for ``displacements[q]``.
 
         It takes this process's bytes, or None on all processes if they are in their place already.
+        ``in_turn``: it is the end of something else.
         """
         counts, displacements = list(counts), list(displacements)
         if not any(counts):
@@ -306,6 +410,20 @@ class Team:
             own = out[places[index]]
             swap([(own, q) for q in others], [(out[places[q]], q) for q in others])
 
+        def post(send: np.ndarray | None, out: np.ndarray) -> Posted:
+            own = out[places[index]]
+            sent = own if send is None else send
+            posted = post_swap(
+                comm,
+                [(sent, q) for q in others],
+                [(out[places[q]], q) for q in others],
+                _AHEAD,
+                waiting,
+            )
+            if send is not None:
+                np.copyto(own, send)
+            return posted
+
         def by_mpi(send: np.ndarray | None, out: np.ndarray) -> None:
             source = MPI.IN_PLACE if send is None else [send, MPI.BYTE]
             if uniform:
@@ -315,8 +433,9 @@ class Team:
                 result = [out, (counts, displacements), MPI.BYTE]
                 waiting.run(comm, comm.Allgatherv, comm.Iallgatherv, source, result)
 
-        few = self.size <= _FEW and sum(counts) >= _SMALL_GATHER
-        return by_messages if few else by_mpi
+        if not self._by_messages(sum(counts)):
+            return by_mpi
+        return by_messages if in_turn or waiting.blocks else Postable(post)
 
     def exchange(
         self,
@@ -359,8 +478,8 @@ class Team:
     def swap(
         self, sends: Sequence[tuple[np.ndarray, int]], receives: Sequence[tuple[np.ndarray, int]]
     ) -> None:
-        """Send and receive bytes, at most once to and from each process, named by index."""
-        swap(self.comm, sends, receives, 0, self.waiting)
+        """Send and receive bytes in turn, at most once to and from each process, named by index."""
+        swap(self.comm, sends, receives, _IN_TURN, self.waiting)
 
     def broadcast(self, content: np.ndarray, root: int) -> None:
         """Bytes from the process at index ``root``, in place."""

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from .communicator import Reducer
+from .direct import Direct, Post, posting
 from .local import check_parts, check_ragged_targets, is_leading, part, ragged_rows, root_of
 from .memory import as_bytes, pool
 from .ops import Collective, Kind
@@ -61,6 +62,9 @@ def spanning_collective(
 class _AllGather:
     """Shards of all members; all local members share the result."""
 
+    # Posts it, where all its messages are known beforehand.
+    post: Post | None = None
+
     def __init__(
         self, collective: Collective, groups: list[Group], team: Team, reducer: Reducer | None
     ) -> None:
@@ -78,6 +82,8 @@ class _AllGather:
         self.direct = [self._direct(team, g, k) for g, k in items if (g, k) in large]
         self.packed_items = [item for item in items if item not in large]
         self.packed = Gathered(self.packed_items, collective.operands, groups, team)
+        if not self.packed_items:
+            self.post = posting(self.direct)
 
     def _lies_right(self, group: Group, type_: TensorType) -> bool:
         """Whether each process's shards are one piece of the result."""
@@ -86,7 +92,7 @@ class _AllGather:
             for members in group.by_process
         )
 
-    def _direct(self, team: Team, g: int, k: int) -> Step:
+    def _direct(self, team: Team, g: int, k: int) -> Direct:
         """Shards are received where they belong in the result."""
         type_, group, dimension = self.types[k], self.groups[g], self.dimension
         shape, dtype = type_.shape, type_.numpy
@@ -97,19 +103,17 @@ class _AllGather:
         )
         alone, local, size = one_each([group]), group.local, group.size
 
-        def run(operands: Operands, results: Results) -> None:
+        def prepare(operands: Operands, results: Results) -> tuple[Array | None, Array]:
             out = pool.empty(shape, dtype)
-            if alone:
-                gather(as_bytes(operands[local[0].id][k]), as_bytes(out))
-            else:
-                for member in local:
-                    target = part(out, dimension, member.position, size)
-                    np.copyto(target, operands[member.id][k])
-                gather(None, as_bytes(out))
             for member in local:
                 results[member.id][k] = out
+            if alone:
+                return as_bytes(operands[local[0].id][k]), as_bytes(out)
+            for member in local:
+                np.copyto(part(out, dimension, member.position, size), operands[member.id][k])
+            return None, as_bytes(out)
 
-        return run
+        return Direct(prepare, gather)
 
     def __call__(self, operands: Operands, results: Results) -> None:
         for step in self.direct:

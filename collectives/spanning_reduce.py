@@ -9,13 +9,12 @@ are rounded once in each process and once in all.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from .communicator import Reducer
+from .direct import Direct, Post, posting
 from .local import check_parts, combiners, fold, is_leading, part
 from .memory import pool
-from .mpi import Posted, PromptAllReduce
 from .ops import Collective, Kind
 from .plan import (
     LARGE,
@@ -26,7 +25,6 @@ from .plan import (
     Member,
     Operands,
     Results,
-    Step,
     View,
     new_bytes,
     offsets_of,
@@ -47,8 +45,8 @@ _WIDE_WIRE = 1 << 13
 class AllReduce:
     """Reduce in memory, then between processes; all local members share the result."""
 
-    # Posts it, where it is small and one message: see `plan.PROMPT`.
-    post: Callable[[Operands, Results], Posted] | None = None
+    # Posts it, where all that begins it is known; `prompt` where it is small and one message: `plan.PROMPT`.
+    post: Post | None = None
 
     def __init__(
         self, collective: Collective, groups: list[Group], team: Team, reducer: Reducer | None
@@ -77,10 +75,10 @@ class AllReduce:
         for dtype, lists in packs.items():
             for packed in lists:
                 self.steps.append(self._packed(team, collective, dtype, packed, several))
-        if len(self.steps) == 1 and isinstance(self.steps[0].reduce, PromptAllReduce):
-            self.post = self.steps[0].post
+        self.post = posting(self.steps)
+        self.prompt = len(self.steps) == 1 and getattr(self.steps[0].exchange, "prompt", False)
 
-    def _alone(self, team: Team, collective: Collective, g: int, k: int, several: bool) -> _Part:
+    def _alone(self, team: Team, collective: Collective, g: int, k: int, several: bool) -> Direct:
         type_, ids, combine = self.types[k], self.local_ids[g], self.combines[k]
         assert collective.reduction is not None
         shape, dtype, count = type_.shape, type_.numpy, type_.size
@@ -99,7 +97,7 @@ class AllReduce:
             combine([operands[i][k].reshape(-1) for i in ids], partial)
             return partial, flat
 
-        return _Part(prepare, reduce if count else None)
+        return Direct(prepare, reduce if count else None)
 
     def _packed(
         self,
@@ -108,7 +106,7 @@ class AllReduce:
         dtype: str,
         items: list[tuple[int, int]],
         several: bool,
-    ) -> _Part:
+    ) -> Direct:
         element = ELEMENT_TYPES[dtype].numpy
         line = 64 // element.itemsize
         places, total = [], 0
@@ -134,40 +132,18 @@ class AllReduce:
                     results[i][k] = result
             return partial, out
 
-        return _Part(prepare, reduce)
+        return Direct(prepare, reduce)
 
     def __call__(self, operands: Operands, results: Results) -> None:
         for step in self.steps:
             step(operands, results)
 
 
-class _Part:
-    """What one message of an all-reduce carries: ``prepare`` gives the partial result and where the result
-    goes, which is among the results already.
-    """
-
-    def __init__(
-        self,
-        prepare: Callable[[Operands, Results], tuple[Array, Array]],
-        reduce: Callable[[Array, Array], None] | None,
-    ) -> None:
-        self.prepare = prepare
-        self.reduce = reduce
-
-    def __call__(self, operands: Operands, results: Results) -> None:
-        partial, out = self.prepare(operands, results)
-        if self.reduce is not None:
-            self.reduce(partial, out)
-
-    def post(self, operands: Operands, results: Results) -> Posted:
-        """Send the message; the results may be read once it is done."""
-        partial, out = self.prepare(operands, results)
-        assert isinstance(self.reduce, PromptAllReduce)
-        return self.reduce.post(partial, out)
-
-
 class ReduceScatter:
     """Each member's part, reduced from one partial result of each process."""
+
+    # Posts it, where all its messages are known beforehand.
+    post: Post | None = None
 
     def __init__(
         self, collective: Collective, groups: list[Group], team: Team, reducer: Reducer | None
@@ -213,8 +189,10 @@ class ReduceScatter:
             sends, self.send_offsets, receives, [q * self.own for q in range(team.size)]
         )
         self.has_packed = any(self.slots)
+        if not self.has_packed:
+            self.post = posting(self.direct)
 
-    def _direct(self, collective: Collective, team: Team, g: int, k: int) -> Step:
+    def _direct(self, collective: Collective, team: Team, g: int, k: int) -> Direct:
         """Parts are sent from where they lie in the operand."""
         type_, group = self.types[k], self.groups[g]
         (member,) = group.local
@@ -227,12 +205,11 @@ class ReduceScatter:
             type_.dtype,
         )
 
-        def run(operands: Operands, results: Results) -> None:
-            out = pool.empty(type_.shape, type_.numpy)
-            reduce(operands[member.id][k].reshape(-1), out.reshape(-1))
-            results[member.id][k] = out
+        def prepare(operands: Operands, results: Results) -> tuple[Array, Array]:
+            out = results[member.id][k] = pool.empty(type_.shape, type_.numpy)
+            return operands[member.id][k].reshape(-1), out.reshape(-1)
 
-        return run
+        return Direct(prepare, reduce)
 
     def __call__(self, operands: Operands, results: Results) -> None:
         for step in self.direct:

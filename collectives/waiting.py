@@ -5,10 +5,10 @@ processes have a core each for that, nothing is faster. Where they have not, who
 those it waits for. So a wait polls for ``patience`` seconds; from then on it sleeps between polls, longer the
 longer it has lasted, so that it ends late by a small part of its length.
 
-With short patience a wait for bulk also sleeps as long as its bytes are expected to take: over a slow link most
-of what moving them costs this process is asking whether they have come. What a byte takes is learned from the
-waits before. The network goes on meanwhile, with what it holds of both ends; `_LONGEST` bounds how much that
-must be.
+With short patience a wait for bulk also sleeps as long as its bytes are expected to take: over a slow link
+most of what moving them costs this process is asking whether they have come. What a byte takes is learned
+from the waits before. The network goes on meanwhile, with what it holds of both ends; `_LONGEST` bounds how
+much that must be.
 
 Collectives that block inside MPI cannot sleep. With a finite patience their processes meet before each of
 them, asleep if need be, and poll only while data moves. Where patience is short, even that is too long: MPI
@@ -52,6 +52,7 @@ _threads = threading.local()
 
 class Waiting:
     """Waits of one world. ``patience`` is in seconds, the same on all processes: they make the same calls.
+    ``blocks``: collectives block inside MPI.
 
     ``clock`` and ``sleep`` are those of `time`.
     """
@@ -63,7 +64,7 @@ class Waiting:
         sleep: Callable[[float], None] | None = None,
     ) -> None:
         self.polls = patience == math.inf
-        self._blocks = patience >= _SHORT
+        self.blocks = patience >= _SHORT
         self._patience = patience
         self._clock = clock
         self._sleep = sleep or _sleep_precisely
@@ -73,8 +74,16 @@ class Waiting:
         """Waits of the same kind for other peers: what a byte takes with these says nothing of those."""
         return Waiting(self._patience, self._clock, self._sleep)
 
-    def all(self, requests: Requests, nbytes: int = 0) -> None:
-        """Wait until all requests are complete. ``nbytes`` come or go with them, 0: not known."""
+    def all(
+        self,
+        requests: Requests,
+        nbytes: int = 0,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> None:
+        """Wait until all requests are complete. ``nbytes`` come or go with them, 0: not known.
+
+        ``meanwhile`` is called before each sleep.
+        """
         if not requests:
             return
         first, single = requests[0], len(requests) == 1
@@ -85,10 +94,12 @@ class Waiting:
                 first.Waitall(requests)
             return
         done = first.Test if single else partial(first.Testall, requests)
-        learns = nbytes >= _BULK and not self._blocks
+        learns = nbytes >= _BULK and not self.blocks
         expected = nbytes * self._pace if learns and self._pace is not None else 0.0
         began = self._clock()
         while not any(done() for _ in range(_POLLS)):
+            if meanwhile is not None:
+                meanwhile()
             waited = self._clock() - began
             if waited < expected:
                 pause = expected - waited
@@ -113,7 +124,7 @@ class Waiting:
         *arguments: Any,
     ) -> None:
         """Do a collective of all processes of ``comm``. ``call`` blocks in MPI, ``start`` gives a request."""
-        if not self._blocks:
+        if not self.blocks:
             self.all([start(*arguments)])
             return
         if not self.polls:

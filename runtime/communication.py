@@ -20,11 +20,13 @@ from stretto.collectives.communicator import (
 )
 from stretto.collectives.ops import Collective, Kind
 
+from .ahead import AheadOfTurn
 from .call import Call, Lane, describe, payload_of, skipped_pairs
 from .engine import Engine, LoadedSegment
 from .frame import Frame, Hosted, Operation, named
 from .instrument import Instrument, told
 from .program import Loop, Program, Start, Wait, instructions
+from .stream import Task
 
 # What a thread that must not block does of a collective: see `Communication.attempt`.
 Attempt = Callable[[Frame, float], Callable[[], None] | None]
@@ -251,8 +253,7 @@ class Communication:
         return start_and_wait
 
     def start(self, start: Start) -> Operation:
-        capture = self._columns(start)
-        post = self._post(start) if self.is_split(start) else self._perform(start)
+        capture, task = self._columns(start), self._task(start)
         stream, event = self.lanes[start.stream].stream, start.event
         collective, watched = (
             self.program.collectives[start.collective],
@@ -261,15 +262,38 @@ class Communication:
         told_of = told(self.instrument, "collective_queued", collective, start.stream)
 
         def begin(frame: Frame) -> None:
-            views = capture(frame)
-            active, iteration = frame.active, frame.iteration
-            queued = frame.events[event] = stream.submit(lambda: post(views, active, iteration))
+            queued = frame.events[event] = stream.submit(task(frame, capture(frame)))
             if watched:
                 queued.since = perf_counter()
             if told_of is not None:
                 told_of()
 
         return begin
+
+    def _task(self, start: Start) -> Callable[[Frame, Callable[[], Any]], Task]:
+        """``task(frame, views)``: what the stream is to do of a collective."""
+        run = self._post(start) if self.is_split(start) else self._perform(start)
+
+        def in_turn(frame: Frame, views: Callable[[], Any]) -> Task:
+            active, iteration = frame.active, frame.iteration
+            return lambda: run(views, active, iteration)
+
+        if not getattr(self.bound(start), "ahead", False):
+            return in_turn
+        call, inputs, engine, everyone = (
+            Call(self, start),
+            start.inputs,
+            self.engine,
+            len(self.logical),
+        )
+
+        def ahead(frame: Frame, views: Callable[[], Any]) -> Task:
+            if len(frame.active) != everyone:
+                return in_turn(frame, views)
+            columns = [frame.registers[slot] for slot in inputs]
+            return AheadOfTurn(call, engine, columns, views, frame.active, frame.iteration)
+
+        return ahead
 
     def _post(self, start: Start) -> Callable[[Any, tuple[int, ...], int], Any]:
         """``post(views, active, iteration)``: post sends or receives without waiting for a peer."""

@@ -18,6 +18,8 @@ from queue import SimpleQueue
 from typing import Any
 
 Task = Callable[[], Any]
+# Tasks that are prepared while the one before them runs.
+LOOK_AHEAD = 2
 _log = logging.getLogger("stretto")
 
 
@@ -160,6 +162,20 @@ class Stream:
             finally:
                 self._turn.release()
         event.wait()
+
+    def look_ahead(self) -> None:
+        """Have the next tasks prepare themselves, as many as can: to be called by the task that runs.
+
+        A task that has ``prepare()`` gives whether it is prepared; it is called again until it says so.
+        """
+        tasks = self._tasks
+        try:
+            for number in range(LOOK_AHEAD):
+                prepare = getattr(tasks[number][0], "prepare", None)
+                if prepare is None or not prepare():
+                    return
+        except IndexError:  # there are no more
+            return
 
     @property
     def thread_id(self) -> int | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from itertools import islice
+from typing import Any
 
 import numpy as np
 from mpi4py import MPI
@@ -37,6 +38,7 @@ communicator = create_communicator(comm, 0, float(sys.argv[3]))
 checked = 0
 wrong: list[str] = []
 posted: set[str] = set()
+ahead: set[str] = set()
 
 
 def check(case: Case, present: frozenset[int] | None = None, owner=owner, reducer=None) -> None:
@@ -68,6 +70,46 @@ def check(case: Case, present: frozenset[int] | None = None, owner=owner, reduce
         if problem:
             wrong.append(problem)
     checked += 1
+
+
+def several_under_way() -> None:
+    """Large collectives that some ranks post all at once, while others run one after the other."""
+    global checked
+    group, rng = (tuple(range(devices)),), np.random.default_rng(11)
+    cases = [
+        Case(collective, operands_of(rng, collective, devices))
+        for rows in (20011, 300007, 3000)
+        for kind in (Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.ALL_REDUCE)
+        for reduction in (None if kind is Kind.ALL_GATHER else Reduction.SUM,)
+        for collective in (make(kind, group, "s32", (rows,), reduction=reduction),)
+    ]
+    # Of several operands, which end one after the other.
+    types = tuple(TensorType("s32", (n,)) for n in (300007, 20011, 600000))
+    summed = Collective(Kind.ALL_REDUCE, types, types, group, reduction=Reduction.SUM)
+    cases.insert(1, Case(summed, operands_of(rng, summed, devices)))
+    waiting: list[tuple[Case, Any]] = []
+
+    def settle() -> None:
+        for case, pending in waiting:
+            pending.wait()
+            problems.append(difference(case.collective, pending.results, case.expected()))
+        waiting.clear()
+
+    bound = [communicator.bind(case.collective, owner) for case in cases]
+    problems: list[str | None] = []
+    for case, one in zip(cases, bound, strict=True):
+        operands = {i: case.inputs[i] for i in local}
+        posts = getattr(one, "ahead", False)
+        if posts:
+            ahead.add(str(case.collective.kind))
+        if posts and rank % 2 == 0:
+            waiting.append((case, one.post(operands)))
+            continue
+        settle()
+        problems.append(difference(case.collective, one.run(operands), case.expected()))
+    settle()
+    wrong.extend(problem for problem in problems if problem)
+    checked += len(problems)
 
 
 def other_placements() -> None:
@@ -288,6 +330,7 @@ float_extremes()
 same_bits()
 narrow_floats_round_once()
 custom_reducers()
+several_under_way()
 messages()
 groups_elsewhere()
 comm.Barrier()
@@ -298,3 +341,4 @@ if wrong:
 if rank == 0:
     print(f"checked {checked}")
     print(f"posted {' '.join(sorted(posted))}")
+    print(f"ahead {' '.join(sorted(ahead))}")

@@ -25,6 +25,7 @@ from stretto.collectives.ops import Kind
 from ..carve import Await, BlockPlan, carve
 from ..passes.order import order
 from ..values import BlockGraph, Node, NodeKind
+from .bounds import least_merged_seconds, least_seconds
 from .buckets import bucket
 from .costs import CostTable
 from .kernels import build
@@ -34,9 +35,9 @@ from .measured import Measured
 from .model import Graph
 from .place import place
 from .replay import Phase, Step, Timeline, handed_over, held_up, replay, unscheduled
-from .schedule import Schedule, schedule
+from .schedule import MOST_PASSES, Schedule, schedule
 from .skew import substitute
-from .staged import Judge, LoopReport, stage
+from .staged import BUCKET_PASSES, GOOD_ENOUGH, Judge, LoopReport, stage
 from .tidy import tidy
 from .uncombine import uncombine
 
@@ -209,7 +210,7 @@ def _plan(
     compute_seconds = graph.compute_seconds
     # What keeps the cores busy takes as long beside compute; of several that merge, the latency once.
     moving = sum(t.busy * (t.seconds - t.latency_s) for t in graph.tasks if not t.arrives)
-    bound = max([compute_seconds + moving, *graph.stream_seconds()])
+    bound = max(compute_seconds + moving, least_merged_seconds(graph, launch))
     took = without.seconds + held_up(graph, without)
     kept = Planned(took, took, graph, timeline=without, inner=inner, loops=reports)
     if bound >= took * (1.0 - policy.least_gain):
@@ -219,13 +220,28 @@ def _plan(
     if undo is not None:
         graph = build(block, costs, donated, lambda node: seconds[node], loops=False)
 
-    def search(candidate: Graph, budget: int, like: Schedule | None = None) -> Schedule:
-        found = schedule(candidate, launch_s=launch, memory_limit=limit, budget=budget, like=like)
+    def search(
+        candidate: Graph, share: float, passes: int, like: Schedule | None = None
+    ) -> Schedule:
+        found = schedule(
+            candidate,
+            launch_s=launch,
+            memory_limit=limit,
+            good_enough=least_seconds(candidate, launch) * GOOD_ENOUGH,
+            budget=int(share * policy.budget),
+            most_passes=passes,
+            like=like,
+        )
         return tidy(candidate, found, launch, limit)
 
-    first = search(graph, policy.budget)
-    bucketed = bucket(graph, first, costs, lambda g: search(g, policy.budget // 4, first), limit)
-    graph, best = bucketed.graph, bucketed.schedule
+    first = search(graph, 1.0, MOST_PASSES)
+    bucketed = bucket(graph, first, costs, lambda g: search(g, 0.25, BUCKET_PASSES, first), limit)
+    best = bucketed.schedule
+    if bucketed.graph is not graph:
+        last = search(bucketed.graph, 0.5, MOST_PASSES, best)
+        if last.timeline.peak_bytes <= limit:
+            best = min(best, last, key=lambda s: (s.timeline.seconds, s.timeline.peak_bytes))
+    graph = bucketed.graph
     more = max(0, handed_over(best.steps) - handed_over(steps)) * launch
     takes = best.timeline.seconds + held_up(graph, best.timeline)
     if takes + more > took * (1.0 - policy.least_gain):

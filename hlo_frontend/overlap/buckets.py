@@ -64,11 +64,13 @@ def bucket(
     ``first`` is the schedule without buckets, ``memory_limit`` bytes.
     """
     best = Bucketed(graph, first, [(task.index,) for task in graph.tasks])
+    tried: list[list[tuple[int, ...]]] = [[]]
     for size in SIZES:
         merged = plan(graph, first, costs, size)
         for left in range(ROUNDS, -1, -1):
-            if not merged:
+            if merged in tried:
                 break
+            tried.append(merged)
             bucketed, members = merge(graph, merged, costs)
             found = Bucketed(bucketed, scheduler(bucketed), members)
             worse = exposed_by_merging(graph, found, first)
@@ -275,7 +277,7 @@ def _packed(tasks: Sequence[Task], costs: CostTable) -> Task:
     return replace(
         tasks[0],
         ops=[op for task in tasks for op in task.ops],
-        seconds=0.0 if arrives else seconds,
+        seconds=max(task.seconds for task in tasks) if arrives else seconds,
         moved_bytes=sum(task.moved_bytes for task in tasks),
         collective=replace(
             collectives[0],

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
+from .bounds import least_merged_seconds
 from .buckets import (
     Bucketed,
     Scheduler,
@@ -43,23 +44,30 @@ def refine(
     """The buckets after as many steps as lower the predicted time.
 
     ``first`` is the schedule without buckets, ``scheduler`` a quick one, ``memory_limit`` bytes, ``budget``
-    the number of tasks that may be scheduled in all.
+    the number of tasks that may be scheduled in all. What could not take less time in any order is not
+    scheduled.
     """
     above = ancestors(graph)
+    least = least_merged_seconds(graph)
     best = found
     again = True
     while again:
         again = False
+        enough = best.schedule.timeline.seconds * (1.0 - LEAST_STEP)
+        if least > enough:
+            break
         for groups in _neighbours(graph, best, costs, above):
             budget -= len(graph.tasks)
             if budget < 0:
                 return best
             tried, members = merge(graph, groups, costs)
+            if max(tried.stream_seconds(), default=0.0) > enough:
+                continue
             now = Bucketed(tried, scheduler(tried), members)
             timeline = now.schedule.timeline
             if timeline.peak_bytes > memory_limit:
                 continue
-            if timeline.seconds > best.schedule.timeline.seconds * (1.0 - LEAST_STEP):
+            if timeline.seconds > enough:
                 continue
             if exposed_by_merging(graph, now, first) - exposed_by_merging(graph, best, first):
                 continue

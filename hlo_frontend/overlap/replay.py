@@ -19,8 +19,10 @@ from enum import StrEnum
 
 from .model import Graph
 
-# Iterations of a loop that are replayed, and the last ones of which the time of one is taken.
+# Iterations of a loop that are replayed at most, and the last ones of which the time of one is taken.
 ITERATIONS, MEASURED = 9, 4
+# What is left of transfers at the end of an iteration is the same to this share of its time.
+STEADY = 1e-9
 
 
 class Phase(StrEnum):
@@ -126,9 +128,17 @@ class _Run:
         self.begin, self.end, self.exposed = [0.0] * count, [0.0] * count, [0.0] * count
         self.free = [0.0] * len(graph.streams)
         self.clock = 0.0
-        codes = {Phase.COMPUTE: _COMPUTE, Phase.WAIT: _WAIT, Phase.START: _START}
-        self.program = [(codes[phase], i, graph.tasks[i].seconds) for i, phase in steps]
-        arriving = {task.index for task in graph.tasks if task.arrives}
+        compute, wait = Phase.COMPUTE, Phase.WAIT  # to look them up in a mapping takes longer
+        tasks = graph.tasks
+        self.program = [
+            (
+                _COMPUTE if phase is compute else _WAIT if phase is wait else _START,
+                i,
+                tasks[i].seconds,
+            )
+            for i, phase in steps
+        ]
+        arriving = {task.index for task in tasks if task.arrives}
         if arriving:  # what arrives was started by the iteration before
             self.program = [
                 (_ARRIVING if code == _START and i in arriving else code, i, seconds)
@@ -161,15 +171,29 @@ class _Run:
         self.clock, self.exposed = clock, exposed
 
     def repeat(self, crossings: dict[int, int]) -> tuple[float, float]:
-        """Run all steps over and over. Seconds from one iteration to the next, and when the last began."""
+        """Run all steps over and over. Seconds from one iteration to the next, and when the last began.
+
+        An iteration that leaves behind what the one before it did is like all that follow.
+        """
         begin, end = self.begin, self.end
         begins = [0.0]
-        for _ in range(ITERATIONS):
+        left: list[float] = []
+        measured = 0.0
+        for number in range(1, ITERATIONS + 1):
             for index, arrival in crossings.items():
                 begin[arrival], end[arrival] = begin[index], end[index]
             self.walk()
-            begins.append(self.clock)
-        measured = (begins[-1] - begins[-1 - MEASURED]) / MEASURED
+            clock = self.clock
+            begins.append(clock)
+            span = min(number, MEASURED)
+            measured = (clock - begins[-1 - span]) / span
+            now = [max(0.0, end[index] - clock) for index in crossings]
+            now += [max(0.0, free - clock) for free in self.free]
+            least = STEADY * measured
+            if left and all(abs(a - b) <= least for a, b in zip(now, left, strict=True)):
+                measured = clock - begins[-2]
+                break
+            left = now
         # A stream with more work than that falls behind until its work is all that counts.
         return max([measured, *self.graph.stream_seconds()]), begins[-2]
 

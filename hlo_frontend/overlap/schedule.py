@@ -20,7 +20,7 @@ of the things tried, too.
 waits for, and the module's own order, which lets nothing pile up. Several blends are tried. After each, the
 program is played backward, most recently finished first, which finds how late each task can run; that
 lateness is the urgency of one more forward pass (forward-backward improvement, as in project scheduling).
-Passes with slightly disturbed urgencies follow while the budget lasts.
+Passes with slightly disturbed urgencies follow while the budget lasts and they gain something.
 
 *Memory.* The module's own order is the fallback at every moment: a task is issued out of turn only if the
 rest could still be run in the module's order within the limit. So passes never get stuck, and prefetched
@@ -57,6 +57,8 @@ WAIT_MARGIN = 0.25
 PATIENCES = (0.2, 0.5, 1.0)
 # Shares of the program's time by which urgencies are disturbed.
 SPREADS = (0.02, 0.005, 0.05, 0.001)
+# How many of those that gain nothing one after the other end the search.
+IDLE_TURNS = 8
 # How many of the most urgent tasks are looked at for one that fits.
 ALTERNATIVES = 12
 # Passes that do not watch memory are tried as long as they have missed its limit by no more than this share.
@@ -97,14 +99,15 @@ def schedule(
     memory_limit: float = _LATER,
     good_enough: float = 0.0,
     budget: int = DEFAULT_BUDGET,
+    most_passes: int = MOST_PASSES,
     like: Schedule | None = None,
     seed: int = 0,
 ) -> Schedule:
     """The best order found: least time, to a ten-thousandth, within ``memory_limit`` bytes.
 
     Where no order within the limit is found, the module's own order is kept. ``good_enough`` seconds end
-    the search, as does ``budget``, the number of tasks that may be visited. ``like`` is the schedule of a
-    similar graph.
+    the search, as do ``budget``, the number of tasks that may be visited, and ``most_passes``, of which
+    small graphs cannot make more. ``like`` is the schedule of a similar graph.
     """
     steps = unscheduled(graph)
     best = Schedule(steps, replay(graph, steps, launch_s))
@@ -115,7 +118,7 @@ def schedule(
     backward = Player(graph)
     backward.turn_round()
     random = Random(seed)
-    passes: float = min(MOST_PASSES, max(LEAST_PASSES, budget // len(graph.tasks)))
+    passes: float = min(most_passes, max(LEAST_PASSES, budget // len(graph.tasks)))
     tails = longest_tails(graph)
     longest = max(tails)
     turns = [(1.0 - begin / own.seconds) * longest for begin in own.begin]
@@ -199,11 +202,14 @@ def schedule(
             for patient in PATIENCES:
                 if unfinished():
                     play(leading, patient)
-    turn = 0
-    while unfinished():
+    turn = gained = 0
+    while unfinished() and turn - gained < IDLE_TURNS:
         turn += 1
+        last = best
         spread = best.timeline.seconds * SPREADS[turn % len(SPREADS)]
         play([u + random.uniform(-spread, spread) for u in leading], patience)
+        if best is not last:
+            gained = turn
     return best
 
 
@@ -254,6 +260,8 @@ class Player:
         self.stream = [task.stream for task in tasks]
         self.before = [task.before for task in tasks]
         self.after = [task.after for task in tasks]
+        # Of what a task needs, that which must be waited for.
+        self.awaits = [tuple(i for i in task.before if tasks[i].stream >= 0) for task in tasks]
         self.made = graph.made_bytes
         self.reference = np.array(reference, dtype=np.int64)
         self.readers: list[list[int]] = [[] for _ in graph.buffers]
@@ -275,6 +283,8 @@ class Player:
     def turn_round(self) -> None:
         """Play backward from now on, without regard for memory."""
         self.before, self.after = self.after, self.before
+        stream = self.stream
+        self.awaits = [tuple(i for i in before if stream[i] >= 0) for before in self.before]
         self.forward = False
         self.frees_at_wait = self.starts_first = [False] * len(self.seconds)
 
@@ -311,7 +321,7 @@ class _Run:
         count = len(player.seconds)
         streams = len(player.graph.streams)
         self.player = player
-        self.urgency = urgency
+        self.rank = [-u for u in urgency]  # the smallest goes first
         self.limit = limit
         self.patience = patience
         self.limited = limit < _LATER
@@ -346,11 +356,17 @@ class _Run:
                 self._start(index)
             else:
                 self._reveal(index)
+        seconds, later, in_flight = self.player.seconds, self.later, self.in_flight
         while self.left:
-            self._advance()
-            kernel = self._kernel()
+            clock = self.clock
+            while later and later[0][0] <= clock:
+                _, index = heappop(later)
+                heappush(self._queue(index), (self.rank[index], index))
+            while in_flight and in_flight[0][0] <= clock:
+                self._wait(heappop(in_flight)[1])
+            kernel = self._kernel() if self.kernels else None
             if kernel is not None:
-                self._fill(self.clock + self.player.seconds[kernel])
+                self._fill(clock + seconds[kernel])
                 self._run(kernel)
                 continue
             self._fill(self._upcoming())
@@ -368,21 +384,11 @@ class _Run:
         if arrival > self.clock:
             heappush(self.later, (arrival, index))
         else:
-            heappush(self._queue(index), (-self.urgency[index], index))
+            heappush(self._queue(index), (self.rank[index], index))
 
     def _queue(self, index: int) -> list[tuple[float, int]]:
         stream = self.player.stream[index]
         return self.kernels if stream < 0 else self.ready[stream]
-
-    def _advance(self) -> None:
-        """Take note of what has arrived by now."""
-        clock = self.clock
-        while self.later and self.later[0][0] <= clock:
-            _, index = heappop(self.later)
-            heappush(self._queue(index), (-self.urgency[index], index))
-        while self.in_flight and self.in_flight[0][0] <= clock:
-            _, index = heappop(self.in_flight)
-            self._wait(index)
 
     def _upcoming(self) -> float:
         """When something next arrives or, where something waits for memory, is freed."""
@@ -393,14 +399,14 @@ class _Run:
 
     def _kernel(self) -> int | None:
         """The most urgent kernel that fits and holds up nothing more urgent, taken from the queue."""
-        if not self.kernels:
-            return None
         if self.feeding:
             fed = self._feeder()
             if fed is not None:
                 self._take(self.kernels, fed)
                 return fed[1]
-        if self._fits(self.kernels[0][1]) and not self._holds_up(self.kernels[0]):
+        first = self.kernels[0]
+        fits = not self.limited or self._fits(first[1])
+        if fits and not (self.patience and self._holds_up(first)):
             return heappop(self.kernels)[1]
         for entry in nsmallest(ALTERNATIVES, self.kernels)[1:]:
             if self._fits(entry[1]) and not self._holds_up(entry):
@@ -429,7 +435,7 @@ class _Run:
         return (
             self.clock + seconds > arrival
             and arrival - self.clock < self.patience * seconds
-            and self.urgency[awaited] > -entry[0]
+            and self.rank[awaited] < entry[0]
         )
 
     def _take(self, queue: list[tuple[float, int]], entry: tuple[float, int]) -> None:
@@ -460,7 +466,7 @@ class _Run:
         for stream, queue in enumerate(self.ready):
             while queue and (self.free[stream] < horizon or self.free[stream] <= self.clock):
                 entry = queue[0]
-                if not self._fits(entry[1]):
+                if self.limited and not self._fits(entry[1]):
                     alternatives = nsmallest(ALTERNATIVES, queue)[1:]
                     fitting = (e for e in alternatives if self._fits(e[1]))
                     entry = next(fitting, entry)
@@ -480,17 +486,23 @@ class _Run:
             self._start(entry[1])
 
     def _run(self, index: int) -> None:
-        self._await_inputs(index)
+        player = self.player
+        for awaited in player.awaits[index]:
+            if not self.waited[awaited]:
+                self._wait(awaited)
         self.steps.append((index, Phase.COMPUTE))
-        self.clock += self.player.seconds[index]
+        self.clock += player.seconds[index]
         self.end[index] = self.clock
-        self._account(index)
-        self._release(index)
+        if self.limited:
+            self._account(index)
+            self._release(index)
         self._done(index, self.clock)
 
     def _start(self, index: int) -> None:
         player = self.player
-        self._await_inputs(index)
+        for awaited in player.awaits[index]:
+            if not self.waited[awaited]:
+                self._wait(awaited)
         self.steps.append((index, Phase.START))
         stream = player.stream[index]
         ends = max(self.clock, self.free[stream]) + player.seconds[index]
@@ -499,26 +511,21 @@ class _Run:
             heappush(self.in_flight, (ends + WAIT_MARGIN * player.seconds[index], index))
         else:
             heappush(self.in_flight, (_LATER, index))
-        self._account(index)
+        if self.limited:
+            self._account(index)
         self._done(index, ends)
-
-    def _await_inputs(self, index: int) -> None:
-        for before in self.player.before[index]:
-            if self.player.stream[before] >= 0 and not self.waited[before]:
-                self._wait(before)
 
     def _wait(self, index: int) -> None:
         if not self.waited[index]:
             self.waited[index] = True
             if not self.player.crosses[index]:
                 self.steps.append((index, Phase.WAIT))
-                self._release(index)
+                if self.limited:
+                    self._release(index)
 
     def _account(self, index: int) -> None:
         """The outlook once ``index`` is issued now instead of in its turn."""
         self.issued[index] = True
-        if not self.limited:
-            return
         graph = self.player.graph
         self.live += self.player.made[index]
         first = self._first_unissued()
@@ -541,8 +548,6 @@ class _Run:
         return readers[position] if position >= 0 else otherwise
 
     def _release(self, index: int) -> None:
-        if not self.limited:
-            return
         graph = self.player.graph
         self.live -= graph.tasks[index].extra_bytes
         for buffer in graph.tasks[index].reads:
@@ -553,9 +558,10 @@ class _Run:
     def _done(self, index: int, when: float) -> None:
         """``index`` will be done at ``when``: tell those that need it."""
         self.left -= 1
+        arrival, need = self.arrival, self.need
         for after in self.player.after[index]:
-            if when > self.arrival[after]:  # noqa: PLR1730, the hottest line there is
-                self.arrival[after] = when
-            self.need[after] -= 1
-            if not self.need[after]:
+            if when > arrival[after]:  # noqa: PLR1730, the hottest line there is
+                arrival[after] = when
+            need[after] -= 1
+            if not need[after]:
                 self._reveal(after)

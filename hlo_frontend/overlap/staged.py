@@ -12,27 +12,34 @@ Invariant: what is chosen follows from the module and the table of costs.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from stretto.collectives.ops import Kind
 
 from ..passes.rotate import crossing
 from ..values import BlockGraph, Node
-from .buckets import bucket
+from .bounds import least_merged_seconds, least_seconds
+from .buckets import Bucketed, bucket
 from .costs import CostTable
 from .kernels import build
 from .loops import carries_of, trips_of
 from .model import Graph
-from .refine import refine
+from .refine import LEAST_STEP, refine
 from .replay import Timeline, handed_over, held_up, replay, unscheduled
-from .schedule import Schedule, schedule
+from .schedule import LEAST_PASSES, MOST_PASSES, Schedule, schedule
 from .skew import Skewed, skew
 from .stages import EARLY, LoopBody, Stages, is_plain, stages_of
 from .tidy import tidy
 
 # How often the plan of a body is made, each time with what the last one leaves under way.
 ROUNDS = 3
+# A first plan that takes longer than one of a similar body by this share is the last one.
+FAR = 0.02
+# Of the choices of what moves, those for which more buckets are looked for.
+FINALISTS = 3
+# Passes of the search for each plan of buckets, and for each but the first of those rounds.
+BUCKET_PASSES = 12
 # A plan this close to what bounds an iteration is not searched further.
 GOOD_ENOUGH = 1.0005
 # Shares of the early collectives that are tried to move, until memory suffices.
@@ -83,45 +90,93 @@ class Judge:
     memory_factor: float
     budget: int
 
-    def plan(self, body: BlockGraph, limit: float, opaque: Callable[[Node], float]) -> _Plan:
-        """The plan of a body with crossing collectives."""
-        graph = build(body, self.costs, carries_of(body), opaque, loops=False)
-        first = self._search(graph, limit, self.budget)
-        if first.timeline.peak_bytes > limit:
-            return graph, first  # nor would it with buckets, which take memory of their own
-        rounds = partial(self._search, limit=limit, budget=self.budget // 4, like=first)
-        found = bucket(graph, first, self.costs, rounds, limit)
-        quick = partial(self._search, limit=limit, budget=0, like=found.schedule)
-        found = refine(graph, first, found, self.costs, quick, limit, self.budget)
-        return found.graph, found.schedule
+    def plan(self, graph: Graph, limit: float) -> BodyPlan:
+        """The plan of a body, its collectives as they are or in buckets of about one size."""
+        first = self._search(graph, limit, MOST_PASSES)
+        as_it_is = Bucketed(graph, first, [(task.index,) for task in graph.tasks])
+        found = BodyPlan(graph, first, as_it_is)
+        if self._is_settled(found, limit):
+            return found
+        rounds = partial(self._search, limit=limit, passes=BUCKET_PASSES, like=first)
+        return replace(found, found=bucket(graph, first, self.costs, rounds, limit))
+
+    def better(self, plan: BodyPlan, limit: float) -> BodyPlan:
+        """The plan after steps from bucket to bucket, and a longer search for their order."""
+        if self._is_settled(plan, limit):
+            return plan
+        graph, found = plan.source, plan.found
+        quick = partial(self._search, limit=limit, passes=LEAST_PASSES, like=found.schedule)
+        found = refine(graph, plan.first, found, self.costs, quick, limit, self.budget)
+        if found.graph is not graph:
+            last = self._search(found.graph, limit, MOST_PASSES, found.schedule)
+            if _rank(last, limit) < _rank(found.schedule, limit):
+                found = replace(found, schedule=last)
+        return replace(plan, found=found)
+
+    def _is_settled(self, plan: BodyPlan, limit: float) -> bool:
+        """Whether no bucket could gain, or it does not fit: nor would it then, as buckets take memory too."""
+        timeline = plan.found.schedule.timeline
+        least = least_merged_seconds(plan.source, self.costs.compute.launch_s)
+        return timeline.seconds <= least * (1.0 + LEAST_STEP) or timeline.peak_bytes > limit
 
     def _search(
-        self, graph: Graph, limit: float, budget: int, like: Schedule | None = None
+        self, graph: Graph, limit: float, passes: int, like: Schedule | None = None
     ) -> Schedule:
-        """The best of the schedules of a body, each made with what the last one leaves under way."""
+        """The best of the schedules of a body, each made with what the last one leaves under way.
+
+        One that takes longer than ``like`` by more than `FAR` will hardly be better than that.
+        """
         launch = self.costs.compute.launch_s
-        # No iteration is shorter than the work of its busiest resource.
-        bound = max([graph.compute_seconds, *graph.stream_seconds()])
+        bound = least_seconds(graph, launch)
         best: Schedule | None = None
-        for _ in range(ROUNDS):
+        for number in range(ROUNDS):
             found = schedule(
                 graph,
                 launch_s=launch,
                 memory_limit=limit,
                 good_enough=bound * GOOD_ENOUGH,
-                budget=budget,
+                budget=self.budget,
+                most_passes=min(passes, BUCKET_PASSES) if number else passes,
                 like=best or like,
             )
             found = tidy(graph, found, launch, limit)
             if best is None or _rank(found, limit) < _rank(best, limit):
                 best = found
+            if best.timeline.peak_bytes <= limit and best.timeline.seconds <= bound * GOOD_ENOUGH:
+                break
+            if like and best.timeline.seconds > like.timeline.seconds * (1.0 + FAR):
+                break
             if not _carry_over(graph, found.timeline):
                 break
         assert best is not None
         return best
 
 
-_Plan = tuple[Graph, Schedule]
+@dataclass(frozen=True)
+class BodyPlan:
+    """How an iteration runs. ``first`` is the schedule of ``source``, its graph without buckets."""
+
+    source: Graph
+    first: Schedule
+    found: Bucketed
+
+    @property
+    def graph(self) -> Graph:
+        return self.found.graph
+
+    @property
+    def schedule(self) -> Schedule:
+        return self.found.schedule
+
+
+@dataclass(frozen=True)
+class _Try:
+    """A loop that could be put in the place of another one, and the seconds of all its iterations."""
+
+    stages: Stages
+    new: Skewed
+    plan: BodyPlan
+    total: float
 
 
 def stage(loop: Node, judge: Judge) -> Staged | LoopReport:
@@ -146,8 +201,21 @@ def stage(loop: Node, judge: Judge) -> Staged | LoopReport:
     limit = judge.memory_factor * replay(own, unscheduled(own), launch).peak_bytes
     if trips is None:
         return _as_it_stands(loop, condition, judge, limit)
+    most = plain * trips * (1.0 - judge.least_gain)
     why = "none of its collectives can move to another iteration"
-    best: Staged | None = None
+
+    def too_little(each: float, span: int, least: str = "") -> str:
+        return (
+            f"an iteration would take {least}{each * 1e6:.1f} us instead of {plain * 1e6:.1f} us, and {span} "
+            "would stand around the loop: that gains too little"
+        )
+
+    def total(plan: BodyPlan, span: int) -> float:
+        each = _seconds_of(plan) + launch * handed_over(plan.schedule.steps)
+        under_way = _under_way(plan.graph, plan.schedule.timeline)
+        return each * (trips - span) + plain * span + under_way
+
+    tries: list[_Try] = []
     for stages in _choices(loop_body, judge.costs):
         span = stages.last - stages.first
         if trips <= span:
@@ -160,26 +228,32 @@ def stage(loop: Node, judge: Judge) -> Staged | LoopReport:
         if not any(node.carried for node in kernel.nodes):
             continue
         seconds = {c: judge.opaque(node) for node, copies in new.copies.items() for c in copies}
-        graph, found = judge.plan(kernel, limit, seconds.__getitem__)
-        if found.timeline.peak_bytes > limit:
+        graph = build(kernel, judge.costs, carries_of(kernel), seconds.__getitem__, loops=False)
+        least = least_merged_seconds(graph, launch)
+        if least * (trips - span) + plain * span > most:
+            why = too_little(least, span, "at least ")
+            continue
+        plan = judge.plan(graph, limit)
+        if plan.schedule.timeline.peak_bytes > limit:
             why = "what would be under way or kept for the next iteration does not fit into memory"
             continue
-        each = found.timeline.seconds + held_up(graph, found.timeline)
-        under_way = _under_way(graph, found.timeline)
-        total = each * (trips - span) + plain * span + under_way
-        total += launch * handed_over(found.steps) * (trips - span)
-        if best is not None and total >= best.report.seconds * trips:
-            break  # with fewer that move it takes longer
-        if total > plain * trips * (1.0 - judge.least_gain):
-            why = (
-                f"an iteration would take {each * 1e6:.1f} us instead of {plain * 1e6:.1f} us, and {span} "
-                "would stand around the loop: that gains too little"
-            )
+        tries.append(_Try(stages, new, plan, total(plan, span)))
+    best: Staged | None = None
+    for tried in sorted(tries, key=lambda t: t.total)[:FINALISTS]:
+        stages = tried.stages
+        span = stages.last - stages.first
+        plan = judge.better(tried.plan, limit)
+        takes = total(plan, span)
+        if best is not None and takes >= best.report.seconds * trips:
+            continue
+        if takes > most:
+            why = too_little(_seconds_of(plan), span)
             continue
         early = tuple(n.instruction.name for n in stages.moved if stages[n] == EARLY)
         late = tuple(n.instruction.name for n in stages.moved if stages[n] != EARLY)
-        report = LoopReport(loop.instruction.name, trips, plain, total / trips, early, late)
-        best = Staged(new, graph, found, report, under_way)
+        report = LoopReport(loop.instruction.name, trips, plain, takes / trips, early, late)
+        under_way = _under_way(plan.graph, plan.schedule.timeline)
+        best = Staged(tried.new, plan.graph, plan.schedule, report, under_way)
     return kept(why) if best is None else best
 
 
@@ -194,8 +268,10 @@ def _as_it_stands(
         return LoopReport(name, None, plain, plain, why=why)
     for node, carried in found.items():
         node.carried = carried
-    graph, best = judge.plan(body, limit, judge.opaque)
-    each = best.timeline.seconds + held_up(graph, best.timeline)
+    graph = build(body, judge.costs, carries_of(body), judge.opaque, loops=False)
+    plan = judge.better(judge.plan(graph, limit), limit)
+    graph, best = plan.graph, plan.schedule
+    each = _seconds_of(plan)
     more = judge.costs.compute.launch_s * handed_over(best.steps)
     if best.timeline.peak_bytes <= limit and each + more <= plain * (1.0 - judge.least_gain):
         report = LoopReport(name, None, plain, each)
@@ -212,6 +288,12 @@ def _choices(loop_body: LoopBody, costs: CostTable) -> Iterator[Stages]:
         if stages.moved != moved:
             moved = stages.moved
             yield stages
+
+
+def _seconds_of(plan: BodyPlan) -> float:
+    """Seconds of an iteration, with what its collectives take from compute."""
+    timeline = plan.schedule.timeline
+    return timeline.seconds + held_up(plan.graph, timeline)
 
 
 def _rank(found: Schedule, limit: float) -> tuple[bool, float, int]:

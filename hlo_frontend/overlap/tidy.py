@@ -42,17 +42,21 @@ Run = list[Step]
 def _dissolve(graph: Graph, steps: Sequence[Step], launch_s: float, may_hurry: bool) -> list[Step]:
     """``may_hurry``: whether starts may move forward."""
     runs = _runs(steps)
-    best = seconds(graph, runs, launch_s)
+    clock = _Clock(graph, launch_s)
+    best = clock.seconds(runs)
     left = BUDGET
     position = 1 if runs and runs[0] and runs[0][0][1] is Phase.COMPUTE else 2
     while position < len(runs) - 1 and left > 0:
+        clock.settle(runs, position - 2)  # what is before the cut that comes before
         for hurried in (True, False) if may_hurry else (False,):
             tried = _without(graph, runs, position, hurried)
             if tried is None:
                 continue
             left -= len(steps)
-            time = seconds(graph, tried, launch_s)
-            if time <= best and not _puts_off(graph, runs, tried, position, launch_s):
+            if clock.puts_off(runs, tried, position):
+                continue
+            time = clock.seconds(tried)
+            if time <= best:
                 runs, best = tried, time
                 if position == 1 < len(runs) and runs[1][0][1] is Phase.COMPUTE:
                     position = 2  # a cut was put before all compute
@@ -106,43 +110,58 @@ def _without(graph: Graph, runs: list[Run], position: int, hurried: bool) -> lis
     return [*first, merged, *last]
 
 
-def _puts_off(
-    graph: Graph, runs: list[Run], tried: list[Run], position: int, launch_s: float
-) -> bool:
-    """Whether the compute on both sides of the cut at ``position`` ends later without it, in ``tried``."""
-    if any(task.crosses for task in graph.tasks):
-        return False  # an iteration has no begin to count from
-    behind = len(runs) - position - 2  # runs behind both, as many as before
-    without = _clock(graph, tried[: len(tried) - behind], launch_s)
-    return without > _clock(graph, runs[: position + 2], launch_s)
+class _Clock:
+    """When compute and the streams get through runs of steps. What has been passed for good is kept."""
 
+    def __init__(self, graph: Graph, launch_s: float) -> None:
+        self.graph, self.launch_s = graph, launch_s
+        self.took = [task.seconds for task in graph.tasks]
+        self.stream = [task.stream for task in graph.tasks]
+        self.repeats = any(task.crosses for task in graph.tasks)
+        self.passed = 0  # runs
+        self.now = 0.0
+        self.end = [0.0] * len(graph.tasks)
+        self.free = [0.0] * len(graph.streams)
 
-def seconds(graph: Graph, runs: Sequence[Run], launch_s: float) -> float:
-    """The time of `replay`, without the rest of it."""
-    if any(task.crosses for task in graph.tasks):
-        return replayed_seconds(graph, [step for run in runs for step in run], launch_s)
-    free = [0.0] * len(graph.streams)
-    return max([_clock(graph, runs, launch_s, free), *free])
+    def settle(self, runs: Sequence[Run], count: int) -> None:
+        """The first ``count`` runs stay as they are from now on."""
+        if count > self.passed:
+            self.now = self._walk(runs[self.passed : count], self.end, self.free)
+            self.passed = count
 
+    def seconds(self, runs: Sequence[Run]) -> float:
+        """The time of `replay`, without the rest of it."""
+        if self.repeats:
+            steps = [step for run in runs for step in run]
+            return replayed_seconds(self.graph, steps, self.launch_s)
+        free = self.free.copy()
+        return max([self._walk(runs[self.passed :], self.end.copy(), free), *free])
 
-def _clock(
-    graph: Graph, runs: Sequence[Run], launch_s: float, streams: list[float] | None = None
-) -> float:
-    """When compute gets through the runs; ``streams`` is told when each stream does."""
-    tasks = graph.tasks
-    end = [0.0] * len(tasks)
-    free = [0.0] * len(graph.streams) if streams is None else streams
-    clock = 0.0
-    for run in runs:
-        if run[0][1] is Phase.COMPUTE:
-            clock += launch_s
-            for index, _ in run:
-                clock += tasks[index].seconds
-            continue
-        for index, phase in run:
-            if phase is Phase.WAIT:
-                clock = max(clock, end[index])
-            else:
-                stream = tasks[index].stream
-                end[index] = free[stream] = max(clock, free[stream]) + tasks[index].seconds
-    return clock
+    def puts_off(self, runs: list[Run], tried: list[Run], position: int) -> bool:
+        """Whether compute on both sides of the cut at ``position`` ends later without it, in ``tried``."""
+        if self.repeats:
+            return False  # an iteration has no begin to count from
+        behind = len(runs) - position - 2  # runs behind both, as many as before
+        return self._reached(tried[: len(tried) - behind]) > self._reached(runs[: position + 2])
+
+    def _reached(self, runs: Sequence[Run]) -> float:
+        return self._walk(runs[self.passed :], self.end.copy(), self.free.copy())
+
+    def _walk(self, runs: Sequence[Run], end: list[float], free: list[float]) -> float:
+        """When compute gets through the runs; ``end`` is told of each collective, ``free`` of each stream."""
+        took, stream, clock = self.took, self.stream, self.now
+        for run in runs:
+            if run[0][1] is Phase.COMPUTE:
+                clock += self.launch_s
+                for index, _ in run:
+                    clock += took[index]
+                continue
+            for index, phase in run:
+                if phase is Phase.WAIT:
+                    if end[index] > clock:  # noqa: PLR1730, it is walked often
+                        clock = end[index]
+                else:
+                    lane = stream[index]
+                    begin = free[lane] if free[lane] > clock else clock
+                    end[index] = free[lane] = begin + took[index]
+        return clock

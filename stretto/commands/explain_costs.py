@@ -15,7 +15,7 @@ from stretto.hlo_frontend.graph import Module
 from stretto.hlo_frontend.overlap.apply import OverlapPolicy, loops_of
 from stretto.hlo_frontend.overlap.costs import CostTable
 from stretto.hlo_frontend.overlap.export import to_json
-from stretto.hlo_frontend.overlap.plan import plan_module
+from stretto.hlo_frontend.overlap.plan import donated_parameters, plan_block
 from stretto.hlo_frontend.overlap.staged import LoopReport
 from stretto.hlo_frontend.source import in_fork, read_hlo
 from stretto.hlo_frontend.verify import verify
@@ -41,9 +41,9 @@ def schedule_file(data: bytes, costs_file: str, num_devices: int) -> str:
         module = Module.parse(source.module)
         verify(module)
         replicas, partitions = source.counts(num_devices, module)
-        found = to_json(plan_module(module, costs, partitions, replicas))
         block = flatten(module.entry, CollectiveReader(replicas, partitions))
-        reports = loops_of(block, OverlapPolicy(costs))
+        found = to_json(plan_block(block, costs, donated_parameters(module)))
+        reports = loops_of(block, OverlapPolicy(costs))  # last: it changes the block
         found["summary"]["loops"] = [_loop_json(report) for report in reports]
         return json.dumps(found)
 

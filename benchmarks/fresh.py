@@ -5,27 +5,34 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from harness import clean_environment, console
 
-PLATFORMS = {"JAX CPU": "cpu", "stretto": "stretto,cpu"}
+# Environment of each contender.
+PLATFORMS: Mapping[str, Mapping[str, str]] = {
+    "JAX CPU": {"JAX_PLATFORMS": "cpu"},
+    "stretto": {"JAX_PLATFORMS": "stretto,cpu"},
+}
 
 
 def in_fresh_processes(
-    script: Path, modes: Sequence[str], repeats: int
+    script: Path,
+    modes: Sequence[str],
+    repeats: int,
+    contenders: Mapping[str, Mapping[str, str]] = PLATFORMS,
 ) -> dict[str, dict[str, list[float]]]:
-    """Run ``script MODE`` under each platform ``repeats`` times in turns; each prints figures as JSON.
+    """Run ``script MODE`` for each contender ``repeats`` times in turns; each prints figures as JSON.
 
-    Returns figures by ``"MODE: figure"`` and platform. A platform that fails is left out, with its error.
+    Returns figures by ``"MODE: figure"`` and contender. One that fails is left out, with its error.
     """
     rows: dict[str, dict[str, list[float]]] = {}
     for mode in modes:
         for _ in range(repeats):
-            for label, platform in PLATFORMS.items():
+            for label, variables in contenders.items():
                 env = clean_environment(
-                    JAX_PLATFORMS=platform,
+                    **variables,
                     STRETTO_LOCAL_DEVICES="8",
                     XLA_FLAGS="--xla_force_host_platform_device_count=8",
                 )

@@ -210,15 +210,20 @@ def _plan(
     compute_seconds = graph.compute_seconds
     # What keeps the cores busy takes as long beside compute; of several that merge, the latency once.
     moving = sum(t.busy * (t.seconds - t.latency_s) for t in graph.tasks if not t.arrives)
-    bound = max(compute_seconds + moving, least_merged_seconds(graph, launch))
+    bound = max([compute_seconds + moving, *graph.stream_seconds()])
     took = without.seconds + held_up(graph, without)
     kept = Planned(took, took, graph, timeline=without, inner=inner, loops=reports)
-    if bound >= took * (1.0 - policy.least_gain):
+    most = took * (1.0 - policy.least_gain)
+    if bound >= most:
         return kept
     limit = policy.memory_factor * replay(graph, unscheduled(graph), launch).peak_bytes
     undo = uncombine(block, costs)
     if undo is not None:
         graph = build(block, costs, donated, lambda node: seconds[node], loops=False)
+    if least_merged_seconds(graph, launch) >= most:  # not before: combined ones make ways longer
+        if undo is not None:
+            undo()
+        return kept
 
     def search(
         candidate: Graph, share: float, passes: int, like: Schedule | None = None
@@ -244,7 +249,7 @@ def _plan(
     graph = bucketed.graph
     more = max(0, handed_over(best.steps) - handed_over(steps)) * launch
     takes = best.timeline.seconds + held_up(graph, best.timeline)
-    if takes + more > took * (1.0 - policy.least_gain):
+    if takes + more > most:
         if undo is not None:
             undo()
         return kept

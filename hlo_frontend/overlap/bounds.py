@@ -22,7 +22,7 @@ def least_merged_seconds(graph: Graph, launch_s: float = 0.0) -> float:
     """No order of these tasks takes less, whichever of them are merged into buckets.
 
     A bucket takes longer than each of its members, and comes after all that any of them does: no way gets
-    shorter by it. A stream saves the latencies of all members but one.
+    shorter by it. A stream saves no more than the latencies of what may be merged.
     """
     saved = [0.0] * len(graph.streams)
     for task in graph.tasks:

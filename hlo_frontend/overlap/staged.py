@@ -3,7 +3,8 @@
 What the iterations of a loop take is the time of one among others (`replay`), in which collectives that cross
 begin in one iteration and end in the next. The loop is staged (`stages`, `skew`) where that takes less time
 than the plan of its body as it stands, with the iterations counted in full that then stand around it. Where
-memory is short, fewer of the early collectives move. In every loop, staged or not, collectives cross whose
+memory is short, fewer of the early collectives move; each share of them is planned without much search, and
+those that come out best are bettered. In every loop, staged or not, collectives cross whose
 results are nothing but carries.
 
 Invariant: what is chosen follows from the module and the table of costs.

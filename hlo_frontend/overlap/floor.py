@@ -23,8 +23,7 @@ MAX_MATRIX = 8_000
 
 @dataclass(frozen=True)
 class Floor:
-    """Seconds. ``exposed`` is ``seconds`` less all compute; ``resource`` is what binds: compute, a stream,
-    both together, or a path."""
+    """Seconds. ``resource`` is what binds: compute, a stream, both together, or a path."""
 
     seconds: float
     compute_seconds: float
@@ -32,10 +31,6 @@ class Floor:
     resource_seconds: float
     path_seconds: float
     heads: tuple[float, ...] = ()
-
-    @property
-    def exposed(self) -> float:
-        return max(0.0, self.seconds - self.compute_seconds)
 
     @property
     def unhideable(self) -> float:

@@ -191,6 +191,7 @@ def explained(module: CompiledModule, policy: OverlapPolicy) -> None:
     if policy.memory_factor >= 1.0:
         assert replayed.peak_bytes <= policy.memory_factor * summary["unscheduled_peak_bytes"]
     assert summary["predicted_ms"] >= summary["floor_ms"] * (1 - 1e-9), summary
+    assert summary["exposed_ms"] >= summary["exposed_floor_ms"] - 1e-9 * summary["predicted_ms"]
     assert summary["predicted_ms"] <= summary["unscheduled_ms"] * (1 + 1e-9), summary
 
 

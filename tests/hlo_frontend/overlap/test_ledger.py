@@ -33,6 +33,14 @@ def test_a_half_hidden_gather() -> None:
     assert [summary[key] for key in times] == [1000.0, 1000.0, 4000.0, 3000.0, 5000.0]
 
 
+def test_launches_hide_communication_too() -> None:
+    """Of the gather's two seconds a takes one, and its launch half a second."""
+    _, data, _ = planned(module(BODY), table(launch_s=0.5), memory_factor=2.0)
+    summary = data["summary"]
+    times = ("exposed_ms", "exposed_floor_ms", "predicted_ms", "compute_ms", "floor_ms")
+    assert [summary[key] for key in times] == [500.0, 0.0, 4500.0, 3000.0, 4000.0]
+
+
 def test_steps_in_issue_order() -> None:
     _, data, _ = planned(module(BODY), table(), memory_factor=2.0)
     shown = [

@@ -26,11 +26,8 @@ class Floor:
     """Seconds. ``resource`` is what binds: compute, a stream, both together, or a path."""
 
     seconds: float
-    compute_seconds: float
     resource: str
     resource_seconds: float
-    path_seconds: float
-    heads: tuple[float, ...] = ()
 
     @property
     def unhideable(self) -> float:
@@ -49,7 +46,7 @@ def floor(graph: Graph) -> Floor:
     from_end, below = bounds(flipped, seconds[::-1], stream[::-1], len(graph.streams))
     tails = from_end[::-1]
     binding = "path"
-    path = best = float((heads + seconds + tails).max()) if tasks else 0.0
+    best = float((heads + seconds + tails).max()) if tasks else 0.0
     names = ["compute", *graph.streams]
     totals = [float(seconds[stream == r - 1].sum()) for r in range(len(names))]
     for r, name in enumerate(names):
@@ -66,7 +63,7 @@ def floor(graph: Graph) -> Floor:
             if bound > best:
                 best, binding = bound, f"compute and {name}"
     busiest = int(np.argmax(totals))
-    return Floor(best, totals[0], binding, totals[busiest], path, tuple(heads.tolist()))
+    return Floor(best, binding, totals[busiest])
 
 
 def one_machine(heads: np.ndarray, work: np.ndarray, tails: np.ndarray) -> float:

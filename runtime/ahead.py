@@ -43,11 +43,11 @@ class AheadOfTurn:
     def prepare(self) -> bool:
         """Post it if its operands are there. What fails is raised when its turn has come."""
         if self._pending is None and self._error is None:
-            is_ready = self._engine.is_ready
-            for column in self._columns:
-                if type(column) is not Hosted and not all(map(is_ready, column)):
-                    return False
             try:
+                is_ready = self._engine.is_ready
+                for column in self._columns:
+                    if type(column) is not Hosted and not all(map(is_ready, column)):
+                        return False
                 self._post(self._views())
             except BaseException as error:
                 self._error = error

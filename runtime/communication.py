@@ -280,12 +280,8 @@ class Communication:
 
         if not getattr(self.bound(start), "ahead", False):
             return in_turn
-        call, inputs, engine, everyone = (
-            Call(self, start),
-            start.inputs,
-            self.engine,
-            len(self.logical),
-        )
+        call, inputs = Call(self, start), start.inputs
+        engine, everyone = self.engine, len(self.logical)
 
         def ahead(frame: Frame, views: Callable[[], Any]) -> Task:
             if len(frame.active) != everyone:

@@ -169,13 +169,14 @@ class Stream:
         A task that has ``prepare()`` gives whether it is prepared; it is called again until it says so.
         """
         tasks = self._tasks
-        try:
-            for number in range(LOOK_AHEAD):
-                prepare = getattr(tasks[number][0], "prepare", None)
-                if prepare is None or not prepare():
-                    return
-        except IndexError:  # there are no more
-            return
+        for number in range(LOOK_AHEAD):
+            try:
+                task = tasks[number][0]
+            except IndexError:  # there are no more
+                return
+            prepare = getattr(task, "prepare", None)
+            if prepare is None or not prepare():
+                return
 
     @property
     def thread_id(self) -> int | None:

@@ -162,3 +162,22 @@ def test_the_number_ahead_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     link = Link()
     run(rig(link), link, 3)
     assert link.log == [f"{what} {k}" for k in range(3) for what in ("posted", "arrived")]
+
+
+def test_an_operand_that_failed_fails_its_own_collective(monkeypatch: pytest.MonkeyPatch) -> None:
+    link = Link()
+    made = rig(link)
+
+    def is_ready(array: Any) -> bool:
+        if float(np.asarray(made.engine.host_view(array)).flat[0]) == 3.0:
+            raise ValueError("computed in vain")
+        return True
+
+    monkeypatch.setattr(made.engine, "is_ready", is_ready)
+    loaded = made.load(sums(2))
+    rows = loaded.execute(made.arguments(loaded, [1, 2]))
+    link.handed_over.set()
+    # The second sums 2 and 3; the first, which was awaited meanwhile, has its result.
+    assert firsts([row[0].host_view() for row in rows]) == [3.0] * 2
+    with pytest.raises(StrettoError, match="all-reduce %sum: ValueError: computed in vain"):
+        rows[0][1].host_view()

@@ -47,18 +47,6 @@ if TYPE_CHECKING:
 MakeRows = Callable[..., Rows]
 # Device, the number there of a segment that runs on it, its output.
 _Running = tuple[int, int, Any]
-# What becomes a row, and how many of the first arguments say of what it is told.
-_KNOWN = {
-    "program_started": 1,
-    "program_finished": 1,
-    "program_called": 2,
-    "segment_handed": 2,
-    "segment_skipped": 3,
-    "collective_started": 2,
-    "collective_ran": 2,
-    "collective_awaiting": 2,
-    "collective_awaited": 2,
-}
 
 
 @dataclass(frozen=True)
@@ -149,26 +137,8 @@ class Recorder(Instrument):
         self.profiles.append(done)
 
     def listener(self, name: str, *known: Any) -> Callable[..., None] | None:
-        match name:
-            case "program_started":
-                return self._program(*known).rows.started
-            case "program_finished":
-                return self._program(*known).rows.finished
-            case "program_called":
-                return self._segment(*known).called
-            case "segment_handed":
-                return self._segment(*known).handed
-            case "segment_skipped":
-                return self._segment(*known[:2]).left_out
-            case "collective_started":
-                return self._collective(*known).started
-            case "collective_ran":
-                return self._collective(*known).ran
-            case "collective_awaiting":
-                return self._collective(*known).awaiting
-            case "collective_awaited":
-                return self._collective(*known).awaited
-        return super().listener(name, *known)
+        row = _TOLD.get(name)
+        return super().listener(name, *known) if row is None else row.maker(self, *known)
 
     def around_run(self, run: SegmentRun, program: Program, segment: int) -> SegmentRun:
         return self._segment(program, segment).around_run(run)
@@ -245,14 +215,34 @@ class Recorder(Instrument):
             del last, output
 
 
-def _told(name: str, known: int) -> Callable[..., None]:
+# What becomes a row: how many of the first arguments say of what it is told, and what writes it.
+@dataclass(frozen=True)
+class _Told:
+    known: int
+    maker: Callable[..., Callable[..., None]]
+
+
+_TOLD = {
+    "program_started": _Told(1, lambda self, *of: self._program(*of).rows.started),
+    "program_finished": _Told(1, lambda self, *of: self._program(*of).rows.finished),
+    "program_called": _Told(2, lambda self, *of: self._segment(*of).called),
+    "segment_handed": _Told(2, lambda self, *of: self._segment(*of).handed),
+    "segment_skipped": _Told(3, lambda self, *of: self._segment(*of[:2]).left_out),
+    "collective_started": _Told(2, lambda self, *of: self._collective(*of).started),
+    "collective_ran": _Told(2, lambda self, *of: self._collective(*of).ran),
+    "collective_awaiting": _Told(2, lambda self, *of: self._collective(*of).awaiting),
+    "collective_awaited": _Told(2, lambda self, *of: self._collective(*of).awaited),
+}
+
+
+def _method(told: _Told) -> Callable[..., None]:
+    """The method of `Instrument`, for who calls it with all arguments at once."""
+
     def tell(self: Recorder, *arguments: Any) -> None:
-        listener = self.listener(name, *arguments[:known])
-        assert listener is not None
-        listener(*arguments[known:])
+        told.maker(self, *arguments[: told.known])(*arguments[told.known :])
 
     return tell
 
 
-for _name, _known in _KNOWN.items():
-    setattr(Recorder, _name, _told(_name, _known))
+for _name, _row in _TOLD.items():
+    setattr(Recorder, _name, _method(_row))

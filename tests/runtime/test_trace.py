@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from time import perf_counter
@@ -344,9 +344,9 @@ def test_a_program_of_one_segment_that_is_not_over_when_it_was_called(tmp_path: 
 class Far:
     """Rank 1's view of rank 0, whose clock is 500 s ahead and whose answers take their time."""
 
-    def __init__(self) -> None:
-        self.now = 100.0
-        self.delays = iter([(3.0, 1.0), (0.5, 0.5), *[(2.0, 4.0)] * (clock.ROUND_TRIPS - 2)])
+    def __init__(self, delays: Iterable[tuple[float, float]]) -> None:
+        self.now, self.asked = 100.0, 0
+        self.delays = iter(delays)
 
     def Get_rank(self) -> int:
         return 1
@@ -354,9 +354,13 @@ class Far:
     def Get_size(self) -> int:
         return 2
 
-    def send(self, what: Any, dest: int, tag: int) -> None:
-        self.there, self.back = next(self.delays)
-        self.now += self.there
+    def send(self, again: bool, dest: int, tag: int) -> None:
+        if again:
+            self.there, self.back = next(self.delays)
+            self.now += self.there
+            self.asked += 1
+        else:
+            self.asked = -self.asked
 
     def recv(self, source: int, tag: int) -> float:
         said = self.now + 500.0
@@ -364,7 +368,18 @@ class Far:
         return said
 
 
-def test_the_shortest_round_trip_tells_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    comm = Far()
+@pytest.mark.parametrize(
+    ("delays", "asked"),
+    [
+        ([(3e-5, 1e-5), (1e-5, 1e-5), *[(9e-5, 4e-5)] * 100], 16),
+        ([*[(3e-1, 1e-1)] * 30, (5e-5, 5e-5), (1e-5, 9e-5)], 31),  # until one was short
+        ([(3.0, 1.0), (0.5, 0.5), *[(2.0, 4.0)] * 600], 512),  # none is
+    ],
+)
+def test_the_shortest_round_trip_tells_the_clock(
+    delays: list[tuple[float, float]], asked: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    comm = Far(delays)
     monkeypatch.setattr(clock, "perf_counter", lambda: comm.now)
-    assert clock.offset_to_first(comm) == 500.0
+    assert clock.offset_to_first(comm) == pytest.approx(500.0, abs=1e-9)
+    assert comm.asked == -asked  # and rank 0 was told that there are no more

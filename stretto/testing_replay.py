@@ -36,7 +36,8 @@ class ReplayError(AssertionError):
 class Replayed:
     """Seconds of the whole, of compute, and of compute held by waits; peak bytes.
 
-    ``exposed_by`` is by position of the wait.
+    ``exposed_by`` is by position of the wait. ``held_seconds``: by how much collectives beside it, which keep
+    cores busy, made compute longer.
     """
 
     seconds: float
@@ -44,11 +45,13 @@ class Replayed:
     exposed_seconds: float
     exposed_by: dict[int, float]
     peak_bytes: int
+    held_seconds: float = 0.0
 
 
 def replay_steps(steps: Sequence[Mapping[str, Any]]) -> Replayed:
     """Play ``steps`` in issue order. Raises `ReplayError` on a schedule that breaks its own rules."""
-    clock = compute = 0.0
+    clock = compute = held = 0.0
+    sharing: list[tuple[float, float, float]] = []  # begin, end, busy of what was started
     stream_free: dict[str, float] = {}
     ended: dict[int, float] = {}
     open_starts: dict[int, float] = {}
@@ -63,12 +66,17 @@ def replay_steps(steps: Sequence[Mapping[str, Any]]) -> Replayed:
                     f"step {position} ({step['name']}) uses {steps[needed]['name']} before its wait"
                 )
         if step["kind"] == "compute":
-            clock += step["seconds"]
+            sharing = [each for each in sharing if each[1] > clock]
+            taken = _taken(step["seconds"], clock, sharing)
+            clock += taken
             compute += step["seconds"]
+            held += taken - step["seconds"]
             ended[position] = clock
         elif step["kind"] == "start":
             begin = max(clock, stream_free.get(step["stream"], 0.0))
             stream_free[step["stream"]] = open_starts[position] = begin + step["seconds"]
+            if step.get("busy"):
+                sharing.append((begin, begin + step["seconds"], step["busy"]))
         elif step["kind"] == "wait":
             (start,) = step["after"]
             if steps[start]["kind"] != "start" or start not in open_starts:
@@ -86,7 +94,21 @@ def replay_steps(steps: Sequence[Mapping[str, Any]]) -> Replayed:
     if open_starts:
         names = ", ".join(steps[p]["name"] for p in open_starts)
         raise ReplayError(f"never waited for: {names}")
-    return Replayed(clock, compute, sum(exposed.values()), exposed, peak)
+    return Replayed(clock, compute, sum(exposed.values()), exposed, peak, held)
+
+
+def _taken(work: float, clock: float, sharing: Sequence[tuple[float, float, float]]) -> float:
+    """How long so much compute takes from ``clock`` on, beside what has a share of its cores."""
+    if not sharing:
+        return work
+    at, left = clock, work
+    for bound in sorted({t for begin, end, _ in sharing for t in (begin, end) if t > clock}):
+        lost = sum(busy for begin, end, busy in sharing if begin <= at < end)
+        done = max(0.0, 1.0 - lost) * (bound - at)
+        if done >= left:
+            return at + left / (1.0 - lost) - clock
+        at, left = bound, left - done
+    return at + left - clock
 
 
 def check_common_order(ranks: Sequence[Sequence[Mapping[str, Any]]]) -> None:

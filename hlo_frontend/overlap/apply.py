@@ -3,7 +3,7 @@
 Every block is judged on its own: the entry, and the bodies of loops and branches, which are single steps of
 the blocks around them. What a block does without the pass (`passes.order`, collectives awaited at their
 first use) is replayed on the same clock as its plan, with what collectives take from the compute beside them
-added to both (`replay.held_up`). Only a plan that is faster by `LEAST_GAIN` replaces it, after starts and
+counted in both (`shared_cores`). Only a plan that is faster by `LEAST_GAIN` replaces it, after starts and
 waits that cut compute for less than a launch costs were moved to where there is a cut anyway (`tidy`); it
 then gets what slack is to be had for nothing (`loosen`). Blocks that send or receive keep their order, since
 a peer's may depend on it; so do those of which devices leave compute out that nobody reads (`passes.unread`),
@@ -34,8 +34,9 @@ from .loosen import loosen
 from .measured import Measured
 from .model import Graph
 from .place import place
-from .replay import Phase, Step, Timeline, handed_over, held_up, replay, unscheduled
+from .replay import Phase, Step, Timeline, handed_over, replay, unscheduled
 from .schedule import MOST_PASSES, Schedule, schedule
+from .shared_cores import replay_shared
 from .skew import substitute
 from .staged import BUCKET_PASSES, GOOD_ENOUGH, Judge, LoopReport, stage
 from .tidy import tidy
@@ -206,12 +207,12 @@ def _plan(
     graph = build(block, costs, donated, lambda node: seconds[node], loops=False)
     launch = costs.compute.launch_s
     steps = unpassed(ordered(block), graph)
-    without = replay(graph, steps, launch)
+    without = replay_shared(graph, steps, launch)
     compute_seconds = graph.compute_seconds
     # What keeps the cores busy takes as long beside compute; of several that merge, the latency once.
     moving = sum(t.busy * (t.seconds - t.latency_s) for t in graph.tasks if not t.arrives)
     bound = max([compute_seconds + moving, *graph.stream_seconds()])
-    took = without.seconds + held_up(graph, without)
+    took = without.seconds
     kept = Planned(took, took, graph, timeline=without, inner=inner, loops=reports)
     most = took * (1.0 - policy.least_gain)
     if bound >= most:
@@ -248,13 +249,14 @@ def _plan(
             best = min(best, last, key=lambda s: (s.timeline.seconds, s.timeline.peak_bytes))
     graph = bucketed.graph
     more = max(0, handed_over(best.steps) - handed_over(steps)) * launch
-    takes = best.timeline.seconds + held_up(graph, best.timeline)
+    takes = replay_shared(graph, best.steps, launch).seconds
     if takes + more > most:
         if undo is not None:
             undo()
         return kept
     best = loosen(graph, best, launch)
-    return Planned(takes, took, graph, best.steps, best.timeline, inner, reports)
+    timeline = replay_shared(graph, best.steps, launch)
+    return Planned(timeline.seconds, took, graph, best.steps, timeline, inner, reports)
 
 
 def _stage(
@@ -273,13 +275,14 @@ def _stage(
     found = stage(loop, judge)
     if isinstance(found, LoopReport):
         return [found] if found.why else []
-    timeline = found.schedule.timeline
+    steps = found.schedule.steps
+    timeline = replay_shared(found.graph, steps, policy.costs.compute.launch_s)
     if found.new is None:
         planned = replace(
             body,
-            seconds=timeline.seconds + held_up(found.graph, timeline),
+            seconds=timeline.seconds,
             graph=found.graph,
-            steps=found.schedule.steps,
+            steps=steps,
             timeline=timeline,
             under_way=found.under_way,
         )
@@ -292,10 +295,10 @@ def _stage(
     del inner[loop]
     inner |= {node: plans for node, plans in copied.items() if node not in inside}
     planned = Planned(
-        timeline.seconds + held_up(found.graph, timeline),
+        timeline.seconds,
         body.seconds,
         found.graph,
-        found.schedule.steps,
+        steps,
         timeline,
         inside,
         under_way=found.under_way,

@@ -16,7 +16,8 @@ from .kernels import build
 from .loops import blocks_of, control_flow_seconds
 from .model import Graph
 from .pricing import price_kernel
-from .replay import Phase, Step, handed_over, held_up, replay
+from .replay import Phase, Step, handed_over
+from .shared_cores import replay_shared
 
 
 def seconds_of(
@@ -53,8 +54,7 @@ def seconds_of(
     else:
         graph = build(block, costs, own, inside.__getitem__, loops=False)
         steps = _kept(block, graph, ordered)
-    timeline = replay(graph, steps, launch)
-    return timeline.seconds + held_up(graph, timeline) + launch * handed_over(steps)
+    return replay_shared(graph, steps, launch).seconds + launch * handed_over(steps)
 
 
 def _price(graph: Graph, costs: CostTable, opaque: Callable[[Node], float]) -> None:

@@ -89,6 +89,7 @@ def _transfer(task: Task) -> dict[str, Any]:
         "members": [op.instruction.name for op in task.ops],
         "iterations": [list(op.iteration) for op in task.ops],
         "latency_s": task.latency_s,
+        "busy": task.busy,
         "copied_bytes": task.extra_bytes,
     }
 

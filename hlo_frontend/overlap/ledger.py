@@ -133,8 +133,8 @@ def summary(plan: Plan, entries: list[Entry] | None = None) -> dict[str, Any]:
 
     ``hideable`` collectives have independent compute at all; ``overlapped`` run beside some of it;
     ``fully_hidden`` are exposed for less than a hundredth of their time. ``exposed_floor_ms`` is what no
-    order of these steps avoids: ``floor_ms`` less all compute and what the plan takes for launches, which
-    hide communication too.
+    order of these steps avoids: ``floor_ms`` less all compute, what the plan takes for launches, which hide
+    communication too, and ``held_ms``, by which collectives make compute longer.
     """
     entries = ledger(plan) if entries is None else entries
     graph, timeline, bound = plan.graph, plan.timeline, plan.floor
@@ -149,6 +149,7 @@ def summary(plan: Plan, entries: list[Entry] | None = None) -> dict[str, Any]:
         "fully_hidden": sum(len(e.members) for e in entries if e.is_hidden),
         "exposed_ms": exposed * 1e3,
         "exposed_floor_ms": least_exposed * 1e3,
+        "held_ms": timeline.held * 1e3,
         "predicted_ms": timeline.seconds * 1e3,
         "floor_ms": bound.seconds * 1e3,
         "floor_resource": bound.resource,

@@ -23,6 +23,7 @@ from .loops import blocks_of, control_flow_seconds
 from .model import Graph, Op, Task
 from .replay import Phase, Step, Timeline, replay, unscheduled
 from .schedule import Schedule, schedule
+from .shared_cores import replay_shared
 
 # How far above the module's own peak memory may go.
 MEMORY_FACTOR = 1.1
@@ -35,12 +36,16 @@ GOOD_ENOUGH = 1.0005
 
 @dataclass
 class Plan:
-    """A scheduled block. ``graph`` has buckets merged; ``source`` is the graph before that."""
+    """A scheduled block. ``graph`` has buckets merged; ``source`` is the graph before that.
+
+    ``timeline``: how the schedule runs where collectives take time from compute (`shared_cores`).
+    """
 
     source: Graph
     graph: Graph
     members: list[tuple[int, ...]]
     schedule: Schedule
+    timeline: Timeline
     before: Timeline
     floor: Floor
     source_floor: Floor
@@ -51,10 +56,6 @@ class Plan:
     @property
     def steps(self) -> list[Step]:
         return self.schedule.steps
-
-    @property
-    def timeline(self) -> Timeline:
-        return self.schedule.timeline
 
 
 def plan_block(
@@ -118,7 +119,17 @@ def plan_block(
         if last.timeline.peak_bytes <= limit:
             best = min(best, last, key=lambda s: (s.timeline.seconds, s.timeline.peak_bytes))
     return Plan(
-        graph, found.graph, found.members, best, before, merged_bound, bound, limit, launch, inner
+        source=graph,
+        graph=found.graph,
+        members=found.members,
+        schedule=best,
+        timeline=replay_shared(found.graph, best.steps, launch),
+        before=before,
+        floor=merged_bound,
+        source_floor=bound,
+        memory_limit=limit,
+        launch_s=launch,
+        inner=inner,
     )
 
 

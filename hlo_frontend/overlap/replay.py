@@ -36,7 +36,10 @@ Step = tuple[int, Phase]  # task, phase
 
 @dataclass
 class Timeline:
-    """Times by task; ``exposed`` by collective; memory by step: bytes live while the step runs."""
+    """Times by task; ``exposed`` by collective; memory by step: bytes live while the step runs.
+
+    ``held``: seconds that collectives take from compute beside them, as `shared_cores` has it.
+    """
 
     seconds: float
     begin: list[float]
@@ -44,6 +47,7 @@ class Timeline:
     exposed: list[float]
     live: list[int]
     peak_bytes: int
+    held: float = 0.0
 
     @property
     def exposed_seconds(self) -> float:
@@ -81,45 +85,39 @@ def handed_over(steps: Sequence[Step]) -> int:
     )
 
 
-def held_up(graph: Graph, timeline: Timeline) -> float:
-    """Seconds that the collectives of a replay take from compute beside them: of each, its link's ``busy``
-    share of what is not exposed. No replay counts them, so that steps keep their lengths."""
-    crossings = graph.crossings()
-    total = 0.0
-    for task in graph.tasks:
-        if task.busy and not task.arrives:
-            exposed = timeline.exposed[crossings.get(task.index, task.index)]
-            total += task.busy * max(0.0, task.seconds - exposed)
-    return total
-
-
 def replay(graph: Graph, steps: Sequence[Step], launch_s: float = 0.0) -> Timeline:
     """Run ``steps`` against the clock; those of a loop's body with crossing collectives over and over, until
     every iteration takes the same time."""
-    crossings = graph.crossings()
-    if crossings:
-        return _repeated(graph, steps, launch_s, crossings)
-    run = _Run(graph, steps, launch_s)
-    run.walk()
-    live = memory(graph, steps)
-    seconds = max([run.clock, *run.free])
-    return Timeline(seconds, run.begin, run.end, run.exposed, live, max(live, default=0))
+    return timeline(Clock(graph, steps, launch_s), steps)
+
+
+def timeline(run: Clock, steps: Sequence[Step]) -> Timeline:
+    """What ``steps`` do by a clock of their own: `replay` with another idea of time."""
+    crossings = run.graph.crossings()
+    live = memory(run.graph, steps)
+    if crossings:  # an iteration among others: seconds to the next, times from its begin on
+        seconds, last = run.repeat(crossings)
+    else:
+        run.walk()
+        seconds, last = max([run.clock, *run.free]), 0.0
+    begin, end = ([at - last for at in times] if last else times for times in (run.begin, run.end))
+    return Timeline(seconds, begin, end, run.exposed, live, max(live, default=0), run.held)
 
 
 def replayed_seconds(graph: Graph, steps: Sequence[Step], launch_s: float = 0.0) -> float:
     """The seconds of `replay`, without the rest of it."""
     crossings = graph.crossings()
-    run = _Run(graph, steps, launch_s)
+    run = Clock(graph, steps, launch_s)
     if crossings:
         return run.repeat(crossings)[0]
     run.walk()
     return max([run.clock, *run.free])
 
 
-_COMPUTE, _WAIT, _START, _ARRIVING = range(4)
+COMPUTE, WAIT, START, ARRIVING = range(4)  # what a `Clock` is to do
 
 
-class _Run:
+class Clock:
     """Tasks against the clock: when each began and ended last, and for how long it was waited for."""
 
     def __init__(self, graph: Graph, steps: Sequence[Step], launch_s: float) -> None:
@@ -127,12 +125,12 @@ class _Run:
         self.graph, self.launch_s = graph, launch_s
         self.begin, self.end, self.exposed = [0.0] * count, [0.0] * count, [0.0] * count
         self.free = [0.0] * len(graph.streams)
-        self.clock = 0.0
+        self.clock = self.held = 0.0
         compute, wait = Phase.COMPUTE, Phase.WAIT  # to look them up in a mapping takes longer
         tasks = graph.tasks
         self.program = [
             (
-                _COMPUTE if phase is compute else _WAIT if phase is wait else _START,
+                COMPUTE if phase is compute else WAIT if phase is wait else START,
                 i,
                 tasks[i].seconds,
             )
@@ -141,7 +139,7 @@ class _Run:
         arriving = {task.index for task in tasks if task.arrives}
         if arriving:  # what arrives was started by the iteration before
             self.program = [
-                (_ARRIVING if code == _START and i in arriving else code, i, seconds)
+                (ARRIVING if code == START and i in arriving else code, i, seconds)
                 for code, i, seconds in self.program
             ]
 
@@ -151,7 +149,7 @@ class _Run:
         begin, end, exposed = self.begin, self.end, [0.0] * len(self.graph.tasks)
         interrupted = True
         for code, index, seconds in self.program:
-            if code == _COMPUTE:
+            if code == COMPUTE:
                 if interrupted:
                     clock += launch_s
                     interrupted = False
@@ -159,11 +157,11 @@ class _Run:
                 clock += seconds
                 end[index] = clock
                 continue
-            if code == _WAIT:
+            if code == WAIT:
                 if end[index] > clock:
                     exposed[index] = end[index] - clock
                     clock = end[index]
-            elif code == _START:
+            elif code == START:
                 stream = tasks[index].stream
                 begin[index] = max(clock, free[stream])
                 end[index] = free[stream] = begin[index] + seconds
@@ -196,23 +194,6 @@ class _Run:
             left = now
         # A stream with more work than that falls behind until its work is all that counts.
         return max([measured, *self.graph.stream_seconds()]), begins[-2]
-
-
-def _repeated(
-    graph: Graph, steps: Sequence[Step], launch_s: float, crossings: dict[int, int]
-) -> Timeline:
-    """An iteration among others: times from its begin on, ``seconds`` from one to the next."""
-    run = _Run(graph, steps, launch_s)
-    seconds, last = run.repeat(crossings)
-    live = memory(graph, steps)
-    return Timeline(
-        seconds,
-        [b - last for b in run.begin],
-        [e - last for e in run.end],
-        run.exposed,
-        live,
-        max(live, default=0),
-    )
 
 
 def memory(graph: Graph, steps: Sequence[Step]) -> list[int]:

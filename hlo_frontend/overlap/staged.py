@@ -27,8 +27,9 @@ from .kernels import build
 from .loops import carries_of, trips_of
 from .model import Graph
 from .refine import LEAST_STEP, refine
-from .replay import Timeline, handed_over, held_up, replay, unscheduled
+from .replay import Timeline, handed_over, replay, unscheduled
 from .schedule import LEAST_PASSES, MOST_PASSES, Schedule, schedule
+from .shared_cores import replay_shared
 from .skew import Skewed, skew
 from .stages import EARLY, LoopBody, Stages, is_plain, stages_of
 from .tidy import tidy
@@ -212,7 +213,7 @@ def stage(loop: Node, judge: Judge) -> Staged | LoopReport:
         )
 
     def total(plan: BodyPlan, span: int) -> float:
-        each = _seconds_of(plan) + launch * handed_over(plan.schedule.steps)
+        each = _seconds_of(plan, launch) + launch * handed_over(plan.schedule.steps)
         under_way = _under_way(plan.graph, plan.schedule.timeline)
         return each * (trips - span) + plain * span + under_way
 
@@ -248,7 +249,7 @@ def stage(loop: Node, judge: Judge) -> Staged | LoopReport:
         if best is not None and takes >= best.report.seconds * trips:
             continue
         if takes > most:
-            why = too_little(_seconds_of(plan), span)
+            why = too_little(_seconds_of(plan, launch), span)
             continue
         early = tuple(n.instruction.name for n in stages.moved if stages[n] == EARLY)
         late = tuple(n.instruction.name for n in stages.moved if stages[n] != EARLY)
@@ -272,8 +273,9 @@ def _as_it_stands(
     graph = build(body, judge.costs, carries_of(body), judge.opaque, loops=False)
     plan = judge.better(judge.plan(graph, limit), limit)
     graph, best = plan.graph, plan.schedule
-    each = _seconds_of(plan)
-    more = judge.costs.compute.launch_s * handed_over(best.steps)
+    launch = judge.costs.compute.launch_s
+    each = _seconds_of(plan, launch)
+    more = launch * handed_over(best.steps)
     if best.timeline.peak_bytes <= limit and each + more <= plain * (1.0 - judge.least_gain):
         report = LoopReport(name, None, plain, each)
         return Staged(None, graph, best, report, _under_way(graph, best.timeline))
@@ -291,10 +293,9 @@ def _choices(loop_body: LoopBody, costs: CostTable) -> Iterator[Stages]:
             yield stages
 
 
-def _seconds_of(plan: BodyPlan) -> float:
+def _seconds_of(plan: BodyPlan, launch_s: float) -> float:
     """Seconds of an iteration, with what its collectives take from compute."""
-    timeline = plan.schedule.timeline
-    return timeline.seconds + held_up(plan.graph, timeline)
+    return replay_shared(plan.graph, plan.schedule.steps, launch_s).seconds
 
 
 def _rank(found: Schedule, limit: float) -> tuple[bool, float, int]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from hypothesis import strategies as st
 
 from stretto.hlo_frontend.collectives import CollectiveReader
@@ -35,8 +36,10 @@ FAR = "channel_id=1, replica_groups={{0,2},{1,3}}, use_global_device_ids=true"
 DOT = "lhs_contracting_dims={1}, rhs_contracting_dims={0}"
 
 
-def table(latency_s: float = 0.0, launch_s: float = 0.0, bytes_per_s: float = 1e30) -> CostTable:
-    links = tuple(Link(stride, 2, latency_s, 128.0) for stride in (1, 2))
+def table(
+    latency_s: float = 0.0, launch_s: float = 0.0, bytes_per_s: float = 1e30, busy: float = 0.0
+) -> CostTable:
+    links = tuple(Link(stride, 2, latency_s, 128.0, busy) for stride in (1, 2))
     return CostTable(Compute(1024.0, bytes_per_s, launch_s), links)
 
 
@@ -59,6 +62,7 @@ def planned(of: Module, costs: CostTable, **options: Any) -> tuple[Plan, dict[st
     assert abs(replayed.exposed_seconds * 1e3 - summary["exposed_ms"]) < 1e-6 + 1e-6 * abs(
         summary["exposed_ms"]
     )
+    assert replayed.held_seconds * 1e3 == pytest.approx(summary["held_ms"], abs=1e-6)
     assert replayed.peak_bytes == summary["peak_bytes"]
     check_dependencies(of, data["steps"])
     return plan, data, replayed

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -15,7 +16,8 @@ from .engine import Engine, LoadedSegment
 from .frame import Frame, Hosted, Operation, named
 from .instrument import Counters, Instrument, SegmentRun, told
 from .profiling import SegmentTimes
-from .program import ENDLESS, Block, Branch, Loop, Program, Run, Slot
+from .program import ENDLESS, Block, Branch, Loop, Program, Run, Slot, calls_back
+from .side_by_side import side_by_side
 from .valid import Absent, Bounds, left_out
 
 
@@ -223,6 +225,8 @@ class Runs:
         handed = told(instrument, "segment_handed", self.program, instruction.segment)
         types = [self.program.slot_types[slot] for slot in outputs]
         absent, counters, flops = self.absent, self.counters, max(segment.flops, 0.0)
+        # The functions that devices call back may wait for each other.
+        together = count > 1 and calls_back(segment.module)
 
         def leave_out(position: int, results: list[list[Any]]) -> None:
             for result, type_ in zip(results, types, strict=True):
@@ -231,6 +235,15 @@ class Runs:
             counters.skipped_flops += flops
             if left is not None:
                 left(ordinals[position])
+
+        def run_all(
+            run: Callable[..., list[Any]], going: Sequence[int], columns: Sequence[list[Any]]
+        ) -> list[list[Any]]:
+            calls = [partial(run, ordinals[p], [column[p] for column in columns]) for p in going]
+            try:
+                return side_by_side(calls)
+            except BaseException as error:
+                raise named(error, what) from error
 
         def issue(frame: Frame, run: Callable[..., list[Any]]) -> None:
             registers, skipped = frame.registers, leaves_out(frame.iteration)
@@ -245,13 +258,19 @@ class Runs:
             for slot in inputs if going else ():
                 register = registers[slot]
                 columns.append(land(registers, slot) if type(register) is Hosted else register)
+            began = perf_counter() if handed is not None else 0.0
+            at_once = together and len(going) > 1
+            ran = iter(run_all(run, going, columns) if at_once else [])
             for position in going:
                 ordinal = ordinals[position]
-                began = perf_counter() if handed is not None else 0.0
-                try:
-                    arrays = run(ordinal, [column[position] for column in columns])
-                except BaseException as error:
-                    raise named(error, what) from error
+                if at_once:
+                    arrays = next(ran)
+                else:
+                    began = perf_counter() if handed is not None else 0.0
+                    try:
+                        arrays = run(ordinal, [column[position] for column in columns])
+                    except BaseException as error:
+                        raise named(error, what) from error
                 for result, array in zip(results, arrays, strict=True):
                     result[position] = array
                 if issued is not None:

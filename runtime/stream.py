@@ -226,7 +226,8 @@ class Completions:
     another wait to end first: a thread is added whenever none is free, up to ``limit``.
     """
 
-    def __init__(self, limit: int = 64) -> None:
+    def __init__(self, name: str = "stretto-completion", limit: int = 64) -> None:
+        self._name = name
         self._jobs: SimpleQueue[Task] = SimpleQueue()
         self._lock = threading.Lock()
         self._free = 0
@@ -247,7 +248,7 @@ class Completions:
 
     def _begin_thread(self) -> bool:
         try:
-            threading.Thread(target=self._work, name="stretto-completion", daemon=True).start()
+            threading.Thread(target=self._work, name=self._name, daemon=True).start()
         except RuntimeError:  # from 3.12 on Python begins none once it ends
             return False
         self._threads += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from functools import partial
 from typing import Any
 
@@ -213,6 +214,27 @@ def pure_callback() -> dict[str, Any]:
     m = mesh(x=8)
     mapped = jax.shard_map(f, mesh=m, in_specs=P("x"), out_specs=P("x"))
     return {"out": jax.jit(mapped)(place(m, P("x"), small((8, 5), "int32", 107)))}
+
+
+@program("callback/meeting", exact=True)
+def meeting_callbacks() -> dict[str, Any]:
+    """What the devices of a process call back waits for the other devices' calls, in a loop too."""
+    barrier = threading.Barrier(len(jax.local_devices()))
+
+    def meet(v: np.ndarray) -> np.ndarray:
+        barrier.wait(30)
+        return np.asarray(v) + 1
+
+    def f(x: jax.Array) -> jax.Array:
+        def body(_: int, v: jax.Array) -> jax.Array:
+            return lax.psum(jax.pure_callback(meet, jax.ShapeDtypeStruct(v.shape, v.dtype), v), "x")
+
+        v = jax.pure_callback(meet, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+        return lax.fori_loop(0, 3, body, v)
+
+    m = mesh(x=8)
+    mapped = jax.shard_map(f, mesh=m, in_specs=P("x"), out_specs=P("x"), check_vma=False)
+    return {"out": jax.jit(mapped)(place(m, P("x"), small((8, 5), "int32", 113)))}
 
 
 @program("callback/io_ordered", exact=True, forms=(ONE_PROCESS,))

@@ -166,7 +166,7 @@ class Ratio:
         count = len(ratios)
         # The k-th smallest and the k-th largest enclose it but for twice the chance of k heads or fewer.
         below, k = 0.0, 0
-        while (below := below + comb(count, k) / 2.0**count) < 0.025:
+        while (below := below + comb(count, k) / 2**count) < 0.025:
             k += 1
         k = max(0, k - 1)
         return Ratio(statistics.median(ratios), ratios[k], ratios[-1 - k])

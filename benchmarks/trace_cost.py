@@ -1,11 +1,13 @@
 """What ``STRETTO_TRACE`` costs: programs of two ranks with and without a trace, in the same processes.
 
-The trace is switched on and off between turns of some milliseconds, two calls at least behind one that does
-not count: what was not run for some turns is in no cache. What the trace has to write is written within its
-turns. Turns without one come twice, so that the table tells what equal turns differ by (*control*). The
-figure is the median of ratios of turns that follow each other, with the interval in which it lies at 95%: of
-elapsed time, and of the processor time that all threads of both ranks used. The latter tells more where ranks
-share cores: it has the work that a trace makes, and little of what else the machine does meanwhile.
+The trace is switched on and off between turns of 20 ms, or of a call that takes longer, which the ranks take
+by themselves; of several calls one more goes before, which does not count: what was not run for some turns is
+in no cache. What the trace has to write is written each time half a second of turns was traced, as often as
+a program's trace is, and its cost is that of those turns, shared out. Turns without a trace come twice, so
+that the table tells what equal turns differ by (*control*). The figure is the median of ratios of turns that
+follow each other, with the interval in which it lies at 95%: of elapsed time, and of the processor time that
+all threads of both ranks used. The latter tells more where ranks share cores: it has the work that a trace
+makes, and little of what else the machine does meanwhile.
 
 *x + 1* and *psum* are calls of some microseconds, next to which a call of the recorder is not small.
 *training step* is that of a small transformer with sharded weights, *pipeline* a scan that hands 64 KiB on to
@@ -20,7 +22,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,8 @@ from harness import Contender, console, machine, seconds, serve, start
 from overlap_tax import Ratio
 from rich.table import Table
 
+from stretto.runtime.trace import WRITE_EVERY
+
 VARIANTS = ("off", "control", "on")
 CASES = {
     "x + 1": "",
@@ -38,6 +42,7 @@ CASES = {
     "pipeline": "on ≤ 1.02x",
 }
 SECONDS = 0.02  # of a turn
+Times = tuple[float, float]  # elapsed, and used of all processors
 
 
 def calls() -> dict[str, Callable[[], Any]]:
@@ -132,21 +137,30 @@ def worker(folder: str) -> None:
         call()
     (client,) = clients
     trace = Trace(Path(folder), header_of(client.world), client.engine, _capi.Rows)
+    trace._stop.set()  # `measure` writes instead, and no thread in a turn
+    trace._writer.join()
     switch = Switch(client, trace)
 
-    def measure(case: dict[str, Any]) -> tuple[float, float]:
-        call, repeats, on = cases[case["case"]], case["repeats"], case["variant"] == "on"
-        switch(on)
-        call()
+    def timed(call: Callable[[], Any], repeats: int = 1) -> Times:
         began, used = time.perf_counter(), time.process_time()
         for _ in range(repeats):
             call()
-        if on:
-            trace.write()
         used = time.process_time() - used
-        elapsed = time.perf_counter() - began
+        return (time.perf_counter() - began) / repeats, used / repeats
+
+    def measure(case: dict[str, Any]) -> tuple[list[list[Times]], Times]:
+        """Of each turn the times of a call; those of writing what was traced in them."""
+        call, repeats = cases[case["case"]], case["repeats"]
+        found: list[list[Times]] = []
+        for each in case["orders"]:
+            found.append([])
+            for variant in each:
+                switch(VARIANTS[variant] == "on")
+                if repeats > 1:
+                    call()
+                found[-1].append(timed(call, repeats))
         switch(False)
-        return elapsed / repeats, used / repeats
+        return found, timed(trace.write)
 
     serve(jax.process_index(), measure)
 
@@ -160,21 +174,41 @@ class Turns:
 
 
 def measured(contender: Contender, case: str, turns: int) -> Turns:
-    def run(variant: str, repeats: int) -> tuple[float, float]:
-        ranks = contender.answers({"case": case, "variant": variant, "repeats": repeats})
-        return ranks[0][0], sum(used for _, used in ranks)
+    """``turns`` of each variant, behind some that do not count."""
 
-    run("off", 1)
-    repeats = max(2, round(SECONDS / run("off", 3)[0]))
+    def run(orders: Sequence[Sequence[int]], repeats: int) -> list[Any]:
+        return contender.answers({"case": case, "orders": orders, "repeats": repeats})
+
+    run([[0]], 1)
+    once = run([[0]], 3)[0][0][0][0][0]
+    repeats = max(1, round(SECONDS / once))
+    together = max(1, round(WRITE_EVERY / (once * repeats)))
     times = Turns()
-    for turn in range(turns + 1):
-        for position in range(len(VARIANTS)):
-            variant = VARIANTS[(position * (1 + turn % 2) + turn // 2) % len(VARIANTS)]
-            elapsed, used = run(variant, repeats)
-            if turn:
-                times.elapsed[variant].append(elapsed)
-                times.used[variant].append(used)
+    for first in range(-together, turns, together):
+        orders = [order(turn) for turn in range(first, first + together)]
+        ranks = run(orders, repeats)
+        if first < 0:
+            continue
+        written = [each / (repeats * together) for each in sides(write for _, write in ranks)]
+        for each, *found in zip(orders, *(turns for turns, _ in ranks), strict=True):
+            for variant, *answers in zip(each, *found, strict=True):
+                name, (elapsed, used) = VARIANTS[variant], sides(answers)
+                share = written if name == "on" else (0.0, 0.0)
+                times.elapsed[name].append(elapsed + share[0])
+                times.used[name].append(used + share[1])
     return times
+
+
+def sides(ranks: Iterable[Times]) -> Times:
+    """Elapsed on rank 0, used by all ranks."""
+    elapsed, used = zip(*ranks, strict=True)
+    return elapsed[0], sum(used)
+
+
+def order(turn: int) -> list[int]:
+    """In which the variants come: each as often at each place, and next to each other one."""
+    count = len(VARIANTS)
+    return [(place * (1 + turn % 2) + turn // 2) % count for place in range(count)]
 
 
 def main() -> None:

@@ -16,7 +16,7 @@ Invariants:
 
 cimport cython
 from cpython.buffer cimport PyBuffer_FillInfo
-from cpython.bytearray cimport PyByteArray_AS_STRING
+from cpython.bytearray cimport PyByteArray_AS_STRING, PyByteArray_GET_SIZE
 from cpython.list cimport PyList_GET_ITEM
 from cpython.pycapsule cimport PyCapsule_New
 from cpython.pythread cimport (
@@ -31,7 +31,7 @@ from cpython.pythread cimport (
 from cpython.ref cimport Py_DECREF, Py_INCREF, PyObject
 from cpython.weakref cimport PyWeakref_CheckRef, PyWeakref_NewRef
 from libc.math cimport NAN
-from libc.stdint cimport int32_t, int64_t, intptr_t, uint64_t, uintptr_t
+from libc.stdint cimport int32_t, int64_t, intptr_t, uint16_t, uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy, memset
 

@@ -3,33 +3,29 @@
 # Threads take turns by the GIL: what happens between two calls of Python is not interrupted. The engine's
 # `is_ready` and the end of an array are such calls, behind which all is looked at again.
 
-cdef extern from *:
-    """
-    #if defined(__linux__)
-    #include <stdint.h>
-    #include <time.h>
-    static inline double stretto_clock(void) {  /* what time.perf_counter is made of, there */
-        struct timespec t;
-        clock_gettime(CLOCK_MONOTONIC, &t);
-        return (double)((int64_t)t.tv_sec * 1000000000 + t.tv_nsec) / 1e9;
-    }
-    #else
-    static inline double stretto_clock(void) { return -1.0; }
-    #endif
-    """
-    double read_clock "stretto_clock"() noexcept nogil
+include "_clock.pxi"
 
 cdef enum:
     ROW = 7
-    ROWS = 512  # of a chunk
-    KEPT = 64  # chunks
+    # Bytes of a chunk, the first since rows were taken and others. Multiples of both records' sizes.
+    SMALL = 28 * 1008
+    LARGE = 260 * 1008
+    KEPT = 8  # large chunks
+
+cdef packed struct call_t:
+    uint32_t program
+    uint16_t segment
+    uint16_t ordinal
+    double begin
+    double end
+
+assert sizeof(call_t) == _trace_file.CALL.size and 1008 % (ROW * sizeof(double)) == 1008 % sizeof(call_t) == 0
 
 cdef double SEGMENT = _trace_file.Kind.SEGMENT
 cdef double LEFT_OUT = _trace_file.Kind.LEFT_OUT
 cdef double COLLECTIVE = _trace_file.Kind.COLLECTIVE
 cdef double AWAITED = _trace_file.Kind.AWAITED
 cdef double PROGRAM = _trace_file.Kind.PROGRAM
-cdef double CALLED = _trace_file.Kind.CALLED
 cdef int64_t SET_UNIT = _trace_file.SET_UNIT
 cdef double ALL_ACTIVE = _trace_file.ALL_ACTIVE
 cdef int64_t EXACT = _rows.EXACT
@@ -56,6 +52,66 @@ cdef inline bint is_watched(int64_t stops, int64_t index) noexcept:
 
 
 @cython.final
+cdef class Chunks:
+    """Records of one size as they come, one after the other.
+
+    Chunks of memory are used again: a large allocation has glibc tidy up after thousands of small ones.
+    """
+
+    cdef bytearray chunk
+    cdef char* data
+    cdef size_t used
+    cdef size_t size
+    cdef list full
+    cdef list unused
+
+    def __cinit__(self):
+        self.full, self.unused = [], []
+        self.begin(bytearray(SMALL))
+
+    cdef int begin(self, bytearray chunk) except -1:
+        self.chunk, self.data = chunk, PyByteArray_AS_STRING(chunk)
+        self.used, self.size = 0, PyByteArray_GET_SIZE(chunk)
+        return 0
+
+    cdef inline void* room(self, size_t size) except NULL:
+        """For another record, of this size."""
+        cdef void* place
+        if self.used == self.size:
+            self.go_on()
+        place = self.data + self.used
+        self.used += size
+        return place
+
+    cdef int go_on(self) except -1:
+        cdef bytearray chunk = self.unused.pop() if self.unused else bytearray(LARGE)
+        self.full.append(self.chunk)
+        self.begin(chunk)
+        return 0
+
+    cdef list take(self):
+        """The chunks since the last call as views, to be given back to `reuse`."""
+        cdef list full, empty = []
+        cdef bytearray last, chunk
+        cdef size_t used
+        if not self.used and not self.full:
+            return empty
+        chunk = self.unused.pop() if self.unused else bytearray(SMALL)
+        full, self.full, last, used = self.full, empty, self.chunk, self.used
+        self.begin(chunk)
+        full = [memoryview(chunk) for chunk in full]
+        full.append(memoryview(last)[:used])
+        return full
+
+    cdef int reuse(self, list views) except -1:
+        for view in views:
+            self.unused.append(view.obj)
+            view.release()
+        del self.unused[:-KEPT]
+        return 0
+
+
+@cython.final
 cdef class Rows:
     """See `stretto.runtime.rows.Rows`."""
 
@@ -73,27 +129,24 @@ cdef class Rows:
     cdef PyThread_type_lock settling
     cdef Py_ssize_t blocking_device
     cdef uint64_t blocking
-    # Chunks of memory are used again: a large allocation has glibc tidy up after thousands of small ones.
-    cdef bytearray chunk
-    cdef double* rows  # in the chunk
-    cdef size_t count  # of rows there
-    cdef list full
-    cdef list unused
+    cdef clock_t counted
+    cdef Chunks events
+    cdef Chunks calls
 
     def __cinit__(self, is_ready, size_t local_devices, watch, number_of, double least=_rows.LEAST, clock=None):
         self.is_ready, self.watch, self.number_of, self.least = is_ready, watch, number_of, least
-        self.walks, self.full, self.unused = {}, [], []
+        self.walks, self.events, self.calls = {}, Chunks(), Chunks()
         self.blocking_device = -1
         self.settling = PyThread_allocate_lock()
-        self.renew()
         self.queues = <queue_t*>malloc((local_devices + 1) * sizeof(queue_t))
         if self.queues == NULL or self.settling == NULL:
             raise MemoryError
         memset(self.queues, 0, (local_devices + 1) * sizeof(queue_t))
         self.num_devices = local_devices
         if clock is None:
-            before, read, after = _perf_counter(), read_clock(), _perf_counter()
+            before, read, after = _perf_counter(), monotonic(), _perf_counter()
             clock = None if before <= read <= after else _perf_counter
+            self.counted.counted = has_counter()
         self.clock = clock
 
     def __dealloc__(self):
@@ -110,49 +163,39 @@ cdef class Rows:
             PyThread_free_lock(self.settling)
 
     cdef inline double now(self) except? -1.0:
-        return read_clock() if self.clock is None else self.clock()
+        return clock_now(&self.counted) if self.clock is None else self.clock()
 
     cdef inline int put(
         self, double kind, double program, double number, double where, double begin, double end, double extra
     ) except -1:
-        cdef double* row
-        if self.count == ROWS:
-            self.full.append(self.chunk)
-            self.renew()
-        row = self.rows + ROW * self.count
+        cdef double* row = <double*>self.events.room(ROW * sizeof(double))
         row[0], row[1], row[2], row[3], row[4], row[5], row[6] = kind, program, number, where, begin, end, extra
-        self.count += 1
         return 0
 
-    cdef int renew(self) except -1:
-        """Go on in another chunk."""
-        cdef bytearray chunk = self.unused.pop() if self.unused else bytearray(ROWS * ROW * sizeof(double))
-        self.chunk, self.count = chunk, 0
-        self.rows = <double*>PyByteArray_AS_STRING(chunk)
+    cdef inline int put_call(self, double program, double segment, size_t ordinal, double begin) except -1:
+        cdef double end = self.now()
+        cdef call_t* call = <call_t*>self.calls.room(sizeof(call_t))
+        call.program, call.segment, call.ordinal = <uint32_t><int64_t>program, <uint16_t>segment, <uint16_t>ordinal
+        call.begin, call.end = begin, end
         return 0
 
     def drain(self, write):
-        cdef list full, views, empty = []
-        cdef size_t count = self.count
-        full, self.full = self.full, empty
-        last = self.chunk
-        self.renew()
-        views = [memoryview(chunk) for chunk in full]
-        views.append(memoryview(last)[: count * ROW * sizeof(double)])
-        full.append(last)
+        cdef list events = self.events.take(), calls = self.calls.take()
         try:
-            if count or len(full) > 1:
-                write(views)
+            if events or calls:
+                write(events, calls)
         finally:
-            for view in views:
-                view.release()
-            self.unused += full
-            del self.unused[KEPT:]
+            self.events.reuse(events)
+            self.calls.reuse(calls)
 
     def take(self):
-        cdef list taken = []
-        self.drain(lambda views: taken.extend([bytes(view) for view in views]))
-        return b"".join(taken)
+        cdef list taken = [b"", b""]
+
+        def keep(events, calls):
+            taken[0], taken[1] = b"".join(events), b"".join(calls)
+
+        self.drain(keep)
+        return tuple(taken)
 
     def program(self, double number):
         return ProgramRows(self, number)
@@ -321,7 +364,7 @@ cdef class SegmentRows:
         cdef queue_t* queue = rows.queue(ordinal)
         cdef double number = self.program.number
         if queue.ended == queue.handed and (not outputs or rows.has_ended(outputs[self.smallest])):
-            rows.put(CALLED, number, self.index, ordinal, began, rows.now(), 0.0)
+            rows.put_call(number, self.index, ordinal, began)
             return True
         self.handed_at(ordinal, began, outputs)
         rows.put(PROGRAM, number, next_run(), 1.0, began, rows.now(), 0.0)

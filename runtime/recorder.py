@@ -31,14 +31,12 @@ from dataclasses import dataclass, replace
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from stretto.collectives.ops import Collective
 
 from .instrument import Instrument, SegmentRun
 from .program import Program
 from .rows import CollectiveRows, ProgramRows, Rows, SegmentRows
-from .trace_file import WIDTH, Header, RankTrace
+from .trace_file import Header, RankTrace, rows_of
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -87,14 +85,10 @@ class Recorder(Instrument):
         self._pending: SimpleQueue[_Running | None] = SimpleQueue()
         self._watcher: threading.Thread | None = None
 
-    def take(self) -> bytes:
-        """The rows since the last call. For one thread at a time."""
-        return self.rows.take()
-
     def trace(self, header: Header) -> RankTrace:
         """What there is, as if it had been written to a file and read back."""
         programs = list(self.programs)
-        rows = np.frombuffer(self.take(), "<f8").reshape(-1, WIDTH).copy()
+        rows = rows_of(*self.rows.take())
         rows[:, 4:6] += header.offset
         return RankTrace(
             header,

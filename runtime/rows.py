@@ -7,7 +7,8 @@ as fast (`plugin/_rows.pxi`), and its rows are the same byte for byte. When the 
 up, and why so, is told at the head of `recorder`.
 
 Rows are packed as they stand in a file (`trace_file`), which leaves nothing for the garbage collector to
-count or for a writer to convert.
+count or for a writer to convert. Programs called without a walk, which take microseconds, have a buffer of
+their own, of records less than half as long.
 
 Invariants: nothing here raises into the program; threads may call anything at any time.
 """
@@ -23,8 +24,10 @@ from time import perf_counter
 from typing import Any
 
 from .instrument import SegmentRun
-from .trace_file import ALL_ACTIVE, SET_UNIT, WIDTH, Kind
+from .trace_file import ALL_ACTIVE, CALL, SET_UNIT, WIDTH, Kind
 
+# The parts of events, one after the other, and those of calls.
+Write = Callable[[Sequence[memoryview], Sequence[memoryview]], None]
 _row = Struct(f"<{WIDTH}d").pack
 # Of the times that a walk stands at a place: how many of the first are watched, and one in how many later.
 EXACT = 4
@@ -65,7 +68,7 @@ class Rows:
         self.running: list[deque[_Running]] = [deque() for _ in range(local_devices)]
         self.ended = [0] * local_devices
         self.looked = [0.0] * local_devices
-        self._data = bytearray()
+        self._data, self._calls = bytearray(), bytearray()
         self._settling = threading.Lock()
         self._blocking = (-1, 0)
 
@@ -73,20 +76,24 @@ class Rows:
         """Append a row."""
         self._data.extend(_row(*row))
 
-    def drain(self, write: Callable[[list[memoryview]], None]) -> None:
-        """Have ``write`` take the rows since the last call, if there are any. For one thread at a time.
+    def put_call(self, program: int, segment: int, ordinal: int, begin: float, end: float) -> None:
+        """Append a call of a program that is over. ``segment`` and ``ordinal``: less than 2**16."""
+        self._calls.extend(CALL.pack(program % 2**32, segment, ordinal, begin, end))
 
-        It gets them in parts, one after the other, which are its until it returns.
+    def drain(self, write: Write) -> None:
+        """Have ``write`` take what came since the last call, if anything did. For one thread at a time.
+
+        It gets events and calls in parts, one after the other, which are its until it returns.
         """
-        rows = self.take()
-        if rows:
-            write([memoryview(rows)])
+        events, calls = self.take()
+        if events or calls:
+            write([memoryview(events)], [memoryview(calls)])
 
-    def take(self) -> bytes:
-        """The same, as bytes."""
-        rows = bytes(self._data)
-        del self._data[: len(rows)]
-        return rows
+    def take(self) -> tuple[bytes, bytes]:
+        """The same: events, calls."""
+        events, calls = bytes(self._data), bytes(self._calls)
+        del self._data[: len(events)], self._calls[: len(calls)]
+        return events, calls
 
     def program(self, number: int) -> ProgramRows:
         """The program with this number; -1 for one that is not known."""
@@ -207,7 +214,7 @@ class SegmentRows:
     ) -> None:
         rows, number = self.rows, self.program.number
         if not rows.running[ordinal] and (not outputs or rows.has_ended(outputs[self.smallest])):
-            rows.put(Kind.CALLED, number, self.index, ordinal, began, rows.now(), 0.0)
+            rows.put_call(number, self.index, ordinal, began, rows.now())
             return
         self.handed(ordinal, began, outputs)
         rows.put(Kind.PROGRAM, number, next_run(), 1.0, began, rows.now(), 0.0)

@@ -14,6 +14,7 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,13 +22,14 @@ from typing import TYPE_CHECKING
 from .errors import WorldError
 from .recorder import MakeRows, Recorder
 from .rows import Rows
-from .trace_file import Header, beginning, chunk, events_head, file_name, program_chunk
+from .trace_file import Header, beginning, chunk, file_name, head, program_chunk
 
 if TYPE_CHECKING:
     from .engine import Engine
     from .world import World
 
 WRITE_EVERY = 0.5
+_PARTS = 512  # of one call of the system, which takes 16 at least and 1024 on Linux
 _log = logging.getLogger("stretto")
 
 
@@ -100,11 +102,19 @@ class Trace(Recorder):
                 _log.warning("the trace ends here: %s", error)
                 self._file.close()
 
-    def _write_rows(self, parts: list[memoryview]) -> None:
+    def _write_rows(self, events: Sequence[memoryview], calls: Sequence[memoryview]) -> None:
         self._write_lists()  # what the rows refer to goes before them
-        self._file.write(events_head(parts))
-        for part in parts:
-            self._file.write(part)
+        parts: list[memoryview] = []
+        for letter, content in ((b"E", events), (b"C", calls)):
+            if any(content):
+                parts += memoryview(head(letter, content)), *content
+        # As few calls as can be: the interpreter may change hands at each.
+        while parts:
+            written = os.writev(self._file.fileno(), parts[:_PARTS])
+            while parts and written >= parts[0].nbytes:
+                written -= parts.pop(0).nbytes
+            if written:
+                parts[0] = parts[0][written:]
 
     def _write_lists(self) -> None:
         """Write what was added to the lists of programs, sets and profiles."""

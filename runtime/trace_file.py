@@ -1,14 +1,15 @@
 """The file in which a rank writes what it does, and reading it back.
 
-``rank-00003.trace``: the line ``stretto trace 2``, a line of JSON (`Header`), then chunks: a letter, u32
+``rank-00003.trace``: the line ``stretto trace 3``, a line of JSON (`Header`), then chunks: a letter, u32
 length and u32 CRC-32 of the content, little-endian, and the content. ``P`` is a loaded program: a line of
 JSON with the logical ids and ordinals of its local devices, then `program_codec`'s bytes, its segments
 without their modules. ``S`` is JSON: a set of pairs that moved nothing. Programs and sets are numbered from
 0 as they come. ``M`` is JSON: a program that was measured (`Profiled`). ``E`` is events: rows of `WIDTH`
-float64.
+float64. ``C`` is calls, of which there may be very many: records of 24 bytes, `CALL`.
 
 A row is (kind, program, number, where, begin, end, extra). Times are ``perf_counter`` of the rank, plus the
-header's ``offset`` they are rank 0's.
+header's ``offset`` they are rank 0's. A call is u32 program, u16 segment, u16 ordinal, float64 begin and end;
+who reads it gets the row of kind CALLED that says the same.
 
     kind          number              where     extra
     SEGMENT       segment             ordinal   how long before its end it was last seen to
@@ -29,7 +30,7 @@ from __future__ import annotations
 import json
 import struct
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields
 from enum import IntEnum
 from pathlib import Path
@@ -42,8 +43,12 @@ from .errors import StrettoError
 from .program import Program
 from .statistics import Profiled
 
-VERSION = 2
+VERSION = 3
 WIDTH = 7
+CALL = struct.Struct("<IHHdd")
+_CALL = np.dtype(
+    [("program", "<u4"), ("segment", "<u2"), ("ordinal", "<u2"), ("begin", "<f8"), ("end", "<f8")]
+)
 _MAGIC = b"stretto trace "
 _CHUNK = struct.Struct("<cII")
 SET_UNIT = 1 << 24
@@ -101,12 +106,22 @@ def program_chunk(program: Program, local: tuple[tuple[int, int], ...]) -> bytes
     return chunk(b"P", json.dumps(local).encode() + b"\n" + program_codec.to_bytes(program))
 
 
-def events_head(parts: Sequence[memoryview]) -> bytes:
-    """What goes before the parts of a chunk of events: of rows, `WIDTH` little-endian float64 each."""
-    crc = 0
+def head(letter: bytes, parts: Iterable[memoryview]) -> bytes:
+    """What goes before the parts of a chunk's content."""
+    crc = size = 0
     for part in parts:
-        crc = zlib.crc32(part, crc)
-    return _CHUNK.pack(b"E", sum(part.nbytes for part in parts), crc)
+        crc, size = zlib.crc32(part, crc), size + part.nbytes
+    return _CHUNK.pack(letter, size, crc)
+
+
+def rows_of(events: bytes, calls: bytes) -> np.ndarray:
+    """float64 [n, WIDTH]: what chunks of events and of calls say. Raises ValueError if cut off."""
+    found = np.frombuffer(calls, _CALL)
+    rows = np.zeros((len(found), WIDTH))
+    rows[:, 0] = Kind.CALLED
+    for column, name in enumerate(("program", "segment", "ordinal", "begin", "end"), 1):
+        rows[:, column] = found[name]
+    return np.concatenate([np.frombuffer(events, "<f8").reshape(-1, WIDTH), rows])
 
 
 @dataclass
@@ -185,4 +200,6 @@ def _take(found: RankTrace, rows: list[Any], letter: bytes, content: bytes) -> N
         case b"M":
             found.profiles.append(Profiled(**json.loads(content)))
         case b"E":
-            rows.append(np.frombuffer(content, "<f8").reshape(-1, WIDTH))
+            rows.append(rows_of(content, b""))
+        case b"C":
+            rows.append(rows_of(b"", content))

@@ -195,7 +195,7 @@ def test_a_second_observer_is_told_beside_the_first() -> None:
         ((value,),) = loaded.execute(rig.arguments(loaded, [0.0]))
         assert value.host_view()[0] == 1
         end()
-        counts.append((len(first.take()), len(second.take())))
+        counts.append((sum(map(len, first.rows.take())), sum(map(len, second.rows.take()))))
     rig.executor.close()
     (before, nothing), (told, also), (after, none) = counts
     assert before == told == after == also > 0

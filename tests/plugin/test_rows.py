@@ -20,7 +20,7 @@ from stretto.runtime import rows
 from stretto.runtime.instrument import Instruments
 from stretto.runtime.program import Program, Run, Start, Wait
 from stretto.runtime.trace import Trace
-from stretto.runtime.trace_file import WIDTH, Header, Kind, file_name, read
+from stretto.runtime.trace_file import CALL, WIDTH, Header, Kind, file_name, read, rows_of
 from stretto.testing import NullEngine, Recorder
 
 MAKERS = (rows.Rows, _capi.Rows)
@@ -50,13 +50,22 @@ class Case:
         return len(skip)
 
 
-def events(case: Case, seed: int, length: int) -> list[bytes]:
+Taken = tuple[bytes, bytes]
+
+
+def joined(taken: list[Taken]) -> Taken:
+    """Events and calls that were taken in turns."""
+    return b"".join(events for events, _ in taken), b"".join(calls for _, calls in taken)
+
+
+def events(case: Case, seed: int, length: int) -> Taken:
     """The rows of events drawn at random."""
     draw, made = random.Random(seed), case.rows
     programs = [made.program(number) for number in (0, 1, -1)]
     segments = [made.segment(p, index, index) for p in programs for index in range(2)]
     collectives = [made.collective(draw.randrange(3), index, index % 2, 2) for index in range(3)]
-    runs, taken, handed = count(1), [], 0
+    runs, handed = count(1), 0
+    taken: list[Taken] = []
     begun: list[tuple[Any, int]] = []
 
     def failing(ordinal: int, arrays: list[Any]) -> list[Any]:
@@ -104,18 +113,17 @@ def events(case: Case, seed: int, length: int) -> list[bytes]:
                     made.block_on(ordinal, last[0])
                 made.settle(ordinal, draw.choice([-1, last[0] if last else -1]))
         if draw.random() < 0.02:
-            made.drain(lambda parts: taken.extend(bytes(part) for part in parts))
-    return [*taken, made.take()]
+            made.drain(lambda *parts: taken.append((b"".join(parts[0]), b"".join(parts[1]))))
+    return joined([*taken, made.take()])
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_equal_events_give_equal_rows(seed: int) -> None:
     python, compiled = (Case(make) for make in MAKERS)
     expected, found = events(python, seed, 400), events(compiled, seed, 400)
-    assert b"".join(found) == b"".join(expected)
+    assert found == expected
     assert compiled.asked == python.asked
-    kinds = np.frombuffer(b"".join(found), "<f8").reshape(-1, WIDTH)[:, 0]
-    assert set(kinds) == set(map(float, Kind))
+    assert set(rows_of(*found)[:, 0]) == set(map(float, Kind))
 
 
 @pytest.mark.parametrize("make", MAKERS)
@@ -137,23 +145,35 @@ def test_ends_are_watched_at_few_of_the_stops(make: Callable[..., Any]) -> None:
 
 def test_rows_of_many_chunks_come_in_order() -> None:
     made = Case(_capi.Rows).rows
-    at, parts = made.collective(0, 0, 0, 1), []
-    for total in (1, 511, 512, 513, 3000, 0, 5):
+    at = made.collective(0, 0, 0, 1)
+    of, parts = made.segment(made.program(0), 0, 0), list[list[bytes]]()
+    # A chunk has room for 504 rows or 1176 calls, the next one for 4680 or 10920.
+    for total in (1, 503, 504, 505, 5183, 5184, 5185, 13000, 0, 5, 60000, 5):
         for number in range(total):
             at.ran(float(number), (0,), frozenset())
+            of.called(0, 0, float(number), [])
         parts.clear()
-        made.drain(lambda views: parts.extend(bytes(view) for view in views))
-        begins = np.frombuffer(b"".join(parts), "<f8").reshape(-1, WIDTH)[:, 4]
+        made.drain(lambda *views: parts.extend([bytes(view) for view in each] for each in views))
+        events, calls = map(b"".join, parts or [[], []])
+        begins = np.frombuffer(events, "<f8").reshape(-1, WIDTH)[:, 4]
         assert begins.tolist() == list(range(total))
+        assert [begin for *_, begin, _ in CALL.iter_unpack(calls)] == list(range(total))
 
 
 def test_the_clock_is_that_of_the_program() -> None:
     made = _capi.Rows(lambda array: True, 1, lambda: None, len)
-    before = perf_counter()
-    made.segment(made.program(0), 0, 0).left_out(0)
-    after = perf_counter()
-    (row,) = np.frombuffer(made.take(), "<f8").reshape(-1, WIDTH)
-    assert before <= row[4] == row[5] <= after
+    of = made.segment(made.program(0), 0, 0)
+    began, asked = perf_counter(), []
+    while perf_counter() < began + 0.1:  # longer than it takes to find out how fast a counter goes
+        before = perf_counter()
+        of.left_out(0)
+        asked.append((before, perf_counter()))
+    rows = rows_of(*made.take())
+    apart = 250e-9  # `DISTURBED`
+    assert len(rows) == len(asked)
+    for (before, after), row in zip(asked, rows, strict=True):
+        assert before - apart <= row[4] == row[5] <= after + apart
+    assert (np.diff(rows[:, 4]) >= 0).all()
 
 
 def test_arrays_are_let_go() -> None:
@@ -209,7 +229,7 @@ def test_threads_lose_no_row() -> None:
         thread.join()
     for ordinal in range(4):
         made.settle(ordinal)
-    found = np.frombuffer(b"".join([*taken, made.take()]), "<f8").reshape(-1, WIDTH)
+    found = rows_of(*joined([*taken, made.take()]))
     assert np.unique(found[:, 3], return_counts=True)[1].tolist() == [runs] * 4
 
 
@@ -234,12 +254,12 @@ def test_a_program_is_traced_alike(tmp_path: Path) -> None:
             rig.run(walked(), [0.0, 1.0])
         rig.executor.close()
         trace.close()
-        files.append(rows_of(folder / file_name(0)))
+        files.append(places_of(folder / file_name(0)))
     assert files[0] == files[1]
     assert {row[0] for row in files[0]} == set(map(float, Kind)) - {Kind.LEFT_OUT, Kind.CALLED}
 
 
-def rows_of(path: Path) -> list[tuple[float, ...]]:
+def places_of(path: Path) -> list[tuple[float, ...]]:
     """What stands in a file, but for times."""
     return sorted(tuple(row[[0, 1, 2, 3]]) for row in read(path).events)
 
@@ -257,5 +277,5 @@ def test_others_are_told_beside_compiled_rows(tmp_path: Path) -> None:
     trace.close()
     told = [event[0] for event in beside.events]
     assert told == ["program", "segment", "start", "done", "end"]
-    kinds = {row[0] for row in rows_of(tmp_path / file_name(0))}
+    kinds = {row[0] for row in places_of(tmp_path / file_name(0))}
     assert kinds == {Kind.SEGMENT, Kind.COLLECTIVE, Kind.PROGRAM}

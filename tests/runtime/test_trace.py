@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import struct
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from time import perf_counter
@@ -21,7 +23,17 @@ from stretto.runtime.program import Program, Run, Start, Wait
 from stretto.runtime.rows import EVERY, EXACT, Rows
 from stretto.runtime.trace import Trace
 from stretto.runtime.trace_events import measure
-from stretto.runtime.trace_file import VERSION, Header, Kind, RankTrace, TraceError, file_name, read
+from stretto.runtime.trace_file import (
+    VERSION,
+    Header,
+    Kind,
+    RankTrace,
+    TraceError,
+    beginning,
+    chunk,
+    file_name,
+    read,
+)
 from stretto.testing import NullEngine
 
 NAN = float("nan")
@@ -140,6 +152,7 @@ def test_a_file_that_was_cut_off_is_read_as_far_as_it_goes(tmp_path: Path, lost:
     ("damage", "message"),
     [
         (lambda data: data.replace(b"trace %d" % VERSION, b"trace 99", 1), "of version 99"),
+        (lambda data: data.replace(b"trace %d" % VERSION, b"trace 2", 1), "of version 2"),
         (lambda data: b"GIF89a" + data, "is not a trace"),
         (lambda data: data.replace(b'"rank"', b'"knar"', 1), "its header cannot be read"),
         (lambda data: b"", "is not a trace"),
@@ -152,6 +165,40 @@ def test_files_that_cannot_be_read(
     path.write_bytes(damage(path.read_bytes()))
     with pytest.raises(TraceError, match=message):
         read(path)
+
+
+def test_calls_are_read_as_rows(tmp_path: Path) -> None:
+    path = tmp_path / file_name(0)
+    calls = struct.pack("<IHHddIHHdd", 1, 2, 3, 5.0, 7.0, 2**32 - 1, 0, 65535, 6.0, 8.0)
+    header = replace(HEADER, offset=10.0)
+    path.write_bytes(beginning(header) + chunk(b"E", np.arange(7.0).tobytes()) + chunk(b"C", calls))
+    assert read(path).events.tolist() == [
+        [0, 1, 2, 3, 14, 15, 6],
+        [Kind.CALLED, 1, 2, 3, 15, 17, 0],
+        [Kind.CALLED, 2**32 - 1, 0, 65535, 16, 18, 0],
+    ]
+
+
+def test_a_chunk_of_calls_that_is_no_such(tmp_path: Path) -> None:
+    path = tmp_path / file_name(0)
+    path.write_bytes(beginning(HEADER) + chunk(b"C", bytes(25)))
+    with pytest.raises(TraceError, match="cannot be read"):
+        read(path)
+
+
+def test_a_system_that_writes_little_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = os.write
+    monkeypatch.setattr(os, "writev", lambda file, parts: write(file, b"".join(parts)[:100]))
+    trace = Trace(tmp_path, HEADER, NullEngine(1))
+    for number in range(50):
+        trace.rows.put(*[number] * 7)
+        trace.rows.put_call(0, 0, 0, number, number)
+    trace.close()
+    found = read(tmp_path / file_name(0))
+    assert not found.warning
+    assert found.events[:, 4].tolist() == [*range(50), *range(50)]
 
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:

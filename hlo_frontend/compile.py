@@ -25,6 +25,7 @@ from .groups import MOST_DEVICES
 from .lower import lower
 from .overlap.apply import OverlapPolicy, Planned, carve_planned, planned_loops
 from .overlap.apply import plan as plan_overlap
+from .overlap.evaluate import prediction
 from .overlap.measured import key_of
 from .own_options import split
 from .passes import unread
@@ -131,6 +132,8 @@ class PartitionedModule:
             plan = plan_block(entry, self.valid.least_flops)
         homes: dict[SegmentPlan, int] = {}
         program = self.lower(module, plan, streams=planned, homes=homes)
+        if found is not None:
+            program = replace(program, predicted=prediction(found))
         return LoweredModule(program, entry, plan, homes, schedule, valid, done, found)
 
     def compiled(self, overlap: OverlapPolicy | None = None) -> CompiledModule:

@@ -177,11 +177,25 @@ class Block:
 
 
 @dataclass(frozen=True)
+class Prediction:
+    """What a run takes by the table of costs with which the program was compiled. Seconds.
+
+    ``exposed``: in which collectives are awaited and nothing is computed; ``held``: by which those beside it
+    make compute longer, because the same cores move the data. Both are part of ``seconds``.
+    """
+
+    seconds: float
+    exposed: float
+    held: float
+
+
+@dataclass(frozen=True)
 class Program:
     """A compiled program for ``num_replicas * num_partitions`` logical devices.
 
     ``slot_types[slot]`` is the type of every slot. ``body.parameters`` are the program's inputs,
     ``body.results`` its outputs. ``donated`` are the input positions that the caller gives up.
+    ``predicted`` is no part of what the program does: programs that differ only in it are equal.
     """
 
     name: str
@@ -193,6 +207,7 @@ class Program:
     body: Block
     donated: tuple[int, ...] = ()
     num_streams: int = 1
+    predicted: Prediction | None = field(default=None, compare=False)
 
     @property
     def num_devices(self) -> int:

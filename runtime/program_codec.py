@@ -26,6 +26,7 @@ from .program import (
     Free,
     LogicalId,
     Loop,
+    Prediction,
     Program,
     Run,
     Segment,
@@ -35,9 +36,10 @@ from .program import (
 from .program_check import check
 
 MAGIC = b"STRP"
-VERSION = 3  # to be raised whenever a field of one of the classes below changes
+VERSION = 4  # to be raised whenever a field of one of the classes below changes
 _CLASSES: dict[str, type] = {
     "P": Program,
+    "p": Prediction,
     "G": Segment,
     "C": Collective,
     "T": TensorType,

@@ -37,6 +37,7 @@ from .program import (
     Instruction,
     LogicalId,
     Loop,
+    Prediction,
     Program,
     Run,
     Segment,
@@ -65,11 +66,12 @@ class _Printer:
         self.modules = modules
 
     def lines(self) -> Iterator[str]:
-        program = self.program
+        program, p = self.program, self.program.predicted
         yield (
             f"program {_quote(program.name)} replicas {program.num_replicas} "
             f"partitions {program.num_partitions} streams {program.num_streams}"
             + _option("donated", program.donated, _numbers)
+            + (f" predicted {p.seconds!r} {p.exposed!r} {p.held!r}" if p is not None else "")
         )
         for segment in program.segments:
             yield self.segment(segment)
@@ -238,6 +240,7 @@ class _Parser:
         name = self.string()
         counts = [self.after("replicas"), self.after("partitions"), self.after("streams")]
         donated = self.option("donated", lambda: self.items(self.number), ())
+        predicted = self.option("predicted", self.prediction, None)
         segments, collectives = [], []
         while self.accept("segment"):
             segments.append(self.segment())
@@ -265,7 +268,11 @@ class _Parser:
             body,
             donated,
             streams,
+            predicted,
         )
+
+    def prediction(self) -> Prediction:
+        return Prediction(self.real(), self.real(), self.real())
 
     def segment(self) -> Segment:
         name = self.string()

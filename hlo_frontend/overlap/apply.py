@@ -77,8 +77,10 @@ class Planned:
     """What was decided for a block: ``steps`` are those of the plan, or None where it keeps its order.
 
     ``seconds`` is the block's predicted time as it will run, ``without`` its time without the pass; of a
-    program that is not worth a look, what its collectives take. ``under_way``: of a loop's body, seconds for
-    which what the last iteration has started holds up what stands behind the loop.
+    program that is not worth a look, what its collectives take. ``timeline`` is how it will run, where that
+    was found out; where not, ``exposed`` is what collectives take that are taken to be awaited where they
+    start. ``under_way``: of a loop's body, seconds for which what the last iteration has started holds up
+    what stands behind the loop.
     """
 
     seconds: float
@@ -89,6 +91,7 @@ class Planned:
     inner: dict[Node, tuple[Planned, ...]] = field(default_factory=dict, repr=False)
     loops: list[LoopReport] = field(default_factory=list)
     under_way: float = 0.0
+    exposed: float = 0.0
 
     @property
     def considered(self) -> bool:
@@ -200,10 +203,10 @@ def _plan(
         fixed = any(node.valid for node in ordered(block))
     if not worthwhile or fixed:
         compute = 0.0
-        if inside:
+        if inside or any(p.considered for plans in inner.values() for p in plans):
             compute = _compute_seconds(block, costs, lambda node: seconds[node])
         took = compute + communication
-        return Planned(took, took, inner=inner, loops=reports)
+        return Planned(took, took, inner=inner, loops=reports, exposed=communication)
     graph = build(block, costs, donated, lambda node: seconds[node], loops=False)
     launch = costs.compute.launch_s
     steps = unpassed(ordered(block), graph)

@@ -1,13 +1,14 @@
-"""What a plan takes under another table of costs than the one by which it was made.
+"""What a plan takes: by the table of costs by which it was made, and by another one.
 
-The steps of every block are replayed as they are, its kernels priced anew. A collective that is handed to its
-stream's thread costs a launch more, and one that is hidden what it takes from compute, as where plans are
-judged (`apply`).
+For the other one the steps of every block are replayed as they are, its kernels priced anew. A collective
+that is handed to its stream's thread costs a launch more, as where plans are judged (`apply`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+
+from stretto.runtime.program import Prediction
 
 from ..values import BlockGraph, Node
 from .apply import Order, Planned, unpassed
@@ -18,6 +19,30 @@ from .model import Graph
 from .pricing import price_kernel
 from .replay import Phase, Step, handed_over
 from .shared_cores import replay_shared
+
+
+def prediction(planned: Planned) -> Prediction | None:
+    """What a program will take, by the plan of its entry; None where that was not worth a look.
+
+    Branches count as the longer one, loops of unknown length as one iteration.
+    """
+    if not planned.considered:
+        return None
+    exposed, held = _waited(planned)
+    return Prediction(planned.seconds, exposed, held)
+
+
+def _waited(planned: Planned) -> tuple[float, float]:
+    """Seconds that are exposed and held, in a block and those inside it."""
+    timeline = planned.timeline
+    exposed, held = (
+        (planned.exposed, 0.0) if timeline is None else (timeline.exposed_seconds, timeline.held)
+    )
+    for node, plans in planned.inner.items():
+        inside = [_waited(plan) for plan in plans]
+        exposed += control_flow_seconds(node, [e for e, _ in inside]) + plans[-1].under_way
+        held += control_flow_seconds(node, [h for _, h in inside])
+    return exposed, held
 
 
 def seconds_of(

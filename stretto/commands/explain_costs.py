@@ -93,6 +93,7 @@ def totals(s: dict[str, Any]) -> list[str]:
         f"that dependencies keep it idle, bound by {s['floor_resource']}; "
         f"unscheduled {s['unscheduled_ms']:.3f} ms)",
         f"compute {s['compute_ms']:.3f} ms"
+        + (f" and {s['held_ms']:.3f} ms that collectives hold it back" if s["held_ms"] else "")
         + "".join(f", {name} {ms:.3f} ms" for name, ms in s["stream_ms"].items()),
         f"peak memory {s['peak_bytes'] / 1e6:.1f} MB, unscheduled "
         f"{s['unscheduled_peak_bytes'] / 1e6:.1f} MB, limit {s['memory_limit_bytes'] / 1e6:.1f} MB",

@@ -104,6 +104,8 @@ def text(found: Mapping[str, Any]) -> str:
             f"{e['seconds'] * 1e6:9.1f} us {predicted:>12} {e['exposed'] * 1e6:9.1f} us {e['calls']:7}  "
             f"{e['op']} %{e['name']} of {e['program']} on stream {e['stream']}"
         )
+    if found["programs"]:
+        lines += ["", *map(_run_line, found["programs"])]
     if found["profiles"]:
         lines += ["", *(str(Profiled(**done)) for done in found["profiles"])]
     kinds = ", ".join(f"{count} {kind}" for kind, count in found["collectives"].items())
@@ -117,4 +119,12 @@ def text(found: Mapping[str, Any]) -> str:
             f"{found['communication_ms']:.3f} ms: exposed {found['exposed_ms']:.3f} ms, overlapped "
             f"{found['overlapped_ms']:.3f} ms (means of {len(found['ranks'])} ranks)",
         ]
+    )
+
+
+def _run_line(p: Mapping[str, Any]) -> str:
+    return (
+        f"{p['program']}: {p['runs']} runs, predicted {p['predicted_ms']:.3f} ms (exposed "
+        f"{p['predicted_exposed_ms']:.3f} ms, held {p['predicted_held_ms']:.3f} ms), measured "
+        f"{p['measured_ms']:.3f} ms (exposed {p['measured_exposed_ms']:.3f} ms)"
     )

@@ -12,8 +12,10 @@ from typing import Any
 from stretto.collectives.ops import Collective, Kind
 from stretto.hlo_frontend.overlap.costs import CostTable, span
 from stretto.runtime.errors import InvalidProgramError
+from stretto.runtime.program import Prediction
 from stretto.runtime.statistics import Profiled
 from stretto.runtime.trace_events import Measured, Transfer
+from stretto.runtime.trace_runs import RunTimes, runs_of
 
 from .run import given_bytes, total
 
@@ -103,9 +105,41 @@ def report(ranks: Sequence[Measured], costs: CostTable | None) -> dict[str, Any]
         **{key: sum(t[key] for t in times) / len(times) for key in times[0]},
         "ranks": [{"rank": r.trace.header.rank, **t} for r, t in zip(ranks, times, strict=True)],
         "ledger": ledger(ranks, costs),
+        "programs": programs(ranks),
         "profiles": [asdict(done) for done in profiles(ranks)],
         "warnings": [r.trace.warning for r in ranks if r.trace.warning],
     }
+
+
+def programs(ranks: Sequence[Measured]) -> list[dict[str, Any]]:
+    """What was predicted of programs when they were compiled, and what their runs took. Milliseconds.
+
+    Medians over the runs of all ranks (see `trace_runs`). ``held``: by which compute was predicted to take
+    longer beside collectives. A program is left out whose runs differ in what they do.
+    """
+    taken: dict[tuple[str, int], list[RunTimes]] = defaultdict(list)
+    predictions: dict[tuple[str, int], Prediction] = {}
+    for rank in ranks:
+        seen: Counter[str] = Counter()
+        for number, program in enumerate(rank.trace.programs):
+            if program.predicted is not None:
+                key = program.name, seen[program.name]
+                seen[program.name] += 1
+                predictions.setdefault(key, program.predicted)
+                taken[key] += runs_of(rank, number)
+    return [
+        {
+            "program": name,
+            "runs": len(runs),
+            "predicted_ms": predictions[name, number].seconds * 1e3,
+            "predicted_exposed_ms": predictions[name, number].exposed * 1e3,
+            "predicted_held_ms": predictions[name, number].held * 1e3,
+            "measured_ms": median(run.seconds for run in runs) * 1e3,
+            "measured_exposed_ms": median(run.exposed for run in runs) * 1e3,
+        }
+        for (name, number), runs in taken.items()
+        if runs
+    ]
 
 
 def profiles(ranks: Sequence[Measured]) -> list[Profiled]:

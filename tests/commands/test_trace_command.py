@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +14,7 @@ from support.mpi import run_ranks
 
 from stretto.cli import main
 from stretto.commands.trace_totals import counts
-from stretto.runtime.program import Program, Run, Start, Wait
+from stretto.runtime.program import Prediction, Program, Run, Start, Wait
 from stretto.runtime.statistics import Profiled
 from stretto.runtime.trace_events import measure, union
 from stretto.runtime.trace_file import (
@@ -28,6 +28,7 @@ from stretto.runtime.trace_file import (
     program_chunk,
     read,
 )
+from stretto.runtime.trace_runs import runs_of
 
 NAN = float("nan")
 SHIFT = permute((0, 1), (1, 0), name="shift")
@@ -67,6 +68,7 @@ def written(folder: Path, rank: int = 0, size: int = 1, offset: float = 0.0, job
 
 def test_times_by_hand(tmp_path: Path) -> None:
     found = measure(read(written(tmp_path)))
+    assert runs_of(found, 0) == []  # three segments in two runs
     assert union(found.compute) == [(0.0, 5.0)]
     assert found.times() == {
         "wall_ms": 8000.0,
@@ -189,6 +191,48 @@ g = jax.jit(jax.shard_map(f, mesh=mesh, in_specs=P("x"), out_specs=P()))
 for _ in range(3):
     g(jnp.ones((4, 8))).block_until_ready()
 """
+
+
+def test_what_was_predicted_beside_what_was_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    body = block((0,), [Run(0, (0,), (1,)), Start(0, (1,), (2,), 0, 0), Wait(0)], (2,))
+    step = replace(
+        program([F32] * 3, body, devices=2, segments=[segment("work")], collectives=[SHIFT]),
+        predicted=Prediction(4.0, 1.0, 0.25),
+    )
+    for rank, slower in ((0, 0.0), (1, 0.5)):
+        rows = [
+            row
+            for at in (0.0, 10.0)
+            for row in (
+                (Kind.PROGRAM, 0, 1, 0, at, at, 0),
+                (Kind.SEGMENT, 0, 0, 0, at, at + 2.0, 0),
+                (Kind.COLLECTIVE, 0, 0, 0, at + 1.0, at + 3.0 + slower, ALL_ACTIVE),
+            )
+        ]
+        (tmp_path / file_name(rank)).write_bytes(
+            beginning(Header(rank, 2, "host", 7, 1, "null", 0.0, 0.0))
+            + program_chunk(step, ((rank, 0),))
+            + chunk(b"E", np.array(rows, "<f8").tobytes())
+        )
+    assert main(["trace", str(tmp_path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["programs"] == [
+        {
+            "program": "test",
+            "runs": 4,
+            "predicted_ms": 4000.0,
+            "predicted_exposed_ms": 1000.0,
+            "predicted_held_ms": 250.0,
+            "measured_ms": 3250.0,
+            "measured_exposed_ms": 1250.0,
+        }
+    ]
+    assert main(["trace", str(tmp_path)]) == 0
+    assert (
+        "test: 4 runs, predicted 4000.000 ms (exposed 1000.000 ms, held 250.000 ms), measured "
+        "3250.000 ms (exposed 1250.000 ms)"
+    ) in capsys.readouterr().out
 
 
 @pytest.mark.mpi

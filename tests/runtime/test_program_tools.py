@@ -21,6 +21,7 @@ from stretto.runtime.program import (
     Free,
     LogicalId,
     Loop,
+    Prediction,
     Program,
     Run,
     Segment,
@@ -134,13 +135,15 @@ def _programs(draw: st.DrawFn) -> Program:
         body,
         draw(INDICES),
         draw(COUNTS),
+        draw(st.none() | st.builds(Prediction, *[st.floats(0.0, 1e9)] * 3)),
     )
 
 
 def _exactly(left: Program, right: Program) -> None:
-    """Equal, names of segments included (which ``==`` leaves out)."""
+    """Equal, names of segments and the prediction included (which ``==`` leaves out)."""
     assert left == right
     assert [s.name for s in left.segments] == [s.name for s in right.segments]
+    assert left.predicted == right.predicted
 
 
 @settings(max_examples=60, deadline=None)

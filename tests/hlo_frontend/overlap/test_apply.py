@@ -126,6 +126,20 @@ def test_the_program_takes_the_time_that_was_claimed() -> None:
     assert replayed.seconds == pytest.approx(found.seconds, rel=0.03)
     assert without == pytest.approx(found.without, rel=0.03)
     assert replayed.seconds < 0.8 * without
+    predicted = module.program.predicted
+    assert predicted is not None and predicted.held == 0.0
+    assert predicted.seconds == pytest.approx(replayed.seconds, rel=0.03)
+    assert predicted.exposed == pytest.approx(replayed.exposed_seconds, abs=0.03 * without)
+
+
+def test_what_is_not_scheduled_is_predicted_too() -> None:
+    """Links that take all of the cores: everything is awaited where it stands, by the same table."""
+    found = module_of(busy(1.0))
+    replayed = replay_program(found.program, seconds_of(found.program))
+    predicted = found.program.predicted
+    assert predicted is not None and found.overlap is not None and not found.overlap.changed
+    assert predicted.exposed + predicted.held == pytest.approx(replayed.exposed_seconds, rel=0.03)
+    assert module_of(None).program.predicted is None
 
 
 def busy(share: float) -> OverlapPolicy:

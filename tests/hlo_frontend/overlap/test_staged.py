@@ -95,6 +95,17 @@ def names(run: Executed) -> list[str]:
     return [e[1] for e in run.events if e[0] == "start"]
 
 
+def test_what_a_program_with_loops_takes_is_predicted() -> None:
+    for module in (training(8, POLICY), training(2, POLICY)):
+        replayed = replay_program(module.program, seconds_of(module.program))
+        predicted = module.program.predicted
+        assert predicted is not None
+        assert predicted.seconds == pytest.approx(replayed.seconds, rel=0.05)
+        assert predicted.exposed == pytest.approx(
+            replayed.exposed_seconds, abs=0.05 * replayed.seconds
+        )
+
+
 def test_gathers_begin_early_and_scatters_end_late() -> None:
     module = training(8, POLICY)
     forward, backward = reports(module.overlap)

@@ -6,15 +6,13 @@ follows from the medians of large all-gathers, reduce-scatters and all-reduces l
 ring's wire bytes. Compute is measured on all local devices at once: operations by a matrix product, memory
 traffic by a sum of two arrays, a launch by the smallest segment. Rank 0's medians are everybody's.
 
-How *busy* a span keeps the cores that compute follows from gathers made while matrix products run: products
-alone take c, gathers alone m, which is no more, and both together t. Of m the part t - c is not hidden, as
-if the gathers took it from the products.
+How *busy* a span keeps the cores that compute is measured by gathers and reduce-scatters beside matrix
+products (`beside`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from math import ceil
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -29,6 +27,8 @@ from stretto.runtime.engine import Engine
 from stretto.runtime.errors import StrettoError
 from stretto.runtime.program import Segment
 from stretto.runtime.world import World
+
+from .beside import Beside, measure_busy
 
 SMALL, LARGE = 64, 1 << 20  # float32 elements that a device gives
 SIDE = 1024  # of the matrices
@@ -74,11 +74,15 @@ def collective(kind: Kind, groups: tuple[tuple[int, ...], ...], elements: int) -
 def calibrate(world: World, engine: Engine, rounds: int) -> dict[str, Any]:
     """The table as JSON, equal on all ranks, which all call this. Raises `StrettoError`."""
     compute = measure_compute(world, engine, rounds)
-    product = _Work(engine, (BESIDE, BESIDE), _PRODUCT)
     links = []
     for stride, size in spans(world.num_devices):
         groups = groups_of(world.num_devices, stride, size)
-        latency, rate, busy = measure_link(world, groups, product, rounds)
+        latency, rate = measure_link(world, groups, rounds)
+        beside = Beside(world, engine, _segment((BESIDE, BESIDE), _PRODUCT), _large(groups))
+        try:
+            busy = measure_busy(beside, max(1, rounds // 2), world.comm)
+        finally:
+            beside.close()
         links.append(
             {
                 "axis_stride": stride,
@@ -96,88 +100,63 @@ class _Work:
     """One operation on two arrays of its own on every local device."""
 
     def __init__(self, engine: Engine, shape: tuple[int, ...], line: str) -> None:
-        type, tensor = TensorType("f32", shape), f"tensor<{'x'.join(map(str, shape))}xf32>"
-        module = (
-            f"module @calibrate {{\n  func.func public @main(%a: {tensor}, %b: {tensor}) -> {tensor} {{\n"
-            f"    %r = {line.format(tensor)}\n    return %r : {tensor}\n  }}\n}}\n"
-        )
         self._engine = engine
-        self._segment = engine.compile(
-            Segment((type, type), (type,), module.encode(), name="calibrate"), name="calibrate"
-        )
+        segment = _segment(shape, line)
+        self._segment, (type, _) = engine.compile(segment, name=segment.name), segment.inputs
         host = np.full(shape, 0.5, np.float32)
         self._inputs = [
             [engine.put(host, type, ordinal), engine.put(host, type, ordinal)]
             for ordinal in range(engine.num_devices)
         ]
 
-    def start(self) -> list[Any]:
-        """Hand it to all devices; what `end` waits for."""
-        return [
-            self._segment.run(ordinal, arrays)[0] for ordinal, arrays in enumerate(self._inputs)
+    def __call__(self) -> None:
+        """Hand it to all devices, and wait for all."""
+        outputs = [
+            self._segment.run(ordinal, given)[0] for ordinal, given in enumerate(self._inputs)
         ]
-
-    def end(self, started: list[Any]) -> None:
-        for array in started:
+        for array in outputs:
             self._engine.block(array)
 
-    def __call__(self) -> None:
-        self.end(self.start())
+
+def _segment(shape: tuple[int, ...], line: str) -> Segment:
+    """One operation on two arrays."""
+    type, tensor = TensorType("f32", shape), f"tensor<{'x'.join(map(str, shape))}xf32>"
+    module = (
+        f"module @calibrate {{\n  func.func public @main(%a: {tensor}, %b: {tensor}) -> {tensor} {{\n"
+        f"    %r = {line.format(tensor)}\n    return %r : {tensor}\n  }}\n}}\n"
+    )
+    return Segment((type, type), (type,), module.encode(), name="calibrate")
+
+
+def _large(groups: tuple[tuple[int, ...], ...]) -> list[Collective]:
+    """A gather whose result is as large as what the reduce-scatter takes."""
+    size = len(groups[0])
+    shapes = {Kind.ALL_GATHER: LARGE // size, Kind.REDUCE_SCATTER: LARGE}
+    return [collective(kind, groups, n // size * size) for kind, n in shapes.items()]
 
 
 def measure_link(
-    world: World, groups: tuple[tuple[int, ...], ...], beside: _Work, rounds: int
-) -> tuple[float, float, float]:
-    """(seconds of latency, bytes a second, how busy it keeps compute) of these groups."""
+    world: World, groups: tuple[tuple[int, ...], ...], rounds: int
+) -> tuple[float, float]:
+    """(seconds of latency, bytes a second) of these groups."""
     size = len(groups[0])
     owner = {device: device // world.local_devices for device in range(world.num_devices)}
     local = [device for device, rank in owner.items() if rank == world.rank]
     communicator = create_communicator(world.comm, 0)
     try:
 
-        def call(kind: Kind, elements: int) -> tuple[Callable[[], Any], Collective]:
-            wanted = collective(kind, groups, max(size, elements // size * size))
+        def seconds(wanted: Collective) -> tuple[float, float]:
             bound = communicator.bind(wanted, owner)
             operands = {d: [np.ones(wanted.operands[0].shape, np.float32)] for d in local}
-            return lambda: bound.run(operands), wanted
+            return _median(world, lambda: bound.run(operands), rounds), wire_bytes(wanted, size)
 
-        def seconds(kind: Kind, elements: int) -> tuple[float, float]:
-            run, wanted = call(kind, elements)
-            return _median(world, run, rounds), wire_bytes(wanted, size)
-
-        latency, _ = seconds(Kind.ALL_REDUCE, SMALL)
-        elements = LARGE // size  # a gather's result is as large as the others' operands
-        times, moved = zip(
-            seconds(Kind.ALL_GATHER, elements),
-            seconds(Kind.REDUCE_SCATTER, LARGE),
-            seconds(Kind.ALL_REDUCE, LARGE),
-            strict=True,
-        )
-        busy = measure_busy(world, call(Kind.ALL_GATHER, elements)[0], beside, rounds)
+        latency, _ = seconds(collective(Kind.ALL_REDUCE, groups, max(size, SMALL // size * size)))
+        summed = collective(Kind.ALL_REDUCE, groups, LARGE // size * size)
+        times, moved = zip(*map(seconds, [*_large(groups), summed]), strict=True)
     finally:
         communicator.close()
     beyond = sum(times) - len(times) * latency
-    return latency, sum(moved) / max(beyond, 0.05 * sum(times)), busy
-
-
-def measure_busy(world: World, run: Callable[[], Any], beside: _Work, rounds: int) -> float:
-    """The share of a collective's time, 0 to 1, for which it holds up compute that runs meanwhile."""
-    compute, one = _median(world, beside, rounds), _median(world, run, rounds)
-    # The same on all ranks: products that take as long as one call or longer, and the calls that fit in.
-    products = max(1, ceil(one / compute))
-    calls = max(1, int(products * compute / max(one, 1e-9)))
-    if world.comm is not None:
-        products, calls = world.comm.bcast((products, calls), root=0)
-
-    def both() -> None:
-        started = [beside.start() for _ in range(products)]
-        for _ in range(calls):
-            run()
-        for arrays in started:
-            beside.end(arrays)
-
-    held_up = _median(world, both, rounds) - products * compute
-    return min(1.0, max(0.0, held_up / (calls * one)))
+    return latency, sum(moved) / max(beyond, 0.05 * sum(times))
 
 
 def measure_compute(world: World, engine: Engine, rounds: int) -> dict[str, float]:

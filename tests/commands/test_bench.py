@@ -15,6 +15,7 @@ from support.mpi import run_ranks
 from stretto.cli import main
 from stretto.collectives.ops import Collective, Kind
 from stretto.commands import bench, calibration
+from stretto.commands.beside import LEAST, LONGER, measure_busy
 from stretto.hlo_frontend.overlap.costs import CostTable
 from stretto.runtime.options import Options
 from stretto.runtime.program import Segment
@@ -32,16 +33,12 @@ def test_spans_of_a_mesh_by_hand() -> None:
 
 
 class Machine:
-    """A clock, links and an engine that take the time they should.
-
-    Collectives take the share ``busy`` of their time from what computes meanwhile.
-    """
+    """A clock, links and an engine that take the time they should."""
 
     num_devices, name = 4, "exact"
 
     def __init__(self) -> None:
         self.now = 0.0
-        self.busy = 0.0
         self.computed = 0.0  # when all that was handed over will have run
 
     def create_communicator(self, comm: None, stream: int) -> Any:
@@ -56,10 +53,7 @@ class Machine:
 
             def run(operands: Mapping[int, Any]) -> None:
                 assert set(operands) == {0, 1, 2, 3} == set(owner)
-                seconds = LATENCY + wire / RATE
-                computing = min(seconds, max(0.0, self.computed - self.now))
-                self.computed += self.busy * computing
-                self.now += seconds
+                self.now += LATENCY + wire / RATE
 
             return SimpleNamespace(run=run)
 
@@ -84,11 +78,31 @@ class Machine:
         self.now = max(self.now, self.computed)
 
 
+class Beside:
+    """A product takes a millisecond; a pair of collectives ten, of which ``busy`` is the products'."""
+
+    busy = 0.0
+
+    def __init__(self, world: Any, engine: Any, segment: Any, collectives: Any) -> None:
+        assert [c.kind for c in collectives] == [Kind.ALL_GATHER, Kind.REDUCE_SCATTER]
+        self.made: list[tuple[int, int]] = []
+
+    def __call__(self, products: int, calls: int) -> float:
+        self.made.append((products, calls))
+        computing, moving = 1e-3 * products, 1e-2 * calls
+        beside = min(moving, computing / (1.0 - self.busy)) if self.busy < 1.0 else moving
+        return max(computing + self.busy * beside, moving)
+
+    def close(self) -> None:
+        pass
+
+
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     made = Machine()
     monkeypatch.setattr(calibration, "perf_counter", lambda: made.now)
     monkeypatch.setattr(calibration, "create_communicator", made.create_communicator)
+    monkeypatch.setattr(calibration, "Beside", Beside)
     return made
 
 
@@ -104,12 +118,24 @@ def test_a_known_machine_is_measured_as_it_is(machine: Machine) -> None:
     assert costs.compute.launch_s == pytest.approx(1e-4, rel=1e-2)
 
 
-@pytest.mark.parametrize("busy", [0.0, 0.4, 1.0])
-def test_how_busy_a_link_keeps_the_cores_is_measured(machine: Machine, busy: float) -> None:
-    machine.busy = busy
+@pytest.mark.parametrize("busy", [0.0, 0.25, 1.0])
+def test_how_busy_a_link_keeps_the_cores_is_measured(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, busy: float
+) -> None:
+    monkeypatch.setattr(Beside, "busy", busy)
     table = calibration.calibrate(World(Options(local_devices=4)), machine, rounds=3)  # type: ignore[arg-type]
     for link in CostTable.from_json(table).links:
         assert link.busy == pytest.approx(busy, abs=0.01)
+
+
+def test_products_last_longer_than_the_collectives_beside_them() -> None:
+    kinds = (Kind.ALL_GATHER, Kind.REDUCE_SCATTER)
+    beside = Beside(None, None, None, [calibration.collective(k, ((0, 1),), 8) for k in kinds])
+    assert measure_busy(beside, 3) == pytest.approx(0.0, abs=0.01)
+    products, calls = beside.made[-1]
+    assert calls * 1e-2 == pytest.approx(LEAST)
+    assert products * 1e-3 == pytest.approx(LONGER * LEAST, abs=1e-3)
+    assert beside.made[-2] == (products, 0)  # in turns
 
 
 def test_an_engine_without_a_clock(

@@ -9,6 +9,9 @@ stretto schedules by a table of costs, ``--costs`` or what `stretto bench --cali
 before those that count. The batch is chosen so that compute takes as long as messages, both measured alone
 on stretto. The table's last columns are these two: no step can take less than the longer one, and none needs
 more than both.
+
+Then each program runs once more with STRETTO_TRACE, for what was predicted of it, by the same table of costs,
+beside what the trace has measured: the step, and how much of it is exposed.
 """
 
 from __future__ import annotations
@@ -26,8 +29,13 @@ from typing import Any
 from harness import Contender, clean_environment, console, in_turns, mpiexec, show, start
 from link import Host, Unavailable, two_hosts
 
+from stretto.commands.trace import read_folder
+from stretto.commands.trace_totals import report
+from stretto.runtime.trace_events import measure
+
 OVERLAP, NO_OVERLAP, GLOO = "stretto", "stretto, no overlap", "JAX CPU (gloo)"
 PROFILED = "stretto, measured"
+TRACED_CALLS = 30
 PROFILED_CALLS = 10  # that the program is planned anew in
 TITLES = {
     "sharded": "(a) sharded weights",
@@ -101,6 +109,24 @@ def contenders(
     return made
 
 
+def told(
+    hosts: tuple[Host, Host], costs: str, case: dict[str, Any], calls: int
+) -> dict[str, float]:
+    """What `stretto trace` has of a program: an entry of its ``programs``."""
+    with tempfile.TemporaryDirectory() as folder:
+        env = {"JAX_PLATFORMS": "stretto,cpu", "STRETTO_CONTROL_HOST": hosts[0].address}
+        env |= {"STRETTO_COSTS": costs, "STRETTO_TRACE": folder, **ONE_THREAD}
+        prefixes = [host.prefix for host in hosts]
+        contender = start("stretto", "host_ranks.py", 2, "mpi", prefixes, **env)
+        try:
+            contender.run(case | {"calls": calls})
+        finally:
+            contender.close()
+        found = report([measure(trace) for trace in read_folder(Path(folder))], None)
+    (entry,) = found["programs"]
+    return entry
+
+
 def batch_for(
     contender: Contender, program: str, sizes: dict[str, int], calls: int
 ) -> tuple[int, dict[str, float]]:
@@ -145,6 +171,7 @@ def main() -> int:
         runtimes = contenders(hosts, str(costs.resolve()), stack, args.profile)
         rows: dict[str, dict[str, list[float]]] = {}
         goals: dict[str, str] = {}
+        kept: dict[str, dict[str, list[float]]] = {}
         for program in args.programs:
             batch, alone = batch_for(runtimes[0], program, sizes, calls)
             title = f"{TITLES[program]}, {batch} sequences"
@@ -155,6 +182,11 @@ def main() -> int:
             rows |= in_turns(runtimes, {title: case}, repeats)
             rows[title] |= {name: [value] for name, value in alone.items()}
             goals[title] = GOALS.get(program, "")
+            entry = told(hosts, str(costs.resolve()), case, TRACED_CALLS)
+            for what, key in (("step", ""), ("exposed", "exposed_")):
+                kept[f"{title}: {what}"] = {
+                    name: [entry[f"{name}_{key}ms"] * 1e-3] for name in ("measured", "predicted")
+                }
     show(
         f"steps of {args.layers} blocks of width {args.width}, {args.rate:g} Mb/s between two hosts",
         rows,
@@ -162,7 +194,12 @@ def main() -> int:
         goals,
         target=args.json,
     )
+    show("what a trace measures, and what was predicted", kept, "measured", unit=milliseconds)
     return 0
+
+
+def milliseconds(value: float) -> str:
+    return f"{value * 1e3:.1f} ms"
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ from stretto.runtime.world import World
 from .beside import Beside, measure_busy
 
 SMALL, LARGE = 64, 1 << 20  # float32 elements that a device gives
+USUAL = 1 << 17  # beside compute: as large as what programs gather and scatter
 SIDE = 1024  # of the matrices
 ELEMENTS = 1 << 24  # float32 of the arrays that are added
 BESIDE = 512  # side of the matrices that are multiplied beside collectives
@@ -78,7 +79,7 @@ def calibrate(world: World, engine: Engine, rounds: int) -> dict[str, Any]:
     for stride, size in spans(world.num_devices):
         groups = groups_of(world.num_devices, stride, size)
         latency, rate = measure_link(world, groups, rounds)
-        beside = Beside(world, engine, _segment((BESIDE, BESIDE), _PRODUCT), _large(groups))
+        beside = Beside(world, engine, _segment((BESIDE, BESIDE), _PRODUCT), _pair(groups, USUAL))
         try:
             busy = measure_busy(beside, max(1, rounds // 2), world.comm)
         finally:
@@ -128,10 +129,10 @@ def _segment(shape: tuple[int, ...], line: str) -> Segment:
     return Segment((type, type), (type,), module.encode(), name="calibrate")
 
 
-def _large(groups: tuple[tuple[int, ...], ...]) -> list[Collective]:
-    """A gather whose result is as large as what the reduce-scatter takes."""
+def _pair(groups: tuple[tuple[int, ...], ...], elements: int) -> list[Collective]:
+    """A gather and a reduce-scatter, of which one gives and the other takes so many elements."""
     size = len(groups[0])
-    shapes = {Kind.ALL_GATHER: LARGE // size, Kind.REDUCE_SCATTER: LARGE}
+    shapes = {Kind.ALL_GATHER: elements // size, Kind.REDUCE_SCATTER: elements}
     return [collective(kind, groups, n // size * size) for kind, n in shapes.items()]
 
 
@@ -152,7 +153,7 @@ def measure_link(
 
         latency, _ = seconds(collective(Kind.ALL_REDUCE, groups, max(size, SMALL // size * size)))
         summed = collective(Kind.ALL_REDUCE, groups, LARGE // size * size)
-        times, moved = zip(*map(seconds, [*_large(groups), summed]), strict=True)
+        times, moved = zip(*map(seconds, [*_pair(groups, LARGE), summed]), strict=True)
     finally:
         communicator.close()
     beyond = sum(times) - len(times) * latency

@@ -42,6 +42,8 @@ from stretto.runtime import trace_file as _trace_file
 
 from . import abi as _abi
 
+include "_signals.pxi"
+
 cdef extern from *:
     """
     #if PY_VERSION_HEX >= 0x030D0000
@@ -51,15 +53,23 @@ cdef extern from *:
     #endif
 
     #if PY_VERSION_HEX >= 0x030C0000
-    typedef struct { PyObject* raised; } stretto_pending;
-    static inline void stretto_save(stretto_pending* p) { p->raised = PyErr_GetRaisedException(); }
-    static inline void stretto_restore(stretto_pending* p) { PyErr_SetRaisedException(p->raised); }
-    #else
-    typedef struct { PyObject *type, *value, *trace; } stretto_pending;
+    typedef struct { PyObject* raised; int entered; } stretto_pending;
     static inline void stretto_save(stretto_pending* p) {
-        PyErr_Fetch(&p->type, &p->value, &p->trace);
+        p->raised = PyErr_GetRaisedException();
+        p->entered = stretto_enter();
     }
     static inline void stretto_restore(stretto_pending* p) {
+        stretto_leave(p->entered);
+        PyErr_SetRaisedException(p->raised);
+    }
+    #else
+    typedef struct { PyObject *type, *value, *trace; int entered; } stretto_pending;
+    static inline void stretto_save(stretto_pending* p) {
+        PyErr_Fetch(&p->type, &p->value, &p->trace);
+        p->entered = stretto_enter();
+    }
+    static inline void stretto_restore(stretto_pending* p) {
+        stretto_leave(p->entered);
         PyErr_Restore(p->type, p->value, p->trace);
     }
     #endif
@@ -73,7 +83,7 @@ cdef extern from *:
     const void* GetPjrtApi(void) { return stretto_table; }
     """
     ctypedef struct stretto_pending:
-        pass
+        int entered
     bint gone "stretto_gone"() noexcept nogil
     void save "stretto_save"(stretto_pending*) noexcept
     void restore "stretto_restore"(stretto_pending*) noexcept
@@ -119,13 +129,17 @@ cdef error_t* error_of(object exception) noexcept:
     """The error for an exception. Ctrl-C is an error to jaxlib and still interrupts the program."""
     cdef bytes text
     cdef int code
+    cdef error_t* error
+    cdef bint interrupted = isinstance(exception, KeyboardInterrupt)
     try:
-        if isinstance(exception, KeyboardInterrupt):
-            PyErr_SetInterrupt()
         code, text = describe(exception)
-        return new_error(code, PyBytes_AS_STRING(text), PyBytes_GET_SIZE(text))
-    except BaseException:
-        return new_error(13, b"stretto: an error that cannot be described", 42)
+        error = new_error(code, PyBytes_AS_STRING(text), PyBytes_GET_SIZE(text))
+    except BaseException as another:
+        interrupted = interrupted or isinstance(another, KeyboardInterrupt)
+        error = new_error(13, b"stretto: an error that cannot be described", 42)
+    if interrupted:
+        PyErr_SetInterrupt()  # last: the next function in Python that is entered raises it
+    return error
 
 
 cdef void* error_destroy(void* a) noexcept nogil:
@@ -157,10 +171,18 @@ cdef void* dispatch(int number, void* args) noexcept nogil:
         return call_handler(number, args)
 
 
+cdef int create_client = names.index("PJRT_Client_Create")
+
+
 cdef void* call_handler(int number, void* args) noexcept:
     cdef stretto_pending pending
     cdef error_t* error = NULL
+    cdef int depth
     save(&pending)
+    if pending.entered:
+        hold_signals()
+    # This may wait for other processes, and jaxlib passes its errors on.
+    depth = open_signals(pending.entered if number == create_client else 0)
     try:
         handler = handlers[number]
         if handler is None:
@@ -168,6 +190,7 @@ cdef void* call_handler(int number, void* args) noexcept:
         handler(<size_t>args)
     except BaseException as exception:
         error = error_of(exception)
+    close_signals(depth)
     restore(&pending)
     return error
 

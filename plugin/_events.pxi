@@ -227,12 +227,21 @@ cdef void* event_await(void* a) noexcept nogil:
 cdef void* await_event(event_t* event) noexcept:
     cdef stretto_pending pending
     cdef error_t* error = NULL
+    cdef int depth
     save(&pending)
+    depth = open_signals(pending.entered)
     try:
-        (<Event>event.owner).wait()
+        try:
+            (<Event>event.owner).wait()
+        finally:
+            close_signals(depth)
         error = copy_error(event.error)
     except BaseException as exception:
-        error = error_of(exception)
+        if pending.entered:  # it comes from a handler: an error for jaxlib, and still for the program
+            keep_raised(exception)
+            error = new_error(1, b"interrupted by a signal", 23)
+        else:
+            error = error_of(exception)
     restore(&pending)
     return error
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import signal
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -182,6 +183,15 @@ def plugin_attributes(args: Any) -> None:
 @entry("PJRT_Client_Create")
 def create(args: Any) -> None:
     args.client = _capi.give(Client(store.rendezvous(args)))
+    _guard_signals()
+
+
+def _guard_signals() -> None:
+    """Have handlers in Python, such as that of Ctrl-C, wait while the main thread is in the plugin."""
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            if callable(signal.getsignal(number)):
+                _capi.guard(int(number))
 
 
 @entry("PJRT_Client_PlatformName")

@@ -1,0 +1,142 @@
+# Signals whose handlers are functions in Python, such as that of Ctrl-C.
+#
+# Python calls a handler between any two instructions of the main thread, also in the middle of a call by
+# jaxlib. What the handler raises would then be an error of that call, which jaxlib takes for a fault of the
+# plugin: of some calls it ends the process. So handlers wait until the main thread is out of the plugin, and
+# raise in the program. They do not wait where the plugin itself waits for a result or for other processes to
+# join (`open_signals`), nor the second time that a signal comes.
+
+cdef extern from *:
+    """
+    #include <errno.h>
+    #include <pthread.h>
+    #include <signal.h>
+
+    #define STRETTO_SIGNALS 65
+    static volatile sig_atomic_t stretto_depth = 0, stretto_any = 0;
+    static volatile sig_atomic_t stretto_held[STRETTO_SIGNALS];
+    static void (*stretto_next[STRETTO_SIGNALS])(int);
+    static pthread_t stretto_main;
+    static int stretto_guarding = 0;
+    static PyObject* stretto_raised = NULL;  /* by a handler that Python called on the way in */
+
+    static void stretto_on_signal(int number) {
+        if (stretto_depth > 0 && !stretto_held[number]) {
+            stretto_held[number] = 1;
+            stretto_any = 1;
+            if (stretto_depth > 0) return;
+            stretto_held[number] = 0;  /* the main thread has left meanwhile */
+        }
+        stretto_next[number](number);
+    }
+
+    static void (*stretto_python)(int) = NULL;  /* Python's handler, which calls those in Python */
+    static const int stretto_numbers[] = {SIGINT, SIGTERM, SIGHUP, SIGALRM};
+
+    /* In the main thread: have handlers in Python wait, also those that were set since the last time. */
+    static void stretto_hold(void) {
+        struct sigaction now;
+        for (size_t i = 0; i < sizeof(stretto_numbers) / sizeof(int); i++) {
+            int number = stretto_numbers[i];
+            if (sigaction(number, NULL, &now) || now.sa_handler != stretto_python) continue;
+            stretto_next[number] = stretto_python;
+            now.sa_handler = stretto_on_signal;
+            sigaction(number, &now, NULL);
+        }
+    }
+
+    /* In the main thread; a signal whose handler is in Python. */
+    static void stretto_guard(int number) {
+        struct sigaction now;
+        if (sigaction(number, NULL, &now) || now.sa_handler == stretto_on_signal) return;
+        stretto_python = now.sa_handler;
+        stretto_main = pthread_self();
+        stretto_guarding = 1;
+        stretto_hold();
+    }
+
+    static int stretto_fire(void* unused) {
+        if (stretto_depth > 0) {  /* back in the plugin already: on the way out again */
+            stretto_any = 1;
+            return 0;
+        }
+        for (int number = 1; number < STRETTO_SIGNALS; number++) {
+            if (stretto_held[number]) {
+                raise(number);
+                stretto_held[number] = 0;
+            }
+        }
+        if (stretto_raised != NULL) {
+            PyObject* raised = stretto_raised;
+            stretto_raised = NULL;
+            PyErr_SetObject((PyObject*)Py_TYPE(raised), raised);
+            Py_DECREF(raised);
+            return -1;
+        }
+        return PyErr_CheckSignals();
+    }
+
+    /* What a handler has raised is raised anew once the main thread is out of the plugin. */
+    static void stretto_keep(PyObject* raised) {
+        Py_INCREF(raised);
+        Py_XSETREF(stretto_raised, raised);
+        stretto_any = 1;
+    }
+
+    static void stretto_keep_current(void) {
+        PyObject *type, *value, *trace;
+        PyErr_Fetch(&type, &value, &trace);
+        PyErr_NormalizeException(&type, &value, &trace);
+        stretto_keep(value);
+        Py_XDECREF(type);
+        Py_XDECREF(value);
+        Py_XDECREF(trace);
+    }
+
+    /* With the GIL and no exception set. The result is for stretto_leave. */
+    static int stretto_enter(void) {
+        if (!stretto_guarding || !pthread_equal(pthread_self(), stretto_main)) return 0;
+        if (stretto_depth++ == 0 && PyErr_CheckSignals()) stretto_keep_current();
+        return 1;
+    }
+
+    static void stretto_leave(int entered) {
+        if (entered && --stretto_depth == 0 && stretto_any) {
+            stretto_any = 0;
+            if (Py_AddPendingCall(stretto_fire, NULL)) stretto_any = 1;  /* full: the next time */
+        }
+    }
+
+    /* Handlers are called at once from here to stretto_close, which takes the result. */
+    static int stretto_open(int entered) {
+        int depth = stretto_depth;
+        if (!entered) return 0;
+        stretto_hold();
+        stretto_depth = 0;
+        for (int number = 1; stretto_any && number < STRETTO_SIGNALS; number++) {
+            if (stretto_held[number]) {
+                raise(number);
+                stretto_held[number] = 0;
+            }
+        }
+        return depth;
+    }
+
+    static void stretto_close(int depth) {
+        if (depth) stretto_depth = depth;
+    }
+    """
+    int enter_plugin "stretto_enter"()
+    void leave_plugin "stretto_leave"(int entered)
+    int open_signals "stretto_open"(int entered)
+    void close_signals "stretto_close"(int depth)
+    void keep_raised "stretto_keep"(object raised)
+    void hold_signals "stretto_hold"()
+    void stretto_guard(int number)
+
+
+def guard(int number):
+    """Keep signals whose handlers are in Python, as this one's is, from interrupting the main thread,
+    which calls this, while it is in the plugin.
+    """
+    stretto_guard(number)

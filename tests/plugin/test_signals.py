@@ -1,0 +1,97 @@
+"""Ctrl-C, and other signals with handlers in Python, while the main thread is in the plugin."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+
+PRELUDE = """
+import os, signal, sys
+import jax, jax.numpy as jnp, numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+n = len(jax.devices())
+mesh = Mesh(np.array(jax.devices()), ("x",))
+x = jax.device_put(np.arange(n * 4, dtype=np.float32).reshape(n, 4), NamedSharding(mesh, P("x")))
+def mapped(f, out):
+    return jax.jit(jax.shard_map(f, mesh=mesh, in_specs=P("x"), out_specs=out, check_vma=False))
+psum = mapped(lambda v: lax.psum(v, "x"), P())
+"""
+
+
+def run(script: str, devices: int) -> str:
+    """The output of a script that must end by itself, with 0."""
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("STRETTO_", "XLA_", "JAX_"))}
+    env |= {"JAX_PLATFORMS": "stretto", "STRETTO_LOCAL_DEVICES": str(devices)}
+    done = subprocess.run(
+        [sys.executable, "-X", "faulthandler", "-c", PRELUDE + textwrap.dedent(script)],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        stdin=subprocess.DEVNULL,
+    )
+    assert done.returncode == 0, f"{done.returncode}\n{done.stdout}\n{done.stderr[-4000:]}"
+    return done.stdout
+
+
+def test_a_signal_during_a_call_is_raised_behind_it() -> None:
+    """What the call gives is whole: the function that it calls back sends the signal to its own process."""
+    out = run(
+        """
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        def interrupt(v):
+            signal.raise_signal(signal.SIGINT)
+            return np.asarray(v) + 1
+        f = jax.jit(lambda v: jax.pure_callback(interrupt, jax.ShapeDtypeStruct((), jnp.float32), v))
+        seen = 0
+        for turn in range(20):
+            try:
+                f(float(turn)).block_until_ready()
+                for _ in range(100): pass
+            except KeyboardInterrupt:
+                seen += 1
+        print(seen)
+        """,
+        devices=1,
+    )
+    assert out.split() == ["20"]
+
+
+def test_signals_at_any_moment_end_nothing_but_what_they_interrupt() -> None:
+    out = run(
+        """
+        class Interrupt(BaseException): pass
+        def handler(*_):
+            signal.setitimer(signal.ITIMER_REAL, 0.3)  # Python drops what is raised in a destructor
+            raise Interrupt
+        signal.signal(signal.SIGALRM, handler)
+        total = np.arange(n * 4).reshape(n, 4).sum(0)
+        loop = mapped(lambda v: lax.fori_loop(0, 20, lambda i, c: lax.pmean(c, "x") + jnp.sin(c), v), P("x"))
+        donate = jax.jit(lambda v: v * 1.5, donate_argnums=0)
+        def work(turn, kept):
+            if turn % 3 == 0: np.asarray(psum(x))
+            elif turn % 3 == 1: loop(x).block_until_ready()
+            else:
+                kept = donate(kept)
+                np.asarray(kept[0, 0])
+            return kept
+        for turn in range(3): work(turn, x + 0)
+        seen = 0
+        for turn in range(60):
+            try:
+                kept = x + 0
+                signal.setitimer(signal.ITIMER_REAL, 0.0005 * (1 + turn))
+                while True: kept = work(turn, kept)
+            except Interrupt:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+                seen += 1
+            np.testing.assert_array_equal(np.asarray(psum(x))[0], total)
+        print(seen)
+        """,
+        devices=4,
+    )
+    assert out.split() == ["60"]

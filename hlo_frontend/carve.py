@@ -21,7 +21,8 @@ class SegmentPlan:
 
     ``inputs`` and ``outputs`` are arrays (root values); ``made`` are outputs that are copies of cheap
     values: pairs of the new value and the cheap one. ``part`` (with the phase before it) and ``valid``: those
-    of the nodes.
+    of the nodes. ``offsets``: of slices and pads that are told where, for each dimension the position in the
+    last input, or None where the instruction says it (see `offsets`).
     """
 
     nodes: list[Node] = field(default_factory=list)
@@ -30,6 +31,7 @@ class SegmentPlan:
     made: list[tuple[Value, Value]] = field(default_factory=list)
     valid: tuple[tuple[int, ...], ...] = ()
     part: tuple[int, ...] = (0, 0, 0)
+    offsets: dict[Node, tuple[int | None, ...]] = field(default_factory=dict)
 
 
 @dataclass(eq=False)

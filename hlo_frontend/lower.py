@@ -42,6 +42,7 @@ from stretto.runtime.program import (
 from .aliases import find_aliases
 from .carve import AwaitStep, BlockPlan, RuntimeStep, SegmentPlan
 from .graph import LOGICAL_IDS, Computation, trip_count
+from .offsets import share
 from .passes.rotate import STREAMS
 from .segments import SegmentPool
 from .streams import Streams
@@ -61,8 +62,10 @@ def lower(
     """The program of an entry block whose parameters at positions ``donated`` are given up.
 
     ``streams``: whether collectives run on several streams (see `streams`), instead of on one. ``homes`` is
-    told which of the program's segments each one of the plan became.
+    told which of the program's segments each one of the plan became. Segments of the plan that differ in
+    offsets alone are given them as inputs (see `offsets`).
     """
+    share(plan)
     owned = {plan.parameters[i] for i in donated}
     state = _State(Streams() if streams else None)
     emitted = _emit(state, plan, owned, is_entry=True)

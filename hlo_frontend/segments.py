@@ -20,8 +20,8 @@ from . import stablehlo
 from .carve import SegmentPlan
 from .cost import arithmetic_and_flops
 from .graph import Computation, Instruction
-from .schema import PRIMITIVE_CODES, PRIMITIVE_TYPES, TUPLE, HloModuleProto
-from .values import Barrier, Node, NodeKind, Value
+from .schema import PRIMITIVE_CODES, PRIMITIVE_TYPES, TUPLE, HloModuleProto, LiteralProto
+from .values import Barrier, Node, NodeKind, Value, operand_shape
 
 # Ops whose backend_config is part of what they compute.
 _KEEPS_CONFIG = frozenset({"custom-call"})
@@ -118,11 +118,22 @@ class ModuleBuilder:
         self._tuples: dict[tuple[int, ...], int] = {}
         self._barriers: dict[Barrier, dict[Value, int]] = {}
         self._inside: set[Value] = set()
+        self._offsets: Mapping[Node, tuple[int | None, ...]] = {}
+        self._vector: int = 0  # the input that they are in
+        self._scalars: dict[tuple[int, bool], int] = {}  # its elements, and constants
+        self._without_offsets: Mapping[Node, tuple[int | None, ...]] = {}
         # The computation being filled: instructions are added to `_entry`.
         self._entry: Any = None
 
-    def plan(self, plan: SegmentPlan) -> Any:
-        """The module of a segment plan."""
+    def plan(
+        self,
+        plan: SegmentPlan,
+        without_offsets: Mapping[Node, tuple[int | None, ...]] | None = None,
+    ) -> Any:
+        """The module of a segment plan. ``without_offsets``: slices and pads that are to begin at 0 in all
+        dimensions but those with None, to compare plans."""
+        self._without_offsets = without_offsets or {}
+        self._offsets = plan.offsets
         self._inside = set(plan.inputs)
         for node in plan.nodes:
             self._inside.update(node.results)
@@ -132,6 +143,8 @@ class ModuleBuilder:
         self._begin("main")
         for number, value in enumerate(plan.inputs):
             self._values[value] = self._parameter(number, value.type)
+        if plan.offsets:
+            self._vector = self._values[plan.inputs[-1]]
         for node in plan.nodes:
             self._node(node)
         for made, cheap in plan.made:
@@ -256,13 +269,106 @@ class ModuleBuilder:
     def _node(self, node: Node) -> None:
         leaves = iter([self._leaf(v) for v in node.operands])
         operands = [self._tree(operand.shape, leaves) for operand in node.instruction.operands]
-        id = self._move(node.instruction, operands)
+        if node in self._offsets:
+            is_slice = node.instruction.opcode == "slice"
+            id = self._slice_at(node, *operands) if is_slice else self._pad_at(node, *operands)
+        else:
+            id = self._move(node.instruction, operands)
+        if node in self._without_offsets:
+            _begin_at_zero(self._entry.instructions[-1], self._without_offsets[node])
         if node.instruction.shape.element_type == TUPLE:
             leaf_ids = iter(self._untuple(id, node.instruction.shape))
         else:
             leaf_ids = iter([id])
         for value in node.results:
             self._values[value] = next(leaf_ids)
+
+    def _slice_at(self, node: Node, operand: int) -> int:
+        """A slice that is told where."""
+        proto, shape = node.instruction.proto, node.instruction.shape
+        starts = [
+            self._scalar(d.start, is_constant=True) if k is None else self._scalar(k)
+            for k, d in zip(self._offsets[node], proto.slice_dimensions, strict=True)
+        ]
+        made = self._add("dynamic-slice")
+        made.operand_ids.extend([operand, *starts])
+        made.shape.CopyFrom(shape)
+        made.dynamic_slice_sizes.extend(shape.dimensions)
+        return made.id
+
+    def _pad_at(self, node: Node, operand: int, filler: int) -> int:
+        """A pad that is told where: the operand, wherever an index is that of its only element.
+
+        Unlike an update of an array this is computed element by element, inside of what reads it.
+        """
+        moved = [d for d, k in enumerate(self._offsets[node]) if k is not None]
+        (type,) = (result.type for result in node.results)
+        assert type is not None
+        code = node.instruction.shape.element_type
+        sizes = list(type.shape)
+        for d in moved:
+            sizes[d] = 1
+        if tuple(sizes) != operand_shape(node):
+            padded = self._add("pad")
+            padded.operand_ids.extend([operand, filler])
+            padded.padding_config.CopyFrom(node.instruction.proto.padding_config)
+            for d in moved:
+                padded.padding_config.dimensions[d].edge_padding_low = 0
+                padded.padding_config.dimensions[d].edge_padding_high = 0
+            set_shape(padded.shape, TensorType(type.dtype, tuple(sizes)), code)
+            operand = padded.id
+        others = [d for d in range(len(sizes)) if d not in moved]
+        flat = self._reshaped("reshape", operand, code, [sizes[d] for d in others])
+        inside = self._broadcast(flat, type, others)
+        outside = self._broadcast(filler, type, ())
+        numbers, found = TensorType("s32", type.shape), TensorType("pred", type.shape)
+        here: int | None = None
+        for d in moved:
+            index = self._add("iota")
+            index.dimensions.append(d)
+            set_shape(index.shape, numbers)
+            k = self._offsets[node][d]
+            assert k is not None
+            wanted = self._broadcast(self._scalar(k), numbers, ())
+            same = self._operation("compare", [index.id, wanted], found)
+            self._entry.instructions[-1].comparison_direction = "EQ"
+            here = same if here is None else self._operation("and", [here, same], found)
+        assert here is not None
+        return self._operation("select", [here, inside, outside], type)
+
+    def _operation(self, opcode: str, operands: Sequence[int], type: TensorType) -> int:
+        proto = self._add(opcode)
+        proto.operand_ids.extend(operands)
+        set_shape(proto.shape, type)
+        return proto.id
+
+    def _broadcast(self, operand: int, type: TensorType, dimensions: Sequence[int]) -> int:
+        id = self._operation("broadcast", [operand], type)
+        self._entry.instructions[-1].dimensions.extend(dimensions)
+        return id
+
+    def _scalar(self, value: int, *, is_constant: bool = False) -> int:
+        """A constant of s32, or an element of the offsets."""
+        key = value, is_constant
+        if key not in self._scalars:
+            type = TensorType("s32", ())
+            if is_constant:
+                literal = LiteralProto(s32s=[value])
+                set_shape(literal.shape, type)
+                made = self._add("constant")
+                for shape in (literal.shape, made.shape):
+                    shape.layout.SetInParent()
+                made.literal = literal.SerializeToString()
+            else:
+                one = self._add("slice")
+                one.operand_ids.append(self._vector)
+                one.slice_dimensions.add(start=value, limit=value + 1, stride=1)
+                set_shape(one.shape, TensorType("s32", (1,)))
+                made = self._add("reshape")
+                made.operand_ids.append(one.id)
+            set_shape(made.shape, type)
+            self._scalars[key] = made.id
+        return self._scalars[key]
 
     def _leaf(self, value: Value) -> int:
         root = value.root
@@ -426,6 +532,18 @@ class ModuleBuilder:
         self._shape_computation(self._entry, ids[end])
         self._entry = outer
         return number
+
+
+def _begin_at_zero(proto: Any, starts: Sequence[int | None]) -> None:
+    """Have a slice or pad begin at 0 where ``starts`` has a number."""
+    for slice, start in zip(proto.slice_dimensions, starts, strict=False):
+        if start is not None:
+            slice.limit -= start
+            slice.start = 0
+    for pad, start in zip(proto.padding_config.dimensions, starts, strict=False):
+        if start is not None:
+            pad.edge_padding_high += start
+            pad.edge_padding_low = 0
 
 
 def set_shape(shape: Any, type: TensorType, code: int | None = None) -> None:

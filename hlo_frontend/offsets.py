@@ -1,0 +1,120 @@
+"""Segments that are equal but for where they slice and pad become one, which is told the offsets.
+
+Layers that are unrolled over stacked weights each read their own slice of a weight, and pad the gradient to
+its place: without this each of them would be compiled. The offsets that differ are an input, one vector of
+s32 for each segment; it is made once in the block, by its first segment. Slices become dynamic slices. Pads
+of a dimension with one element become selections by index; others stay apart. Bits stay the same.
+
+Invariant: offsets lie within bounds, so nothing is clamped. What is shared follows from the block alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from stretto.collectives.types import TensorType
+
+from .carve import BlockPlan, SegmentPlan
+from .graph import Instruction
+from .schema import HloInstructionProto, LiteralProto
+from .segments import ModuleBuilder, set_shape
+from .values import Node, NodeKind, Value, operand_shape, result_shape
+
+# Segments with different offsets that are worth an input: one more costs each run a little.
+LEAST_SHARED = 3
+_MOST = 2**31
+
+Row = tuple[int, ...]
+# Where an operand begins in each dimension; None where that cannot be told at run time.
+Starts = tuple[int | None, ...]
+
+
+def share(plan: BlockPlan) -> None:
+    """Give equal segments of a block, and of those inside it, their offsets as inputs."""
+    for inner in plan.blocks.values():
+        for block in inner:
+            share(block)
+    groups: dict[bytes, list[tuple[SegmentPlan, dict[Node, Starts]]]] = {}
+    for step in plan.steps:
+        if isinstance(step, SegmentPlan) and not step.offsets:
+            starts = {node: found for node in step.nodes if (found := _starts(node)) is not None}
+            if starts:
+                module = ModuleBuilder().plan(step, without_offsets=starts)
+                key = module.SerializeToString(deterministic=True)
+                groups.setdefault(key, []).append((step, starts))
+    vectors: dict[Row, Value] = {}
+    changed: set[SegmentPlan] = set()
+    for members in groups.values():
+        rows = [[at or 0 for found in starts.values() for at in found] for _, starts in members]
+        if len({tuple(row) for row in rows}) < LEAST_SHARED:
+            continue
+        columns = list(zip(*rows, strict=True))
+        numbers: dict[Row, int] = {}  # of columns that differ between members, equal ones once
+        for column in columns:
+            if len(set(column)) > 1:
+                numbers.setdefault(column, len(numbers))
+        for number, (step, starts) in enumerate(members):
+            vector = tuple(column[number] for column in numbers)
+            value = vectors.setdefault(vector, Value(TensorType("s32", (len(vector),))))
+            left = iter(columns)
+            told = {
+                node: tuple(numbers.get(next(left)) for _ in found)
+                for node, found in starts.items()
+            }
+            step.offsets = {n: at for n, at in told.items() if any(k is not None for k in at)}
+            step.inputs.append(value)
+            changed.add(step)
+    if vectors:
+        _make(plan, vectors, changed)
+
+
+def _starts(node: Node) -> Starts | None:
+    """Where a plain slice or pad begins; None for what is neither."""
+    proto = node.instruction.proto
+    if node.instruction.opcode == "slice":
+        plain = all(d.stride in (0, 1) for d in proto.slice_dimensions)
+        starts: Starts = tuple(d.start for d in proto.slice_dimensions)
+    elif node.instruction.opcode == "pad":
+        dimensions = proto.padding_config.dimensions
+        plain = all(
+            d.interior_padding == 0 and min(d.edge_padding_low, d.edge_padding_high) >= 0
+            for d in dimensions
+        )
+        starts = tuple(
+            d.edge_padding_low if size == 1 < whole else None
+            for d, size, whole in zip(
+                dimensions, operand_shape(node), result_shape(node), strict=True
+            )
+        )
+    else:
+        return None
+    told = any(at is not None for at in starts) and max(result_shape(node), default=0) < _MOST
+    moves = operand_shape(node) != result_shape(node)
+    small = max(operand_shape(node), default=0) < _MOST
+    return starts if plain and told and moves and small else None
+
+
+def _make(plan: BlockPlan, vectors: dict[Row, Value], changed: set[SegmentPlan]) -> None:
+    """Have the first segment make the vectors, or one before it where that reads some itself."""
+    first = next(step for step in plan.steps if isinstance(step, SegmentPlan))
+    if first in changed or first.valid:
+        first = SegmentPlan()
+        plan.steps.insert(0, first)
+    like = next(step for step in plan.steps if step in changed).nodes[0].instruction
+    for vector, value in vectors.items():
+        first.made.append((value, _constant(vector, like)))
+        first.outputs.append(value)
+
+
+def _constant(vector: Sequence[int], like: Instruction) -> Value:
+    """A cheap value in the computation of ``like``."""
+    type = TensorType("s32", (len(vector),))
+    literal = LiteralProto(s32s=vector)
+    proto = HloInstructionProto(name="offsets", opcode="constant")
+    for shape in (proto.shape, literal.shape):
+        set_shape(shape, type)
+        shape.layout.minor_to_major.append(0)
+    proto.literal = literal.SerializeToString()
+    node = Node(NodeKind.CHEAP, Instruction(proto, like.computation), -1)
+    node.results = [Value(type, node)]
+    return node.results[0]

@@ -36,7 +36,7 @@ from .model import Graph
 from .place import place
 from .replay import Phase, Step, Timeline, handed_over, replay, unscheduled
 from .schedule import MOST_PASSES, Schedule, schedule
-from .shared_cores import replay_shared
+from .shared_cores import replay_shared, timeline_of
 from .skew import substitute
 from .staged import BUCKET_PASSES, GOOD_ENOUGH, Judge, LoopReport, stage
 from .tidy import tidy
@@ -252,13 +252,13 @@ def _plan(
             best = min(best, last, key=lambda s: (s.timeline.seconds, s.timeline.peak_bytes))
     graph = bucketed.graph
     more = max(0, handed_over(best.steps) - handed_over(steps)) * launch
-    takes = replay_shared(graph, best.steps, launch).seconds
+    takes = timeline_of(graph, best, launch).seconds
     if takes + more > most:
         if undo is not None:
             undo()
         return kept
     best = loosen(graph, best, launch)
-    timeline = replay_shared(graph, best.steps, launch)
+    timeline = timeline_of(graph, best, launch)
     return Planned(timeline.seconds, took, graph, best.steps, timeline, inner, reports)
 
 
@@ -279,7 +279,7 @@ def _stage(
     if isinstance(found, LoopReport):
         return [found] if found.why else []
     steps = found.schedule.steps
-    timeline = replay_shared(found.graph, steps, policy.costs.compute.launch_s)
+    timeline = timeline_of(found.graph, found.schedule, policy.costs.compute.launch_s)
     if found.new is None:
         planned = replace(
             body,

@@ -23,7 +23,7 @@ from .loops import blocks_of, control_flow_seconds
 from .model import Graph, Op, Task
 from .replay import Phase, Step, Timeline, replay, unscheduled
 from .schedule import Schedule, schedule
-from .shared_cores import replay_shared
+from .shared_cores import timeline_of
 
 # How far above the module's own peak memory may go.
 MEMORY_FACTOR = 1.1
@@ -123,7 +123,7 @@ def plan_block(
         graph=found.graph,
         members=found.members,
         schedule=best,
-        timeline=replay_shared(found.graph, best.steps, launch),
+        timeline=timeline_of(found.graph, best, launch),
         before=before,
         floor=merged_bound,
         source_floor=bound,

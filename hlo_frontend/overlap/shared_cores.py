@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 from .model import Graph
 from .replay import COMPUTE, START, WAIT, Clock, Step, Timeline, replay, timeline
+from .schedule import Schedule
 
 
 def replay_shared(graph: Graph, steps: Sequence[Step], launch_s: float = 0.0) -> Timeline:
@@ -21,6 +22,13 @@ def replay_shared(graph: Graph, steps: Sequence[Step], launch_s: float = 0.0) ->
     if not any(task.busy for task in graph.tasks):
         return replay(graph, steps, launch_s)
     return timeline(_SharedClock(graph, steps, launch_s), steps)
+
+
+def timeline_of(graph: Graph, found: Schedule, launch_s: float = 0.0) -> Timeline:
+    """The same of a schedule, whose own timeline it is where nothing keeps cores busy."""
+    if not any(task.busy for task in graph.tasks):
+        return found.timeline
+    return timeline(_SharedClock(graph, found.steps, launch_s), found.steps)
 
 
 class _SharedClock(Clock):

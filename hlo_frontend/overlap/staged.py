@@ -29,7 +29,7 @@ from .model import Graph
 from .refine import LEAST_STEP, refine
 from .replay import Timeline, handed_over, replay, unscheduled
 from .schedule import LEAST_PASSES, MOST_PASSES, Schedule, schedule
-from .shared_cores import replay_shared
+from .shared_cores import timeline_of
 from .skew import Skewed, skew
 from .stages import EARLY, LoopBody, Stages, is_plain, stages_of
 from .tidy import tidy
@@ -295,7 +295,7 @@ def _choices(loop_body: LoopBody, costs: CostTable) -> Iterator[Stages]:
 
 def _seconds_of(plan: BodyPlan, launch_s: float) -> float:
     """Seconds of an iteration, with what its collectives take from compute."""
-    return replay_shared(plan.graph, plan.schedule.steps, launch_s).seconds
+    return timeline_of(plan.graph, plan.schedule, launch_s).seconds
 
 
 def _rank(found: Schedule, limit: float) -> tuple[bool, float, int]:

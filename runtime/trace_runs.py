@@ -37,24 +37,25 @@ def runs_of(rank: Measured, number: int) -> list[RunTimes]:
     for t in rank.transfers:
         if id(t.collective) in own:
             communication[id(t.collective), t.stream].append((t.begin, t.end))
-    rows = [*compute.values(), *communication.values()]
-    if not begins or any(len(listed) % len(begins) for listed in rows):
+    computed, moved = ([sorted(listed) for listed in r.values()] for r in (compute, communication))
+    if not begins or any(len(listed) % len(begins) for listed in computed + moved):
         return []
     hidden = Covered(rank.compute)
     found, last = [], 0.0
     for run, begin in enumerate(begins):
-        moving = union(_of(run, len(begins), [*communication.values()]))
-        end = max((e for _, e in _of(run, len(begins), rows)), default=begin)
-        exposed = sum(e - b - hidden.of((b, e)) for b, e in moving)
+        moving = _of(run, len(begins), moved)
+        ends = [end for _, end in moving + _of(run, len(begins), computed)]
+        end = max(ends, default=begin)
+        exposed = sum(e - b - hidden.of((b, e)) for b, e in union(moving))
         found.append(RunTimes(max(0.0, end - max(begin, last)), max(0.0, exposed)))
         last = max(last, end)
     return found
 
 
 def _of(run: int, runs: int, rows: list[list[Interval]]) -> list[Interval]:
-    """What belongs to a run, of rows of which each run has equally many."""
+    """What belongs to a run, of rows in order of which each run has equally many."""
     found = []
     for listed in rows:
         each = len(listed) // runs
-        found += sorted(listed)[run * each : (run + 1) * each]
+        found += listed[run * each : (run + 1) * each]
     return found

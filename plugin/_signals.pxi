@@ -8,7 +8,6 @@
 
 cdef extern from *:
     """
-    #include <errno.h>
     #include <pthread.h>
     #include <signal.h>
 
@@ -126,8 +125,6 @@ cdef extern from *:
         if (depth) stretto_depth = depth;
     }
     """
-    int enter_plugin "stretto_enter"()
-    void leave_plugin "stretto_leave"(int entered)
     int open_signals "stretto_open"(int entered)
     void close_signals "stretto_close"(int depth)
     void keep_raised "stretto_keep"(object raised)

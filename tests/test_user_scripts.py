@@ -2,44 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
 
 import pytest
-
-DROPPED = ("STRETTO_", "XLA_", "JAX_", "PMI")
-
-
-def run(
-    script: str, platforms: str | None = "stretto", devices: int = 4
-) -> subprocess.CompletedProcess[str]:
-    """Run a script in its own process; ``platforms`` None leaves JAX_PLATFORMS unset."""
-    env = {k: v for k, v in os.environ.items() if not k.startswith(DROPPED)}
-    env["STRETTO_LOCAL_DEVICES"] = str(devices)
-    if platforms is not None:
-        env["JAX_PLATFORMS"] = platforms
-    return subprocess.run(
-        [sys.executable, "-X", "faulthandler", "-c", textwrap.dedent(script)],
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        stdin=subprocess.DEVNULL,
-    )
-
-
-def passes(script: str, platforms: str | None = "stretto", devices: int = 4) -> str:
-    """The output of a script that must exit with 0."""
-    done = run(script, platforms, devices)
-    assert done.returncode == 0, (
-        f"exit status {done.returncode}\n{done.stdout}\n{done.stderr[-4000:]}"
-    )
-    return done.stdout
-
+from support.scripts import passes, run
 
 PRELUDE = """
 import jax, jax.numpy as jnp, numpy as np

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import textwrap
+
+from support.scripts import passes
 
 PRELUDE = """
 import os, signal, sys
@@ -21,27 +20,11 @@ psum = mapped(lambda v: lax.psum(v, "x"), P())
 """
 
 
-def run(script: str, devices: int) -> str:
-    """The output of a script that must end by itself, with 0."""
-    env = {k: v for k, v in os.environ.items() if not k.startswith(("STRETTO_", "XLA_", "JAX_"))}
-    env |= {"JAX_PLATFORMS": "stretto", "STRETTO_LOCAL_DEVICES": str(devices)}
-    done = subprocess.run(
-        [sys.executable, "-X", "faulthandler", "-c", PRELUDE + textwrap.dedent(script)],
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        stdin=subprocess.DEVNULL,
-    )
-    assert done.returncode == 0, f"{done.returncode}\n{done.stdout}\n{done.stderr[-4000:]}"
-    return done.stdout
-
-
 def test_a_signal_during_a_call_is_raised_behind_it() -> None:
     """What the call gives is whole: the function that it calls back sends the signal to its own process."""
-    out = run(
-        """
+    out = passes(
+        PRELUDE
+        + textwrap.dedent("""
         signal.signal(signal.SIGINT, signal.default_int_handler)
         def interrupt(v):
             signal.raise_signal(signal.SIGINT)
@@ -55,15 +38,16 @@ def test_a_signal_during_a_call_is_raised_behind_it() -> None:
             except KeyboardInterrupt:
                 seen += 1
         print(seen)
-        """,
+        """),
         devices=1,
     )
     assert out.split() == ["20"]
 
 
 def test_signals_at_any_moment_end_nothing_but_what_they_interrupt() -> None:
-    out = run(
-        """
+    out = passes(
+        PRELUDE
+        + textwrap.dedent("""
         class Interrupt(BaseException): pass
         def handler(*_):
             signal.setitimer(signal.ITIMER_REAL, 0.3)  # Python drops what is raised in a destructor
@@ -91,7 +75,7 @@ def test_signals_at_any_moment_end_nothing_but_what_they_interrupt() -> None:
                 seen += 1
             np.testing.assert_array_equal(np.asarray(psum(x))[0], total)
         print(seen)
-        """,
+        """),
         devices=4,
     )
     assert out.split() == ["60"]

@@ -20,6 +20,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
+from . import lineage
 from .control import end_process, say
 from .errors import WorldError
 
@@ -96,15 +97,7 @@ def watched(rank: int, timeout: float) -> Iterator[None]:
 
 def _proxy() -> int | None:
     """Process id of the Hydra proxy that this process descends from, where /proc can tell."""
-    process = os.getppid()
-    while process > 1:
-        try:
-            if Path(f"/proc/{process}/comm").read_text().strip() == PROXY[:15]:
-                return process
-            process = int(_stat(process)[1])
-        except (OSError, ValueError, IndexError):
-            return None
-    return None
+    return next((p.pid for p in lineage.ancestors() if p.is_called(PROXY)), None)
 
 
 def _living_children(process: int) -> int | None:
@@ -116,10 +109,5 @@ def _living_children(process: int) -> int | None:
     alive = 0
     for child in children:
         with contextlib.suppress(OSError, IndexError):
-            alive += _stat(int(child))[0] != "Z"
+            alive += lineage.stat(int(child))[0] != "Z"
     return alive
-
-
-def _stat(process: int) -> list[str]:
-    """State, parent and what follows in /proc/<process>/stat; the name before may hold anything."""
-    return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()

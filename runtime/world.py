@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import clock, cores, cost_tables, exits, joining, options, wireup
+from . import launcher as launchers
 from .control import Control, connect
 from .cost_tables import CostText
 from .errors import RankFailed, StrettoError, WorldError
@@ -248,12 +249,15 @@ def _make(chosen: Options | None, rendezvous: Rendezvous | None) -> World:
         if problem:
             raise problem
         return World(chosen, launcher=launcher)
+    if not (rendezvous and roll):
+        _check_reach(launcher)
     with joining.watched(launcher.rank if launcher else 0, chosen.timeout):
         if rendezvous and roll:
             with wireup.answering(rendezvous, roll, chosen.timeout):
                 mpi = _begin_mpi(launcher, answered_here=True)
         else:
             mpi = _begin_mpi(launcher)
+            launchers.mark()
         exits.at_exit(_leave)
         _check_launcher(mpi, launcher)
         if mpi.COMM_WORLD.Get_size() == 1:
@@ -316,6 +320,23 @@ def _common_costs(
     if problem:
         raise WorldError(problem)
     return costs, measured
+
+
+def _check_reach(launcher: Launcher | None) -> None:
+    """Raise `WorldError` in a process that inherited a rank's variables, and that MPI would end."""
+    parent = launchers.parent_rank()
+    if parent is not None:
+        raise WorldError(
+            f"STRETTO_LAUNCHER=mpi asks for MPI, but rank process {parent} started this process, not a "
+            "launcher: set STRETTO_LAUNCHER=none for it, or start its ranks with mpiexec"
+        )
+    if launcher is not None and launchers.is_cut_off():
+        raise WorldError(
+            f"{launcher.name} started rank {launcher.rank} of {launcher.size}, and that started this process "
+            "without the connection to the launcher (PMI_FD is not open here). If this process is to be "
+            "the rank, let what starts it pass its descriptors on (subprocess: close_fds=False); if it is "
+            "to be alone, set STRETTO_LAUNCHER=none for it"
+        )
 
 
 def _without_mpiexec(launcher: Launcher | None, chosen: Options) -> bool:

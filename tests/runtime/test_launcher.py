@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import socket
+from concurrent.futures import ProcessPoolExecutor
+
 import pytest
 
-from stretto.runtime.launcher import detect
+from stretto.runtime.launcher import detect, is_cut_off, parent_rank
+from stretto.runtime.lineage import ancestors
 
 
 @pytest.mark.parametrize(
@@ -44,3 +50,39 @@ def test_launchers(environment: dict[str, str], expected: tuple[str, int, int]) 
 )
 def test_no_launcher(environment: dict[str, str]) -> None:
     assert detect(environment) is None
+
+
+def test_a_process_whose_ancestor_left_its_mark_is_no_rank() -> None:
+    parent = next(ancestors())
+    assert parent.pid == os.getppid()
+    rank = {"PMI_RANK": "2", "PMI_SIZE": "4", "_STRETTO_RANK": parent.identity}
+    assert parent_rank(rank) == parent.pid
+    assert detect(rank) is None
+    # The mark of an earlier process with that number, or of one on another host.
+    other = {**rank, "_STRETTO_RANK": f"{parent.pid} 1"}
+    assert parent_rank(other) is None
+    assert detect(other) is not None
+
+
+def test_the_launcher_is_out_of_reach_where_its_descriptor_is_no_socket() -> None:
+    ours, theirs = socket.socketpair()
+    reading, writing = os.pipe()
+    assert not is_cut_off({"PMI_FD": str(ours.fileno())})
+    assert not is_cut_off({})
+    assert is_cut_off({"PMI_FD": str(reading)})
+    closed = ours.detach()
+    os.close(closed)
+    assert is_cut_off({"PMI_FD": str(closed)})
+    assert is_cut_off({"PMI_FD": "9" * 40})
+    theirs.close()
+    os.close(reading)
+    os.close(writing)
+
+
+def test_a_worker_that_cannot_reach_the_launcher_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"PMI_RANK": "1", "PMI_SIZE": "2", "PMI_FD": "4000"}.items():
+        monkeypatch.setenv(name, value)
+    assert detect() is not None
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=spawn) as workers:
+        assert workers.submit(detect).result(timeout=60) is None

@@ -58,6 +58,29 @@ def test_ranks_join_and_end_at_different_times_in_peace() -> None:
 
 
 @mpi
+def test_what_a_rank_starts_is_a_world_of_its_own() -> None:
+    done = ranks("start others", n=2)
+    assert done.returncode == 0, done.stderr
+    alone = [f"rank {rank} started 0 of 1" for rank in (0, 0, 1, 1)]
+    assert sorted(done.stdout.splitlines()) == [*alone, "rank 1 started 0 of 2, 1 of 2"]
+
+
+@mpi
+def test_ranks_started_before_this_one_joined_are_told_what_to_do() -> None:
+    """A process between launcher and rank that keeps the launcher's descriptor to itself."""
+    code = (
+        "import subprocess, sys; raise SystemExit(subprocess.call([sys.executable, '-c', "
+        "'from stretto.runtime import world; world.bootstrap()']))"
+    )
+    done = run_ranks(1, ["-c", code], env={"STRETTO_LAUNCHER": "mpi"}, timeout=60)
+    assert done.returncode == 1
+    assert (
+        "WorldError: Hydra (mpiexec of MPICH or Intel MPI) started rank 0 of 1, and" in done.stderr
+    )
+    assert "set STRETTO_LAUNCHER=none for it" in done.stderr
+
+
+@mpi
 def test_a_rank_that_raises_ends_all_and_says_why() -> None:
     done = ranks("raise")
     assert done.returncode != 0

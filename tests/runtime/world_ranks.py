@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 from stretto.runtime import world
 from stretto.runtime.errors import StrettoError
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from support.mpi import find_mpiexec
 
 
 def collective(joined: world.World, progress, sequence: int) -> None:
@@ -22,6 +27,17 @@ def collective(joined: world.World, progress, sequence: int) -> None:
 def say(line: str) -> None:
     """In one write, so that the launcher does not mix the lines of several ranks."""
     os.write(1, f"{line}\n".encode())
+
+
+def of_child(ranks: int = 0, **more: bool) -> str:
+    """The worlds of a process started from here, or of a job of so many ranks."""
+    code = "from stretto.runtime import world as w; j = w.bootstrap(); print(j.rank, j.size)"
+    command = [find_mpiexec() or "", "-n", str(ranks)] if ranks else []
+    command += [sys.executable, "-c", code]
+    out = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60, **more)
+    return ", ".join(
+        f"{rank} of {size}" for rank, size in sorted(re.findall(r"(\d) (\d)", out.stdout))
+    )
 
 
 def main(behaviour: str) -> None:
@@ -44,6 +60,13 @@ def main(behaviour: str) -> None:
                 sys.exit(0)
             collective_free = sum(range(3_000_000))
             assert collective_free
+        case "start others":
+            # A child that was given the launcher's descriptors, one that was not, and a job of its own.
+            for given in (True, False):
+                say(f"rank {joined.rank} started {of_child(close_fds=not given)}")
+            if odd:
+                say(f"rank 1 started {of_child(ranks=2)}")
+            collective(joined, progress, 2)
         case "raise":
             if odd:
                 raise ValueError("no such file: digits.npz")

@@ -44,7 +44,7 @@ cdef extern from *:
         }
     }
 
-    /* In the main thread; a signal whose handler is in Python. */
+    /* In the main thread; a signal whose handler is in Python: all that are have one function in C. */
     static void stretto_guard(int number) {
         struct sigaction now;
         if (sigaction(number, NULL, &now) || now.sa_handler == stretto_on_signal) return;
@@ -134,6 +134,6 @@ cdef extern from *:
 
 def guard(int number):
     """Keep signals whose handlers are in Python, as this one's is, from interrupting the main thread,
-    which calls this, while it is in the plugin.
+    which calls this, while it is in the plugin. Handlers that are set later wait too.
     """
     stretto_guard(number)

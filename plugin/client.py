@@ -188,10 +188,20 @@ def create(args: Any) -> None:
 
 def _guard_signals() -> None:
     """Have handlers in Python, such as that of Ctrl-C, wait while the main thread is in the plugin."""
-    if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGINT, signal.SIGTERM):
-            if callable(signal.getsignal(number)):
-                _capi.guard(int(number))
+    if threading.current_thread() is not threading.main_thread():
+        return
+    for number in (signal.SIGINT, signal.SIGTERM):
+        if callable(signal.getsignal(number)):
+            _capi.guard(int(number))
+            return
+    # A shell's background jobs ignore Ctrl-C, and the program may set handlers later. Of a signal that is
+    # ignored by default nobody notices for a moment what its handler is.
+    if signal.getsignal(signal.SIGURG) is signal.SIG_DFL:
+        signal.signal(signal.SIGURG, lambda *_: None)
+        try:
+            _capi.guard(int(signal.SIGURG))
+        finally:
+            signal.signal(signal.SIGURG, signal.SIG_DFL)
 
 
 @entry("PJRT_Client_PlatformName")

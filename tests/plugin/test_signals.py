@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 
+import pytest
 from support.scripts import passes
 
 PRELUDE = """
@@ -20,10 +21,15 @@ psum = mapped(lambda v: lax.psum(v, "x"), P())
 """
 
 
-def test_a_signal_during_a_call_is_raised_behind_it() -> None:
-    """What the call gives is whole: the function that it calls back sends the signal to its own process."""
+@pytest.mark.parametrize("at_first", ["default_int_handler", "SIG_IGN"])
+def test_a_signal_during_a_call_is_raised_behind_it(at_first: str) -> None:
+    """What the call gives is whole: the function that it calls back sends the signal to its own process.
+
+    A shell's background jobs ignore it ``at_first``.
+    """
     out = passes(
-        PRELUDE
+        f"import signal\nsignal.signal(signal.SIGINT, signal.{at_first})"
+        + PRELUDE
         + textwrap.dedent("""
         signal.signal(signal.SIGINT, signal.default_int_handler)
         def interrupt(v):

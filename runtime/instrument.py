@@ -31,10 +31,10 @@ class Instrument:
     def program_loaded(self, program: Program, local: tuple[tuple[int, int], ...]) -> None:
         """A program is ready to run on ``local``: (logical id, ordinal) pairs."""
 
-    def program_started(self, program: str, run: int) -> None:
+    def program_started(self, program: Program, run: int) -> None:
         """The walk of a program begins; its arguments are issued."""
 
-    def program_finished(self, program: str, run: int, error: BaseException | None) -> None:
+    def program_finished(self, program: Program, run: int, error: BaseException | None) -> None:
         """The walk has ended: everything is issued, or it failed."""
 
     def program_called(
@@ -50,15 +50,15 @@ class Instrument:
 
         Told as a walk where this is not overridden; if it failed to be handed over, in any case.
         """
-        self.program_started(program.name, run)
-        self.segment_issued(program.name, segment, program.segments[segment].name, ordinal)
+        self.program_started(program, run)
+        self.segment_issued(program, segment, ordinal)
         self.segment_handed(program, segment, ordinal, began, outputs)
-        self.program_finished(program.name, run, None)
+        self.program_finished(program, run, None)
 
     def program_profiled(self, done: Profiled) -> None:
         """A program was measured (`profiling`), and planned anew or not."""
 
-    def segment_issued(self, program: str, segment: int, name: str, ordinal: int) -> None:
+    def segment_issued(self, program: Program, segment: int, ordinal: int) -> None:
         """A run of a segment was handed to the engine for one local device."""
 
     def segment_handed(
@@ -71,7 +71,7 @@ class Instrument:
     ) -> None:
         """The same run, with the time before it was handed over, and the engine's arrays."""
 
-    def segment_skipped(self, program: str, segment: int, name: str, ordinal: int) -> None:
+    def segment_skipped(self, program: Program, segment: int, ordinal: int) -> None:
         """A segment was not run on a local device, since nobody reads what it gives there."""
 
     def collective_started(self, collective: Collective, stream: int) -> None:
@@ -124,9 +124,7 @@ class Instrument:
 
     def around_run(self, run: SegmentRun, program: Program, segment: int) -> SegmentRun:
         """A segment's ``run`` for walks, every call of which is told; ``run`` where nobody wants to know."""
-        issued = self.listener(
-            "segment_issued", program.name, segment, program.segments[segment].name
-        )
+        issued = self.listener("segment_issued", program, segment)
         handed = self.listener("segment_handed", program, segment)
         if issued is None and handed is None:
             return run
@@ -156,8 +154,8 @@ class Instrument:
             try:
                 outputs = run(ordinal, arrays)
             except BaseException as error:
-                self.program_started(program.name, number)
-                self.program_finished(program.name, number, error)
+                self.program_started(program, number)
+                self.program_finished(program, number, error)
                 raise
             called(program, segment, number, ordinal, began, outputs)
             return outputs

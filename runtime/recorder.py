@@ -74,7 +74,6 @@ class Recorder(Instrument):
         self._local_devices = local_devices
         self._nowhere = _Loaded(self.rows.program(-1), -1, 0, ())
         self._loaded: dict[int, _Loaded] = {}  # by id of a program
-        self._named: dict[str, _Loaded] = {}  # the program that was last loaded under this name
         self._places: dict[int, tuple[_Loaded, int]] = {}  # by id of a collective, with its index
         self._collectives: dict[tuple[int, int, int], CollectiveRows] = {}  # program, index, stream
         self._kept: list[Program] = []  # so that no id is given twice
@@ -119,7 +118,7 @@ class Recorder(Instrument):
             sizes = [[t.nbytes for t in s.outputs] for s in program.segments]
             smallest = tuple(each.index(min(each)) if each else 0 for each in sizes)
             loaded = _Loaded(self.rows.program(number), number, len(local), smallest)
-            self._loaded[id(program)] = self._named[program.name] = loaded
+            self._loaded[id(program)] = loaded
             for index, collective in enumerate(program.collectives):
                 self._places[id(collective)] = loaded, index
             bare = replace(
@@ -142,12 +141,10 @@ class Recorder(Instrument):
     ) -> SegmentRun:
         return self._segment(program, segment).around_call(run, next_run)
 
-    def _program(self, program: Program | str) -> _Loaded:
-        if isinstance(program, str):
-            return self._named.get(program, self._nowhere)
+    def _program(self, program: Program) -> _Loaded:
         return self._loaded.get(id(program), self._nowhere)
 
-    def _segment(self, program: Program | str, segment: int) -> SegmentRows:
+    def _segment(self, program: Program, segment: int) -> SegmentRows:
         loaded = self._program(program)
         smallest = loaded.smallest[segment] if loaded.smallest else 0
         return self.rows.segment(loaded.rows, segment, smallest)
@@ -221,7 +218,7 @@ _TOLD = {
     "program_finished": _Told(1, lambda self, *of: self._program(*of).rows.finished),
     "program_called": _Told(2, lambda self, *of: self._segment(*of).called),
     "segment_handed": _Told(2, lambda self, *of: self._segment(*of).handed),
-    "segment_skipped": _Told(3, lambda self, *of: self._segment(*of[:2]).left_out),
+    "segment_skipped": _Told(2, lambda self, *of: self._segment(*of).left_out),
     "collective_started": _Told(2, lambda self, *of: self._collective(*of).started),
     "collective_ran": _Told(2, lambda self, *of: self._collective(*of).ran),
     "collective_awaiting": _Told(2, lambda self, *of: self._collective(*of).awaiting),

@@ -219,10 +219,10 @@ class Runs:
         what = self._what(instruction)
         inputs, outputs, donated = instruction.inputs, instruction.outputs, instruction.donated
         ordinals, count = self.ordinals, len(self.ordinals)
-        instrument, known = self.instrument, (instruction.segment, segment.name)
-        issued = told(instrument, "segment_issued", self.program.name, *known)
-        left = told(instrument, "segment_skipped", self.program.name, *known)
-        handed = told(instrument, "segment_handed", self.program, instruction.segment)
+        instrument, known = self.instrument, (self.program, instruction.segment)
+        issued = told(instrument, "segment_issued", *known)
+        left = told(instrument, "segment_skipped", *known)
+        handed = told(instrument, "segment_handed", *known)
         types = [self.program.slot_types[slot] for slot in outputs]
         absent, counters, flops = self.absent, self.counters, max(segment.flops, 0.0)
         # The functions that devices call back may wait for each other.

@@ -85,8 +85,8 @@ class Walker:
 
     def _tell(self) -> None:
         """Who is told of a walk's begin, ``started(run)``, and end, ``finished(run, error)``."""
-        self.started = told(self.instrument, "program_started", self.program.name)
-        self.finished = told(self.instrument, "program_finished", self.program.name)
+        self.started = told(self.instrument, "program_started", self.program)
+        self.finished = told(self.instrument, "program_finished", self.program)
 
     def watched_by(self, instrument: Instrument | None) -> Walker:
         """One that does the same under another instrument, of one that is prepared; waits for nobody."""

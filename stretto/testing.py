@@ -31,6 +31,7 @@ from stretto.runtime.engines.null import NullArray, NullEngine, VirtualClock
 from stretto.runtime.errors import RankFailed, StrettoError
 from stretto.runtime.instrument import Instrument
 from stretto.runtime.options import Options
+from stretto.runtime.program import Program
 from stretto.runtime.progress import Progress
 from stretto.runtime.run_log import RunLogs
 
@@ -55,17 +56,17 @@ class Recorder(Instrument):
     def __init__(self) -> None:
         self.events: list[tuple[Any, ...]] = []
 
-    def program_started(self, program: str, run: int) -> None:
-        self.events.append(("program", program, run))
+    def program_started(self, program: Program, run: int) -> None:
+        self.events.append(("program", program.name, run))
 
-    def program_finished(self, program: str, run: int, error: BaseException | None) -> None:
-        self.events.append(("end", program, run, None if error is None else str(error)))
+    def program_finished(self, program: Program, run: int, error: BaseException | None) -> None:
+        self.events.append(("end", program.name, run, None if error is None else str(error)))
 
-    def segment_issued(self, program: str, segment: int, name: str, ordinal: int) -> None:
-        self.events.append(("segment", name or segment, ordinal))
+    def segment_issued(self, program: Program, segment: int, ordinal: int) -> None:
+        self.events.append(("segment", program.segments[segment].name or segment, ordinal))
 
-    def segment_skipped(self, program: str, segment: int, name: str, ordinal: int) -> None:
-        self.events.append(("skipped", name or segment, ordinal))
+    def segment_skipped(self, program: Program, segment: int, ordinal: int) -> None:
+        self.events.append(("skipped", program.segments[segment].name or segment, ordinal))
 
     def collective_started(self, collective: Collective, stream: int) -> None:
         self.events.append(("start", collective.name, stream))

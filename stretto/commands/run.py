@@ -229,10 +229,10 @@ class Counts(Instrument):
     skipped_arithmetic: int = 0
     order: dict[str, None] = field(default_factory=dict)
 
-    def segment_issued(self, program: str, segment: int, name: str, ordinal: int) -> None:
+    def segment_issued(self, program: Program, segment: int, ordinal: int) -> None:
         self.arithmetic += max(self.program.segments[segment].arithmetic, 0)
 
-    def segment_skipped(self, program: str, segment: int, name: str, ordinal: int) -> None:
+    def segment_skipped(self, program: Program, segment: int, ordinal: int) -> None:
         self.skipped_runs += 1
         self.skipped_arithmetic += max(self.program.segments[segment].arithmetic, 0)
 

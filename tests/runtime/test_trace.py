@@ -94,6 +94,29 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
     assert walk[4] <= events[:, 4].min() and walk[6] == 0.0
 
 
+def test_programs_of_one_name_are_told_apart(tmp_path: Path) -> None:
+    """Also where the one that was loaded first is translated anew behind the other."""
+    valid = ((0, 7), (1, 0))
+    runs = [Run(0, (0,), (1,), (), valid), Run(1, (1,), (2,), (), valid)]
+    segments = [segment("increment"), segment("double")]
+    longer = program([F32] * 3, block((0,), runs, (2,)), devices=2, segments=segments, name="step")
+    shorter = program(
+        [F32] * 2, block((0,), runs[:1], (1,)), devices=2, segments=segments[:1], name="step"
+    )
+    trace = Trace(tmp_path, HEADER, NullEngine(2))
+    rig = Rig(2, instrument=trace)
+    first, _ = (rig.executor.load(made, (0, 1)) for made in (longer, shorter))
+    first.walker = first.walker.watched_by(trace)
+    first.execute(rig.arguments(first, [1.0, 2.0]))
+    rig.executor.close()
+    trace.close()
+    found = read(tmp_path / file_name(0))
+    assert [len(p.segments) for p in found.programs] == [2, 1]
+    told = {(int(row[0]), int(row[1]), int(row[2])) for row in found.events}
+    of_segments = {(kind, 0, number) for kind in (Kind.SEGMENT, Kind.LEFT_OUT) for number in (0, 1)}
+    assert told == {*of_segments, (Kind.PROGRAM, 0, 1)}
+
+
 def test_a_failed_walk_is_marked(tmp_path: Path) -> None:
     trace = Trace(tmp_path, HEADER, NullEngine(1))
     rig = Rig(1, instrument=trace)
@@ -116,8 +139,7 @@ from stretto.runtime.trace import Trace
 from stretto.runtime.trace_file import Header
 from stretto.testing import NullEngine
 trace = Trace(Path({str(tmp_path)!r}), Header(0, 1, "here", 1, 1, "null", 0.0, 0.0), NullEngine(1))
-trace.program_started("p", 1)
-trace.program_finished("p", 1, None)
+trace.rows.put(*range(7))
 trace.write()
 os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -128,7 +150,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 def test_a_child_does_not_write_to_its_parents_file(tmp_path: Path) -> None:
     trace = Trace(tmp_path, HEADER, NullEngine(1))
-    trace.program_finished("p", 1, None)
+    trace.rows.put(*range(7))
     child = os.fork()
     if child == 0:
         trace.write()
@@ -210,7 +232,7 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
 def test_times_are_told_on_rank_0s_clock(tmp_path: Path) -> None:
     header = Header(1, 2, "there", 1, 1, "null", 1000.0, 0.0)
     trace = Trace(tmp_path, header, NullEngine(1), partial(Rows, clock=lambda: 5.0))
-    trace.program_finished("p", 1, None)
+    trace.program_finished(shifting(), 1, None)
     trace.close()
     assert read(tmp_path / file_name(1)).events[0, 5] == 1005.0
 

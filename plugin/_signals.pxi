@@ -4,12 +4,14 @@
 # jaxlib. What the handler raises would then be an error of that call, which jaxlib takes for a fault of the
 # plugin: of some calls it ends the process. So handlers wait until the main thread is out of the plugin, and
 # raise in the program. They do not wait where the plugin itself waits for a result or for other processes to
-# join (`open_signals`), nor the second time that a signal comes.
+# join (`open_signals`), nor the second time that a signal comes. Where the main thread is in an engine that does
+# not come back, as in a loop without end, Python calls no handler at all: the third Ctrl-C ends the process.
 
 cdef extern from *:
     """
     #include <pthread.h>
     #include <signal.h>
+    #include <time.h>
 
     #define STRETTO_SIGNALS 65
     static volatile sig_atomic_t stretto_depth = 0, stretto_any = 0;
@@ -18,13 +20,24 @@ cdef extern from *:
     static pthread_t stretto_main;
     static int stretto_guarding = 0;
     static PyObject* stretto_raised = NULL;  /* by a handler that Python called on the way in */
+    static volatile sig_atomic_t stretto_again = 0;  /* how often Ctrl-C came while one was held, */
+    static volatile time_t stretto_first = 0;        /* and when that was */
 
     static void stretto_on_signal(int number) {
         if (stretto_depth > 0 && !stretto_held[number]) {
             stretto_held[number] = 1;
             stretto_any = 1;
+            if (number == SIGINT) {
+                stretto_again = 0;
+                stretto_first = time(NULL);
+            }
             if (stretto_depth > 0) return;
             stretto_held[number] = 0;  /* the main thread has left meanwhile */
+        } else if (number == SIGINT && stretto_depth > 0 && ++stretto_again > 1
+                   && time(NULL) > stretto_first + 1) {  /* not for keys that are hit in a hurry */
+            signal(SIGINT, SIG_DFL);
+            raise(SIGINT);
+            return;
         }
         stretto_next[number](number);
     }

@@ -12,6 +12,8 @@ import threading
 import time
 from collections import deque
 
+from stretto.runtime.exits import await_at_exit
+
 from . import _capi
 
 # The longest that an event may be told late: long beside a thread switch, short beside what matters.
@@ -53,7 +55,12 @@ class Later:
         if thread is not None and thread.is_alive():
             self._closing = True
             self._wake.release()
-            thread.join()
+
+            def ended(seconds: float) -> bool:
+                thread.join(seconds)
+                return not thread.is_alive()
+
+            await_at_exit(ended)
             self._closing = False
 
     def _work(self) -> None:

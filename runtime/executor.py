@@ -30,6 +30,7 @@ from .call import Lane
 from .compiled_segments import compile_segments
 from .engine import Engine, LoadedSegment
 from .errors import InvalidProgramError, StrettoError, UnsupportedError
+from .exits import await_at_exit
 from .flight import Flight
 from .instrument import Counters, Instrument, Instruments
 from .loaded import PATIENCE, LoadedProgram
@@ -234,11 +235,14 @@ class Executor:
         """Wait for the runs under way (not once the world has failed), then end the threads."""
         self._closed = True
         for stream in [self.dispatch, *(lane.stream for lane in self._lanes)]:
-            while not stream.close(timeout=0.2):
-                if self.world.error is not None:
-                    return
+            await_at_exit(partial(self._ended, stream))
+            if self.world.error is not None:
+                return
         for lane in self._lanes:
             lane.communicator.close()
+
+    def _ended(self, stream: Stream, seconds: float) -> bool:
+        return stream.close(seconds) or self.world.error is not None
 
     def _walker(
         self,

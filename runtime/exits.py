@@ -6,19 +6,24 @@ The hooks are chained: whatever was installed before still runs, first.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
+import signal
 import sys
 import threading
 import traceback
 from collections.abc import Callable
+from time import monotonic
 from types import TracebackType
 
-from .control import end_process
+from .control import end_process, say
 from .errors import StrettoError
+from .options import Options, OptionsError, in_force
 
-__all__ = ["at_exit", "describe", "end_process", "on_uncaught"]
+__all__ = ["at_exit", "await_at_exit", "describe", "end_process", "on_uncaught"]
 
 TRACEBACK_LINES = 6
+TICK = 0.2
 
 
 def at_exit(leave: Callable[[], None]) -> None:
@@ -54,6 +59,58 @@ def on_uncaught(fail: Callable[[BaseException], None]) -> None:
 
     sys.excepthook = main_hook
     threading.excepthook = thread_hook
+
+
+def await_at_exit(ended: Callable[[float], bool]) -> None:
+    """Wait until what runs has ended: ``ended(seconds)`` waits so long at most, and says whether it has.
+
+    Once a Ctrl-C that nobody caught has ended the program, nobody wants what still runs, which may be a loop
+    without end: it gets the options' ``grace``. The same goes for a Ctrl-C while this waits. The process then
+    ends as by that signal.
+    """
+    deadline = float("inf")
+    while True:
+        try:
+            grace = _grace()
+            if _interrupted() and deadline == float("inf"):
+                deadline = monotonic() + grace
+            while not ended(TICK):
+                if monotonic() > deadline:
+                    say(
+                        f"stretto: a program was still running {grace:g} s (STRETTO_GRACE) after Ctrl-C\n"
+                    )
+                    _end_by_interrupt()
+            return
+        except KeyboardInterrupt:
+            if deadline < float("inf"):
+                _end_by_interrupt()
+            deadline = monotonic() + _grace()
+
+
+def _grace() -> float:
+    try:
+        return in_force().grace
+    except OptionsError:
+        return Options().grace
+
+
+def _interrupted() -> bool:
+    """Whether a Ctrl-C that nobody caught ends the program; Python notes what it prints of the last error."""
+    kind = getattr(sys, "last_type", None)
+    return (
+        isinstance(kind, type) and issubclass(kind, KeyboardInterrupt) and not hasattr(sys, "ps1")
+    )
+
+
+def _end_by_interrupt() -> None:
+    """As Python ends after a Ctrl-C, but at once: a thread may be in an engine for ever."""
+    for file in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            file.flush()
+    with contextlib.suppress(ValueError):  # not in the main thread
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    os._exit(130)
 
 
 def describe(error: BaseException) -> str:

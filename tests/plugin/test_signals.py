@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 import textwrap
 
 import pytest
-from support.scripts import passes
+from support.scripts import DROPPED, passes
 
 PRELUDE = """
 import os, signal, sys
@@ -85,3 +89,57 @@ def test_signals_at_any_moment_end_nothing_but_what_they_interrupt() -> None:
         devices=4,
     )
     assert out.split() == ["60"]
+
+
+ENDLESS = """
+import jax, jax.numpy as jnp
+from jax import lax
+f = jax.jit(lambda x: lax.while_loop(lambda c: c.sum() >= 0, lambda c: jnp.abs(jnp.tanh(c @ c)), x))
+x = jnp.ones((size, size))
+f.lower(x).compile()
+"""
+
+
+def _interrupted(script: str, again: bool) -> tuple[int, str]:
+    """Exit status and errors of a script that gets Ctrl-C once it says that it runs, maybe more than once."""
+    env = {k: v for k, v in os.environ.items() if not k.startswith(DROPPED)}
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        env={**env, "JAX_PLATFORMS": "stretto", "STRETTO_GRACE": "0.5"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    try:
+        assert process.stdout.readline() == "running\n"
+        for _ in range(200):
+            process.send_signal(signal.SIGINT)
+            try:
+                _, errors = process.communicate(timeout=0.3 if again else 60)
+            except subprocess.TimeoutExpired:
+                continue
+            return process.returncode, errors
+        raise AssertionError("it runs on")
+    finally:
+        process.kill()
+
+
+def test_a_loop_without_end_is_left_where_nobody_catches_ctrl_c() -> None:
+    running = "y = f(x)\nprint('running', flush=True)\ny.block_until_ready()"
+    status, errors = _interrupted("size = 300" + ENDLESS + running, again=False)
+    assert status == -signal.SIGINT
+    assert "KeyboardInterrupt" in errors
+    assert errors.endswith("still running 0.5 s (STRETTO_GRACE) after Ctrl-C\n")
+
+
+def test_the_third_ctrl_c_ends_a_process_whose_main_thread_does_not_come_back() -> None:
+    """So small a loop runs in the thread that calls it."""
+    calling = """
+    print("running", flush=True)
+    while True:
+        try: f(x)
+        except KeyboardInterrupt: pass
+    """
+    status, errors = _interrupted("size = 1" + ENDLESS + textwrap.dedent(calling), again=True)
+    assert (status, errors) == (-signal.SIGINT, "")

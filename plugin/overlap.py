@@ -8,7 +8,6 @@ the data too, so that there is next to nothing to hide.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -23,10 +22,10 @@ def policy_of(options: Options, costs: CostText, hosts: Iterable[str]) -> Overla
     """The policy of all ranks; ``hosts`` are theirs. Raises `WorldError` where their table is not one."""
     if not options.overlap:
         return None
-    if costs.text:
+    if costs.text or costs.named:
         try:
-            table = CostTable.from_json(json.loads(costs.text))
-        except (ValueError, InvalidProgramError) as error:
+            table = CostTable.parse(costs.text)
+        except InvalidProgramError as error:
             raise WorldError(f"{costs.origin} is no table of costs: {error}") from None
         return OverlapPolicy(replace(table, estimates=not costs.named))
     if len(set(hosts)) > 1:

@@ -16,7 +16,6 @@ A post-SPMD module is not fused yet: what counts as one kernel is decided in `ke
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -28,10 +27,8 @@ from stretto.collectives.ops import Collective, Kind
 from stretto.runtime.errors import InvalidProgramError
 
 from ..graph import Instruction, trip_count
+from . import cost_file
 from .measured import Measured
-
-# Rates (a second) and times (seconds) beyond which sums of predicted times would not be finite.
-LEAST_RATE, LONGEST_TIME = 1e-9, 1e9
 
 
 @dataclass(frozen=True)
@@ -89,42 +86,27 @@ class CostTable:
         object.__setattr__(self, "_by_span", by_span)
 
     @classmethod
-    def from_json(cls, data: dict[str, Any]) -> CostTable:
-        """From ``{"compute": {…}, "links": [{…}, …]}``. Raises `InvalidProgramError` on bad fields."""
-        try:
-            compute = Compute(**{name: float(value) for name, value in data["compute"].items()})
-            links = tuple(
-                Link(
-                    int(link["axis_stride"]),
-                    int(link["group_size"]),
-                    float(link["latency_s"]),
-                    float(link["bytes_per_s"]),
-                    float(link.get("busy", 0.0)),
-                )
-                for link in data["links"]
-            )
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise InvalidProgramError(f"not a cost table: {error!r}") from None
-        rates = [compute.flops_per_s, compute.bytes_per_s, *(link.bytes_per_s for link in links)]
-        times = [compute.launch_s, *(link.latency_s for link in links)]
-        possible = all(rate >= LEAST_RATE for rate in rates)
-        if not possible or not all(0.0 <= time <= LONGEST_TIME for time in times):
-            raise InvalidProgramError(
-                f"not a cost table: rates must be positive (at least {LEAST_RATE:g}), times not negative "
-                f"(at most {LONGEST_TIME:g} s)"
-            )
-        if not all(0.0 <= link.busy <= 1.0 for link in links):
-            raise InvalidProgramError("not a cost table: busy is a share, from 0 to 1")
-        return cls(compute, links)
+    def from_json(cls, data: Any) -> CostTable:
+        """From ``{"compute": {…}, "links": [{…}, …]}``. Raises `InvalidProgramError` naming a bad field."""
+        compute, links = cost_file.numbers(data)
+        return cls(Compute(**compute), tuple(Link(**link) for link in links))
+
+    @classmethod
+    def parse(cls, text: str) -> CostTable:
+        """From JSON text. Raises `InvalidProgramError` where it is not a cost table."""
+        return cls.from_json(cost_file.parse(text))
 
     @classmethod
     def read(cls, path: str | Path) -> CostTable:
-        """From a JSON file. Raises `InvalidProgramError` where it is not a cost table."""
+        """From a JSON file. Raises `InvalidProgramError` where it is none, or cannot be read."""
         try:
-            data = json.loads(Path(path).read_text())
-        except (ValueError, RecursionError) as error:
-            raise InvalidProgramError(f"{path} is not JSON: {error}") from None
-        return cls.from_json(data)
+            text = Path(path).read_text()
+        except (OSError, ValueError) as error:
+            raise InvalidProgramError(f"the table of costs cannot be read: {error}") from error
+        try:
+            return cls.parse(text)
+        except InvalidProgramError as error:
+            raise InvalidProgramError(f"{path}: {error}") from None
 
     def taken(self, instruction: Instruction, modelled: float) -> float:
         """Seconds of a compute instruction that takes ``modelled`` by the rates."""
@@ -136,9 +118,10 @@ class CostTable:
         if link is None and self.estimates and self.links:
             return min(self.links, key=lambda link: _distance(link, stride, size))
         if link is None:
+            where = f"{collective.name}{f' ({collective.source})' if collective.source else ''}"
             raise InvalidProgramError(
-                f"{collective.name}: the cost table has no link for groups of axis_stride {stride} "
-                f"and group_size {size}; add one"
+                f"{where}: the cost table has no link for groups of axis_stride {stride} and group_size "
+                f"{size}; add one"
             )
         return link
 

@@ -19,7 +19,6 @@ from stretto.hlo_frontend.overlap.plan import donated_parameters, plan_block
 from stretto.hlo_frontend.overlap.staged import LoopReport
 from stretto.hlo_frontend.source import in_fork, read_hlo
 from stretto.hlo_frontend.verify import verify
-from stretto.runtime.errors import InvalidProgramError
 
 MOST_NAMES = 3  # names of collectives printed of a loop; --json has them all
 
@@ -30,10 +29,7 @@ def schedule_file(data: bytes, costs_file: str, num_devices: int) -> str:
     ``num_devices``: how many it is for where it names no number of its own. Raises `InvalidProgramError`
     for a file, a table or a group in it that cannot be used.
     """
-    try:
-        costs = CostTable.read(costs_file)
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidProgramError(f"the table of costs cannot be read: {error}") from error
+    costs = CostTable.read(costs_file)
 
     def work() -> str:
         gc.disable()  # the process ends with this: no garbage of it matters

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from statistics import median
 from typing import Any
@@ -150,12 +149,8 @@ def profiles(ranks: Sequence[Measured]) -> list[Profiled]:
 def costs_of(ranks: Sequence[Measured], named: str | None) -> CostTable | None:
     """The table of a file, or else the one that the job knew. Raises `InvalidProgramError`."""
     if named:
-        try:
-            return CostTable.read(named)
-        except (OSError, UnicodeDecodeError) as error:
-            raise InvalidProgramError(f"the table of costs cannot be read: {error}") from error
+        return CostTable.read(named)
     text = ranks[0].trace.header.costs
     if not text:
         return None
-    data: Mapping[str, Any] = json.loads(text)
-    return CostTable.from_json(dict(data))
+    return CostTable.parse(text)

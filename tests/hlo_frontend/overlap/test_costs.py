@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -69,29 +70,62 @@ def test_a_table_is_read_from_json(tmp_path: Path) -> None:
     assert CostTable.read(path).links == (Link(1, 2, 1e-5, 1e9, busy=0.5),)
 
 
+COMPUTE = {"flops_per_s": 1, "bytes_per_s": 1.0}
+LINK = {"axis_stride": 1, "group_size": 2, "latency_s": 0, "bytes_per_s": 1}
+
+
+def with_link(**changed: object) -> object:
+    return {"compute": COMPUTE, "links": [LINK | {"group_size": 4}, LINK | changed]}
+
+
 @pytest.mark.parametrize(
-    "text",
+    ("content", "problem"),
     [
-        "{",
-        "[]",
-        '{"compute": {"flops_per_s": 1}, "links": []}',
-        '{"compute": {"flops_per_s": 0, "bytes_per_s": 1, "launch_s": 0}, "links": []}',
-        '{"compute": {"flops_per_s": 1, "bytes_per_s": 1, "speed": 0}, "links": []}',
-        '{"compute": {"flops_per_s": 1, "bytes_per_s": 1}, "links": [{"axis_stride": 1}]}',
-        '{"compute": {"flops_per_s": 1, "bytes_per_s": 1}, "links": [{"axis_stride": 1, "group_size": 2, '
-        '"latency_s": 1, "bytes_per_s": 1, "busy": 2}]}',
-        '{"compute": {"flops_per_s": 1, "bytes_per_s": NaN}, "links": []}',
-        '{"compute": {"flops_per_s": 1, "bytes_per_s": 1e-300}, "links": []}',
-        '{"compute": {"flops_per_s": 1, "bytes_per_s": 1, "launch_s": 1e400}, "links": []}',
-        '{"compute": {"flops_per_s": 1, "bytes_per_s": 1}, "links": [{"axis_stride": 1, "group_size": 2, '
-        '"latency_s": Infinity, "bytes_per_s": 1}]}',
+        ([], "it is [], and should be an object"),
+        (None, "it is null, and should be an object"),
+        ({"links": []}, "it has no compute"),
+        ({"compute": COMPUTE}, "it has no links"),
+        ({"compute": [1, 2], "links": []}, "compute is [1, 2], and should be an object"),
+        ({"compute": COMPUTE | {"speed": 0}, "links": []}, 'compute has "speed", which is none of flops_'),
+        ({"compute": {"flops_per_s": 1}, "links": []}, "compute has no bytes_per_s"),
+        ({"compute": COMPUTE | {"bytes_per_s": 0}, "links": []}, "bytes_per_s of compute is 0, and should"),
+        ({"compute": COMPUTE | {"bytes_per_s": 1e-300}, "links": []}, "bytes_per_s of compute is 1e-300, "),
+        ({"compute": COMPUTE | {"bytes_per_s": math.nan}, "links": []}, "bytes_per_s of compute is NaN, "),
+        ({"compute": COMPUTE | {"launch_s": math.inf}, "links": []}, "launch_s of compute is Infinity, and "),
+        ({"compute": COMPUTE | {"launch_s": 10**400}, "links": []}, "launch_s of compute is a number of "),
+        ({"compute": COMPUTE, "links": {}}, "links is {}, and should be a list"),
+        ({"compute": COMPUTE, "links": "none"}, 'links is "none", and should be a list'),
+        ({"compute": COMPUTE, "links": [[1, 8]]}, "links[0] is [1, 8], and should be an object"),
+        ({"compute": COMPUTE, "links": [{"axis_stride": 1}]}, "links[0] has no group_size"),
+        (with_link(axis_stride=1.5), "axis_stride of links[1] is 1.5, and should be a whole number"),
+        (with_link(axis_stride=math.inf), "axis_stride of links[1] is Infinity, and should be a whole"),
+        (with_link(group_size=-8), "group_size of links[1] is -8, and should be a whole number"),
+        (with_link(group_size=True), "group_size of links[1] is true, and should be a whole number"),
+        (with_link(latency_s="1"), 'latency_s of links[1] is "1", and should be seconds from 0 to 1e+09'),
+        (with_link(latency_s=None), "latency_s of links[1] is null, and should be seconds"),
+        (with_link(busy=2), "busy of links[1] is 2, and should be a share, from 0 to 1"),
+        (with_link(group_size=4, busy=1), "links[0] and links[1] are both for axis_stride 1 and"),
     ],
-)
-def test_what_is_not_a_cost_table_is_an_error(text: str, tmp_path: Path) -> None:
+)  # fmt: skip
+def test_what_is_not_a_cost_table_is_an_error_that_names_the_field(
+    content: object, problem: str, tmp_path: Path
+) -> None:
     path = tmp_path / "costs.json"
-    path.write_text(text)
-    with pytest.raises(InvalidProgramError):
+    path.write_text(json.dumps(content))
+    with pytest.raises(InvalidProgramError) as caught:
         CostTable.read(path)
+    assert str(caught.value).startswith(f"{path}: not a cost table: {problem}")
+
+
+@pytest.mark.parametrize("text", ["", "{", "[" * 100_000, "\0", '{"compute": }'])
+def test_what_is_not_json_is_an_error(text: str) -> None:
+    with pytest.raises(InvalidProgramError, match="is not JSON"):
+        CostTable.parse(text)
+
+
+def test_keys_of_links_that_are_not_known_are_left_alone() -> None:
+    (link,) = CostTable.from_json({"compute": COMPUTE, "links": [LINK | {"name": "x"}]}).links
+    assert link == Link(1, 2, 0.0, 1.0)
 
 
 def test_flops_by_hand() -> None:

@@ -1,0 +1,31 @@
+"""By which table of costs the programs of a world are scheduled."""
+
+from __future__ import annotations
+
+import pytest
+
+from stretto.plugin.overlap import policy_of
+from stretto.runtime.cost_tables import CostText
+from stretto.runtime.errors import WorldError
+from stretto.runtime.options import Options
+
+TABLE = '{"compute": {"flops_per_s": 1, "bytes_per_s": 1}, "links": []}'
+
+
+def test_the_table_that_is_named_counts_as_it_is() -> None:
+    named = policy_of(Options(), CostText(TABLE, "costs.json", named=True), ["one"])
+    measured = policy_of(Options(), CostText(TABLE, "costs.json"), ["one"])
+    assert named is not None and not named.costs.estimates
+    assert measured is not None and measured.costs.estimates
+
+
+@pytest.mark.parametrize("text", ["", "[]", "[" * 100_000, TABLE.replace("1", "-1")])
+def test_a_named_file_that_is_no_table_is_an_error(text: str) -> None:
+    with pytest.raises(WorldError, match=r"^costs\.json is no table of costs: "):
+        policy_of(Options(), CostText(text, "costs.json", named=True), ["one"])
+
+
+def test_without_a_table_ranks_on_several_hosts_have_an_ordinary_network() -> None:
+    assert policy_of(Options(), CostText(), ["one", "one"]) is None
+    assert policy_of(Options(), CostText(), ["one", "two"]) is not None
+    assert policy_of(Options(overlap=False), CostText(), ["one", "two"]) is None

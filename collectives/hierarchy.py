@@ -260,7 +260,7 @@ class BoundGroups:
         return steps
 
     def _local_step(self, group: tuple[int, ...]) -> Step:
-        run = local_collective(self.collective, len(group), self._reducer)
+        run = local_collective(self.collective, group, self._reducer)
 
         def step(operands: Operands, results: Results) -> None:
             outputs = run([operands[i] for i in group])

@@ -17,6 +17,7 @@ import numpy as np
 from .communicator import Reducer
 from .memory import pool
 from .ops import Collective, Kind
+from .ragged import check_ragged_targets, ragged_rows
 from .reduce import Combine, combiner
 from .types import TensorType
 
@@ -26,13 +27,17 @@ Outputs = list[list[Array]]  # by member, then by result
 Run = Callable[[Inputs], Outputs]
 
 
-def local_collective(collective: Collective, size: int, reducer: Reducer | None = None) -> Run:
-    """The collective for a group of ``size`` members in one process.
+def local_collective(
+    collective: Collective, group: Sequence[int], reducer: Reducer | None = None
+) -> Run:
+    """The collective for a group of devices in one process, whose ids these are.
 
     Raises ``NotImplementedError`` for a reduction that its types do not have, ``ValueError`` where types
     and group do not fit.
     """
-    return _BUILDERS[collective.kind](collective, size, reducer)
+    if collective.kind is Kind.RAGGED_ALL_TO_ALL:
+        return _ragged_all_to_all(group)
+    return _BUILDERS[collective.kind](collective, len(group), reducer)
 
 
 def part(array: Array, dimension: int, index: int, count: int) -> Array:
@@ -181,40 +186,16 @@ def _broadcast(collective: Collective, size: int, reducer: Reducer | None) -> Ru
     return run
 
 
-def ragged_rows(operands: Sequence[Array], size: int) -> tuple[Array, Array, Array, Array]:
-    """Offsets and sizes of a ragged all-to-all as s64 arrays [size, updates]: input offsets, send sizes,
-    output offsets (at the receivers), receive sizes. Raises ``RuntimeError`` for rows that are not there.
-    """
-    source = operands[0]
-    if operands[2].size % size:
-        raise RuntimeError(f"{operands[2].size} offsets for a group of {size}")
-    starts, sends, targets, receives = (a.reshape(size, -1).astype(np.int64) for a in operands[2:6])
-    if (
-        starts.min(initial=0) < 0
-        or sends.min(initial=0) < 0
-        or (starts + sends).max(initial=0) > len(source)
-    ):
-        raise RuntimeError(f"it sends rows that its input of {len(source)} rows does not have")
-    return starts, sends, targets, receives
-
-
-def check_ragged_targets(targets: Array, sends: Array, receives: Array, rows: int) -> None:
-    """Raise ``RuntimeError`` where a sender's rows do not fit what the receiver says it gets."""
-    if targets.min(initial=0) < 0 or (targets + sends).max(initial=0) > rows:
-        raise RuntimeError(f"it receives rows outside its output of {rows} rows")
-    if not np.array_equal(sends, receives):
-        raise RuntimeError(f"it is sent {sends.tolist()} rows but expects {receives.tolist()}")
-
-
-def _ragged_all_to_all(collective: Collective, size: int, reducer: Reducer | None) -> Run:
+def _ragged_all_to_all(group: Sequence[int]) -> Run:
     def run(inputs: Inputs) -> Outputs:
-        rows = [ragged_rows(operands, size) for operands in inputs]
+        rows = [ragged_rows(o, group, own) for o, own in zip(inputs, group, strict=True)]
         outputs: Outputs = []
-        for member in range(size):
+        for member, own in enumerate(group):
             out = pool.copy(inputs[member][1])
             for source, (starts, sends, targets, _) in enumerate(rows):
+                expected = rows[member][3][source]
                 check_ragged_targets(
-                    targets[member], sends[member], rows[member][3][source], len(out)
+                    targets[member], sends[member], expected, len(out), group[source], own
                 )
                 for start, count, target in zip(
                     starts[member], sends[member], targets[member], strict=True
@@ -232,5 +213,4 @@ _BUILDERS: dict[Kind, Callable[[Collective, int, Reducer | None], Run]] = {
     Kind.REDUCE_SCATTER: _reduce_scatter,
     Kind.ALL_TO_ALL: _all_to_all,
     Kind.BROADCAST: _broadcast,
-    Kind.RAGGED_ALL_TO_ALL: _ragged_all_to_all,
 }

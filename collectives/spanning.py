@@ -16,7 +16,7 @@ import numpy as np
 
 from .communicator import Reducer
 from .direct import Direct, Post, posting
-from .local import check_parts, check_ragged_targets, is_leading, part, ragged_rows, root_of
+from .local import check_parts, is_leading, part, root_of
 from .memory import as_bytes, pool
 from .ops import Collective, Kind
 from .plan import (
@@ -35,6 +35,7 @@ from .plan import (
     offsets_of,
     one_each,
 )
+from .ragged import check_ragged_targets, ragged_rows
 from .spanning_reduce import AllReduce, Folded, ReduceScatter
 from .types import TensorType
 
@@ -294,7 +295,8 @@ class _RaggedAllToAll:
 
     def _run(self, group: Group, updates: int, operands: Operands, results: Results) -> None:
         team = self.team
-        rows = {m.id: ragged_rows(operands[m.id], group.size) for m in group.local}
+        ids = [member.id for member in group.members]
+        rows = {m.id: ragged_rows(operands[m.id], ids, m.id) for m in group.local}
 
         # Of each pair of members: how many rows of each update, and where they go.
         plans_out = [
@@ -323,7 +325,9 @@ class _RaggedAllToAll:
                 for a, source in enumerate(members):
                     sizes, targets = plans_in[q][a, b]
                     expected = rows[member.id][3][source.position]
-                    check_ragged_targets(targets, sizes, expected, len(operands[member.id][1]))
+                    check_ragged_targets(
+                        targets, sizes, expected, len(operands[member.id][1]), source.id, member.id
+                    )
 
         sample = operands[group.local[0].id][0]
         tail, dtype = sample.shape[1:], sample.dtype

@@ -116,18 +116,27 @@ def test_ragged_all_to_all(data):
 
 
 def test_ragged_all_to_all_refuses_rows_that_are_not_there():
+    """Device 3 is the second of its group, and its first row goes to device 2."""
     for index, value, message in (
-        (2, 99, "sends rows"),
-        (3, -1, "sends rows"),
-        (4, 99, "outside its output"),
-        (5, 7, "but expects"),
+        (
+            2,
+            99,
+            r"device 3 sends rows that its input of \d rows does not have: \d from 99 on, to device 2$",
+        ),
+        (3, -1, r"device 3 sends rows that its .* have: -1 from \d on, to device 2$"),
+        (
+            4,
+            99,
+            r"device 2 receives rows outside its output of \d rows: \d from 99 on, of device 3$",
+        ),
+        (5, 7, r"device 3 is sent \[1\] rows by device 2 but expects \[7\]$"),
     ):
-        case = ragged_case(np.random.default_rng(1), 2, ((0, 1),), "f32")
-        case.inputs[1][3][:] = case.inputs[0][5][1] = case.inputs[1][5][1] = 1
-        case.inputs[0][3][1] = case.inputs[1][5][0] = 1
-        case.inputs[1][index][0] = value
+        case = ragged_case(np.random.default_rng(1), 4, ((0, 1), (2, 3)), "f32")
+        case.inputs[3][3][:] = case.inputs[2][5][1] = case.inputs[3][5][1] = 1
+        case.inputs[2][3][1] = case.inputs[3][5][0] = 1
+        case.inputs[3][index][0] = value
         with pytest.raises(RuntimeError, match=message):
-            bind(case.collective, 2).run(case.inputs)
+            bind(case.collective, 4).run(case.inputs)
 
 
 @pytest.mark.parametrize("dynamic", [-1, 2])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
 
 from jaxlib import _hlo
 
@@ -12,6 +13,7 @@ from .text_elements import spell_out_elements
 from .text_groups import spell_out_groups
 
 _POSITION = re.compile(r"was parsing (\d+):(\d+)")
+_SILENT = re.compile(r"as a HloModule:\s*\Z")
 _INSTRUCTION = re.compile(r"^[ \t]*((?:ROOT[ \t]+)?%?([\w.-]+)[ \t]*=.*)$", re.MULTILINE)
 
 
@@ -23,7 +25,7 @@ def parse_hlo_text(text: str) -> bytes:
         older = spell_out_groups(spell_out_elements(text))
         if older != text:
             return parse_hlo_text(older)
-        where = _instruction(text, str(error))
+        where = _instruction(text, str(error)) or _refused(text, str(error))
         raise InvalidProgramError(f"{where}cannot parse HLO text: {error}") from error
 
 
@@ -38,3 +40,25 @@ def _instruction(text: str, reason: str) -> str:
     return (
         f"in or right behind instruction {begun[-1][2]} ({begun[-1][1].strip()}): " if begun else ""
     )
+
+
+def _refused(text: str, reason: str) -> str:
+    """The instruction that XLA's parser refuses without saying so: the first behind which the text can be cut
+    off and is refused in the same way."""
+    instructions = list(_INSTRUCTION.finditer(text))
+    if not _SILENT.search(reason) or not instructions:
+        return ""
+
+    def refuses(count: int) -> bool:
+        try:
+            _hlo.hlo_module_from_text(f"{text[: instructions[count].end()]}\n}}")
+        except Exception as error:
+            return bool(_SILENT.search(str(error)))
+        return False
+
+    first = bisect_left(range(len(instructions)), True, key=refuses)
+    if first == len(instructions):
+        return ""
+    line, name = instructions[first].groups()
+    hint = "; the channel_id of a -done must be its operand's" if "-done(" in line else ""
+    return f"instruction {name} ({line.strip()}) is refused by XLA without a reason{hint}: "

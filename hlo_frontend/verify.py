@@ -28,7 +28,14 @@ IN_FLIGHT = START_COLLECTIVES | POINT_TO_POINT | {"async-start", "async-update"}
 
 
 def verify(module: Module) -> None:
-    """Raise `InvalidProgramError`, naming the instruction, where shapes contradict each other."""
+    """Raise `InvalidProgramError`, naming the instruction, where shapes contradict each other.
+
+    Raises `UnsupportedError` for a group of sends and receives, which nothing else here could be made of.
+    """
+    for computation in module.computations:
+        for instruction in computation.instructions:
+            if instruction.opcode == "async-start":
+                _alone(instruction)
     for computation in module.computations:
         for instruction in computation.instructions:
             _possible(instruction.shape, instruction)
@@ -48,6 +55,16 @@ def verify(module: Module) -> None:
                 rule(instruction)
         if _in_flight(computation.root):
             raise computation.root.invalid("it is a result, and still in flight")
+
+
+def _alone(start: Instruction) -> None:
+    """A send or receive is started by itself; XLA:GPU groups those that NCCL is to launch together."""
+    called = [i for c in start.called for i in c.instructions if i.opcode in POINT_TO_POINT]
+    if called:
+        raise start.unsupported(
+            f"it groups {', '.join(f'{i.opcode} {i.name}' for i in called)}, as XLA:GPU does at last; give "
+            "the module before that, where each has a -done of its own"
+        )
 
 
 def _in_flight(instruction: Instruction) -> bool:

@@ -13,7 +13,7 @@ from stretto.hlo_frontend.schema import HloModuleProto
 from stretto.hlo_frontend.source import read_hlo
 from stretto.hlo_frontend.text import parse_hlo_text
 from stretto.hlo_frontend.verify import verify
-from stretto.runtime.errors import InvalidProgramError
+from stretto.runtime.errors import InvalidProgramError, UnsupportedError
 
 HEAD = """HloModule m, num_partitions=2
 sum {
@@ -273,3 +273,25 @@ def test_negative_numbers_of_stack_frames_are_of_none() -> None:
 def test_more_devices_than_any_job_has() -> None:
     with pytest.raises(InvalidProgramError, match="there are at most 1048576 devices"):
         compile_hlo(module("ROOT r = f32[4] copy(p)"), 1, 1 << 40)
+
+
+def test_sends_and_receives_in_one_async_start() -> None:
+    pairs = 'channel_id=1, frontend_attributes={_xla_send_recv_source_target_pairs="{{0,1}}"}'
+    flying = "(f32[4], u32[], token[])"
+    text = f"""HloModule m, num_partitions=2
+    both {{
+      a = f32[4] parameter(0)
+      b = token[] parameter(1)
+      s = {flying} send(a, b), {pairs}
+      r = {flying} recv(b), {pairs}
+      ROOT o = ({flying}, {flying}) tuple(s, r)
+    }}
+    ENTRY e {{
+      p = f32[4] parameter(0)
+      t = token[] after-all()
+      w = ((f32[4], token[]), ({flying}, {flying}), s32[]) async-start(p, t), calls=both
+      ROOT d = ({flying}, {flying}) async-done(w)
+    }}
+    """
+    with pytest.raises(UnsupportedError, match=r"^w \(async-start\): it groups send s, recv r, as"):
+        verify(Module.parse(parse_hlo_text(text)))

@@ -110,24 +110,62 @@ def bounds(
                 heads[v] = max(heads[v], heads[p] + seconds[p])
         return heads, None
     above = np.zeros((count, 8 * ((count + 63) // 64)), dtype=np.uint8)
+    words = above.view(np.uint64)
+    lanes = range(-1, num_streams)
+    on_lane = np.zeros((len(lanes), above.shape[1]), dtype=np.uint8)
+    on_lane[:, : (count + 7) // 8] = [np.packbits(stream == r, bitorder="little") for r in lanes]
+    tasks_of = on_lane.view(np.uint64)
+    by_head = [_ByHead(int((stream == r).sum())) for r in lanes]
     for v in range(count):
-        row = above[v]
-        head = 0.0
+        row, head = words[v], 0.0
         for p in before[v]:
-            np.bitwise_or(row, above[p], out=row)
-            row[p >> 3] |= 1 << (p & 7)
+            np.bitwise_or(row, words[p], out=row)
+            above[v, p >> 3] |= 1 << (p & 7)
             head = max(head, heads[p] + seconds[p])
-        if before[v]:
-            ancestors = np.flatnonzero(np.unpackbits(row, bitorder="little")[:v])
-            lanes = stream[ancestors]
-            for r in range(-1, num_streams):
-                mine = ancestors[lanes == r]
-                if len(mine) < 2:
-                    continue
-                order = mine[np.argsort(-heads[mine], kind="stable")]
-                head = max(head, float((heads[order] + np.cumsum(seconds[order])).max()))
+        # A resource of which all ancestors are those of one task before this one says no more than there.
+        more = np.ones(len(lanes), dtype=bool)
+        for p in before[v]:
+            more &= (tasks_of & (row & ~words[p])).any(axis=1)
+            if not more.any():
+                break
+        else:
+            if before[v]:
+                ancestors = np.unpackbits(above[v], bitorder="little")
+                for r in np.flatnonzero(more):
+                    head = max(head, by_head[r].bound(ancestors))
         heads[v] = head
+        by_head[stream[v] + 1].add(v, head, seconds[v])
     return heads, above
+
+
+class _ByHead:
+    """Tasks of one resource by their heads, the last first; those of one head in the order they are added."""
+
+    def __init__(self, most: int) -> None:
+        self._tasks = np.empty(most, dtype=np.intp)
+        self._heads, self._seconds = np.empty(most), np.empty(most)
+        self._size = 0
+
+    def add(self, task: int, head: float, seconds: float) -> None:
+        size = self._size
+        at = size - int(np.searchsorted(self._heads[:size][::-1], head))
+        for column, value in (
+            (self._tasks, task),
+            (self._heads, head),
+            (self._seconds, seconds),
+        ):
+            column[at + 1 : size + 1] = column[at:size]
+            column[at] = value
+        self._size = size + 1
+
+    def bound(self, chosen: np.ndarray) -> float:
+        """When tasks can be over at the earliest, of those for which ``chosen`` is 1 and not 0, by task."""
+        size = self._size
+        if not size:
+            return 0.0
+        mine = chosen[self._tasks[:size]]
+        ends = self._heads[:size] + np.cumsum(self._seconds[:size] * mine)
+        return float((ends * mine).max())
 
 
 def independent_compute(graph: Graph) -> list[float]:

@@ -12,6 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cached_property
 
+import numpy as np
+
 from stretto.collectives.ops import Collective
 
 from ..graph import Instruction
@@ -110,6 +112,25 @@ class Task:
         return op.instruction.name
 
 
+@dataclass(frozen=True, eq=False)
+class MemoryUse:
+    """What tasks do with buffers, in arrays of integers.
+
+    Buffer ``buffers[i]`` is read or written by ``tasks[first[i] : first[i + 1]]``; ``held`` are those that
+    the next iteration needs. By buffer: its ``sizes`` in bytes, and whether it is ``kept``. By task: bytes
+    ``made``, live from its beginning on, and ``extra``, live while it runs.
+    """
+
+    tasks: np.ndarray
+    buffers: np.ndarray
+    first: np.ndarray
+    held: np.ndarray
+    sizes: np.ndarray
+    kept: np.ndarray
+    made: np.ndarray
+    extra: np.ndarray
+
+
 @dataclass(eq=False)
 class Graph:
     """Tasks of a block. ``buffers[i]`` has the size of buffer i; ``kept`` those never freed.
@@ -133,6 +154,23 @@ class Graph:
         """By task: bytes that are live from its beginning on, what it makes and what it uses itself."""
         sizes = self.buffers
         return [sum(sizes[b] for b in task.writes) + task.extra_bytes for task in self.tasks]
+
+    @cached_property
+    def memory_use(self) -> MemoryUse:
+        pairs = np.array(
+            sorted({(b, t.index) for t in self.tasks for b in (*t.reads, *t.writes)}), dtype=np.intp
+        ).reshape(-1, 2)
+        buffers, first = np.unique(pairs[:, 0], return_index=True)
+        return MemoryUse(
+            tasks=pairs[:, 1],
+            buffers=buffers,
+            first=first,
+            held=np.array([b for t in self.tasks if t.crosses for b in t.reads], dtype=np.intp),
+            sizes=np.array(self.buffers, dtype=np.int64),
+            kept=np.array(self.kept, dtype=bool),
+            made=np.array(self.made_bytes, dtype=np.int64),
+            extra=np.array([t.extra_bytes for t in self.tasks], dtype=np.int64),
+        )
 
     def stream_seconds(self) -> list[float]:
         totals = [0.0] * len(self.streams)

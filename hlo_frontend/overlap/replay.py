@@ -17,6 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+import numpy as np
+
 from .model import Graph
 
 # Iterations of a loop that are replayed at most, and the last ones of which the time of one is taken.
@@ -198,31 +200,21 @@ class Clock:
 
 def memory(graph: Graph, steps: Sequence[Step]) -> list[int]:
     """Bytes live while each step runs: what it and those before it made, less what is dead by then."""
-    sizes, kept, tasks = graph.buffers, graph.kept, graph.tasks
+    count, use = len(steps), graph.memory_use
     start, wait = Phase.START, Phase.WAIT
-    last = [-1] * len(sizes)
-    for position, (index, phase) in enumerate(steps):
-        if phase is not start:
-            for buffer in tasks[index].reads:
-                last[buffer] = position
-            for buffer in tasks[index].writes:
-                last[buffer] = max(last[buffer], position)
-    for task in tasks:
-        if task.crosses:
-            for buffer in task.reads:
-                last[buffer] = len(steps)
-    freed = [0] * (len(steps) + 1)
-    for buffer, position in enumerate(last):
-        if 0 <= position < len(steps) and not kept[buffer]:
-            freed[position + 1] += sizes[buffer]
-    live: list[int] = []
-    current = graph.base_bytes
-    made = graph.made_bytes
-    for position, (index, phase) in enumerate(steps):
-        current -= freed[position]
-        if phase is not wait:
-            current += made[index]
-        if phase is not start:
-            freed[position + 1] += tasks[index].extra_bytes
-        live.append(current)
+    tasks = np.array([index for index, _ in steps], dtype=np.intp)
+    begins = np.array([phase is not wait for _, phase in steps], dtype=bool)
+    ends = np.array([phase is not start for _, phase in steps], dtype=bool)
+    ended = np.full(len(graph.tasks), -1)  # by task, the step that ends it
+    ended[tasks[ends]] = np.flatnonzero(ends)
+    last = np.full(len(graph.buffers), -1)  # by buffer, the last step that needs it
+    if len(use.tasks):
+        last[use.buffers] = np.maximum.reduceat(ended[use.tasks], use.first)
+    last[use.held] = count
+    change = np.zeros(count + 1, dtype=np.int64)
+    change[:-1][begins] += use.made[tasks[begins]]
+    change[1:][ends] -= use.extra[tasks[ends]]
+    freed = (last >= 0) & (last < count) & ~use.kept
+    np.subtract.at(change, last[freed] + 1, use.sizes[freed])
+    live: list[int] = (graph.base_bytes + np.cumsum(change[:-1])).tolist()
     return live

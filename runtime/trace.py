@@ -3,12 +3,14 @@
 What there is to write is what `recorder` collects. A thread writes it out twice a second, at the end of the
 process, and when the job has failed. So a process that is killed loses half a second.
 
-Invariant: nothing here raises into the program; a folder that cannot be written is an error at the start.
+Invariants: nothing here raises into the program; a folder that cannot be written is an error at the start. A
+file has one writer: what a traced process starts inherits STRETTO_TRACE, and goes without a trace.
 """
 
 from __future__ import annotations
 
 import atexit
+import fcntl
 import json
 import logging
 import os
@@ -16,6 +18,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
+from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -45,7 +48,11 @@ def begin(world: World, engine: Engine, rows: MakeRows = Rows) -> Trace | None:
     path = Path(folder) / file_name(world.rank)
     trace = _begun.get(path)
     if trace is None:  # a process that makes its devices anew goes on with its file
-        trace = _begun[path] = Trace(Path(folder), header, engine, rows)
+        try:
+            trace = _begun[path] = Trace(Path(folder), header, engine, rows)
+        except _InUseError as error:
+            _log.warning("no trace of process %d: %s", os.getpid(), error)
+            return None
         world.on_failure(lambda error: trace.write())
     return trace
 
@@ -69,6 +76,26 @@ def header_of(world: World, offset: float = 0.0) -> Header:
 _begun: dict[Path, Trace] = {}
 
 
+class _InUseError(WorldError):
+    """Another process writes to the file."""
+
+
+def _open(path: Path) -> FileIO:
+    """The file, empty, for this process alone. Raises ``OSError``, `_InUseError`."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise _InUseError(
+            f"another process writes {path} (STRETTO_TRACE): give each job a folder of its own"
+        ) from None
+    except OSError:
+        pass  # a file system without locks
+    os.ftruncate(descriptor, 0)
+    return FileIO(descriptor, "wb")
+
+
 class Trace(Recorder):
     """Writes ``folder/rank-….trace``; see the head of this file. `close` ends it."""
 
@@ -76,7 +103,7 @@ class Trace(Recorder):
         super().__init__(engine, header.local_devices, rows)
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._file = open(folder / file_name(header.rank), "wb", buffering=0)  # noqa: SIM115
+            self._file = _open(folder / file_name(header.rank))
             self._file.write(beginning(header))
         except OSError as error:
             raise WorldError(f"the trace cannot be written (STRETTO_TRACE): {error}") from error

@@ -223,6 +223,34 @@ def test_a_system_that_writes_little_at_once(
     assert found.events[:, 4].tolist() == [*range(50), *range(50)]
 
 
+def test_what_a_traced_process_starts_leaves_its_file_alone(tmp_path: Path) -> None:
+    script = f"""
+import subprocess, sys
+from stretto.runtime import trace, world
+from stretto.runtime.options import Options
+from stretto.testing import NullEngine
+begun = trace.begin(world.bootstrap(Options(trace={str(tmp_path)!r})), NullEngine(1))
+if begun is None: sys.exit("alone")
+begun.rows.put(*range(7))
+begun.write()
+if len(sys.argv) == 1:
+    child = subprocess.run([sys.executable, *sys.orig_argv[1:], "child"], capture_output=True, text=True)
+    print(child.stderr)
+begun.rows.put(*range(7))
+"""
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    first, second, *_ = done.stdout.splitlines()
+    assert first.startswith("no trace of process ") and "give each job a folder of its own" in first
+    assert second == "alone"
+    found = read(tmp_path / file_name(0))
+    assert len(found.events) == 2 and not found.warning
+    # The next job may have the folder.
+    trace = Trace(tmp_path, HEADER, NullEngine(1))
+    trace.close()
+    assert len(read(tmp_path / file_name(0)).events) == 0
+
+
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(WorldError, match="STRETTO_TRACE"):

@@ -8,6 +8,8 @@ one of them moves.
 
 from __future__ import annotations
 
+import atexit
+import ctypes
 from collections.abc import Sequence
 from functools import cache, wraps
 from inspect import signature
@@ -45,6 +47,23 @@ def register(capsule: Any) -> None:
     # on this list spares users a warning that the platform is experimental.
     xla_bridge._nonexperimental_plugins.add(PLATFORM)
     xla_bridge.register_plugin(PLATFORM, c_api=capsule, options={})
+
+
+def keep_clients() -> None:
+    """Have JAX's clients outlive all that Python has when it ends.
+
+    A NumPy array that shares an array's memory gives it back through jaxlib's client, which it does not keep:
+    where Python ends by freeing the client first, that is gone.
+    """
+    atexit.register(_keep_clients)
+
+
+def _keep_clients() -> None:
+    from jax._src import xla_bridge
+
+    for backend in list(xla_bridge._backends.values()):
+        if backend.platform == PLATFORM:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(backend))
 
 
 def register_profiler(capsule: Any) -> None:

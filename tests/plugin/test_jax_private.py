@@ -6,7 +6,11 @@ uses the name, and the place in JAX that the test mentions; then run tests/plugi
 
 from __future__ import annotations
 
+import atexit
 import inspect
+import sys
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -233,3 +237,14 @@ def test_tokens_in_barriers() -> None:
     function = _original(jax._src.interpreters.mlir.lower_with_sharding_in_types)
     assert list(inspect.signature(function).parameters)[:3] == ["ctx", "op", "aval"]
     assert hasattr(jax._src.core, "AbstractToken")
+
+
+def test_clients_outlive_what_python_frees_at_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, other = SimpleNamespace(platform="stretto"), SimpleNamespace(platform="cpu")
+    monkeypatch.setattr(jax._src.xla_bridge, "_backends", {"stretto": ours, "cpu": other})
+    registered: list[Callable[[], None]] = []
+    monkeypatch.setattr(atexit, "register", registered.append)
+    before = sys.getrefcount(ours), sys.getrefcount(other)
+    jax_private.keep_clients()
+    registered[0]()
+    assert (sys.getrefcount(ours), sys.getrefcount(other)) == (before[0] + 1, before[1])

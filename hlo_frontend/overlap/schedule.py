@@ -13,8 +13,10 @@ where a stream is the bottleneck, and costs where compute is; so it is one of th
 
 *Feeding.* Where weight gradients drift behind a long chain of compute, the stream that they would keep busy
 idles meanwhile, and all of its work is left for the end. A feeding pass runs, whenever a stream would run dry
-until it is through, the kernel from which the least compute leads to a collective of that stream. It is one
-of the things tried, too.
+until it is through, the kernel from which the least compute leads to a collective of that stream. Where
+compute has as much to do as the stream, a gradient that takes longer than its collective is better left for
+the end, when the collectives that come last leave compute idle (as in Johnson's rule for two machines, one
+behind the other); so there are two kinds of such passes (`Feeding`). They are among the things tried, too.
 
 *Urgency* is a blend of two: the longest way to the end of the program, which hurries along what all else
 waits for, and the module's own order, which lets nothing pile up. Several blends are tried. After each, the
@@ -38,6 +40,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from heapq import heapify, heappop, heappush, nsmallest
 from random import Random
 
@@ -75,12 +78,21 @@ _LATER = float("inf")
 BLENDS = (0.0, 1.0, 0.5, 0.9, 0.75)
 
 
+class Feeding(IntEnum):
+    """Which kernels come first where a stream would run dry: those before a collective that takes no less
+    than the ``LAST`` of them, or than ``ALL`` that lead to it."""
+
+    NONE = 0
+    LAST = 1
+    ALL = 2
+
+
 @dataclass
 class Schedule:
     """An issue order and what it does.
 
     ``blend`` is the share of the module's own order that served best, ``window`` how far ahead it looked,
-    ``feeding`` whether streams that ran dry came first, ``missed`` by what share of the limit a pass that
+    ``feeding`` what came first where streams ran dry, ``missed`` by what share of the limit a pass that
     did not watch memory missed it: where the search for a similar graph should begin.
     """
 
@@ -89,7 +101,7 @@ class Schedule:
     blend: float = BLENDS[0]
     missed: float = 0.0
     window: float = _LATER
-    feeding: bool = False
+    feeding: Feeding = Feeding.NONE
 
 
 def schedule(
@@ -127,12 +139,12 @@ def schedule(
     blend = like.blend if like else BLENDS[0]
     missed = like.missed if like else 0.0
     window = like.window if like else _LATER
-    feeding = like is not None and like.feeding
+    feeding = like.feeding if like else Feeding.NONE
     looked_ahead = False
     beyond = 0  # by how much passes that watched memory have missed its limit
 
     def attempt(
-        urgency: Sequence[float], watched: bool, patient: float, looks: float, feeds: bool
+        urgency: Sequence[float], watched: bool, patient: float, looks: float, feeds: Feeding
     ) -> tuple[list[float], bool]:
         """A forward pass; gives the ends of its tasks, and whether it would be the best yet if it fitted."""
         nonlocal best, leading, passes, patience, missed, window, feeding, beyond
@@ -158,7 +170,7 @@ def schedule(
         urgency: Sequence[float],
         patient: float,
         ahead: float | None = None,
-        feed: bool | None = None,
+        feed: Feeding | None = None,
         anew: bool = False,
     ) -> list[float]:
         """Passes with this urgency, of which the best one yet is kept. Gives the ends of tasks."""
@@ -188,11 +200,13 @@ def schedule(
             passes -= UNWATCHED
             play(lateness, patience)
         if share == blends[0] and unfinished():
-            ends = play(leading, patience, feed=not feeding)
+            for other in [kind for kind in Feeding if kind is not feeding]:
+                if unfinished():
+                    ends = play(leading, patience, feed=other)
             if missed <= NEAR and unfinished():
                 _, lateness = backward.play(ends)
                 passes -= UNWATCHED
-                play(lateness, patience, feed=False)
+                play(lateness, patience, feed=Feeding.NONE)
         if missed and not looked_ahead:
             looked_ahead, blend = True, 1.0
             for ahead in WINDOWS:
@@ -222,20 +236,26 @@ def _is_better(found: Timeline, best: Timeline) -> bool:
     return faster or found.peak_bytes < best.peak_bytes * (1.0 - CLEARLY_SMALLER)
 
 
-def _leads(graph: Graph) -> list[list[float]]:
+def _leads(graph: Graph, kind: Feeding) -> list[list[float]]:
     """By stream and kernel: seconds of the least compute, its own included, that leads to a collective of the
-    stream, the last kernel before which takes no longer than it does; infinite where there is none."""
-    leads = [[_LATER] * len(graph.tasks) for _ in graph.streams]
+    stream for which this kind of feeding runs it; infinite where there is none."""
+    count = len(graph.tasks)
+    leads = [[_LATER] * count for _ in graph.streams]
+    takes = [[0.0] * count for _ in graph.streams]  # seconds of that collective
     for task in reversed(graph.tasks):
         if task.is_collective:
             continue
-        for stream, own in enumerate(leads):
+        for stream, (own, seconds) in enumerate(zip(leads, takes, strict=True)):
             for index in task.after:
                 after = graph.tasks[index]
                 if after.stream == stream and task.seconds <= after.seconds:
-                    own[task.index] = min(own[task.index], task.seconds)
+                    lead, collective = task.seconds, after.seconds
                 elif not after.is_collective:
-                    own[task.index] = min(own[task.index], task.seconds + own[index])
+                    lead, collective = task.seconds + own[index], seconds[index]
+                else:
+                    continue
+                if lead < own[task.index] and (lead <= collective or kind is Feeding.LAST):
+                    own[task.index], seconds[task.index] = lead, collective
     return leads
 
 
@@ -278,7 +298,7 @@ class Player:
         # What the iteration before has started is under way already, ahead of all else on its stream.
         self.starts_first = [task.arrives for task in tasks]
         self.crosses = [task.crosses for task in tasks]
-        self.leads = _leads(graph)
+        self.leads = {kind: _leads(graph, kind) for kind in (Feeding.LAST, Feeding.ALL)}
 
     def turn_round(self) -> None:
         """Play backward from now on, without regard for memory."""
@@ -294,14 +314,14 @@ class Player:
         memory_limit: float = _LATER,
         patience: float = 0.0,
         window: float = _LATER,
-        feeding: bool = False,
+        feeding: Feeding = Feeding.NONE,
     ) -> tuple[list[Step], list[float]]:
         """Issue order, and when each task ended. The largest urgency goes first.
 
         Backward, times count from the end of the program and the order is the reverse of one.
         """
         limit = memory_limit if self.forward else _LATER
-        run = _Run(self, urgency, limit, patience, window, feeding and self.forward)
+        run = _Run(self, urgency, limit, patience, window, self.leads.get(feeding, ()))
         run.play()
         return run.steps, run.end
 
@@ -316,7 +336,7 @@ class _Run:
         limit: float,
         patience: float,
         window: float,
-        feeding: bool,
+        leads: Sequence[list[float]],
     ) -> None:
         count = len(player.seconds)
         streams = len(player.graph.streams)
@@ -326,7 +346,7 @@ class _Run:
         self.patience = patience
         self.limited = limit < _LATER
         self.window = window
-        self.feeding = feeding
+        self.leads = leads
         self.need = [len(before) for before in player.before]
         self.arrival = [0.0] * count
         self.end = [0.0] * count
@@ -399,7 +419,7 @@ class _Run:
 
     def _kernel(self) -> int | None:
         """The most urgent kernel that fits and holds up nothing more urgent, taken from the queue."""
-        if self.feeding:
+        if self.leads:
             fed = self._feeder()
             if fed is not None:
                 self._take(self.kernels, fed)
@@ -416,7 +436,7 @@ class _Run:
 
     def _feeder(self) -> tuple[float, int] | None:
         """The kernel that soonest gives a stream something to do that would run dry until then."""
-        for stream, leads in enumerate(self.player.leads):
+        for stream, leads in enumerate(self.leads):
             if self.ready[stream]:
                 continue
             near = [(leads[e[1]], e) for e in self.kernels if leads[e[1]] < _LATER]

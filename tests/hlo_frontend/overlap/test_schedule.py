@@ -28,7 +28,7 @@ from stretto.hlo_frontend.overlap.kernels import build
 from stretto.hlo_frontend.overlap.model import Graph
 from stretto.hlo_frontend.overlap.plan import overlap_order
 from stretto.hlo_frontend.overlap.replay import Phase, Step, replay, unscheduled
-from stretto.hlo_frontend.overlap.schedule import Player, longest_tails, schedule
+from stretto.hlo_frontend.overlap.schedule import Feeding, Player, longest_tails, schedule
 
 
 def test_a_gather_runs_while_independent_compute_does() -> None:
@@ -315,8 +315,34 @@ def test_weight_gradients_feed_a_stream_that_would_run_dry() -> None:
     graph = build(block(module("\n".join(lines))), table())
     assert replay(graph, unscheduled(graph)).seconds == 2 * layers + 2 * layers
     urgency = longest_tails(graph)
-    urgent, fed = (Player(graph).play(urgency, feeding=feeds)[0] for feeds in (False, True))
+    urgent, fed = (
+        Player(graph).play(urgency, feeding=kind)[0] for kind in (Feeding.NONE, Feeding.LAST)
+    )
     assert replay(graph, urgent).seconds == layers + 1 + 2 * layers
     # A gradient takes two products, and each reduction as long as two.
     assert replay(graph, fed).seconds == 2 + 2 * layers
     assert schedule(graph).timeline.seconds == 2 + 2 * layers
+
+
+def test_gradients_that_take_longer_than_their_reductions_are_left_for_the_end() -> None:
+    """A chain of three products of 2 s leads to a long reduction. One gradient takes 1 s and its reduction
+    2 s; another one, of two kernels, 3 s and 1 s: behind the long reduction it costs 1 s, before it 3 s.
+    """
+    graph = graph_of(
+        (-1, 2.0, 0, []),
+        (-1, 2.0, 0, [0]),
+        (-1, 2.0, 0, [1]),
+        (0, 4.0, 0, [2]),
+        (-1, 1.0, 0, []),
+        (0, 2.0, 0, [4]),
+        (-1, 2.5, 0, []),
+        (-1, 0.5, 0, [6]),
+        (0, 1.0, 0, [7]),
+    )
+    urgency = longest_tails(graph)
+    seconds = {
+        kind: replay(graph, Player(graph).play(urgency, feeding=kind)[0]).seconds
+        for kind in Feeding
+    }
+    assert seconds == {Feeding.NONE: 13.0, Feeding.LAST: 14.0, Feeding.ALL: 12.0}
+    assert schedule(graph).timeline.seconds == 12.0

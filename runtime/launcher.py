@@ -44,16 +44,21 @@ _LAUNCHERS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
 _MARK = "_STRETTO_RANK"
 # What starts ranks, as processes are called.
 _STARTERS = (
-    *(
-        "hydra_pmi_proxy",
-        "mpiexec",
-        "mpiexec.hydra",
-        "mpiexec.gforker",
-        "mpirun",
-        "mpirun_rsh",
-        "mpispawn",
-    ),
-    *("orterun", "orted", "prterun", "prte", "prted", "srun", "slurmstepd", "palsd"),
+    "hydra_pmi_proxy",
+    "mpiexec",
+    "mpiexec.hydra",
+    "mpiexec.gforker",
+    "mpirun",
+    "mpirun_rsh",
+    "mpispawn",
+    "orterun",
+    "orted",
+    "prterun",
+    "prte",
+    "prted",
+    "srun",
+    "slurmstepd",
+    "palsd",
 )
 
 

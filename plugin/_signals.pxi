@@ -3,7 +3,8 @@
 # Python calls a handler between any two instructions of the main thread, also in the middle of a call by
 # jaxlib. What the handler raises would then be an error of that call, which jaxlib takes for a fault of the
 # plugin: of some calls it ends the process. So handlers wait until the main thread is out of the plugin, and
-# raise in the program. They do not wait where the plugin itself waits for a result or for other processes to
+# raise in the program. Python asks for them between instructions; a wait of jaxlib's, which may be what comes
+# next, asks for signals alone. So a signal that nobody has asked for is sent again. Handlers do not wait where the plugin itself waits for a result or for other processes to
 # join (`open_signals`), nor the second time that a signal comes. Where the main thread is in an engine that does
 # not come back, as in a loop without end, Python calls no handler at all: the third Ctrl-C ends the process.
 
@@ -19,6 +20,7 @@ cdef extern from *:
     static void (*stretto_next[STRETTO_SIGNALS])(int);
     static pthread_t stretto_main;
     static int stretto_guarding = 0;
+    static int stretto_sending = 0;  /* whether `stretto_send_again` runs */
     static PyObject* stretto_raised = NULL;  /* by a handler that Python called on the way in */
     static volatile sig_atomic_t stretto_again = 0;  /* how often Ctrl-C came while one was held, */
     static volatile time_t stretto_first = 0;        /* and when that was */
@@ -67,16 +69,18 @@ cdef extern from *:
         stretto_hold();
     }
 
+    /* Whether it was held; it is not from now on. */
+    static int stretto_take(int number) {
+        return __atomic_exchange_n(&stretto_held[number], 0, __ATOMIC_SEQ_CST);
+    }
+
     static int stretto_fire(void* unused) {
         if (stretto_depth > 0) {  /* back in the plugin already: on the way out again */
             stretto_any = 1;
             return 0;
         }
         for (int number = 1; number < STRETTO_SIGNALS; number++) {
-            if (stretto_held[number]) {
-                raise(number);
-                stretto_held[number] = 0;
-            }
+            if (stretto_take(number)) raise(number);
         }
         if (stretto_raised != NULL) {
             PyObject* raised = stretto_raised;
@@ -112,10 +116,44 @@ cdef extern from *:
         return 1;
     }
 
+    static int stretto_holds(void) {
+        for (int number = 1; number < STRETTO_SIGNALS; number++) {
+            if (stretto_held[number]) return 1;
+        }
+        return 0;
+    }
+
+    /* A thread of its own: what is still held some time after the main thread has left is sent to it again. */
+    static void* stretto_send_again(void* unused) {
+        const struct timespec some = {0, 100000000};
+        do {
+            while (stretto_holds()) {
+                nanosleep(&some, NULL);
+                for (int number = 1; stretto_depth == 0 && number < STRETTO_SIGNALS; number++) {
+                    if (stretto_take(number)) pthread_kill(stretto_main, number);
+                }
+            }
+            __atomic_store_n(&stretto_sending, 0, __ATOMIC_SEQ_CST);
+        } while (stretto_holds() && !__atomic_exchange_n(&stretto_sending, 1, __ATOMIC_SEQ_CST));
+        return NULL;
+    }
+
+    static void stretto_watch(void) {
+        pthread_t thread;
+        sigset_t all, before;
+        if (!stretto_holds() || __atomic_exchange_n(&stretto_sending, 1, __ATOMIC_SEQ_CST)) return;
+        sigfillset(&all);
+        pthread_sigmask(SIG_SETMASK, &all, &before);  /* signals are for the others */
+        if (pthread_create(&thread, NULL, stretto_send_again, NULL)) stretto_sending = 0;
+        else pthread_detach(thread);
+        pthread_sigmask(SIG_SETMASK, &before, NULL);
+    }
+
     static void stretto_leave(int entered) {
         if (entered && --stretto_depth == 0 && stretto_any) {
             stretto_any = 0;
             if (Py_AddPendingCall(stretto_fire, NULL)) stretto_any = 1;  /* full: the next time */
+            stretto_watch();
         }
     }
 
@@ -126,10 +164,7 @@ cdef extern from *:
         stretto_hold();
         stretto_depth = 0;
         for (int number = 1; stretto_any && number < STRETTO_SIGNALS; number++) {
-            if (stretto_held[number]) {
-                raise(number);
-                stretto_held[number] = 0;
-            }
+            if (stretto_take(number)) raise(number);
         }
         return depth;
     }

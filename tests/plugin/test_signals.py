@@ -129,7 +129,7 @@ def _interrupted(script: str, again: bool) -> tuple[int, str]:
 
 
 def test_a_loop_without_end_is_left_where_nobody_catches_ctrl_c() -> None:
-    running = "y = f(x)\nimport time\nprint('running', flush=True)\ntime.sleep(60)"
+    running = "y = f(x)\nprint('running', flush=True)\ny.block_until_ready()"
     status, errors = _interrupted("size = 300" + ENDLESS + running, again=False)
     assert status == -signal.SIGINT
     assert "KeyboardInterrupt" in errors

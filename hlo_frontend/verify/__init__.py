@@ -1,0 +1,50 @@
+"""Whether the shapes of a module's instructions fit each other, for HLO of unknown origin.
+
+XLA verifies what it compiles; what comes from a file was never compiled. Its parser and loader count
+operands, and believe the shapes that are written. What is checked here is what the front end relies on:
+shapes of what hands its operands on, of what computes element by element, and of what calls. Everything
+else is for the engine that compiles it. Layouts are ignored. Rules are in tables by opcode, beside their
+functions: `arrays` (what computes), `calls` (what calls, collectives), `transfers` (what is in flight).
+
+Source of the rules: XLA's ``hlo_verifier`` and ``shape_inference``.
+"""
+
+from __future__ import annotations
+
+from ..graph import Module
+from . import arrays, calls, transfers
+from .operands import OPERANDS
+from .shapes import check_possible
+from .transfers import check_alone, in_flight, may_read
+
+_RULES = {**arrays.RULES, **calls.RULES, **transfers.RULES}
+
+
+def verify(module: Module) -> None:
+    """Raise `InvalidProgramError`, naming the instruction, where shapes contradict each other.
+
+    Raises `UnsupportedError` for a group of sends and receives, which nothing else here could be made of.
+    """
+    for computation in module.computations:
+        for instruction in computation.instructions:
+            if instruction.opcode == "async-start":
+                check_alone(instruction)
+    for computation in module.computations:
+        for instruction in computation.instructions:
+            check_possible(instruction.shape, instruction)
+            count = OPERANDS.get(instruction.opcode)
+            if count is not None and not count[0] <= len(instruction.operands) <= count[1]:
+                expected = str(count[0]) if count[0] == count[1] else f"at least {count[0]}"
+                raise instruction.invalid(
+                    f"has {len(instruction.operands)} operands, and needs {expected}"
+                )
+            for operand in instruction.operands:
+                if in_flight(operand) and not may_read(instruction):
+                    raise instruction.invalid(
+                        f"reads {operand.name}, which is still in flight; read its -done instead"
+                    )
+            rule = _RULES.get(instruction.opcode)
+            if rule is not None:
+                rule(instruction)
+        if in_flight(computation.root):
+            raise computation.root.invalid("it is a result, and still in flight")

@@ -123,16 +123,13 @@ def bounds(
             above[v, p >> 3] |= 1 << (p & 7)
             head = max(head, heads[p] + seconds[p])
         # A resource of which all ancestors are those of one task before this one says no more than there.
-        more = np.ones(len(lanes), dtype=bool)
+        more = np.full(len(lanes), bool(before[v]))
         for p in before[v]:
             more &= (tasks_of & (row & ~words[p])).any(axis=1)
-            if not more.any():
-                break
-        else:
-            if before[v]:
-                ancestors = np.unpackbits(above[v], bitorder="little")
-                for r in np.flatnonzero(more):
-                    head = max(head, by_head[r].bound(ancestors))
+        if more.any():
+            ancestors = np.unpackbits(above[v], bitorder="little")
+            for r in np.flatnonzero(more):
+                head = max(head, by_head[r].bound(ancestors))
         heads[v] = head
         by_head[stream[v] + 1].add(v, head, seconds[v])
     return heads, above

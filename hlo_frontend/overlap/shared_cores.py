@@ -26,9 +26,8 @@ def replay_shared(graph: Graph, steps: Sequence[Step], launch_s: float = 0.0) ->
 
 def timeline_of(graph: Graph, found: Schedule, launch_s: float = 0.0) -> Timeline:
     """The same of a schedule, whose own timeline it is where nothing keeps cores busy."""
-    if not any(task.busy for task in graph.tasks):
-        return found.timeline
-    return timeline(_SharedClock(graph, found.steps, launch_s), found.steps)
+    busy = any(task.busy for task in graph.tasks)
+    return replay_shared(graph, found.steps, launch_s) if busy else found.timeline
 
 
 class _SharedClock(Clock):

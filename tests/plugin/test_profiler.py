@@ -137,15 +137,17 @@ threads = [threading.Thread(target=work) for _ in range(2)]
 for thread in threads:
     thread.start()
 counts = []
-for k in range(6):
-    done = len(results)
-    with jax.profiler.trace(f"{folder}/trace{k}"):
-        while len(results) < done + 10:
-            stop.wait(0.001)
-            assert all(thread.is_alive() for thread in threads)
-    (plane,) = of_stretto(f"{folder}/trace{k}").values()
-    counts.append(min(len(plane[line]) for line in ("programs", "device 0", "device 1", "stream 0")))
-stop.set()
+try:
+    for k in range(6):
+        done = len(results)
+        with jax.profiler.trace(f"{folder}/trace{k}"):
+            while len(results) < done + 10:
+                stop.wait(0.001)
+                assert all(thread.is_alive() for thread in threads)
+        (plane,) = of_stretto(f"{folder}/trace{k}").values()
+        counts.append(min(len(plane[line]) for line in ("programs", "device 0", "device 1", "stream 0")))
+finally:  # a thread that has failed is told; the other one must end for that
+    stop.set()
 for thread in threads:
     thread.join()
 singles = [e.loaded.single is not None for e in client._executables

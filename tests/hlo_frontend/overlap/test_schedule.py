@@ -27,8 +27,9 @@ from stretto.hlo_frontend.overlap.floor import floor, independent_compute
 from stretto.hlo_frontend.overlap.kernels import build
 from stretto.hlo_frontend.overlap.model import Graph
 from stretto.hlo_frontend.overlap.plan import overlap_order
+from stretto.hlo_frontend.overlap.play import Feeding, Player
 from stretto.hlo_frontend.overlap.replay import Phase, Step, replay, unscheduled
-from stretto.hlo_frontend.overlap.schedule import Feeding, Player, longest_tails, schedule
+from stretto.hlo_frontend.overlap.schedule import longest_tails, schedule
 
 
 def test_a_gather_runs_while_independent_compute_does() -> None:

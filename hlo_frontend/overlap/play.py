@@ -1,0 +1,395 @@
+"""One pass of the scheduler: tasks played against the clock, by an urgency that is given.
+
+The clock is played forward. Whenever compute is free it takes the most urgent kernel whose inputs
+have arrived; where there is none, it waits for the next arrival. Before a kernel is issued, every stream
+that would run dry while it runs is given its most urgent ready collective, so that starts are issued just
+in time: early enough that no stream idles, not earlier, so that memory is not filled with what nobody
+needs yet. Kernels that nothing urgent depends on (weight gradients) thereby drift behind collectives that
+compute would otherwise wait for.
+
+*Patience.* A long kernel that nothing waits for can hold up an urgent one whose input arrives a moment
+later. A patient pass leaves compute idle for up to a share of the long kernel's time instead. That pays
+where a stream is the bottleneck, and costs where compute is; so it is one of the things tried.
+
+*Feeding.* Where weight gradients drift behind a long chain of compute, the stream that they would keep busy
+idles meanwhile, and all of its work is left for the end. A feeding pass runs, whenever a stream would run dry
+until it is through, the kernel from which the least compute leads to a collective of that stream. Where
+compute has as much to do as the stream, a gradient that takes longer than its collective is better left for
+the end, when the collectives that come last leave compute idle (as in Johnson's rule for two machines, one
+behind the other); so there are two kinds of such passes (`Feeding`). They are among the things tried, too.
+
+*Memory.* The module's own order is the fallback at every moment: a task is issued out of turn only if the
+rest could still be run in the module's order within the limit. So passes never get stuck, and prefetched
+values cannot crowd out what the critical path needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import IntEnum
+from heapq import heapify, heappop, heappush, nsmallest
+
+import numpy as np
+
+from .model import Graph
+from .replay import Phase, Step
+
+# A wait that frees memory is issued once the clock is this share of its time past its predicted end.
+WAIT_MARGIN = 0.25
+# How many of the most urgent tasks are looked at for one that fits.
+ALTERNATIVES = 12
+_LATER = float("inf")
+
+
+class Feeding(IntEnum):
+    """Which kernels come first where a stream would run dry: those before a collective that takes no less
+    than the ``LAST`` of them, or than ``ALL`` that lead to it."""
+
+    NONE = 0
+    LAST = 1
+    ALL = 2
+
+
+class Player:
+    """Plays a graph forward or, with all edges turned round, backward.
+
+    ``reference`` are the bytes live at each task of the module's own order.
+    """
+
+    def __init__(self, graph: Graph, reference: Sequence[int] = ()) -> None:
+        self.graph = graph
+        tasks = graph.tasks
+        self.seconds = [task.seconds for task in tasks]
+        self.stream = [task.stream for task in tasks]
+        self.before = [task.before for task in tasks]
+        self.after = [task.after for task in tasks]
+        # Of what a task needs, that which must be waited for.
+        self.awaits = [tuple(i for i in task.before if tasks[i].stream >= 0) for task in tasks]
+        self.made = graph.made_bytes
+        self.reference = np.array(reference, dtype=np.int64)
+        self.readers: list[list[int]] = [[] for _ in graph.buffers]
+        for task in tasks:
+            for buffer in task.reads:
+                self.readers[buffer].append(task.index)
+        self.forward = True
+        # In flight, these hold inputs that nothing else needs: they are waited for soon after their end.
+        self.frees_at_wait = [
+            task.is_collective and any(not graph.kept[b] and graph.buffers[b] for b in task.reads)
+            for task in tasks
+        ]
+
+        # What the iteration before has started is under way already, ahead of all else on its stream.
+        self.starts_first = [task.arrives for task in tasks]
+        self.crosses = [task.crosses for task in tasks]
+        self._leads: dict[Feeding, list[list[float]]] = {Feeding.NONE: []}
+
+    def turn_round(self) -> None:
+        """Play backward from now on, without regard for memory."""
+        self.before, self.after = self.after, self.before
+        stream = self.stream
+        self.awaits = [tuple(i for i in before if stream[i] >= 0) for before in self.before]
+        self.forward = False
+        self.frees_at_wait = self.starts_first = [False] * len(self.seconds)
+
+    def play(
+        self,
+        urgency: Sequence[float],
+        memory_limit: float = _LATER,
+        patience: float = 0.0,
+        window: float = _LATER,
+        feeding: Feeding = Feeding.NONE,
+    ) -> tuple[list[Step], list[float]]:
+        """Issue order, and when each task ended. The largest urgency goes first.
+
+        Backward, times count from the end of the program and the order is the reverse of one.
+        """
+        limit = memory_limit if self.forward else _LATER
+        if feeding not in self._leads:
+            self._leads[feeding] = _leads(self.graph, feeding)
+        run = _Run(self, urgency, limit, patience, window, self._leads[feeding])
+        run.play()
+        return run.steps, run.end
+
+
+class _Run:
+    """State of one pass."""
+
+    def __init__(
+        self,
+        player: Player,
+        urgency: Sequence[float],
+        limit: float,
+        patience: float,
+        window: float,
+        leads: Sequence[list[float]],
+    ) -> None:
+        count = len(player.seconds)
+        streams = len(player.graph.streams)
+        self.player = player
+        self.rank = [-u for u in urgency]  # the smallest goes first
+        self.limit = limit
+        self.patience = patience
+        self.limited = limit < _LATER
+        self.window = window
+        self.leads = leads
+        self.need = [len(before) for before in player.before]
+        self.arrival = [0.0] * count
+        self.end = [0.0] * count
+        self.steps: list[Step] = []
+        self.clock = 0.0
+        self.kernels: list[tuple[float, int]] = []
+        self.ready: list[list[tuple[float, int]]] = [[] for _ in range(streams)]
+        self.later: list[tuple[float, int]] = []
+        self.free = [0.0] * streams
+        self.waited = [False] * count
+        self.issued = [False] * count
+        self.in_flight: list[tuple[float, int]] = []
+        self.left = count
+        # Memory if all that is left ran in the module's order from here on, by task of that order.
+        self.outlook = player.reference.copy()
+        self.frontier = 0
+        self.live = player.graph.base_bytes
+        self.unread = [len(readers) for readers in player.readers]
+        # Position, among the readers of each buffer, of the last that is not issued.
+        self.last_reader = [count - 1 for count in self.unread]
+
+    def play(self) -> None:
+        first = self.player.starts_first
+        free = [index for index, need in enumerate(self.need) if not need]
+        for index in sorted(free, key=lambda index: not first[index]):
+            if first[index]:
+                self._start(index)
+            else:
+                self._reveal(index)
+        seconds, later, in_flight = self.player.seconds, self.later, self.in_flight
+        while self.left:
+            clock = self.clock
+            while later and later[0][0] <= clock:
+                _, index = heappop(later)
+                heappush(self._queue(index), (self.rank[index], index))
+            while in_flight and in_flight[0][0] <= clock:
+                self._wait(heappop(in_flight)[1])
+            kernel = self._kernel() if self.kernels else None
+            if kernel is not None:
+                self._fill(clock + seconds[kernel])
+                self._run(kernel)
+                continue
+            self._fill(self._upcoming())
+            upcoming = self._upcoming()
+            if upcoming < _LATER:
+                self.clock = max(self.clock, upcoming)
+            elif self.left:
+                self._force()
+        for _, index in sorted(self.in_flight):
+            self._wait(index)
+
+    def _reveal(self, index: int) -> None:
+        """All that ``index`` needs is on its way."""
+        arrival = self.arrival[index]
+        if arrival > self.clock:
+            heappush(self.later, (arrival, index))
+        else:
+            heappush(self._queue(index), (self.rank[index], index))
+
+    def _queue(self, index: int) -> list[tuple[float, int]]:
+        stream = self.player.stream[index]
+        return self.kernels if stream < 0 else self.ready[stream]
+
+    def _upcoming(self) -> float:
+        """When something next arrives or, where something waits for memory, is freed."""
+        upcoming = self.later[0][0] if self.later else _LATER
+        if self.in_flight and (self.kernels or any(self.ready)):
+            upcoming = min(upcoming, self.in_flight[0][0])
+        return upcoming
+
+    def _kernel(self) -> int | None:
+        """The most urgent kernel that fits and holds up nothing more urgent, taken from the queue."""
+        if self.leads:
+            fed = self._feeder()
+            if fed is not None:
+                self._take(self.kernels, fed)
+                return fed[1]
+        first = self.kernels[0]
+        fits = not self.limited or self._fits(first[1])
+        if fits and not (self.patience and self._holds_up(first)):
+            return heappop(self.kernels)[1]
+        for entry in nsmallest(ALTERNATIVES, self.kernels)[1:]:
+            if self._fits(entry[1]) and not self._holds_up(entry):
+                self._take(self.kernels, entry)
+                return entry[1]
+        return None
+
+    def _feeder(self) -> tuple[float, int] | None:
+        """The kernel that soonest gives a stream something to do that would run dry until then."""
+        for stream, leads in enumerate(self.leads):
+            if self.ready[stream]:
+                continue
+            near = [(leads[e[1]], e) for e in self.kernels if leads[e[1]] < _LATER]
+            lead, entry = min(near, default=(_LATER, None))
+            if entry is None or self.free[stream] > self.clock + lead:
+                continue
+            if self._fits(entry[1]):
+                return entry
+        return None
+
+    def _holds_up(self, entry: tuple[float, int]) -> bool:
+        if not self.patience or not self.later:
+            return False
+        arrival, awaited = self.later[0]
+        seconds = self.player.seconds[entry[1]]
+        return (
+            self.clock + seconds > arrival
+            and arrival - self.clock < self.patience * seconds
+            and self.rank[awaited] < entry[0]
+        )
+
+    def _take(self, queue: list[tuple[float, int]], entry: tuple[float, int]) -> None:
+        if entry is queue[0]:
+            heappop(queue)
+        else:
+            queue.remove(entry)
+            heapify(queue)
+
+    def _fits(self, index: int) -> bool:
+        """Whether the task may run now with the rest in the module's order still within the limit."""
+        made = self.player.made[index]
+        if not made or not self.limited:
+            return True
+        first = self._first_unissued()
+        if self.live + made > self.limit or index - first > self.window:
+            return False
+        between = self.outlook[first:index]
+        return not len(between) or int(between.max()) + made <= self.limit
+
+    def _first_unissued(self) -> int:
+        while self.frontier < len(self.issued) and self.issued[self.frontier]:
+            self.frontier += 1
+        return self.frontier
+
+    def _fill(self, horizon: float) -> None:
+        """Issue collectives to streams that would idle before ``horizon``."""
+        for stream, queue in enumerate(self.ready):
+            while queue and (self.free[stream] < horizon or self.free[stream] <= self.clock):
+                entry = queue[0]
+                if self.limited and not self._fits(entry[1]):
+                    alternatives = nsmallest(ALTERNATIVES, queue)[1:]
+                    fitting = (e for e in alternatives if self._fits(e[1]))
+                    entry = next(fitting, entry)
+                    if entry is queue[0]:
+                        break
+                self._take(queue, entry)
+                self._start(entry[1])
+
+    def _force(self) -> None:
+        """Nothing fits and nothing is on its way: the module's own order goes on."""
+        waiting = [*self.kernels, *(entry for queue in self.ready for entry in queue)]
+        entry = min(waiting, key=lambda e: e[1])
+        self._take(self._queue(entry[1]), entry)
+        if self.player.stream[entry[1]] < 0:
+            self._run(entry[1])
+        else:
+            self._start(entry[1])
+
+    def _run(self, index: int) -> None:
+        player = self.player
+        for awaited in player.awaits[index]:
+            if not self.waited[awaited]:
+                self._wait(awaited)
+        self.steps.append((index, Phase.COMPUTE))
+        self.clock += player.seconds[index]
+        self.end[index] = self.clock
+        if self.limited:
+            self._account(index)
+            self._release(index)
+        self._done(index, self.clock)
+
+    def _start(self, index: int) -> None:
+        player = self.player
+        for awaited in player.awaits[index]:
+            if not self.waited[awaited]:
+                self._wait(awaited)
+        self.steps.append((index, Phase.START))
+        stream = player.stream[index]
+        ends = max(self.clock, self.free[stream]) + player.seconds[index]
+        self.end[index] = self.free[stream] = ends
+        if player.frees_at_wait[index]:
+            heappush(self.in_flight, (ends + WAIT_MARGIN * player.seconds[index], index))
+        else:
+            heappush(self.in_flight, (_LATER, index))
+        if self.limited:
+            self._account(index)
+        self._done(index, ends)
+
+    def _wait(self, index: int) -> None:
+        if not self.waited[index]:
+            self.waited[index] = True
+            if not self.player.crosses[index]:
+                self.steps.append((index, Phase.WAIT))
+                if self.limited:
+                    self._release(index)
+
+    def _account(self, index: int) -> None:
+        """The outlook once ``index`` is issued now instead of in its turn."""
+        self.issued[index] = True
+        graph = self.player.graph
+        self.live += self.player.made[index]
+        first = self._first_unissued()
+        task = graph.tasks[index]
+        if index > first:
+            self.outlook[first:index] += self.player.made[index] - task.extra_bytes
+        for buffer in task.reads:
+            if graph.kept[buffer]:
+                continue
+            # Where the last of its readers goes before its turn, it is dead from the next to last on.
+            last = self._last_unissued_reader(buffer, first - 1)
+            if last < index:
+                self.outlook[max(first, last + 1) : index + 1] -= graph.buffers[buffer]
+
+    def _last_unissued_reader(self, buffer: int, otherwise: int) -> int:
+        readers, position = self.player.readers[buffer], self.last_reader[buffer]
+        while position >= 0 and self.issued[readers[position]]:
+            position -= 1
+        self.last_reader[buffer] = position
+        return readers[position] if position >= 0 else otherwise
+
+    def _release(self, index: int) -> None:
+        graph = self.player.graph
+        self.live -= graph.tasks[index].extra_bytes
+        for buffer in graph.tasks[index].reads:
+            self.unread[buffer] -= 1
+            if not self.unread[buffer] and not graph.kept[buffer]:
+                self.live -= graph.buffers[buffer]
+
+    def _done(self, index: int, when: float) -> None:
+        """``index`` will be done at ``when``: tell those that need it."""
+        self.left -= 1
+        arrival, need = self.arrival, self.need
+        for after in self.player.after[index]:
+            if when > arrival[after]:  # noqa: PLR1730, the hottest line there is
+                arrival[after] = when
+            need[after] -= 1
+            if not need[after]:
+                self._reveal(after)
+
+
+def _leads(graph: Graph, kind: Feeding) -> list[list[float]]:
+    """By stream and kernel: seconds of the least compute, its own included, that leads to a collective of the
+    stream for which this kind of feeding runs it; infinite where there is none."""
+    count = len(graph.tasks)
+    leads = [[_LATER] * count for _ in graph.streams]
+    takes = [[0.0] * count for _ in graph.streams]  # seconds of that collective
+    for task in reversed(graph.tasks):
+        if task.is_collective:
+            continue
+        for stream, (own, seconds) in enumerate(zip(leads, takes, strict=True)):
+            for index in task.after:
+                after = graph.tasks[index]
+                if after.stream == stream and task.seconds <= after.seconds:
+                    lead, collective = task.seconds, after.seconds
+                elif not after.is_collective:
+                    lead, collective = task.seconds + own[index], seconds[index]
+                else:
+                    continue
+                if lead < own[task.index] and (lead <= collective or kind is Feeding.LAST):
+                    own[task.index], seconds[task.index] = lead, collective
+    return leads

@@ -234,13 +234,14 @@ def merge(
         task = graph.tasks[root]
         mine = [graph.tasks[m] for m in members[root]]
         after = {home[a] for t in mine for a in t.after} - {root}
-        merged = replace(
-            task if len(mine) == 1 else _packed(mine, costs),
-            index=number[root],
-            before=tuple(sorted(number[b] for b in before[root])),
-            after=tuple(sorted(number[a] for a in after)),
+        whole = task if len(mine) == 1 else _packed(mine, costs)
+        tasks.append(
+            whole.moved(
+                number[root],
+                tuple(sorted([number[b] for b in before[root]])),
+                tuple(sorted([number[a] for a in after])),
+            )
         )
-        tasks.append(merged)
     found = replace(graph, tasks=tasks)
     return found, [tuple(members[root]) for root in order]
 

@@ -109,7 +109,7 @@ def bounds(
             for p in before[v]:
                 heads[v] = max(heads[v], heads[p] + seconds[p])
         return heads, None
-    above = np.zeros((count, 8 * ((count + 63) // 64)), dtype=np.uint8)
+    above = ancestors(before)
     words = above.view(np.uint64)
     lanes = range(-1, num_streams)
     on_lane = np.zeros((len(lanes), above.shape[1]), dtype=np.uint8)
@@ -117,22 +117,35 @@ def bounds(
     tasks_of = on_lane.view(np.uint64)
     by_head = [_ByHead(int((stream == r).sum())) for r in lanes]
     for v in range(count):
-        row, head = words[v], 0.0
-        for p in before[v]:
-            np.bitwise_or(row, words[p], out=row)
-            above[v, p >> 3] |= 1 << (p & 7)
-            head = max(head, heads[p] + seconds[p])
-        # A resource of which all ancestors are those of one task before this one says no more than there.
-        more = np.full(len(lanes), bool(before[v]))
-        for p in before[v]:
-            more &= (tasks_of & (row & ~words[p])).any(axis=1)
-        if more.any():
-            ancestors = np.unpackbits(above[v], bitorder="little")
-            for r in np.flatnonzero(more):
-                head = max(head, by_head[r].bound(ancestors))
+        head = max((heads[p] + seconds[p] for p in before[v]), default=0.0)
+        if len(before[v]) > 1:
+            # A resource on which one task before this one and all before that do everything says no more
+            # than that task's end.
+            more = np.ones(len(lanes), dtype=bool)
+            for p in before[v]:
+                beside = words[v] & ~words[p]
+                beside.view(np.uint8)[p >> 3] &= ~(1 << (p & 7)) & 0xFF
+                more &= (tasks_of & beside).any(axis=1)
+            if more.any():
+                chosen = np.unpackbits(above[v], bitorder="little")
+                for r in np.flatnonzero(more):
+                    head = max(head, by_head[r].bound(chosen))
         heads[v] = head
         by_head[stream[v] + 1].add(v, head, seconds[v])
     return heads, above
+
+
+def ancestors(before: list[tuple[int, ...]]) -> np.ndarray:
+    """For each task a row of bits, the lowest first, one for each of its ancestors; in whole words."""
+    count = len(before)
+    above = np.zeros((count, 8 * ((count + 63) // 64)), dtype=np.uint8)
+    words = above.view(np.uint64)
+    for v in range(count):
+        row = words[v]
+        for p in before[v]:
+            np.bitwise_or(row, words[p], out=row)
+            above[v, p >> 3] |= 1 << (p & 7)
+    return above
 
 
 class _ByHead:
@@ -166,24 +179,25 @@ class _ByHead:
 
 
 def independent_compute(graph: Graph) -> list[float]:
-    """For each task, the seconds of kernels that neither come before it nor wait for it.
+    """For each collective, the seconds of kernels that neither come before it nor wait for it; else 0.
 
-    Beyond `MAX_MATRIX` tasks, all kernels but the task's direct neighbours count.
+    Beyond `MAX_MATRIX` tasks, all kernels but the collective's direct neighbours count.
     """
-    count = len(graph.tasks)
-    work = np.array([0.0 if task.is_collective else task.seconds for task in graph.tasks])
+    tasks, count = graph.tasks, len(graph.tasks)
+    work = np.array([0.0 if task.is_collective else task.seconds for task in tasks])
+    collectives = [task for task in tasks if task.is_collective]
+    result = [0.0] * count
     if count > MAX_MATRIX:
-        near = [sum(work[i] for i in (*t.before, *t.after)) for t in graph.tasks]
-        return (work.sum() - work - np.array(near)).tolist()
-    above = np.zeros((count, count), dtype=bool)
-    for task in graph.tasks:
-        row = above[task.index]
-        for before in task.before:
-            row |= above[before]
-            row[before] = True
-    related = np.zeros(count)
-    for start in range(0, count, 512):
-        block = above[start : start + 512].astype(np.float64)
-        related[start : start + 512] += block @ work
-        related += work[start : start + 512] @ block
-    return (work.sum() - work - related).tolist()
+        for task in collectives:
+            result[task.index] = float(work.sum()) - sum(
+                work[i] for i in (*task.before, *task.after)
+            )
+        return result
+    above = ancestors([task.before for task in tasks])
+    below = ancestors([tuple(count - 1 - s for s in task.after) for task in reversed(tasks)])
+    for task in collectives:
+        v = task.index
+        earlier = np.unpackbits(above[v], count=count, bitorder="little")
+        later = np.unpackbits(below[count - 1 - v], count=count, bitorder="little")
+        result[v] = float(work[(earlier | later[::-1]) == 0].sum())
+    return result

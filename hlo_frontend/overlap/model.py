@@ -105,6 +105,26 @@ class Task:
     def is_collective(self) -> bool:
         return self.collective is not None
 
+    def moved(self, index: int, before: tuple[int, ...], after: tuple[int, ...]) -> Task:
+        """The task at another place of another graph. `dataclasses.replace` takes thrice as long."""
+        return Task(
+            index,
+            self.ops,
+            self.seconds,
+            self.stream,
+            self.moved_bytes,
+            self.latency_s,
+            self.busy,
+            self.collective,
+            before,
+            after,
+            self.reads,
+            self.writes,
+            self.extra_bytes,
+            self.crosses,
+            self.arrives,
+        )
+
     @property
     def name(self) -> str:
         """The instruction that stands for the task: the collective, or the kernel's last op."""

@@ -138,6 +138,8 @@ class _Run:
         self.steps: list[Step] = []
         self.clock = 0.0
         self.kernels: list[tuple[float, int]] = []
+        # By stream: those of them that feed it, by how soon; and some that are issued by now.
+        self.feeders: list[list[tuple[float, float, int]]] = [[] for _ in leads]
         self.ready: list[list[tuple[float, int]]] = [[] for _ in range(streams)]
         self.later: list[tuple[float, int]] = []
         self.free = [0.0] * streams
@@ -165,8 +167,7 @@ class _Run:
         while self.left:
             clock = self.clock
             while later and later[0][0] <= clock:
-                _, index = heappop(later)
-                heappush(self._queue(index), (self.rank[index], index))
+                self._make_ready(heappop(later)[1])
             while in_flight and in_flight[0][0] <= clock:
                 self._wait(heappop(in_flight)[1])
             kernel = self._kernel() if self.kernels else None
@@ -189,7 +190,18 @@ class _Run:
         if arrival > self.clock:
             heappush(self.later, (arrival, index))
         else:
-            heappush(self._queue(index), (self.rank[index], index))
+            self._make_ready(index)
+
+    def _make_ready(self, index: int) -> None:
+        rank = self.rank[index]
+        stream = self.player.stream[index]
+        if stream >= 0:
+            heappush(self.ready[stream], (rank, index))
+            return
+        heappush(self.kernels, (rank, index))
+        for leads, feeders in zip(self.leads, self.feeders, strict=True):
+            if leads[index] < _LATER:
+                heappush(feeders, (leads[index], rank, index))
 
     def _queue(self, index: int) -> list[tuple[float, int]]:
         stream = self.player.stream[index]
@@ -221,15 +233,16 @@ class _Run:
 
     def _feeder(self) -> tuple[float, int] | None:
         """The kernel that soonest gives a stream something to do that would run dry until then."""
-        for stream, leads in enumerate(self.leads):
+        for stream, feeders in enumerate(self.feeders):
             if self.ready[stream]:
                 continue
-            near = [(leads[e[1]], e) for e in self.kernels if leads[e[1]] < _LATER]
-            lead, entry = min(near, default=(_LATER, None))
-            if entry is None or self.free[stream] > self.clock + lead:
+            while feeders and self.issued[feeders[0][2]]:
+                heappop(feeders)
+            if not feeders:
                 continue
-            if self._fits(entry[1]):
-                return entry
+            lead, rank, index = feeders[0]
+            if self.free[stream] <= self.clock + lead and self._fits(index):
+                return rank, index
         return None
 
     def _holds_up(self, entry: tuple[float, int]) -> bool:
@@ -244,7 +257,7 @@ class _Run:
         )
 
     def _take(self, queue: list[tuple[float, int]], entry: tuple[float, int]) -> None:
-        if entry is queue[0]:
+        if entry == queue[0]:
             heappop(queue)
         else:
             queue.remove(entry)
@@ -295,6 +308,7 @@ class _Run:
         for awaited in player.awaits[index]:
             if not self.waited[awaited]:
                 self._wait(awaited)
+        self.issued[index] = True
         self.steps.append((index, Phase.COMPUTE))
         self.clock += player.seconds[index]
         self.end[index] = self.clock
@@ -308,6 +322,7 @@ class _Run:
         for awaited in player.awaits[index]:
             if not self.waited[awaited]:
                 self._wait(awaited)
+        self.issued[index] = True
         self.steps.append((index, Phase.START))
         stream = player.stream[index]
         ends = max(self.clock, self.free[stream]) + player.seconds[index]
@@ -330,7 +345,6 @@ class _Run:
 
     def _account(self, index: int) -> None:
         """The outlook once ``index`` is issued now instead of in its turn."""
-        self.issued[index] = True
         graph = self.player.graph
         self.live += self.player.made[index]
         first = self._first_unissued()

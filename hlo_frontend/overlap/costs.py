@@ -57,6 +57,12 @@ class Link:
     bytes_per_s: float
     busy: float = 0.0
 
+    def connects(self, pairs: Sequence[tuple[int, int]]) -> bool:
+        """Whether of each pair both devices are in one group of a mesh axis of this stride and size."""
+        stride, size = self.axis_stride, self.group_size
+        first = lambda device: device - device // stride % size * stride  # noqa: E731
+        return all(first(source) == first(target) for source, target in pairs)
+
 
 @dataclass(frozen=True)
 class Charge:
@@ -113,10 +119,18 @@ class CostTable:
         return modelled if self.measured is None else self.measured.of(instruction, modelled)
 
     def link(self, collective: Collective, stride: int, size: int) -> Link:
-        """The entry for a span. Raises `InvalidProgramError` naming stride and size without one."""
+        """The entry for a span; of a permute without, the closest entry whose groups hold each of its pairs.
+
+        Raises `InvalidProgramError` naming stride and size where there is none.
+        """
         link = self._by_span.get((stride, size))
         if link is None and self.estimates and self.links:
             return min(self.links, key=lambda link: _distance(link, stride, size))
+        if link is None and collective.pairs:
+            wide = [link for link in self.links if link.connects(collective.pairs)]
+            link = min(
+                wide, key=lambda at: (at.axis_stride * at.group_size, at.group_size), default=None
+            )
         if link is None:
             where = f"{collective.name}{f' ({collective.source})' if collective.source else ''}"
             raise InvalidProgramError(

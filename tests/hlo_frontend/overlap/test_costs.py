@@ -16,6 +16,8 @@ from stretto.runtime.errors import InvalidProgramError
 
 SMALL, LARGE = TensorType("f32", (8,)), TensorType("f32", (32,))
 GROUPS = ((0, 8, 16, 24), (1, 9, 17, 25))
+# Of a mesh of two rows of four, and of all eight; and every second of four.
+SPANS = ((2, 2), (1, 4), (4, 2), (1, 8))
 
 
 @pytest.mark.parametrize(
@@ -46,6 +48,30 @@ def test_point_to_point_moves_all_and_spans_what_its_pairs_connect() -> None:
     receive = Collective(Kind.RECV, (), (LARGE,), pairs=((0, 1),))
     assert span(receive) == (1, 2)
     assert wire_bytes(receive, 2) == 128
+
+
+@pytest.mark.parametrize(
+    ("pairs", "expected"),
+    [
+        (((0, 2), (1, 3)), 2),  # an entry of their own: stride 2, two devices
+        (((5, 6), (6, 5)), 4),  # two of the four next to each other
+        (((0, 1), (1, 3), (3, 0)), 4),
+        (((1, 5), (2, 6)), 5),  # of different rows, in one column
+        (((1, 2), (3, 4)), 8),  # the second pair of different rows and columns
+    ],
+)
+def test_a_permute_without_an_entry_goes_by_the_closest_that_connects_it(
+    pairs: tuple[tuple[int, int], ...], expected: float
+) -> None:
+    rates = (2.0, 4.0, 5.0, 8.0)
+    links = [Link(*at, 0.0, rate) for at, rate in zip(SPANS, rates, strict=True)]
+    costs = CostTable(Compute(1.0, 1.0), tuple(links))
+    permute = Collective(Kind.PERMUTE, (SMALL,), (SMALL,), pairs=pairs, name="shift.1")
+    assert costs.collective(permute).seconds == 32 / expected
+    narrow = CostTable(Compute(1.0, 1.0), tuple(links[:1]))
+    if expected > 2:
+        with pytest.raises(InvalidProgramError, match=r"shift\.1.*axis_stride . and group_size ."):
+            narrow.collective(permute)
 
 
 def test_groups_of_one_are_copies_and_need_no_link() -> None:

@@ -41,6 +41,7 @@ cdef struct clock_t:
     uint64_t window  # how many counts a reading is good for; 0: none
     uint64_t since  # the counter at the reading that the unit is measured from
     double since_time
+    uint64_t since_width  # how many counts that reading took
     double last  # what was given
 
 cdef double READING = 1e-3  # seconds for which a reading is good
@@ -83,7 +84,7 @@ cdef double clock_read(clock_t* clock) noexcept nogil:
         width = counter() - before
         if attempt == 0 or width < narrowest:
             narrowest, at, now = width, before + width // 2, read
-        if <double>width * clock.unit < DISTURBED:
+        if clock.unit and <double>width * clock.unit < DISTURBED:
             break
     clock.window = 0
     if now > clock.last:
@@ -92,14 +93,16 @@ cdef double clock_read(clock_t* clock) noexcept nogil:
         return clock.last
     elapsed = now - clock.since_time
     if clock.since == 0 or at <= clock.since:
-        clock.since, clock.since_time, clock.unit = at, now, 0.0
+        clock.since, clock.since_time, clock.since_width, clock.unit = at, now, narrowest, 0.0
     elif elapsed > BASELINE:
         unit = elapsed / <double>(at - clock.since)
         if clock.unit and not 0.999 < unit / clock.unit < 1.001:  # the machine was halted meanwhile
             unit = 0.0
+        if <double>max(narrowest, clock.since_width) * unit >= DISTURBED:
+            unit = 0.0
         clock.unit = unit
         if unit == 0.0 or elapsed > RENEWED:
-            clock.since, clock.since_time = at, now
+            clock.since, clock.since_time, clock.since_width = at, now, narrowest
     if clock.unit:
         clock.at, clock.time, clock.window = at, now, <uint64_t>(READING / clock.unit)
     return clock.last

@@ -272,7 +272,7 @@ class _Run:
         if self.live + made > self.limit or index - first > self.window:
             return False
         between = self.outlook[first:index]
-        return not len(between) or int(between.max()) + made <= self.limit
+        return not len(between) or int(np.max(between)) + made <= self.limit
 
     def _first_unissued(self) -> int:
         while self.frontier < len(self.issued) and self.issued[self.frontier]:

@@ -28,7 +28,7 @@ def small(array: np.ndarray) -> bool:
 
 def any_along(mask: np.ndarray, axes: int | tuple[int, ...], *, keep: bool = False) -> np.ndarray:
     """Where any element along these axes (of the array, devices counted) is true."""
-    return np.asarray(mask.any(axes, keepdims=keep))
+    return np.asarray(mask.any(axes, keepdims=True) if keep else mask.any(axes))
 
 
 def fit(mask: np.ndarray) -> np.ndarray:

@@ -195,7 +195,8 @@ cdef void* buffer_memory(void* a) noexcept nogil:
 
 
 cdef void* buffer_is_on_cpu(void* a) noexcept nogil:
-    (<PJRT_Buffer_IsOnCpu_Args*>a).is_on_cpu = True
+    cdef PJRT_Buffer_IsOnCpu_Args* args = <PJRT_Buffer_IsOnCpu_Args*>a
+    args.is_on_cpu = (<device_t*>(<buffer_t*>args.buffer).device).on_host
     return NULL
 
 

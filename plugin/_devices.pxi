@@ -27,6 +27,7 @@ cdef struct device_t:
     void* default_memory
     const void* attributes
     size_t num_attributes
+    bint on_host
 
 
 cdef text_t text_of(bytes text):
@@ -42,7 +43,7 @@ cdef class Device(Handle):
     cdef tuple keep
     cdef readonly tuple memories
     cdef readonly str name
-    cdef public object client
+    cdef readonly object client
 
     def __cinit__(
         self, int id, int process_index, int local_hardware_id, str kind, str debug_string, str name,
@@ -60,6 +61,7 @@ cdef class Device(Handle):
         self.c.attributes = <const void*><size_t>attributes.address
         self.c.num_attributes = attributes.count
         self.c.memories, self.c.num_memories, self.c.default_memory = NULL, 0, NULL
+        self.c.on_host = False
         self.memories = ()
 
     def __dealloc__(self):
@@ -75,6 +77,10 @@ cdef class Device(Handle):
             memory.c.device = self.pointer
         self.c.num_memories = len(memories)
         self.c.default_memory = self.c.memories[0]
+
+    def serve(self, client, bint on_host):
+        """Belong to a client from now on. ``on_host``: jaxlib may read arrays where they lie."""
+        self.client, self.c.on_host = client, on_host
 
     @property
     def id(self):

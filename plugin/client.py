@@ -59,7 +59,7 @@ class Client(_capi.Handle):  # type: ignore[misc]
             self.overlap = replace(self.overlap, measured=known(self.world.measured, rank))
         self.devices = make_devices(size, local, rank)
         for device in self.devices:
-            device.client = self
+            device.serve(self, on_host=getattr(self.engine, "host_memory", False))
         self.local_devices = self.devices[rank * local : (rank + 1) * local]
         self.memories = tuple(m for d in self.local_devices for m in d.memories)
         self.platform_name, self.platform_version = Text(PLATFORM), Text(platform_version())

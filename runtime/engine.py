@@ -45,10 +45,15 @@ class LoadedSegment(Protocol):
 
 
 class Engine(Protocol):
-    """A single-process runtime with ``num_devices`` devices, numbered by ordinal from 0."""
+    """A single-process runtime with ``num_devices`` devices, numbered by ordinal from 0.
+
+    ``host_memory``: the host can read an array at its `pointer`, dense row-major, so that NumPy and others
+    may look at arrays without a copy. An engine that lacks the attribute is taken to have memory of its own.
+    """
 
     name: str
     num_devices: int
+    host_memory: bool
 
     def compile(
         self, segment: Segment, *, name: str = "", host_callbacks: Sequence[Any] = ()
@@ -84,7 +89,7 @@ class Engine(Protocol):
         ...
 
     def pointer(self, array: Array) -> int:
-        """Address of the array's memory (blocks until it is known)."""
+        """Address of the array's memory, the device's or the host's (blocks until it is known)."""
         ...
 
     def delete(self, array: Array) -> None:

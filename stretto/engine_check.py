@@ -6,6 +6,7 @@ raises ``AssertionError`` naming the promise of `stretto.runtime.engine.Engine` 
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -113,6 +114,10 @@ def _transfers(engine: Engine, dtypes: Iterable[str]) -> None:
                 _expect(engine.is_ready(array), f"{what}: is_ready after host_view")
     strided = np.arange(32, dtype=np.float32)[::2]
     _same(engine.host_view(engine.put(strided, F32, 0)), strided, "put of a strided array")
+    if getattr(engine, "host_memory", False):
+        array = engine.put(_ramp(), F32, 0)
+        lies_there = ctypes.string_at(engine.pointer(array), F32.nbytes)
+        _expect(lies_there == _ramp().tobytes(), "host_memory: the content lies at its pointer")
 
 
 def _copies(engine: Engine) -> None:

@@ -117,6 +117,7 @@ class NullEngine:
     """
 
     name = "null"
+    host_memory = True
 
     def __init__(
         self,

@@ -202,6 +202,7 @@ class XlaCpuEngine:
     """``num_devices`` CPU devices of one jaxlib client. See `stretto.runtime.engine.Engine`."""
 
     name = "xla:cpu"
+    host_memory = True
 
     def __init__(self, num_devices: int) -> None:
         self.num_devices = num_devices

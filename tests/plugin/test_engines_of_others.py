@@ -1,0 +1,67 @@
+"""JAX programs on engines that packages bring: memory of their own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+ENGINES = """
+from stretto.runtime.engines.xla_cpu import XlaCpuEngine
+
+
+class Apart(XlaCpuEngine):
+    name = "apart"
+    host_memory = False
+
+    def pointer(self, array):
+        return 0x1000
+"""
+
+
+def run(folder: Path, engine: str, script: str) -> subprocess.CompletedProcess[str]:
+    """Run a script on one of ``ENGINES``, registered as an installed package registers its own."""
+    (folder / "engines_of_others.py").write_text(ENGINES)
+    metadata = folder / "engines_of_others-1.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: engines_of_others\nVersion: 1\n"
+    )
+    (metadata / "entry_points.txt").write_text(
+        "[stretto.engines]\napart = engines_of_others:Apart\n"
+    )
+    env = os.environ | {
+        "PYTHONPATH": str(folder),
+        "JAX_PLATFORMS": "stretto,cpu",
+        "STRETTO_ENGINE": engine,
+        "STRETTO_LOCAL_DEVICES": "2",
+    }
+    return subprocess.run(
+        [sys.executable, "-X", "faulthandler", "-c", textwrap.dedent(script)],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def test_arrays_are_not_read_where_the_host_cannot(tmp_path: Path) -> None:
+    done = run(
+        tmp_path,
+        "apart",
+        """
+        import jax, jax.numpy as jnp, numpy as np
+
+        mesh = jax.make_mesh((2,), ("x",))
+        rows = jax.NamedSharding(mesh, jax.P("x"))
+        a = jax.device_put(np.arange(8.0, dtype=np.float32), rows)
+        b = jax.jit(lambda a: a - a.sum())(a)
+        print(np.asarray(b), float(jnp.ones(3)[1]), np.from_dlpack(jnp.arange(3)))
+        print(hex(jnp.ones(3).unsafe_buffer_pointer()))
+        """,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "[-28. -27. -26. -25. -24. -23. -22. -21.] 1.0 [0 1 2]\n0x1000\n"

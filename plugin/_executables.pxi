@@ -125,7 +125,7 @@ cdef class LoadedExecutable(Handle):
         cdef void** out
         cdef list row, memories, arrays
         cdef size_t i
-        cdef object array, single = self.single
+        cdef object given, array, single = self.single
         cdef Device device
         cdef bint over = False
         if single is None:  # as in all programs that have no device here
@@ -139,9 +139,12 @@ cdef class LoadedExecutable(Handle):
                 return False
             row.append(array)
         if type(single) is WatchedCall:
-            arrays = (<WatchedCall>single).call(device.c.local_hardware_id, row, &over)
+            given = (<WatchedCall>single).call(device.c.local_hardware_id, row, &over)
         else:
-            arrays = single(device.c.local_hardware_id, row)
+            given = single(device.c.local_hardware_id, row)
+        if type(given) is not list or len(<list>given) != len(self.output_types):
+            raise _miscounted(given, len(self.output_types))
+        arrays = <list>given
         for i in range(<size_t>len(arrays)):
             out[i] = self.output(None, <object>PyList_GET_ITEM(arrays, i), i, memories)
         if args.device_complete_events != NULL:

@@ -20,6 +20,7 @@ from stretto.collectives.types import TensorType
 
 from . import heap
 from .cores import announced
+from .errors import StrettoError
 from .program import Segment
 
 Array = Any
@@ -124,6 +125,12 @@ class RestoringEngine(Protocol):
         """Inverse of `serialize`; ``segment`` is what the code was compiled from. Raises
         ``CompileError``."""
         ...
+
+
+def miscounted(given: object, results: int) -> StrettoError:
+    """What to raise where `LoadedSegment.run` did not give a list with an array for each result."""
+    found = f"{len(given)} arrays" if isinstance(given, list) else f"a {type(given).__name__}"
+    return StrettoError(f"the engine's run gave {found}; a list of {results} is due")
 
 
 def create_engine(

@@ -12,7 +12,7 @@ from functools import partial
 from time import perf_counter
 from typing import Any
 
-from .engine import Engine, LoadedSegment
+from .engine import Engine, LoadedSegment, miscounted
 from .frame import Frame, Hosted, Operation, named
 from .instrument import Counters, Instrument, SegmentRun, told
 from .profiling import SegmentTimes
@@ -190,7 +190,7 @@ class Runs:
         run: SegmentRun = self.segments[instruction.segment].run
         if self.instrument is not None:
             run = self.instrument.around_run(run, self.program, instruction.segment)
-        what = self._what(instruction)
+        what, due = self._what(instruction), len(outputs)
 
         def issue(frame: Frame) -> None:
             registers = frame.registers
@@ -202,6 +202,8 @@ class Runs:
                 arguments.append(register[0])
             try:
                 arrays = run(ordinal, arguments)
+                if type(arrays) is not list or len(arrays) != due:
+                    raise miscounted(arrays, due)
             except BaseException as error:
                 raise named(error, what) from error
             for slot in donated:
@@ -218,7 +220,7 @@ class Runs:
         segment, land = self.program.segments[instruction.segment], self.land
         what = self._what(instruction)
         inputs, outputs, donated = instruction.inputs, instruction.outputs, instruction.donated
-        ordinals, count = self.ordinals, len(self.ordinals)
+        ordinals, count, due = self.ordinals, len(self.ordinals), len(outputs)
         instrument, known = self.instrument, (self.program, instruction.segment)
         issued = told(instrument, "segment_issued", *known)
         left = told(instrument, "segment_skipped", *known)
@@ -263,14 +265,16 @@ class Runs:
             ran = iter(run_all(run, going, columns) if at_once else [])
             for position in going:
                 ordinal = ordinals[position]
-                if at_once:
-                    arrays = next(ran)
-                else:
-                    began = perf_counter() if handed is not None else 0.0
-                    try:
+                try:
+                    if at_once:
+                        arrays = next(ran)
+                    else:
+                        began = perf_counter() if handed is not None else 0.0
                         arrays = run(ordinal, [column[position] for column in columns])
-                    except BaseException as error:
-                        raise named(error, what) from error
+                    if type(arrays) is not list or len(arrays) != due:
+                        raise miscounted(arrays, due)
+                except BaseException as error:
+                    raise named(error, what) from error
                 for result, array in zip(results, arrays, strict=True):
                     result[position] = array
                 if issued is not None:

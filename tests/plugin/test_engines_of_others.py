@@ -1,4 +1,4 @@
-"""JAX programs on engines that packages bring: memory of their own."""
+"""JAX programs on engines that packages bring: memory of their own, promises that are not kept."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+
+import pytest
 
 ENGINES = """
 from stretto.runtime.engines.xla_cpu import XlaCpuEngine
@@ -18,19 +20,33 @@ class Apart(XlaCpuEngine):
 
     def pointer(self, array):
         return 0x1000
+
+
+class Miscounting(XlaCpuEngine):
+    def compile(self, segment, **more):
+        compiled = super().compile(segment, **more)
+
+        class Segment:
+            def run(self, ordinal, inputs):
+                outputs = compiled.run(ordinal, inputs)
+                return {given}
+
+        return Segment()
 """
 
 
-def run(folder: Path, engine: str, script: str) -> subprocess.CompletedProcess[str]:
+def run(
+    folder: Path, engine: str, script: str, given: str = "outputs"
+) -> subprocess.CompletedProcess[str]:
     """Run a script on one of ``ENGINES``, registered as an installed package registers its own."""
-    (folder / "engines_of_others.py").write_text(ENGINES)
+    (folder / "engines_of_others.py").write_text(ENGINES.replace("{given}", given))
     metadata = folder / "engines_of_others-1.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text(
         "Metadata-Version: 2.1\nName: engines_of_others\nVersion: 1\n"
     )
     (metadata / "entry_points.txt").write_text(
-        "[stretto.engines]\napart = engines_of_others:Apart\n"
+        "[stretto.engines]\napart = engines_of_others:Apart\nmiscounting = engines_of_others:Miscounting\n"
     )
     env = os.environ | {
         "PYTHONPATH": str(folder),
@@ -65,3 +81,34 @@ def test_arrays_are_not_read_where_the_host_cannot(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout == "[-28. -27. -26. -25. -24. -23. -22. -21.] 1.0 [0 1 2]\n0x1000\n"
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [("outputs[1:]", "0 arrays"), ("2 * outputs", "2 arrays"), ("tuple(outputs)", "a tuple")],
+)
+def test_runs_that_give_something_else_than_their_results(
+    tmp_path: Path, given: str, found: str
+) -> None:
+    done = run(
+        tmp_path,
+        "miscounting",
+        """
+        import jax, numpy as np
+
+        def attempt(a):
+            try:
+                print(jax.jit(lambda a: a + a.sum())(a))
+            except jax.errors.JaxRuntimeError as error:
+                print(str(error).partition("\\n")[0])
+
+        attempt(np.arange(4.0))
+        rows = jax.NamedSharding(jax.make_mesh((2,), ("x",)), jax.P("x"))
+        attempt(jax.device_put(np.arange(4.0), rows))
+        """,
+        given,
+    )
+    assert done.returncode == 0, done.stderr
+    alone, sharded = done.stdout.splitlines()
+    assert f"the engine's run gave {found}; a list of 1 is due" in alone
+    assert "segment " in sharded and f"the engine's run gave {found}" in sharded

@@ -94,7 +94,10 @@ class Engine(Protocol):
         ...
 
     def delete(self, array: Array) -> None:
-        """Free the array's memory as soon as its pending uses are over."""
+        """Free the array's memory as soon as its pending uses are over.
+
+        Programs do not call it: they drop their references, and an array that nobody refers to is freed.
+        """
         ...
 
     def memory_stats(self, ordinal: int) -> dict[str, int]:
@@ -136,7 +139,8 @@ def miscounted(given: object, results: int) -> StrettoError:
 def create_engine(
     name: str, num_devices: int, *, cores: int | None = None, **options: Any
 ) -> Engine:
-    """The engine registered under ``name``. Raises ``LookupError`` listing the names there are.
+    """The engine registered under ``name``. Raises ``LookupError`` listing the names there are,
+    `StrettoError` where its package cannot be imported.
 
     ``cores``: on how many it should compute. It is told by ``NPROC`` while it is made, and the process's
     heap is set up for it (`heap`). None leaves all as it is.
@@ -147,7 +151,13 @@ def create_engine(
             f"no engine {name!r}; installed engines: {', '.join(sorted(found)) or 'none'}. "
             "Set STRETTO_ENGINE to one of them, or install the package that provides it."
         )
-    make = found[name].load()
+    try:
+        make = found[name].load()
+    except Exception as error:
+        raise StrettoError(
+            f"engine {name!r} (STRETTO_ENGINE) cannot be loaded from {found[name].value}: "
+            f"{type(error).__name__}: {error}"
+        ) from error
     if cores is None:
         return make(num_devices=num_devices, **options)
     heap.keep_freed(cores)

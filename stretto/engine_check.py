@@ -147,6 +147,15 @@ def _memory_stats(engine: Engine) -> None:
             all(isinstance(v, int) and v >= 0 for v in stats.values()),
             "memory_stats gives counts, or nothing",
         )
+        in_use = stats.get("bytes_in_use")
+        if in_use is not None:
+            engine.block(
+                engine.put(np.zeros(1 << 20, np.uint8), TensorType("u8", (1 << 20,)), ordinal)
+            )
+            _expect(
+                engine.memory_stats(ordinal)["bytes_in_use"] < in_use + (1 << 20),
+                "an array that nobody refers to is freed",
+            )
 
 
 def _donation(engine: Engine) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+from importlib.metadata import EntryPoint
+from typing import Any
 
 import jax
 import numpy as np
@@ -10,6 +12,7 @@ import pytest
 
 from stretto.collectives.types import TensorType
 from stretto.engine_check import DONATED, DOUBLE, F32, check_engine
+from stretto.runtime import engine
 from stretto.runtime.engine import create_engine
 from stretto.runtime.engines import null, xla_cpu
 from stretto.runtime.errors import CompileError, StrettoError
@@ -46,17 +49,38 @@ class _Careless(NullEngine):
         return InPlace(self, segment, "double")
 
 
+class _Keeping(NullEngine):
+    """Frees arrays only when told to."""
+
+    def put(self, *args: Any) -> null.NullArray:
+        self.kept = super().put(*args)
+        return self.kept
+
+
 def test_conformance_finds_what_is_broken() -> None:
     with pytest.raises(AssertionError, match="a donated input is not written there"):
         check_engine(_Careless, computes=False)
+    with pytest.raises(AssertionError, match="an array that nobody refers to is freed"):
+        check_engine(_Keeping, computes=False)
     with pytest.raises(AssertionError, match="same content"):
         check_engine(null.create)  # it does not compute
 
 
 def test_engines_are_found_by_name() -> None:
     assert create_engine("null", 3).num_devices == 3
-    with pytest.raises(LookupError, match=r"no engine 'none'; installed engines: .*null, xla:cpu"):
+    with pytest.raises(LookupError, match=r"no engine 'none'; installed engines: .*null.*, xla:cpu"):
         create_engine("none", 1)
+
+
+def test_engines_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = EntryPoint("broken", "no_such_package:create", "stretto.engines")
+    monkeypatch.setattr(engine, "entry_points", lambda group: [broken])
+    with pytest.raises(
+        StrettoError,
+        match=r"engine 'broken' \(STRETTO_ENGINE\) cannot be loaded from no_such_package:create: "
+        "ModuleNotFoundError: No module named 'no_such_package'",
+    ):
+        create_engine("broken", 1)
 
 
 def test_the_client_is_not_jax_own(xla: xla_cpu.XlaCpuEngine) -> None:

@@ -19,7 +19,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from . import clock, cores, cost_tables, exits, joining, options, wireup
+from . import clock, cores, cost_tables, exits, joining, options, shared_memory, wireup
 from . import launcher as launchers
 from .control import Control, connect
 from .cost_tables import CostText
@@ -279,6 +279,7 @@ def _make(chosen: Options | None, rendezvous: Rendezvous | None) -> World:
             made.clock_offset = clock.offset_to_first(comm)
             made.traced_as = comm.bcast(secrets.token_hex(8))
     exits.on_uncaught(made.fail)
+    made.on_failure(lambda error: shared_memory.remove_names())
     os.register_at_fork(after_in_child=made.forget)
     return made
 

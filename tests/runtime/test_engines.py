@@ -68,7 +68,9 @@ def test_conformance_finds_what_is_broken() -> None:
 
 def test_engines_are_found_by_name() -> None:
     assert create_engine("null", 3).num_devices == 3
-    with pytest.raises(LookupError, match=r"no engine 'none'; installed engines: .*null.*, xla:cpu"):
+    with pytest.raises(
+        LookupError, match=r"no engine 'none'; installed engines: .*null.*, xla:cpu"
+    ):
         create_engine("none", 1)
 
 

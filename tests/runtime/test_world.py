@@ -115,6 +115,15 @@ def test_a_reported_failure_is_raised_on_every_rank() -> None:
 
 
 @mpi
+def test_a_failed_job_leaves_no_shared_memory_behind() -> None:
+    done = ranks("fail")
+    mapped = re.findall(r"mapped (/dev/shm/\w+)", done.stdout)
+    if not mapped:
+        pytest.skip("MPI names no shared memory, or not as MPICH does")
+    assert [path for path in mapped if Path(path).exists()] == []
+
+
+@mpi
 def test_a_killed_rank_ends_all_and_is_named() -> None:
     done = ranks("kill", env={"STRETTO_GRACE": "1"})
     assert done.returncode != 0

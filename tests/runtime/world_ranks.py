@@ -79,6 +79,10 @@ def main(behaviour: str) -> None:
                 threading.Event().wait()
             collective(joined, progress, 2)
         case "fail":
+            for path in set(
+                re.findall(r"/dev/shm/mpich_shm_\w+", Path("/proc/self/maps").read_text())
+            ):
+                say(f"mapped {path}")
             if odd:
                 joined.fail(RuntimeError("the engine is out of memory"))
             told.wait()

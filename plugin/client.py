@@ -7,7 +7,7 @@ import signal
 import threading
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from importlib.metadata import version
 from typing import Any
 from weakref import WeakSet
@@ -151,6 +151,12 @@ def element_name(code: int) -> str:
     if name in ("invalid", "token"):
         raise NotImplementedError(f"stretto has no arrays of PJRT buffer type {code} ({name})")
     return name
+
+
+@lru_cache(maxsize=4096)
+def tensor_type(code: int, dimensions: tuple[int, ...]) -> TensorType:
+    """The type of an array of a PJRT_Buffer_Type, made once. Raises ``NotImplementedError`` as above."""
+    return TensorType(element_name(code), dimensions)
 
 
 def memory_of(device: int | None, memory: int | None) -> _capi.Memory:
@@ -311,8 +317,7 @@ def create_execute_context(args: Any) -> None:
 
 def shape_of(args: Any) -> TensorType:
     """The type in the ``shape_…`` fields of several structs."""
-    dimensions = read_int64s(args.shape_dims, args.shape_num_dims)
-    return TensorType(element_name(args.shape_element_type), dimensions)
+    return tensor_type(args.shape_element_type, read_int64s(args.shape_dims, args.shape_num_dims))
 
 
 @entry("PJRT_Client_CreateUninitializedBuffer")

@@ -155,7 +155,7 @@ def element_name(code: int) -> str:
 
 @lru_cache(maxsize=4096)
 def tensor_type(code: int, dimensions: tuple[int, ...]) -> TensorType:
-    """The type of an array of a PJRT_Buffer_Type, made once. Raises ``NotImplementedError`` as above."""
+    """The type of an array of a PJRT_Buffer_Type, made once. Raises as `element_name` does."""
     return TensorType(element_name(code), dimensions)
 
 

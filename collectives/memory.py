@@ -45,7 +45,8 @@ class PoolStatistics:
 class Pool:
     """Aligned host memory with free lists. Thread-safe.
 
-    ``keep`` bounds the unused bytes that are kept; by default an eighth of the machine's memory.
+    ``keep`` bounds the unused bytes that are kept; by default an eighth of the machine's memory, for all
+    processes together that `share` it.
     """
 
     def __init__(self, keep: int | None = None) -> None:
@@ -79,6 +80,11 @@ class Pool:
         result = self.empty(array.shape, array.dtype)
         np.copyto(result, array)
         return result
+
+    def share(self, processes: int) -> None:
+        """Keep no more than one of so many processes on a host may."""
+        with self._lock:
+            self._keep = _machine_memory() // 8 // processes
 
     def statistics(self) -> PoolStatistics:
         """Where the bytes are now."""

@@ -19,6 +19,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from stretto.collectives.memory import pool
+
 from . import clock, cores, cost_tables, exits, joining, options, shared_memory, wireup
 from . import launcher as launchers
 from .control import Control, connect
@@ -66,6 +68,8 @@ class World:
     ) -> None:
         self.options = options
         places = places or [cores.Place("", cores.usable())]
+        own = places[comm.Get_rank() if comm else 0]
+        pool.share([place.host for place in places].count(own.host))
         self.cores = cores.of_rank(places, comm.Get_rank() if comm else 0)
         self.patience = cores.patience(places, nodes) if comm else math.inf
         self.comm = comm

@@ -86,6 +86,14 @@ def test_statistics_and_the_bound_of_what_is_kept():
     assert pool.statistics().kept == 0
 
 
+def test_processes_of_a_host_share_what_may_be_kept():
+    pool = Pool()
+    pool.share(1 << 60)
+    array = pool.empty((BIG,), U8)
+    del array
+    assert pool.statistics().kept == 0
+
+
 def test_memory_in_cycles_comes_back_with_the_collector():
     pool = Pool()
     cycle = [pool.empty((BIG,), U8)]

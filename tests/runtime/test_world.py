@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 from support.mpi import find_mpiexec, run_ranks
 
+from stretto.collectives import memory
 from stretto.runtime import world
+from stretto.runtime.cores import Place
 from stretto.runtime.errors import WorldError
 from stretto.runtime.options import Options
 
@@ -47,6 +49,15 @@ def test_without_a_launcher_a_process_is_a_world_and_mpi_is_not_imported() -> No
     )
     assert done.stdout.split() == ["0", "1", "3", "None", "False"]
     assert done.stderr == ""
+
+
+def test_ranks_of_one_host_share_the_memory_that_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    shares: list[int] = []
+    monkeypatch.setattr(memory.pool, "share", shares.append)
+    here, there = (Place(host, frozenset({0})) for host in ("here", "there"))
+    world.World(Options(), places=[here, there, here, here])
+    world.World(Options())
+    assert shares == [3, 1]
 
 
 @mpi

@@ -13,7 +13,8 @@ _NO_ARITHMETIC = frozenset(
         "parameter", "constant", "iota", "tuple", "get-tuple-element", "copy", "bitcast", "broadcast",
         "reshape", "transpose", "slice", "dynamic-slice", "dynamic-update-slice", "concatenate",
         "pad", "reverse", "gather", "after-all", "opt-barrier", "call", "while", "conditional",
-        "fusion", "add-dependency", "partition-id", "replica-id",
+        "fusion", "add-dependency", "partition-id", "replica-id", "copy-start", "copy-done",
+        "async-start", "async-update", "async-done",
     }
 )  # fmt: skip
 
@@ -27,7 +28,7 @@ def arithmetic_and_flops(instructions: Iterable[Instruction]) -> tuple[int, floa
     """
     count, flops = 0, 0.0
     for instruction in instructions:
-        if instruction.opcode in ("call", "while", "conditional", "fusion"):
+        if instruction.opcode in ("call", "while", "conditional", "fusion", "async-start"):
             times = 1
             if instruction.opcode == "while":
                 known = trip_count(instruction)

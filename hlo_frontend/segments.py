@@ -27,6 +27,8 @@ from .values import Barrier, Node, NodeKind, Value, operand_shape
 _KEEPS_CONFIG = frozenset({"custom-call"})
 # Ops whose frontend attributes the importer needs.
 _KEEPS_ATTRIBUTES = frozenset({"custom-call", "call"})
+# Ops that hand on what their operand is, or will be: inside of a segment nothing is asynchronous.
+_HANDED_ON = frozenset({"copy", "copy-start", "copy-done", "async-update", "async-done"})
 
 
 class SegmentPool:
@@ -262,6 +264,9 @@ class ModuleBuilder:
         if opcode == "fusion":
             proto.opcode = "call"
             proto.ClearField("fusion_kind")
+        elif opcode == "async-start":
+            proto.opcode = "call"
+            proto.shape.CopyFrom(instruction.shape.tuple_shapes[1])
         elif opcode == "parameter":
             proto.shape.ClearField("layout")
         return proto.id
@@ -524,7 +529,7 @@ class ModuleBuilder:
         self._entry = self.proto.computations.add(name=f"c{number}", id=number)
         ids: dict[Instruction, int] = {}
         for instruction in computation.instructions:
-            if instruction.opcode == "copy":
+            if instruction.opcode in _HANDED_ON:
                 ids[instruction] = ids[instruction.operands[0]]
             else:
                 ids[instruction] = self._move(instruction, [ids[o] for o in instruction.operands])

@@ -93,6 +93,65 @@ def test_async_start_around_reduce_scatter():
     np.testing.assert_array_equal(got, X.sum(0).reshape(4, 2))
 
 
+NESTED = """
+  negated {
+    n = f32[8] parameter(0)
+    ROOT m = f32[8] negate(n)
+  }
+  inner {
+    x = f32[8] parameter(0)
+    %s
+    ROOT z = f32[8] add(x, y)
+  }
+  body {
+    c = (s32[], f32[8]) parameter(0)
+    i = s32[] get-tuple-element(c), index=0
+    v = f32[8] get-tuple-element(c), index=1
+    one = s32[] constant(1)
+    j = s32[] add(i, one)
+    w = f32[8] call(v), to_apply=inner
+    ROOT next = (s32[], f32[8]) tuple(j, w)
+  }
+  more {
+    d = (s32[], f32[8]) parameter(0)
+    k = s32[] get-tuple-element(d), index=0
+    two = s32[] constant(2)
+    ROOT less = pred[] compare(k, two), direction=LT
+  }
+"""
+
+
+@pytest.mark.parametrize(
+    ("lines", "factor", "count"),
+    [
+        ("s = (f32[8], f32[8], u32[]) copy-start(x)\n y = f32[8] copy-done(s)", 4, 1),
+        (
+            "s = ((f32[8]), f32[8], u32[]) async-start(x), calls=negated\n"
+            "u = ((f32[8]), f32[8], u32[]) async-update(s)\n y = f32[8] async-done(u)",
+            0,
+            2,
+        ),
+    ],
+    ids=["copy", "async"],
+)
+def test_asynchronous_compute_inside_of_a_segment(lines, factor, count):
+    """Computations that do not communicate stay whole: what is asynchronous in them is so no more."""
+    body = """
+        p = f32[8] parameter(0)
+        zero = s32[] constant(0)
+        init = (s32[], f32[8]) tuple(zero, p)
+        loop = (s32[], f32[8]) while(init), condition=more, body=body,
+          backend_config={"known_trip_count":{"n":"2"}}
+        q = f32[8] get-tuple-element(loop), index=1
+        ROOT r = f32[8] collective-permute(q), channel_id=1, source_target_pairs={{0,1},{1,2}}
+    """
+    (got,) = run(body, X, head=NESTED % lines)
+    np.testing.assert_array_equal(got, factor * np.stack([0 * X[0], X[0], X[1], 0 * X[0]]))
+    (segment,) = program(body, head=NESTED % lines).segments
+    # The counter and what is added in each iteration, and the comparison of the loop.
+    assert segment.arithmetic == 2 * (count + 2)
+
+
 def test_tuple_all_to_all_and_variadic_forms():
     got = run(
         """

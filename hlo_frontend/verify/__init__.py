@@ -39,7 +39,7 @@ def verify(module: Module) -> None:
                     f"has {len(instruction.operands)} operands, and needs {expected}"
                 )
             for operand in instruction.operands:
-                if in_flight(operand) and not may_read(instruction):
+                if in_flight(operand) and not may_read(instruction, operand):
                     raise instruction.invalid(
                         f"reads {operand.name}, which is still in flight; read its -done instead"
                     )

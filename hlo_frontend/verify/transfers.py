@@ -10,7 +10,7 @@ from ..schema import TOKEN, TUPLE
 from .shapes import expect, expect_token, same_as_operand, spelled
 
 # What they give is there when their done has ended.
-IN_FLIGHT = START_COLLECTIVES | POINT_TO_POINT | {"async-start", "async-update"}
+IN_FLIGHT = START_COLLECTIVES | POINT_TO_POINT | {"async-start", "async-update", "copy-start"}
 
 
 def check_alone(start: Instruction) -> None:
@@ -27,10 +27,11 @@ def in_flight(instruction: Instruction) -> bool:
     return instruction.opcode in IN_FLIGHT
 
 
-def may_read(instruction: Instruction) -> bool:
+def may_read(instruction: Instruction, operand: Instruction) -> bool:
     """Elements of a receive are read by a form of HLO without its done."""
-    opcode = instruction.opcode
-    return opcode.endswith("-done") or opcode in ("async-update", "get-tuple-element")
+    if instruction.opcode == "get-tuple-element":
+        return operand.opcode == "recv"
+    return instruction.opcode.endswith("-done") or instruction.opcode == "async-update"
 
 
 def _transfer(where: Instruction) -> None:
@@ -91,6 +92,19 @@ def _all_reduce_done(where: Instruction) -> None:
     expect(where, where.shape, _begun(where, "all-reduce-start"), "its shape")
 
 
+def _copy_start(where: Instruction) -> None:
+    """(copy, original, context)"""
+    parts = where.shape.tuple_shapes
+    if where.shape.element_type != TUPLE or len(parts) < 2:
+        raise where.invalid(f"its shape is {spelled(where.shape)}, not of copy, original, u32[]")
+    for part in parts[:2]:
+        expect(where, part, where.operands[0].shape, "what it copies")
+
+
+def _copy_done(where: Instruction) -> None:
+    expect(where, where.shape, _begun(where, "copy-start").tuple_shapes[0], "its shape")
+
+
 def _async_update(where: Instruction) -> None:
     _begun(where, "async-start")
     same_as_operand(where)
@@ -99,6 +113,8 @@ def _async_update(where: Instruction) -> None:
 RULES: dict[str, Callable[[Instruction], None]] = {
     **dict.fromkeys(("send", "recv"), _transfer),
     **dict.fromkeys(("all-gather-done", "collective-permute-done", "async-done"), _done_of_pair),
+    "copy-start": _copy_start,
+    "copy-done": _copy_done,
     "recv-done": _recv_done,
     "send-done": _send_done,
     "all-reduce-done": _all_reduce_done,

@@ -119,6 +119,19 @@ CASES = {
         "ROOT r = (f32[4], u32[], token[]) opt-barrier(w)",
         "reads w, which is still in flight",
     ),
+    "a copy of another size": (
+        "w = (f32[5], f32[4], u32[]) copy-start(p)\n ROOT r = f32[5] copy-done(w)",
+        r"w \(copy-start\): what it copies is f32\[5\]",
+    ),
+    "a copy that ends as another size": (
+        "w = (f32[4], f32[4], u32[]) copy-start(p)\n ROOT r = f32[5] copy-done(w)",
+        r"r \(copy-done\): its shape is f32\[5\]",
+    ),
+    "an element of a copy in flight": (
+        "w = (f32[4], f32[4], u32[]) copy-start(p)\n ROOT r = u32[] get-tuple-element(w), index=2",
+        "reads w, which is still in flight",
+    ),
+    "a copy that ends nothing": ("ROOT r = f32[4] copy-done(p)", "ends p"),
     "a result in flight": (
         f"ROOT w = f32[4] all-reduce-start(p), to_apply=sum, {GROUP}",
         "it is a result",

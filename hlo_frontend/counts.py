@@ -22,6 +22,24 @@ def implied_counts(module: Module, num_devices: int) -> tuple[int, int]:
     Where none needs any number: ``num_devices`` replicas if collectives are over replicas alone, else
     partitions. 0 stands for what nothing is known of.
     """
+    modes, replicas, partitions, flattened = _needed(module)
+    if _asks_for_replicas_alone(module):
+        replicas = max(replicas, ceil(flattened / max(partitions, 1)))
+    partitions = max(partitions, ceil(flattened / max(replicas, 1)))
+    if not replicas and not partitions:
+        return (num_devices, 0) if modes == {GroupMode.CROSS_REPLICA} else (0, num_devices)
+    return replicas, partitions
+
+
+def implied_replicas(module: Module) -> int:
+    """How many replicas of one partition its collectives need; 0 if none."""
+    _, replicas, _, flattened = _needed(module)
+    return max(replicas, flattened)
+
+
+def _needed(module: Module) -> tuple[set[GroupMode], int, int, int]:
+    """What ids in its collectives count, and the smallest numbers of replicas, of partitions, and of
+    devices by flattened ids, that they need."""
     replicas = partitions = flattened = 0
     modes: set[GroupMode] = set()
     joint: list[tuple[int, int]] = []  # replicas listed, or 0, and the devices that they are in all
@@ -47,12 +65,7 @@ def implied_counts(module: Module, num_devices: int) -> tuple[int, int]:
             replicas = max(replicas, largest if sets else size)
     for listed, size in joint:
         partitions = max(partitions, size // (listed or max(replicas, 1)))
-    if _asks_for_replicas_alone(module):
-        replicas = max(replicas, ceil(flattened / max(partitions, 1)))
-    partitions = max(partitions, ceil(flattened / max(replicas, 1)))
-    if not replicas and not partitions:
-        return (num_devices, 0) if modes == {GroupMode.CROSS_REPLICA} else (0, num_devices)
-    return replicas, partitions
+    return modes, replicas, partitions, flattened
 
 
 def _asks_for_replicas_alone(module: Module) -> bool:

@@ -21,7 +21,7 @@ from jaxlib import _hlo
 
 from stretto.runtime.errors import InvalidProgramError, StrettoError
 
-from .counts import implied_counts
+from .counts import implied_counts, implied_replicas
 from .graph import Module
 from .schema import HloModuleProto, HloModuleProtoWithConfig
 from .text import parse_hlo_text
@@ -47,11 +47,14 @@ class HloSource:
     def counts(self, num_devices: int, parsed: Module | None = None) -> tuple[int, int]:
         """Replicas and partitions: as written, else as its groups need, else one for each device.
 
+        XLA writes no count that is 1: who writes one partition leaves open how many replicas there are.
         ``parsed`` is the module, if the caller has it.
         """
         replicas, partitions = self.num_replicas, self.num_partitions
         if not replicas and not partitions:
             replicas, partitions = implied_counts(parsed or Module.parse(self.module), num_devices)
+        elif not replicas and partitions == 1:
+            replicas = implied_replicas(parsed or Module.parse(self.module))
         return max(replicas, 1), max(partitions, 1)
 
 

@@ -97,6 +97,23 @@ def test_a_header_that_says_it_stands_anywhere_before_the_computations(header: s
     assert counts(line, header=header) == (2, 3)
 
 
+@pytest.mark.parametrize(
+    ("header", "line", "expected"),
+    [
+        ("num_partitions=1", "all-reduce(p), to_apply=add, replica_groups={{0,1},{2,3}}", (4, 1)),
+        ("num_partitions=1", f"all-reduce(p), to_apply=add, replica_groups={{{{0,1}}}}, {FLAT}", (2, 1)),
+        ("num_partitions=1", "collective-permute(p), source_target_pairs={{0,1},{1,2}}", (3, 1)),
+        ("num_partitions=1", "negate(p)", (1, 1)),
+        ("num_partitions=2", "all-reduce(p), to_apply=add, replica_groups={{0,1}}", (1, 2)),
+        ("replica_count=1, num_partitions=1", "collective-permute(p), source_target_pairs={{0,1}}", (1, 1)),
+    ],
+)  # fmt: skip
+def test_one_partition_leaves_open_how_many_replicas(
+    header: str, line: str, expected: tuple[int, int]
+) -> None:
+    assert counts(f"ROOT r = f32[4,6] {line}", header=f"HloModule m, {header}") == expected
+
+
 def test_shapes_that_contradict_each_other_say_where_counts_come_from() -> None:
     module = text(
         "g = f32[8,6] all-gather(p), replica_groups={}, dimensions={0}",

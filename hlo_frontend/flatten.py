@@ -7,7 +7,7 @@ their own. All other instructions become compute nodes. Each rule is a row of `_
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from stretto.collectives.types import TensorType
 
@@ -42,6 +42,10 @@ _REFUSED = {
     "rng-get-and-update-state": "use rng-bit-generator with an explicit state",
 }
 
+# What an engine may still have inside of a computation that it gets whole, where all of it is one device's.
+_LOCAL = frozenset({"get-dimension-size", "set-dimension-size", "rng-get-and-update-state"})
+_REFUSED_INSIDE = {opcode: why for opcode, why in _REFUSED.items() if opcode not in _LOCAL}
+
 # Custom calls by which a program says where it is partitioned by hand, before XLA partitions the rest.
 _UNPARTITIONED = frozenset({"SPMDFullToShardShape", "SPMDShardToFullShape"})
 
@@ -73,6 +77,7 @@ class _Builder:
         self.wrappers: list[Instruction] = []  # asynchronous ops around what is being inlined
         self.nodes: list[Node] = []
         self.ids: dict[str, Value] = {}
+        self.supported: set[Computation] = set()
 
     def inline(self, computation: Computation, arguments: Sequence[list[Value]]) -> list[Value]:
         """Append the computation's nodes; gives the leaves of its root."""
@@ -85,6 +90,16 @@ class _Builder:
             rule = _RULES.get(opcode, _compute)
             env[instruction] = rule(self, instruction, env)
         return env[computation.root]
+
+    def check_supported(self, computation: Computation) -> None:
+        """Raise `UnsupportedError` for what is refused in a computation, or in one that it calls."""
+        if computation in self.supported:
+            return
+        self.supported.add(computation)
+        for instruction in computation.instructions:
+            _refuse(instruction, _REFUSED_INSIDE)
+            for called in instruction.called:
+                self.check_supported(called)
 
     def order(self, instruction: Instruction, env: Env) -> tuple[Node, ...]:
         """Nodes that come first because of control dependencies."""
@@ -117,6 +132,18 @@ class _Builder:
         return node
 
 
+def _refuse(instruction: Instruction, refused: Mapping[str, str]) -> None:
+    if instruction.opcode in refused:
+        raise instruction.unsupported(f"not supported; {refused[instruction.opcode]}")
+    if instruction.opcode == "custom-call":
+        target = instruction.proto.custom_call_target
+        if target in _UNPARTITIONED:
+            raise instruction.unsupported(
+                f"{target} is of a module that is not partitioned yet; give it as XLA's SPMD partitioner "
+                "leaves it, or run the JAX program"
+            )
+
+
 def _leaves(instruction: Instruction, env: Env) -> list[Value]:
     if len(instruction.operands) == 1:
         return env[instruction.operands[0]]
@@ -129,15 +156,9 @@ def _results(node: Node, types: Sequence[TensorType | None]) -> list[Value]:
 
 
 def _compute(builder: _Builder, instruction: Instruction, env: Env) -> list[Value]:
-    if instruction.opcode in _REFUSED:
-        raise instruction.unsupported(f"not supported; {_REFUSED[instruction.opcode]}")
-    if instruction.opcode == "custom-call":
-        target = instruction.proto.custom_call_target
-        if target in _UNPARTITIONED:
-            raise instruction.unsupported(
-                f"{target} is of a module that is not partitioned yet; give it as XLA's SPMD partitioner "
-                "leaves it, or run the JAX program"
-            )
+    _refuse(instruction, _REFUSED)
+    for called in instruction.called:
+        builder.check_supported(called)
     if any(called.needs_runtime for called in instruction.called):
         raise instruction.unsupported(
             "collectives and device ids are not supported in a computation called by this op"

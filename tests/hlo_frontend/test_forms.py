@@ -257,6 +257,32 @@ def test_bad_programs_are_refused_by_name(error, message, body):
         program(body)
 
 
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("f = (f32[8], token[]) infeed(t)", r"f \(infeed\): not supported; feed arrays"),
+        ("f = token[] outfeed(x, t)", r"f \(outfeed\): not supported; return arrays"),
+        (
+            'f = f32[2] custom-call(x), custom_call_target="SPMDFullToShardShape"',
+            r"f \(custom-call\): SPMDFullToShardShape",
+        ),
+    ],
+)
+def test_what_is_refused_is_refused_inside_of_computations_too(line, message):
+    head = NESTED % f"t = token[] after-all()\n {line}\n y = f32[8] negate(x)"
+    with pytest.raises(UnsupportedError, match=message):
+        program(
+            """
+            p = f32[8] parameter(0)
+            zero = s32[] constant(0)
+            init = (s32[], f32[8]) tuple(zero, p)
+            loop = (s32[], f32[8]) while(init), condition=more, body=body
+            ROOT r = f32[8] get-tuple-element(loop), index=1
+            """,
+            head=head,
+        )
+
+
 @pytest.mark.parametrize("bad", ["", "HloModule", "not hlo at all", "HloModule m\nENTRY e { }"])
 def test_text_that_is_not_hlo(bad):
     with pytest.raises(InvalidProgramError):

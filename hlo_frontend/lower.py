@@ -91,13 +91,18 @@ def _streams(body: Block) -> set[int]:
 
 @dataclass
 class _State:
-    """What blocks of one program share. Lists only grow, and are cut when a try is given up."""
+    """What blocks of one program share. Lists only grow, and are cut when a try is given up.
+
+    ``ownable``: of each body of a loop that was emitted, the carries that it owns. Loops inside of it are
+    emitted in each of its tries, and find theirs at once from the second on.
+    """
 
     streams: Streams | None = None
     slot_types: list[TensorType] = field(default_factory=list)
     runs: list[tuple[SegmentPlan, dict[int, int]]] = field(default_factory=list)
     starts: list[Node] = field(default_factory=list)
     events: int = 0
+    ownable: dict[BlockPlan, set[int]] = field(default_factory=dict)
 
     def slot(self, value: Value) -> Slot:
         assert value.type is not None
@@ -485,7 +490,7 @@ def _emit(
 
 def _loop_body(state: _State, plan: BlockPlan) -> tuple[_Emitted, set[int], set[int]]:
     """The body, the carries that it owns, and those of them whose initial value it needs owned."""
-    ownable = set(range(len(plan.parameters)))
+    ownable = state.ownable.get(plan, set(range(len(plan.parameters))))
     while True:
         mark = state.mark()
         emitted = _emit(state, plan, [plan.parameters[i] for i in sorted(ownable)])
@@ -494,6 +499,7 @@ def _loop_body(state: _State, plan: BlockPlan) -> tuple[_Emitted, set[int], set[
             break
         state.cut(mark)
         ownable = kept
+    state.ownable[plan] = ownable
     consumed = set(emitted.consumed)
     grown = True
     while grown:

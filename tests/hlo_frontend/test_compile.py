@@ -10,7 +10,8 @@ from frontend_support import P, compiled, judge, manual, mesh
 from interpreter import Interpreter
 from jax import lax
 
-from stretto.hlo_frontend.compile import CompileSpec, compile_stablehlo
+from stretto.hlo_frontend import lower
+from stretto.hlo_frontend.compile import CompileSpec, compile_hlo, compile_stablehlo
 from stretto.runtime.program import Loop, Run, Start, instructions
 
 
@@ -232,3 +233,29 @@ def test_ragged_all_to_all():
     got = Interpreter(program).run(*[np.split(a, 2) for a in arguments])[0]
     np.testing.assert_array_equal(got[0], [1, 3, 0, 0])
     np.testing.assert_array_equal(got[1], [2, 2, 4, 0])
+
+
+def test_loops_in_loops_are_lowered_in_time_that_does_not_double_with_each(monkeypatch):
+    """What a loop's body owns is found by trying; a loop inside of it remembers what it found."""
+    depth = 12
+    lines = [
+        "HloModule m, num_partitions=2",
+        "more {\n c = f32[4] parameter(0)\n ROOT r = pred[] constant(false)\n}",
+        "body0 {\n a = f32[4] parameter(0)",
+        " ROOT r = f32[4] collective-permute(a), channel_id=1, source_target_pairs={{0,1}}\n}",
+    ]
+    for i in range(1, depth):
+        lines += [f"body{i} {{\n a = f32[4] parameter(0)"]
+        lines += [f" ROOT r = f32[4] while(a), condition=more, body=body{i - 1}\n}}"]
+    lines += ["ENTRY e {\n p = f32[4] parameter(0)"]
+    lines += [f" ROOT q = f32[4] while(p), condition=more, body=body{depth - 1}\n}}"]
+    blocks = []
+
+    def emit(self):
+        blocks.append(self.plan)
+        return emitted(self)
+
+    emitted = lower._Emitter.emit
+    monkeypatch.setattr(lower._Emitter, "emit", emit)
+    compile_hlo("\n".join(lines), 1, 2)
+    assert len(blocks) < 2 * depth * depth

@@ -140,13 +140,17 @@ def in_fork(work: Callable[[], Result]) -> Result:
             os.close(reading)
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # stack traces of a crash help nobody
             try:
-                outcome: tuple[bool, object] = (True, work())
+                outcome = pickle.dumps((True, work()))
             except StrettoError as error:
-                outcome = (False, error)
+                outcome = pickle.dumps((False, error))
+            except RecursionError:
+                too_deep = InvalidProgramError("its loops, branches or calls are nested too deeply")
+                outcome = pickle.dumps((False, too_deep))
             except Exception as error:
-                outcome = (False, InvalidProgramError(f"{type(error).__name__}: {error}"))
+                reason = InvalidProgramError(f"{type(error).__name__}: {error}")
+                outcome = pickle.dumps((False, reason))
             with os.fdopen(writing, "wb") as pipe:
-                pickle.dump(outcome, pipe)
+                pipe.write(outcome)
             code = 0
         finally:
             os._exit(code)

@@ -245,11 +245,18 @@ from stretto.runtime.errors import InvalidProgramError, UnsupportedError
 assert in_fork(lambda: {"answer": 42}) == {"answer": 42}
 def unsupported():
     raise UnsupportedError("that op")
+def endless():
+    return [endless()]
+class Unpicklable:
+    def __reduce__(self):
+        raise ValueError("no way to pickle it")
 for work, kind, message in [
     (lambda: os.kill(os.getpid(), signal.SIGSEGV), InvalidProgramError, "SIGSEGV"),
     (lambda: os.abort(), InvalidProgramError, "SIGABRT"),
     (lambda: os._exit(3), InvalidProgramError, "ended the process"),
     (unsupported, UnsupportedError, "that op"),
+    (endless, InvalidProgramError, "nested too deeply"),
+    (Unpicklable, InvalidProgramError, "no way to pickle it"),
 ]:
     try:
         in_fork(work)

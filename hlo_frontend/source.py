@@ -21,6 +21,7 @@ from jaxlib import _hlo
 
 from stretto.runtime.errors import InvalidProgramError, StrettoError
 
+from . import culprit
 from .counts import implied_counts, implied_replicas
 from .graph import Module
 from .schema import HloModuleProto, HloModuleProtoWithConfig
@@ -63,22 +64,30 @@ def read_hlo(data: bytes) -> HloSource:
 
     Raises `InvalidProgramError` with the line, or the reason.
     """
-    if data.startswith(_GZIP_MAGIC):
-        try:
-            data = gzip.decompress(data)
-        except (OSError, EOFError, zlib.error) as error:
-            raise InvalidProgramError(f"cannot unpack the gzipped file: {error}") from error
+    data = _unpacked(data)
     if not data.strip():
         raise InvalidProgramError(
             "the file is empty; it should hold HLO text or a serialized module"
         )
-    if _TEXT.match(data):
-        try:
-            text = data.decode()
-        except UnicodeDecodeError:
-            return _read_proto(data)
-        return _read_text(text)
-    return _read_proto(data)
+    text = _as_text(data)
+    return _read_proto(data) if text is None else _read_text(text)
+
+
+def _unpacked(data: bytes) -> bytes:
+    if not data.startswith(_GZIP_MAGIC):
+        return data
+    try:
+        return gzip.decompress(data)
+    except (OSError, EOFError, zlib.error) as error:
+        raise InvalidProgramError(f"cannot unpack the gzipped file: {error}") from error
+
+
+def _as_text(data: bytes) -> str | None:
+    """The file as text, None if it is a proto."""
+    try:
+        return data.decode() if _TEXT.match(data) else None
+    except UnicodeDecodeError:
+        return None
 
 
 def _read_text(text: str) -> HloSource:
@@ -126,11 +135,11 @@ def _loadable(module: bytes) -> bytes:
     return module
 
 
-def in_fork(work: Callable[[], Result]) -> Result:
+def in_fork(work: Callable[[], Result], data: bytes = b"") -> Result:
     """What ``work`` returns, found by a forked process; it and its errors must be picklable.
 
-    Raises the `StrettoError` that it raises, and `InvalidProgramError` where it ends the process. To be
-    called before this process has threads of its own.
+    Raises the `StrettoError` that it raises, and `InvalidProgramError` where it ends the process, which names
+    the instruction of the file ``data`` that does. To be called before this process has threads of its own.
     """
     reading, writing = os.pipe()
     child = os.fork()
@@ -156,18 +165,39 @@ def in_fork(work: Callable[[], Result]) -> Result:
             os._exit(code)
     os.close(writing)
     with os.fdopen(reading, "rb") as pipe:
-        data = pipe.read()
+        answered = pipe.read()
     _, status = os.waitpid(child, 0)
     if os.WIFSIGNALED(status):
         name = signal.Signals(os.WTERMSIG(status)).name
+        found = _culprit(data)
+        if found is not None:
+            raise InvalidProgramError(
+                f"{found}: XLA ended with {name} on reading it. Check its shape, operands and attributes"
+            )
         raise InvalidProgramError(
             f"the module contradicts itself: XLA ended with {name} on reading it. Check the shapes of "
             "its instructions, and the shapes and operands of its collectives"
         )
-    if not data:
+    if not answered:
         raise InvalidProgramError("XLA ended the process on reading the module")
-    succeeded, answer = pickle.loads(data)
+    succeeded, answer = pickle.loads(answered)
     if not succeeded:
         raise answer
     result: Result = answer
     return result
+
+
+def _culprit(data: bytes) -> str | None:
+    """The instruction of a file that ends XLA, if one does by itself."""
+    if not data:
+        return None
+    text = _as_text(_unpacked(data))
+    if text is not None:
+        found = culprit.in_text(text)
+        if found is not None:
+            return found
+    try:
+        module = in_fork(lambda: read_hlo(data).module)
+    except InvalidProgramError:  # it ends while it is loaded, and no part of it can be
+        return None
+    return culprit.in_module(module)

@@ -14,7 +14,7 @@ from .text_groups import spell_out_groups
 
 _POSITION = re.compile(r"was parsing (\d+):(\d+)")
 _SILENT = re.compile(r"as a HloModule:\s*\Z")
-_INSTRUCTION = re.compile(r"^[ \t]*((?:ROOT[ \t]+)?%?([\w.-]+)[ \t]*=.*)$", re.MULTILINE)
+INSTRUCTION = re.compile(r"^[ \t]*((?:ROOT[ \t]+)?%?([\w.-]+)[ \t]*=.*)$", re.MULTILINE)
 
 
 def parse_hlo_text(text: str) -> bytes:
@@ -36,7 +36,7 @@ def _instruction(text: str, reason: str) -> str:
         return ""
     line, column = int(position[1]), int(position[2])
     offset = sum(len(part) + 1 for part in text.split("\n")[: line - 1]) + column - 1
-    begun = [found for found in _INSTRUCTION.finditer(text) if found.start(1) < offset]
+    begun = [found for found in INSTRUCTION.finditer(text) if found.start(1) < offset]
     return (
         f"in or right behind instruction {begun[-1][2]} ({begun[-1][1].strip()}): " if begun else ""
     )
@@ -45,7 +45,7 @@ def _instruction(text: str, reason: str) -> str:
 def _refused(text: str, reason: str) -> str:
     """The instruction that XLA's parser refuses without saying so: the first behind which the text can be cut
     off and is refused in the same way."""
-    instructions = list(_INSTRUCTION.finditer(text))
+    instructions = list(INSTRUCTION.finditer(text))
     if not _SILENT.search(reason) or not instructions:
         return ""
 

@@ -43,7 +43,7 @@ def schedule_file(data: bytes, costs_file: str, num_devices: int) -> str:
         found["summary"]["loops"] = [_loop_json(report) for report in reports]
         return json.dumps(found)
 
-    return in_fork(work)
+    return in_fork(work, data)
 
 
 def _loop_json(report: LoopReport) -> dict[str, Any]:

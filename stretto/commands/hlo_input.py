@@ -127,7 +127,7 @@ def compile_file(
             compiled.interleaved,
         )
 
-    return in_fork(work) if guarded else work()
+    return in_fork(work, data) if guarded else work()
 
 
 def complain(command: str, name: str, error: StrettoError) -> int:

@@ -1,0 +1,79 @@
+"""Which instruction XLA ended a process on: it is given parts of the module again, in forked processes."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+
+from jaxlib import _hlo, _jax
+
+from .graph import COLLECTIVES, LOGICAL_IDS, Module
+from .segments import ModuleBuilder
+from .text import INSTRUCTION
+
+# Ops that are never handed to XLA one by one, or that hand on what they are given.
+_NOT_ALONE = COLLECTIVES | LOGICAL_IDS.keys() | {"parameter", "tuple", "get-tuple-element"}
+_UNFINISHED = re.compile(r"-(?:start|update|done)\Z")
+
+
+def in_text(text: str) -> str | None:
+    """The first instruction behind which HLO text can be cut off and still ends XLA's parser."""
+    instructions = list(INSTRUCTION.finditer(text))
+
+    def ends(count: int) -> bool:
+        cut = f"{text[: instructions[count].end()]}\n}}"
+        return _last_begun(1, lambda _: _hlo.hlo_module_from_text(cut)) is not None
+
+    if not instructions or not ends(len(instructions) - 1):
+        return None
+    low, high = 0, len(instructions) - 1
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if ends(middle) else (middle + 1, high)
+    line, name = instructions[low].groups()
+    return f"{name} ({line.strip()})"
+
+
+def in_module(serialized: bytes) -> str | None:
+    """The first instruction of an ``HloModuleProto`` that XLA cannot write as StableHLO and go on."""
+    if _last_begun(1, lambda _: Module.parse(serialized)) is not None:
+        return None
+    alone = [
+        instruction
+        for computation in Module.parse(serialized).computations
+        for instruction in computation.instructions
+        if instruction.opcode not in _NOT_ALONE and not _UNFINISHED.search(instruction.opcode)
+        if not any(called.needs_runtime for called in instruction.called)
+    ]
+
+    def write(index: int) -> None:
+        module = ModuleBuilder().single(alone[index])
+        _jax.mlir.hlo_to_stablehlo(module.SerializeToString())
+
+    found = _last_begun(len(alone), write)
+    return None if found is None else alone[found].describe()
+
+
+def _last_begun(count: int, step: Callable[[int], object]) -> int | None:
+    """The step, of ``count``, in which a forked process is ended by a signal; None where it is not."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.close(reading)
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+            for index in range(count):
+                os.write(writing, index.to_bytes(4, "little"))
+                try:
+                    step(index)
+                except Exception:  # an error is no end
+                    continue
+        finally:
+            os._exit(0)
+    os.close(writing)
+    begun = b""
+    with os.fdopen(reading, "rb") as pipe:
+        begun = pipe.read()
+    _, status = os.waitpid(child, 0)
+    return int.from_bytes(begun[-4:], "little") if os.WIFSIGNALED(status) and begun else None

@@ -42,7 +42,7 @@ from .schedule import reorder, schedule_of, token_edges
 from .schema import HloModuleProto, HloModuleProtoWithConfig
 from .text import parse_hlo_text
 from .values import BlockGraph, Node
-from .verify import verify
+from .verify import check_partitioned, verify
 
 
 @dataclass(frozen=True)
@@ -310,7 +310,9 @@ def compile_hlo(
             f"{MOST_DEVICES} devices"
         )
     serialized = parse_hlo_text(hlo) if isinstance(hlo, str) else hlo
-    verify(Module.parse(serialized))
+    parsed = Module.parse(serialized)
+    verify(parsed)
+    check_partitioned(parsed, num_partitions)
     counts = num_replicas, num_partitions
     serialized, found = interleaved(serialized, *counts, interleave)
     module = PartitionedModule(serialized, *counts, pseudo_tokens, valid, rewrites)

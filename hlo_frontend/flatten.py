@@ -46,8 +46,9 @@ _REFUSED = {
 _LOCAL = frozenset({"get-dimension-size", "set-dimension-size", "rng-get-and-update-state"})
 _REFUSED_INSIDE = {opcode: why for opcode, why in _REFUSED.items() if opcode not in _LOCAL}
 
-# Custom calls by which a program says where it is partitioned by hand, before XLA partitions the rest.
-_UNPARTITIONED = frozenset({"SPMDFullToShardShape", "SPMDShardToFullShape"})
+# Custom calls by which a program says where it is partitioned by hand, before XLA partitions the rest: those
+# of XLA's partitioner, and the first letters of those of Shardy.
+_UNPARTITIONED = ("SPMDFullToShardShape", "SPMDShardToFullShape", "xla.sdy.")
 
 Env = dict[Instruction, list[Value]]
 
@@ -137,7 +138,7 @@ def _refuse(instruction: Instruction, refused: Mapping[str, str]) -> None:
         raise instruction.unsupported(f"not supported; {refused[instruction.opcode]}")
     if instruction.opcode == "custom-call":
         target = instruction.proto.custom_call_target
-        if target in _UNPARTITIONED:
+        if target.startswith(_UNPARTITIONED):
             raise instruction.unsupported(
                 f"{target} is of a module that is not partitioned yet; give it as XLA's SPMD partitioner "
                 "leaves it, or run the JAX program"

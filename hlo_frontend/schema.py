@@ -59,8 +59,8 @@ TABLE: dict[str, str] = {
     "ConvolutionDimensionNumbers": "kernel_output_feature_dimension:4:int64",
     "OpSharding": (
         "type:1:int32 tile_assignment_dimensions:3:int64* tile_assignment_devices:4:int64* "
-        "replicate_on_last_tile_dim:6:bool metadata:7:OpMetadata* last_tile_dims:8:int32* "
-        "iota_reshape_dims:9:int64* iota_transpose_perm:10:int32* "
+        "tuple_shardings:5:OpSharding* replicate_on_last_tile_dim:6:bool metadata:7:OpMetadata* "
+        "last_tile_dims:8:int32* iota_reshape_dims:9:int64* iota_transpose_perm:10:int32* "
         "named_sharding:14:NamedShardingProto"
     ),
     "NamedShardingProto": (

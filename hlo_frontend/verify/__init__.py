@@ -5,6 +5,7 @@ operands, and believe the shapes that are written. What is checked here is what 
 shapes of what hands its operands on, of what computes element by element, and of what calls. Everything
 else is for the engine that compiles it. Layouts are ignored. Rules are in tables by opcode, beside their
 functions: `arrays` (what computes), `calls` (what calls, collectives), `transfers` (what is in flight).
+`partitioned` tells modules that XLA has yet to partition.
 
 Source of the rules: XLA's ``hlo_verifier`` and ``shape_inference``.
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 from ..graph import Module
 from . import arrays, calls, transfers
 from .operands import OPERANDS
+from .partitioned import check_partitioned as check_partitioned
 from .shapes import check_possible
 from .transfers import check_alone, in_flight, may_read
 

@@ -18,7 +18,7 @@ from stretto.hlo_frontend.overlap.export import to_json
 from stretto.hlo_frontend.overlap.plan import donated_parameters, plan_block
 from stretto.hlo_frontend.overlap.staged import LoopReport
 from stretto.hlo_frontend.source import in_fork, read_hlo
-from stretto.hlo_frontend.verify import verify
+from stretto.hlo_frontend.verify import check_partitioned, verify
 
 MOST_NAMES = 3  # names of collectives printed of a loop; --json has them all
 
@@ -37,6 +37,7 @@ def schedule_file(data: bytes, costs_file: str, num_devices: int) -> str:
         module = Module.parse(source.module)
         verify(module)
         replicas, partitions = source.counts(num_devices, module)
+        check_partitioned(module, partitions)
         block = flatten(module.entry, CollectiveReader(replicas, partitions))
         found = to_json(plan_block(block, costs, donated_parameters(module)))
         reports = loops_of(block, OverlapPolicy(costs))  # last: it changes the block

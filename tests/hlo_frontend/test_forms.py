@@ -318,7 +318,9 @@ def test_source_line_of_both_forms_of_metadata():
     assert made.collectives[0].source == "train.py:12"
 
 
-@pytest.mark.parametrize("target", ["SPMDFullToShardShape", "SPMDShardToFullShape"])
+@pytest.mark.parametrize(
+    "target", ["SPMDFullToShardShape", "SPMDShardToFullShape", "xla.sdy.GlobalToLocalShape"]
+)
 def test_modules_that_are_not_partitioned_are_refused(target):
     with pytest.raises(
         UnsupportedError, match=rf"shard \(custom-call\): {target}.*not partitioned"
@@ -331,6 +333,30 @@ def test_modules_that_are_not_partitioned_are_refused(target):
               replica_groups={{{{0,1,2,3}}}}, to_apply=add
             """
         )
+
+
+DIVIDED = "sharding={devices=[4]<=[4]}"
+
+
+@pytest.mark.parametrize(
+    "root",
+    [
+        f"ROOT r = f32[8] negate(p), {DIVIDED}",
+        "n = f32[8] negate(p)\n ROOT r = (f32[8], f32[8]) tuple(n, p), sharding={{replicated}, "
+        "{devices=[4]<=[4]}}",
+    ],
+)
+def test_modules_whose_results_are_yet_to_be_divided_are_refused(root):
+    body = f"p = f32[8] parameter(0), {DIVIDED}\n {root}"
+    with pytest.raises(UnsupportedError, match=r"r \(\w+\): its sharding .*not partitioned yet"):
+        program(body)
+    assert len(program(body, partitions=1, replicas=4).segments) == 1
+
+
+@pytest.mark.parametrize("root", ["negate(p)", f"copy(p), {DIVIDED}"])
+def test_shardings_that_the_partitioner_leaves(root):
+    made = program(f"p = f32[8] parameter(0), {DIVIDED}\n ROOT r = f32[8] {root}")
+    assert made.num_partitions == 4
 
 
 def test_a_transfer_that_ends_in_the_next_iteration_is_refused():

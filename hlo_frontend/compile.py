@@ -41,6 +41,7 @@ from .passes.valid.decide import LEAST_FLOPS
 from .schedule import reorder, schedule_of, token_edges
 from .schema import HloModuleProto, HloModuleProtoWithConfig
 from .text import parse_hlo_text
+from .topk import spell_out_topk
 from .values import BlockGraph, Node
 from .verify import check_partitioned, verify
 
@@ -314,7 +315,7 @@ def compile_hlo(
     verify(parsed)
     check_partitioned(parsed, num_partitions)
     counts = num_replicas, num_partitions
-    serialized, found = interleaved(serialized, *counts, interleave)
+    serialized, found = interleaved(spell_out_topk(serialized), *counts, interleave)
     module = PartitionedModule(serialized, *counts, pseudo_tokens, valid, rewrites)
     return replace(module.compiled(overlap), interleaved=found)
 

@@ -40,6 +40,7 @@ TABLE: dict[str, str] = {
         "convolution_dimension_numbers:16:ConvolutionDimensionNumbers "
         "dynamic_slice_sizes:20:int64* channel_id:26:int64 custom_call_target:28:string "
         "dot_dimension_numbers:30:DotDimensionNumbers comparison_direction:63:string "
+        "comparison_type:72:string is_stable:60:bool k:81:int64 largest:85:bool "
         "id:35:int64 operand_ids:36:int64* control_predecessor_ids:37:int64* "
         "called_computation_ids:38:int64* sharding:40:bytes backend_config:43:bytes "
         "is_host_transfer:47:bool replica_groups:49:ReplicaGroup* "

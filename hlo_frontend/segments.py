@@ -46,7 +46,7 @@ class SegmentPool:
         instructions = [node.instruction for node in plan.nodes]
         inputs = [v.type for v in plan.inputs if v.type is not None]
         outputs = [v.type for v in plan.outputs if v.type is not None]
-        return self._intern(hlo, inputs, outputs, aliases, name, instructions)
+        return self._intern(hlo, inputs, outputs, aliases, name, instructions, plan)
 
     def add_reducer(self, computation: Computation, operands: Sequence[TensorType]) -> int:
         """Index of the segment that combines two members' operands by ``computation``."""
@@ -63,6 +63,7 @@ class SegmentPool:
         aliases: Mapping[int, int],
         name: str,
         instructions: Sequence[Instruction],
+        plan: SegmentPlan | None = None,
     ) -> int:
         serialized = hlo.SerializeToString(deterministic=True)
         key = (serialized, tuple(sorted(aliases.items())))
@@ -73,7 +74,7 @@ class SegmentPool:
                 Segment(
                     tuple(inputs),
                     tuple(outputs),
-                    _to_stablehlo(serialized, instructions, aliases),
+                    _to_stablehlo(serialized, instructions, aliases, plan),
                     donated=tuple(sorted(aliases)),
                     arithmetic=arithmetic,
                     flops=flops,
@@ -81,6 +82,18 @@ class SegmentPool:
                 )
             )
         return self._index[key]
+
+
+def _cheap_instructions(plan: SegmentPlan) -> list[Instruction]:
+    """Constants and the like that the segment has copies of."""
+    found: dict[Node, None] = {}
+    left = [v for node in plan.nodes for v in node.operands] + [cheap for _, cheap in plan.made]
+    while left:
+        node = left.pop().root.node
+        if node is not None and node.kind is NodeKind.CHEAP and node not in found:
+            found[node] = None
+            left += node.operands
+    return [node.instruction for node in found]
 
 
 def segment_name(plan: SegmentPlan) -> str:
@@ -93,14 +106,18 @@ def segment_name(plan: SegmentPlan) -> str:
 
 
 def _to_stablehlo(
-    hlo: bytes, instructions: Sequence[Instruction], aliases: Mapping[int, int]
+    hlo: bytes,
+    instructions: Sequence[Instruction],
+    aliases: Mapping[int, int],
+    plan: SegmentPlan | None,
 ) -> bytes:
     """The module with its aliases. Raises `UnsupportedError` naming the instruction that is to blame."""
     try:
         return stablehlo.with_aliases(_jax.mlir.hlo_to_stablehlo(hlo), aliases)
     except Exception as error:
         reason = str(error)
-    for instruction in instructions:
+    made = [] if plan is None else _cheap_instructions(plan)
+    for instruction in [*made, *instructions]:
         alone = ModuleBuilder().single(instruction)
         try:  # what the importer lets pass, the reader may still refuse: shapes that do not fit
             stablehlo.parse(_jax.mlir.hlo_to_stablehlo(alone.SerializeToString()))

@@ -335,6 +335,14 @@ def test_modules_that_are_not_partitioned_are_refused(target):
         )
 
 
+@pytest.mark.parametrize("root", ["and(p, i)", "copy(i)"])
+def test_what_makes_data_is_named_too(root):
+    with pytest.raises(UnsupportedError, match=r"^i \(iota\): cannot be written as StableHLO"):
+        program(
+            f"p = pred[8] parameter(0)\n i = pred[8] iota(), iota_dimension=0\n ROOT r = pred[8] {root}"
+        )
+
+
 DIVIDED = "sharding={devices=[4]<=[4]}"
 
 

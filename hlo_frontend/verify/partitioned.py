@@ -16,8 +16,12 @@ _TUPLE, _TILED = 2, 3
 
 
 def check_partitioned(module: Module, num_partitions: int) -> None:
-    """Raise `UnsupportedError` where shardings say that the module is to be partitioned yet."""
-    if num_partitions < 2:
+    """Raise `UnsupportedError` where shardings say that the module is to be partitioned yet.
+
+    One that communicates is taken to have been: what is written by hand before that is found by its custom
+    calls (see `flatten`).
+    """
+    if num_partitions < 2 or module.entry.needs_runtime:
         return
     root = module.entry.root
     if root.opcode not in ("parameter", "copy") and _divides(

@@ -113,6 +113,18 @@ cdef class LoadedExecutable(Handle):
             raise NotImplementedError("stretto has no host callbacks by send and recv operations")
         return 0
 
+    cdef int check_repeated(self, list row, PJRT_ExecuteOptions* options) except -1:
+        """Raise ``ValueError`` if an argument is donated and is another argument too. A run would find it
+        gone half way, and end the job."""
+        for i in self.donated:
+            for j in range(len(row)):
+                if j != i and row[j] is row[i] and self.may_donate(options, i):
+                    raise ValueError(
+                        f"argument {i}, {row[i].type}, is donated and given as argument {j} too: donate neither, "
+                        "or pass a copy as one of them"
+                    )
+        return 0
+
     cdef int execute(self, PJRT_LoadedExecutable_Execute_Args* args) except -1:
         self.check(args)
         if not self.execute_single(args):
@@ -195,6 +207,8 @@ cdef class LoadedExecutable(Handle):
             row = []
             for i in range(args.num_args):
                 row.append((<Buffer>(<handle_t*>handles[i]).owner).alive())
+            if self.donated and len(set(row)) < len(row):
+                self.check_repeated(row, options)
             for i in self.donated:
                 buffer = <Buffer>(<handle_t*>handles[i]).owner
                 if buffer.external_references or not self.may_donate(options, i):

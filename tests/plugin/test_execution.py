@@ -110,6 +110,15 @@ class TestDonation:
         jax.jit(lambda a: a + a.sum(), donate_argnums=0)(argument)
         assert argument.is_deleted()
 
+    def test_what_is_donated_is_no_other_argument(self, devices: list[jax.Device]) -> None:
+        sharding = NamedSharding(Mesh(np.array(devices), ("x",)), PartitionSpec("x"))
+        argument = jax.device_put(np.ones((8, 1 << 14), np.float32), sharding)
+        f = jax.jit(lambda a, b: (a.at[0].set(5), b + a.sum()), donate_argnums=0)
+        with pytest.raises(RuntimeError, match="is donated and given as argument 1 too"):
+            f(argument, argument)
+        assert not argument.is_deleted()
+        assert float(f(argument, jnp.copy(argument))[0].sum()) == 12 * (1 << 14)
+
     def test_a_view_of_a_donated_argument_keeps_its_content(self) -> None:
         argument = jnp.arange(50_000.0) + 0
         view = np.asarray(argument)

@@ -41,6 +41,7 @@ from .program import Program
 from .progress import Progress
 from .run_log import RunLogs, called
 from .schedule import strict
+from .side_by_side import await_left
 from .stream import Event, Stream
 from .valid import Absent, zeros
 from .walk import Walker
@@ -237,7 +238,10 @@ class Executor:
         for stream in [self.dispatch, *(lane.stream for lane in self._lanes)]:
             await_at_exit(partial(self._ended, stream))
             if self.world.error is not None:
-                return
+                break
+        await_left()
+        if self.world.error is not None:
+            return
         for lane in self._lanes:
             lane.communicator.close()
 

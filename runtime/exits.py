@@ -20,7 +20,7 @@ from .control import end_process, say
 from .errors import StrettoError
 from .options import Options, OptionsError, in_force
 
-__all__ = ["at_exit", "await_at_exit", "describe", "end_process", "on_uncaught"]
+__all__ = ["at_exit", "await_at_exit", "describe", "end_process", "grace", "on_uncaught"]
 
 TRACEBACK_LINES = 6
 TICK = 0.2
@@ -71,23 +71,24 @@ def await_at_exit(ended: Callable[[float], bool]) -> None:
     deadline = float("inf")
     while True:
         try:
-            grace = _grace()
+            seconds = grace()
             if _interrupted() and deadline == float("inf"):
-                deadline = monotonic() + grace
+                deadline = monotonic() + seconds
             while not ended(TICK):
                 if monotonic() > deadline:
                     say(
-                        f"stretto: a program was still running {grace:g} s (STRETTO_GRACE) after Ctrl-C\n"
+                        f"stretto: a program was still running {seconds:g} s (STRETTO_GRACE) after Ctrl-C\n"
                     )
                     _end_by_interrupt()
             return
         except KeyboardInterrupt:
             if deadline < float("inf"):
                 _end_by_interrupt()
-            deadline = monotonic() + _grace()
+            deadline = monotonic() + grace()
 
 
-def _grace() -> float:
+def grace() -> float:
+    """The options' ``grace``, in seconds."""
     try:
         return in_force().grace
     except OptionsError:

@@ -5,18 +5,24 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
+from types import MappingProxyType
 
 import pytest
 
 
 def run_python(
-    code: str, *arguments: str, platforms: str | None = "stretto", local_devices: int = 2
+    code: str,
+    *arguments: str,
+    platforms: str | None = "stretto",
+    local_devices: int = 2,
+    settings: Mapping[str, str] = MappingProxyType({}),
 ) -> subprocess.CompletedProcess[str]:
     """Run code in a fresh process; ``platforms`` None leaves JAX_PLATFORMS unset."""
     env = {k: v for k, v in os.environ.items() if k not in ("JAX_PLATFORMS", "XLA_FLAGS")}
     if platforms is not None:
         env["JAX_PLATFORMS"] = platforms
-    env["STRETTO_LOCAL_DEVICES"] = str(local_devices)
+    env |= {"STRETTO_LOCAL_DEVICES": str(local_devices), **settings}
     return subprocess.run(
         [sys.executable, "-c", code, *arguments],
         env=env,
@@ -161,6 +167,38 @@ class TestExit:
 
     def test_with_a_code_of_its_own(self) -> None:
         assert run_python(EXIT_WITH_LIVE_ARRAYS, "exit").returncode == 7
+
+    @pytest.mark.parametrize("ends", [True, False], ids=["that end", "that wait for ever"])
+    def test_beside_functions_that_an_error_has_left_behind(self, ends: bool) -> None:
+        code = """
+import atexit, sys, threading, time
+import jax, numpy as np
+from jax.sharding import PartitionSpec as P
+began, ending = threading.Event(), threading.Event()
+def call(v):
+    if int(v[0]) == 0:
+        began.wait(30)
+        raise RuntimeError("the reason")
+    began.set()
+    ending.wait(30 if sys.argv[1] == "True" else None)
+    time.sleep(0.3)
+    return np.asarray(v)
+def f(v):
+    return jax.pure_callback(call, jax.ShapeDtypeStruct(v.shape, v.dtype), v)
+mesh = jax.sharding.Mesh(np.array(jax.devices()), ("x",))
+mapped = jax.shard_map(f, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=False)
+try:
+    jax.block_until_ready(jax.jit(mapped)(np.arange(2)))
+except RuntimeError as error:
+    assert "the reason" in str(error)
+else:
+    raise SystemExit("no error")
+if sys.argv[1] == "True":
+    atexit.register(ending.set)
+"""
+        done = run_python(code, str(ends), settings={"STRETTO_GRACE": "30" if ends else "0.5"})
+        check(done)
+        assert "abort" not in done.stderr.lower()
 
     def test_with_failed_arrays(self) -> None:
         code = """

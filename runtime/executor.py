@@ -15,6 +15,7 @@ import atexit
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial, reduce
 from itertools import count
 from operator import add
@@ -25,7 +26,7 @@ from stretto.collectives.communicator import Communicator
 from stretto.collectives.order import CommonOrder, Schedule
 from stretto.collectives.poison import poison
 
-from . import statistics, watchdog
+from . import called_back, statistics, watchdog
 from .call import Lane
 from .compiled_segments import compile_segments
 from .engine import Engine, LoadedSegment
@@ -103,6 +104,7 @@ class Executor:
         self._computing = Counters()  # of the dispatch thread
         self._lanes: list[Lane] = []
         self._lock = threading.Lock()
+        self._nested = threading.RLock()  # held by runs within a run, where they span processes
         self.observing = threading.Lock()  # held to change the instrument, and who knows of it
         self.dispatch = Stream("stretto-dispatch")
         self._flights: dict[int, Flight] = {}
@@ -158,6 +160,7 @@ class Executor:
         schedule = strict(program) if schedule is None else schedule
         check_rings(program, schedule, owner, alone=len(processes) == 1)
         line = watchdog.calling_line() if len(processes) > 1 else ""
+        host_callbacks = [called_back.marked(function) for function in host_callbacks]
         make = partial(self._walker, local, owner, host_callbacks, line)
         must_agree = len(processes) > 1 and bool(rewritten)
         walker = make(program, code)
@@ -306,9 +309,9 @@ class Executor:
 
     def fly(self, flight: Flight) -> None:
         """Have the dispatch thread walk a run; what a host callback asks for runs within its own run."""
-        if self._closed:
+        nested = called_back.inside()
+        if self._closed and not nested:
             raise StrettoError("the executor is closed: the process is ending")
-        nested = threading.get_ident() == self.dispatch.thread_id
         if not nested and len(self._flights) >= MAX_QUEUED:
             oldest = list(self._flights.values())[:1]
             for ahead in oldest:
@@ -318,7 +321,9 @@ class Executor:
         if error is not None:
             flight.land(error)
         elif nested:
-            flight.walk()
+            # The functions of several devices may run the same programs at once: in one order on all ranks.
+            with nullcontext() if flight.loaded.joint is None else self._nested:
+                flight.walk()
         else:
             self.dispatch.submit(flight.walk)
 
@@ -350,7 +355,10 @@ class Executor:
     def fly_here(self, flight: Flight) -> None:
         """Walk a run, in the caller's thread unless others are queued."""
         self._flights[id(flight)] = flight
-        self.dispatch.run(flight.walk)
+        if called_back.inside():
+            flight.walk()
+        else:
+            self.dispatch.run(flight.walk)
 
     def claim(self, flight: Flight) -> bool:
         """Whether the caller is the one to end this run."""

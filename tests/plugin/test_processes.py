@@ -154,6 +154,32 @@ if sys.argv[1:] == ["exit"]:
 """
 
 
+CALLED_BACK_TO_RUN = """
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+mesh = Mesh(np.array(jax.devices()), ("x",))
+rows, ranks = NamedSharding(mesh, P("x")), np.arange(2, dtype=np.float32)
+def mapped(f, out_specs):
+    return jax.jit(jax.shard_map(f, mesh=mesh, in_specs=P("x"), out_specs=out_specs, check_vma=False))
+total = mapped(lambda a: jax.lax.psum(a, "x"), P("x"))
+def call(a):
+    return np.asarray(total(jax.device_put(ranks, rows)))[:1] + np.asarray(a)
+def f(a):
+    return jax.pure_callback(call, jax.ShapeDtypeStruct((1,), jnp.float32), a)
+assert jax.jit(f)(ranks[:1]).tolist() == [1]
+everywhere = mapped(lambda a: jax.lax.psum(f(a), "x"), P())
+assert everywhere(jax.device_put(ranks, rows)).tolist() == [3]
+left = everywhere(jax.device_put(ranks, rows))  # may be under way when the process ends
+"""
+
+
+def test_programs_that_communicate_run_in_functions_called_back() -> None:
+    """They are part of the run that waits for them, whichever thread calls."""
+    done = run_python(CALLED_BACK_TO_RUN)
+    check(done)
+    assert done.stderr == ""
+
+
 class TestExit:
     def test_with_live_arrays(self) -> None:
         done = run_python(EXIT_WITH_LIVE_ARRAYS)

@@ -316,6 +316,8 @@ class XlaCpuEngine:
             raise _translate(error, XlaError) from error
 
     def pointer(self, array: Array) -> int:
+        # jaxlib would wait for the array with the GIL, which a function that is called back needs.
+        self.block(array)
         return array.unsafe_buffer_pointer()
 
     def delete(self, array: Array) -> None:

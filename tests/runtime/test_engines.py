@@ -97,6 +97,22 @@ def test_aligned_host_memory_is_not_copied(xla: xla_cpu.XlaCpuEngine) -> None:
     assert xla.pointer(array) == host.ctypes.data == xla.host_view(array).ctypes.data
 
 
+def test_a_pointer_is_asked_for_when_the_array_is_there(xla: xla_cpu.XlaCpuEngine) -> None:
+    """jaxlib waits for it with the GIL: for ever, where the array comes of a function called back."""
+    calls: list[str] = []
+
+    class Pending:
+        def block_until_ready(self) -> None:
+            calls.append("wait")
+
+        def unsafe_buffer_pointer(self) -> int:
+            calls.append("pointer")
+            return 64
+
+    assert xla.pointer(Pending()) == 64
+    assert calls == ["wait", "pointer"]
+
+
 def test_donation_reuses_the_memory_of_a_computed_array(xla: xla_cpu.XlaCpuEngine) -> None:
     double, donated = xla.compile(DOUBLE), xla.compile(DONATED)
     (array,) = double.run(0, [xla.put(RAMP, F32, 0)])

@@ -139,7 +139,8 @@ def summary(plan: Plan, entries: list[Entry] | None = None) -> dict[str, Any]:
     entries = ledger(plan) if entries is None else entries
     graph, timeline, bound = plan.graph, plan.timeline, plan.floor
     exposed = sum(e.exposed for e in entries)
-    least_exposed = max(0.0, bound.seconds - (timeline.seconds - exposed))
+    # Sums of many seconds: a schedule at its floor may seem to be under it by the last digits.
+    least_exposed = min(exposed, max(0.0, bound.seconds - (timeline.seconds - exposed)))
     return {
         "collectives": sum(len(e.members) for e in entries),
         "transfers": len(entries),

@@ -42,8 +42,8 @@ from .program import Program
 from .progress import Progress
 from .run_log import RunLogs, called
 from .schedule import strict
-from .side_by_side import await_left
-from .stream import Event, Stream
+from .side_by_side import await_idle, await_left
+from .stream import Event, Stream, completions
 from .valid import Absent, zeros
 from .walk import Walker
 
@@ -245,6 +245,7 @@ class Executor:
         await_left()
         if self.world.error is not None:
             return
+        await_idle(completions)  # who waits for arrays is inside of XLA too
         for lane in self._lanes:
             lane.communicator.close()
 

@@ -6,7 +6,6 @@ kernels do that JAX's Pallas interprets on several devices. One device after the
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from queue import SimpleQueue
@@ -20,28 +19,18 @@ Result = TypeVar("Result")
 
 # No limit that a process comes to: a call that had to wait for a thread might be what the others wait for.
 _threads = Completions("stretto-callback", limit=1 << 16)
-_ended = threading.Condition()
-_under_way = 0
 
 
 def side_by_side(calls: Sequence[Callable[[], Result]]) -> list[Result]:
     """Results of ``calls``, in order. Raises the first error at once: the others might wait for ever."""
-    global _under_way
     ended: SimpleQueue[tuple[int, Result | None, BaseException | None]] = SimpleQueue()
 
     def run(index: int, call: Callable[[], Result]) -> None:
-        global _under_way
         try:
             ended.put((index, call(), None))
         except BaseException as error:
             ended.put((index, None, error))
-        finally:
-            with _ended:
-                _under_way -= 1
-                _ended.notify_all()
 
-    with _ended:
-        _under_way += len(calls)
     for index, call in enumerate(calls):
         _threads.submit(partial(run, index, call))
     results: dict[int, Result] = {}
@@ -54,13 +43,13 @@ def side_by_side(calls: Sequence[Callable[[], Result]]) -> list[Result]:
 
 
 def await_left() -> None:
-    """Wait for what an error has left behind, at the end of the process: Python cannot end a thread that is
-    inside of XLA, and aborts. Those that wait for the one that failed get the options' ``grace``.
-    """
+    """Wait at the end of the process for what an error has left behind, as `await_idle` does: it may wait for
+    the one that failed."""
+    await_idle(_threads)
+
+
+def await_idle(threads: Completions) -> None:
+    """Wait at the end of the process until these threads have nothing to do, for the options' ``grace`` at
+    most: Python cannot end a thread that is inside of XLA, and aborts."""
     deadline = monotonic() + grace()
-
-    def all_ended(seconds: float) -> bool:
-        with _ended:
-            return _ended.wait_for(lambda: not _under_way, seconds) or monotonic() > deadline
-
-    await_at_exit(all_ended)
+    await_at_exit(lambda seconds: threads.idle(seconds) or monotonic() > deadline)

@@ -230,6 +230,7 @@ class Completions:
         self._name = name
         self._jobs: SimpleQueue[Task] = SimpleQueue()
         self._lock = threading.Lock()
+        self._ended = threading.Condition(self._lock)
         self._free = 0
         self._threads = 0
         self._limit = limit
@@ -257,8 +258,14 @@ class Completions:
     def _work(self) -> None:
         while True:
             self._run(self._jobs.get())
-            with self._lock:
+            with self._ended:
                 self._free += 1
+                self._ended.notify_all()
+
+    def idle(self, seconds: float) -> bool:
+        """Wait until no job of the threads is left, for so long at most. Whether none is."""
+        with self._ended:
+            return self._ended.wait_for(lambda: self._free == self._threads, seconds)
 
     def _run(self, job: Task) -> None:
         try:

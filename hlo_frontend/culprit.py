@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable
+from contextlib import suppress
+from typing import BinaryIO
 
 from jaxlib import _hlo, _jax
 
+from .forked import forked
 from .graph import COLLECTIVES, LOGICAL_IDS, Module
 from .segments import ModuleBuilder
 from .text import INSTRUCTION
@@ -57,23 +60,13 @@ def in_module(serialized: bytes) -> str | None:
 
 def _last_begun(count: int, step: Callable[[int], object]) -> int | None:
     """The step, of ``count``, in which a forked process is ended by a signal; None where it is not."""
-    reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            os.close(reading)
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-            for index in range(count):
-                os.write(writing, index.to_bytes(4, "little"))
-                try:
-                    step(index)
-                except Exception:  # an error is no end
-                    continue
-        finally:
-            os._exit(0)
-    os.close(writing)
-    begun = b""
-    with os.fdopen(reading, "rb") as pipe:
-        begun = pipe.read()
-    _, status = os.waitpid(child, 0)
+
+    def run(pipe: BinaryIO) -> None:
+        for index in range(count):
+            pipe.write(index.to_bytes(4, "little"))
+            pipe.flush()
+            with suppress(Exception):  # an error is no end
+                step(index)
+
+    begun, status = forked(run)
     return int.from_bytes(begun[-4:], "little") if os.WIFSIGNALED(status) and begun else None

@@ -14,7 +14,7 @@ import signal
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import BinaryIO, TypeVar
 
 from google.protobuf.message import DecodeError
 from jaxlib import _hlo
@@ -23,6 +23,7 @@ from stretto.runtime.errors import InvalidProgramError, StrettoError
 
 from . import culprit
 from .counts import implied_counts, implied_replicas
+from .forked import forked
 from .graph import Module
 from .schema import HloModuleProto, HloModuleProtoWithConfig
 from .text import parse_hlo_text
@@ -141,38 +142,27 @@ def in_fork(work: Callable[[], Result], data: bytes = b"") -> Result:
     Raises the `StrettoError` that it raises, and `InvalidProgramError` where it ends the process, which names
     the instruction of the file ``data`` that does. To be called before this process has threads of its own.
     """
-    reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:
-        code = 1
+
+    def answer(pipe: BinaryIO) -> None:
         try:
-            os.close(reading)
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # stack traces of a crash help nobody
-            try:
-                outcome = pickle.dumps((True, work()))
-            except StrettoError as error:
-                outcome = pickle.dumps((False, error))
-            except RecursionError:
-                too_deep = InvalidProgramError("its loops, branches or calls are nested too deeply")
-                outcome = pickle.dumps((False, too_deep))
-            except Exception as error:
-                reason = InvalidProgramError(f"{type(error).__name__}: {error}")
-                outcome = pickle.dumps((False, reason))
-            with os.fdopen(writing, "wb") as pipe:
-                pipe.write(outcome)
-            code = 0
-        finally:
-            os._exit(code)
-    os.close(writing)
-    with os.fdopen(reading, "rb") as pipe:
-        answered = pipe.read()
-    _, status = os.waitpid(child, 0)
+            outcome = pickle.dumps((True, work()))
+        except StrettoError as error:
+            outcome = pickle.dumps((False, error))
+        except RecursionError:
+            too_deep = InvalidProgramError("its loops, branches or calls are nested too deeply")
+            outcome = pickle.dumps((False, too_deep))
+        except Exception as error:
+            reason = InvalidProgramError(f"{type(error).__name__}: {error}")
+            outcome = pickle.dumps((False, reason))
+        pipe.write(outcome)
+
+    answered, status = forked(answer)
     if os.WIFSIGNALED(status):
         name = signal.Signals(os.WTERMSIG(status)).name
-        found = _culprit(data)
-        if found is not None:
+        named = _culprit(data)
+        if named is not None:
             raise InvalidProgramError(
-                f"{found}: XLA ended with {name} on reading it. Check its shape, operands and attributes"
+                f"{named}: XLA ended with {name} on reading it. Check its shape, operands and attributes"
             )
         raise InvalidProgramError(
             f"the module contradicts itself: XLA ended with {name} on reading it. Check the shapes of "
@@ -180,10 +170,10 @@ def in_fork(work: Callable[[], Result], data: bytes = b"") -> Result:
         )
     if not answered:
         raise InvalidProgramError("XLA ended the process on reading the module")
-    succeeded, answer = pickle.loads(answered)
+    succeeded, found = pickle.loads(answered)
     if not succeeded:
-        raise answer
-    result: Result = answer
+        raise found
+    result: Result = found
     return result
 
 

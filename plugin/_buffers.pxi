@@ -120,7 +120,8 @@ cdef class Buffer(Handle):
             self.lent = None
 
     cdef bint is_computed(self):
-        """Whether the engine's array, which must be there, is computed and no error."""
+        """Whether the engine's array, which must be there, is computed and no error: errors are its event's to
+        tell."""
         engine = self.memory.device.client.engine
         try:
             if not engine.is_ready(self.array):

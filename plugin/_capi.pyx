@@ -39,7 +39,7 @@ from time import perf_counter as _perf_counter
 
 from stretto.runtime import rows as _rows
 from stretto.runtime import trace_file as _trace_file
-from stretto.runtime.engine import miscounted as _miscounted
+from stretto.runtime.engine import counted as _counted
 
 from . import abi as _abi
 

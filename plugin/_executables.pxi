@@ -154,9 +154,7 @@ cdef class LoadedExecutable(Handle):
             given = (<WatchedCall>single).call(device.c.local_hardware_id, row, &over)
         else:
             given = single(device.c.local_hardware_id, row)
-        if type(given) is not list or len(<list>given) != len(self.output_types):
-            raise _miscounted(given, len(self.output_types))
-        arrays = <list>given
+        arrays = _counted(given, len(self.output_types))
         for i in range(<size_t>len(arrays)):
             out[i] = self.output(None, <object>PyList_GET_ITEM(arrays, i), i, memories)
         if args.device_complete_events != NULL:

@@ -4,9 +4,10 @@
 # jaxlib. What the handler raises would then be an error of that call, which jaxlib takes for a fault of the
 # plugin: of some calls it ends the process. So handlers wait until the main thread is out of the plugin, and
 # raise in the program. Python asks for them between instructions; a wait of jaxlib's, which may be what comes
-# next, asks for signals alone. So a signal that nobody has asked for is sent again. Handlers do not wait where the plugin itself waits for a result or for other processes to
-# join (`open_signals`), nor the second time that a signal comes. Where the main thread is in an engine that does
-# not come back, as in a loop without end, Python calls no handler at all: the third Ctrl-C ends the process.
+# next, asks for signals alone. So a signal that nobody has asked for is sent again. Handlers do not wait where
+# the plugin itself waits for a result or for other processes to join (`open_signals`), nor the second time that
+# a signal comes. Where the main thread is in an engine that does not come back, as in a loop without end, Python
+# calls no handler at all: the third Ctrl-C ends the process.
 
 cdef extern from *:
     """

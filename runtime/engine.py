@@ -130,10 +130,12 @@ class RestoringEngine(Protocol):
         ...
 
 
-def miscounted(given: object, results: int) -> StrettoError:
-    """What to raise where `LoadedSegment.run` did not give a list with an array for each result."""
+def counted(given: object, results: int) -> list[Array]:
+    """What `LoadedSegment.run` gave. Raises `StrettoError` unless it is a list, an array for each result."""
+    if type(given) is list and len(given) == results:
+        return given
     found = f"{len(given)} arrays" if isinstance(given, list) else f"a {type(given).__name__}"
-    return StrettoError(f"the engine's run gave {found}; a list of {results} is due")
+    raise StrettoError(f"the engine's run gave {found}; a list of {results} is due")
 
 
 def create_engine(

@@ -14,7 +14,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from .compiled_segments import CompiledSegments
-from .engine import miscounted
+from .engine import counted
 from .errors import InvalidProgramError
 from .flight import Flight
 from .frame import Frame, Hosted
@@ -197,9 +197,7 @@ class LoadedProgram:
             rows.append(row)
         outputs = []
         for (_, ordinal), row in zip(self.local, rows, strict=True):
-            arrays = run(ordinal, row)
-            if type(arrays) is not list or len(arrays) != len(types):
-                raise miscounted(arrays, len(types))
+            arrays = counted(run(ordinal, row), len(types))
             outputs.append([Value(t, ordinal, engine, a) for t, a in zip(types, arrays)])  # noqa: B905
         if self.donates:
             self._delete_donated(arguments)

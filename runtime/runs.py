@@ -12,7 +12,7 @@ from functools import partial
 from time import perf_counter
 from typing import Any
 
-from .engine import Engine, LoadedSegment, miscounted
+from .engine import Engine, LoadedSegment, counted
 from .frame import Frame, Hosted, Operation, named
 from .instrument import Counters, Instrument, SegmentRun, told
 from .profiling import SegmentTimes
@@ -201,9 +201,7 @@ class Runs:
                     register = land(registers, slot)
                 arguments.append(register[0])
             try:
-                arrays = run(ordinal, arguments)
-                if type(arrays) is not list or len(arrays) != due:
-                    raise miscounted(arrays, due)
+                arrays = counted(run(ordinal, arguments), due)
             except BaseException as error:
                 raise named(error, what) from error
             for slot in donated:
@@ -271,8 +269,7 @@ class Runs:
                     else:
                         began = perf_counter() if handed is not None else 0.0
                         arrays = run(ordinal, [column[position] for column in columns])
-                    if type(arrays) is not list or len(arrays) != due:
-                        raise miscounted(arrays, due)
+                    counted(arrays, due)
                 except BaseException as error:
                     raise named(error, what) from error
                 for result, array in zip(results, arrays, strict=True):

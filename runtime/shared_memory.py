@@ -17,7 +17,7 @@ _NAMES = re.compile(r"/dev/shm/mpich_shm_[0-9a-f]+_\d+$", re.MULTILINE)
 def remove_names() -> None:
     """Remove the names of MPICH's segments that this process has mapped. They stay until they are unmapped
     everywhere; MPI cannot be ended in order any more."""
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError):  # no such list, and no such names, but on Linux
         for path in set(_NAMES.findall(Path("/proc/self/maps").read_text())):
             with contextlib.suppress(OSError):  # another rank was faster
                 os.unlink(path)

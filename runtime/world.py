@@ -68,9 +68,9 @@ class World:
     ) -> None:
         self.options = options
         places = places or [cores.Place("", cores.usable())]
-        own = places[comm.Get_rank() if comm else 0]
-        pool.share([place.host for place in places].count(own.host))
-        self.cores = cores.of_rank(places, comm.Get_rank() if comm else 0)
+        rank = comm.Get_rank() if comm else 0
+        pool.share([place.host for place in places].count(places[rank].host))
+        self.cores = cores.of_rank(places, rank)
         self.patience = cores.patience(places, nodes) if comm else math.inf
         self.comm = comm
         self.rank: int = comm.Get_rank() if comm else 0

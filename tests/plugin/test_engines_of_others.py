@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
-import textwrap
 from pathlib import Path
 
 import pytest
+from support import scripts
 
 ENGINES = """
 from stretto.runtime.engines.xla_cpu import XlaCpuEngine
@@ -48,20 +46,8 @@ def run(
     (metadata / "entry_points.txt").write_text(
         "[stretto.engines]\napart = engines_of_others:Apart\nmiscounting = engines_of_others:Miscounting\n"
     )
-    env = os.environ | {
-        "PYTHONPATH": str(folder),
-        "JAX_PLATFORMS": "stretto,cpu",
-        "STRETTO_ENGINE": engine,
-        "STRETTO_LOCAL_DEVICES": "2",
-    }
-    return subprocess.run(
-        [sys.executable, "-X", "faulthandler", "-c", textwrap.dedent(script)],
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    brought = {"PYTHONPATH": str(folder), "STRETTO_ENGINE": engine}
+    return scripts.run(script, "stretto,cpu", 2, **brought)
 
 
 def test_arrays_are_not_read_where_the_host_cannot(tmp_path: Path) -> None:

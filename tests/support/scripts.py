@@ -16,11 +16,11 @@ DROPPED = ("STRETTO_", "XLA_", "JAX_", "PMI")
 
 
 def run(
-    script: str, platforms: str | None = "stretto", devices: int = 4
+    script: str, platforms: str | None = "stretto", devices: int = 4, **environment: str
 ) -> subprocess.CompletedProcess[str]:
     """Run a script in its own process; ``platforms`` None leaves JAX_PLATFORMS unset."""
     env = {k: v for k, v in os.environ.items() if not k.startswith(DROPPED)}
-    env["STRETTO_LOCAL_DEVICES"] = str(devices)
+    env |= {"STRETTO_LOCAL_DEVICES": str(devices), **environment}
     if platforms is not None:
         env["JAX_PLATFORMS"] = platforms
     return subprocess.run(

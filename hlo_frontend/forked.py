@@ -1,0 +1,32 @@
+"""Work in a forked process, which XLA may end."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import BinaryIO
+
+
+def forked(work: Callable[[BinaryIO], None]) -> tuple[bytes, int]:
+    """What ``work``, in a process of its own, has written to the pipe that it is given, and how that process
+    ended: a status as of `os.waitpid`.
+
+    To be called before this process has threads of its own. What ``work`` raises is an exit code of 1.
+    """
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            os.close(reading)
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # stack traces of a crash help nobody
+            with os.fdopen(writing, "wb") as pipe:
+                work(pipe)
+            code = 0
+        finally:
+            os._exit(code)
+    os.close(writing)
+    with os.fdopen(reading, "rb") as pipe:
+        written = pipe.read()
+    _, status = os.waitpid(child, 0)
+    return written, status

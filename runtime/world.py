@@ -68,12 +68,11 @@ class World:
     ) -> None:
         self.options = options
         places = places or [cores.Place("", cores.usable())]
-        rank = comm.Get_rank() if comm else 0
-        pool.share([place.host for place in places].count(places[rank].host))
-        self.cores = cores.of_rank(places, rank)
+        self.rank: int = comm.Get_rank() if comm else 0
+        pool.share([place.host for place in places].count(places[self.rank].host))
+        self.cores = cores.of_rank(places, self.rank)
         self.patience = cores.patience(places, nodes) if comm else math.inf
         self.comm = comm
-        self.rank: int = comm.Get_rank() if comm else 0
         self.size: int = comm.Get_size() if comm else 1
         self.local_devices = options.local_devices
         self.host = socket.gethostname()

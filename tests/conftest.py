@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -11,6 +12,10 @@ from stretto.runtime import options
 
 # ``support`` and ``programs`` are packages that several tests share.
 sys.path.insert(0, str(Path(__file__).parent))
+
+# Ranks write to one pipe: where this is set, Python writes a line and its end separately, and the launcher
+# passes on another rank's line between them.
+os.environ.pop("PYTHONUNBUFFERED", None)
 
 # Before any test module is imported: one that makes an array while it is collected makes JAX's devices,
 # and then it is too late. The CPU stays the default platform.

@@ -31,7 +31,10 @@ def say(line: str) -> None:
 
 def of_child(ranks: int = 0, **more: bool) -> str:
     """The worlds of a process started from here, or of a job of so many ranks."""
-    code = "from stretto.runtime import world as w; j = w.bootstrap(); print(j.rank, j.size)"
+    code = (
+        "import os; from stretto.runtime import world as w; j = w.bootstrap(); "
+        "os.write(1, f'{j.rank} {j.size}\\n'.encode())"
+    )
     command = [find_mpiexec() or "", "-n", str(ranks)] if ranks else []
     command += [sys.executable, "-c", code]
     out = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60, **more)

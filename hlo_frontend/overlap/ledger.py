@@ -25,7 +25,8 @@ NAMED_KERNELS = 4
 class Entry:
     """A collective (or a bucket of them). Seconds throughout.
 
-    ``hidden_by`` are the kernels that run longest while it is in flight, with the time they share.
+    ``hidden_by`` are the kernels that run longest while it is in flight, with the time they share; ``beside``
+    is the time that all kernels share with it.
     ``hideable`` is the compute that neither feeds it nor needs it.
     """
 
@@ -40,11 +41,17 @@ class Entry:
     exposed: float
     hideable: float
     hidden_by: tuple[tuple[str, float], ...]
+    beside: float
     why: str
 
     @property
     def is_hidden(self) -> bool:
         return self.exposed <= HIDDEN * self.seconds
+
+    @property
+    def is_overlapped(self) -> bool:
+        """Whether compute runs beside it: what is not exposed may just be awaited after another."""
+        return self.beside > HIDDEN * self.seconds
 
 
 def ledger(plan: Plan) -> list[Entry]:
@@ -80,6 +87,7 @@ def ledger(plan: Plan) -> list[Entry]:
                 exposed=timeline.exposed[index],
                 hideable=independent[index],
                 hidden_by=tuple(shared[:NAMED_KERNELS]),
+                beside=sum(seconds for _, seconds in shared),
                 why=why.of(task),
             )
         )
@@ -131,10 +139,10 @@ class _Reasons:
 def summary(plan: Plan, entries: list[Entry] | None = None) -> dict[str, Any]:
     """Totals of a plan: counts of collectives, milliseconds, bytes.
 
-    ``hideable`` collectives have independent compute at all; ``overlapped`` run beside some of it;
-    ``fully_hidden`` are exposed for less than a hundredth of their time. ``exposed_floor_ms`` is what no
-    order of these steps avoids: ``floor_ms`` less all compute, what the plan takes for launches, which hide
-    communication too, and ``held_ms``, by which collectives make compute longer.
+    ``hideable`` collectives have independent compute at all; ``overlapped`` run beside some of it, for more
+    than a hundredth of their time; ``fully_hidden`` are exposed for less than a hundredth of it.
+    ``exposed_floor_ms`` is what no order of these steps avoids: ``floor_ms`` less all compute, what the plan
+    takes for launches, which hide communication too, and ``held_ms``, what collectives take from compute.
     """
     entries = ledger(plan) if entries is None else entries
     graph, timeline, bound = plan.graph, plan.timeline, plan.floor
@@ -146,7 +154,7 @@ def summary(plan: Plan, entries: list[Entry] | None = None) -> dict[str, Any]:
         "transfers": len(entries),
         "buckets": sum(len(e.members) > 1 for e in entries),
         "hideable": sum(len(e.members) for e in entries if e.hideable > 0.0),
-        "overlapped": sum(len(e.members) for e in entries if e.exposed < (1 - HIDDEN) * e.seconds),
+        "overlapped": sum(len(e.members) for e in entries if e.is_overlapped),
         "fully_hidden": sum(len(e.members) for e in entries if e.is_hidden),
         "exposed_ms": exposed * 1e3,
         "exposed_floor_ms": least_exposed * 1e3,

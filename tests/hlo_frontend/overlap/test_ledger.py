@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from overlap_support import DOT, NEAR, entry_of, loop_module, module, planned, table
+from overlap_support import DOT, FAR, NEAR, entry_of, loop_module, module, planned, table
 
 from stretto.testing_replay import ReplayError, check_common_order, replay_steps
 
@@ -31,6 +31,21 @@ def test_a_half_hidden_gather() -> None:
     assert [summary[key] for key in counts] == [1, 1, 1, 0, 0]
     times = ("exposed_ms", "exposed_floor_ms", "predicted_ms", "compute_ms", "unscheduled_ms")
     assert [summary[key] for key in times] == [1000.0, 1000.0, 4000.0, 3000.0, 5000.0]
+
+
+def test_what_another_wait_hides_is_not_overlapped() -> None:
+    """Two gathers on two streams, with nothing to compute until both are there."""
+    body = f"""
+        %v = f32[64] parameter(0)
+        %w = f32[64] parameter(1)
+        %g = f32[128] all-gather(%v), {NEAR}, dimensions={{0}}
+        %h = f32[128] all-gather(%w), {FAR}, dimensions={{0}}
+        ROOT %s = f32[128] add(%g, %h)
+    """
+    _, data, _ = planned(module(body), table(), memory_factor=2.0)
+    assert sorted(entry["exposed"] for entry in data["collectives"]) == [0.0, 2.0]
+    counts = ("hideable", "overlapped", "fully_hidden")
+    assert [data["summary"][key] for key in counts] == [0, 0, 1]
 
 
 def test_launches_hide_communication_too() -> None:

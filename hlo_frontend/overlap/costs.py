@@ -108,7 +108,9 @@ class CostTable:
         try:
             text = Path(path).read_text()
         except (OSError, ValueError) as error:
-            raise InvalidProgramError(f"the table of costs cannot be read: {error}") from error
+            raise InvalidProgramError(
+                f"the table of costs {path} cannot be read: {getattr(error, 'strerror', error)}"
+            ) from error
         try:
             return cls.parse(text)
         except InvalidProgramError as error:

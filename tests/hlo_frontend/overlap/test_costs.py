@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -147,6 +148,19 @@ def test_what_is_not_a_cost_table_is_an_error_that_names_the_field(
 def test_what_is_not_json_is_an_error(text: str) -> None:
     with pytest.raises(InvalidProgramError, match="is not JSON"):
         CostTable.parse(text)
+
+
+@pytest.mark.parametrize("data", [b"\xff\xfe{", None], ids=["not text", "no file"])
+def test_a_file_that_cannot_be_read_is_an_error_that_names_it(
+    tmp_path: Path, data: bytes | None
+) -> None:
+    path = tmp_path / "costs.json"
+    if data is not None:
+        path.write_bytes(data)
+    with pytest.raises(
+        InvalidProgramError, match=re.escape(f"the table of costs {path} cannot be read: ")
+    ):
+        CostTable.read(path)
 
 
 def test_keys_of_links_that_are_not_known_are_left_alone() -> None:

@@ -8,7 +8,7 @@ Invariant: the plan is a function of the block and the cost table, the same on e
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from ..collectives import CollectiveReader
@@ -21,6 +21,7 @@ from .floor import Floor, floor
 from .kernels import build
 from .loops import blocks_of, control_flow_seconds
 from .model import Graph, Op, Task
+from .renumber import scheduled_anew
 from .replay import Phase, Step, Timeline, replay, unscheduled
 from .schedule import Schedule, schedule
 from .shared_cores import timeline_of
@@ -114,10 +115,16 @@ def plan_block(
     best, merged_bound = found.schedule, bound
     if found.graph is not graph:
         merged_bound = floor(found.graph)
-    if best.timeline.seconds > merged_bound.seconds * GOOD_ENOUGH:
-        last = search(found.graph, _LAST, merged_bound.seconds * GOOD_ENOUGH, best)
-        if last.timeline.peak_bytes <= limit:
-            best = min(best, last, key=lambda s: (s.timeline.seconds, s.timeline.peak_bytes))
+    enough = merged_bound.seconds * GOOD_ENOUGH
+    searches: tuple[Callable[[], Schedule], ...] = (
+        lambda: search(found.graph, _LAST, enough, best),
+        lambda: scheduled_anew(found.graph, lambda g: search(g, _FIRST, enough), launch),
+    )
+    for once_more in searches:
+        if best.timeline.seconds > enough:
+            last = once_more()
+            if last.timeline.peak_bytes <= limit:
+                best = min(best, last, key=lambda s: (s.timeline.seconds, s.timeline.peak_bytes))
     return Plan(
         source=graph,
         graph=found.graph,

@@ -87,6 +87,16 @@ class Transfer:
             if pair[0] in self.devices and pair[0] != pair[1]
         ]
 
+    @property
+    def moves(self) -> bool:
+        """Whether anything is sent or received here: a permute of which all pairs here are skipped is not."""
+        here = {
+            k
+            for k, (source, target) in enumerate(self.collective.pairs)
+            if source != target and (source in self.devices or target in self.devices)
+        }
+        return not here or not here <= self.skip
+
 
 @dataclass
 class Measured:

@@ -89,7 +89,7 @@ def _events(rank: Measured, first: float) -> Iterator[dict[str, Any]]:
             "exposed_us": t.exposed * 1e6,
         }
         skipped = [pair for k, pair in t.pairs if k in t.skip]
-        if not t.pairs or len(skipped) < len(t.pairs):
+        if t.moves:
             yield complete(tid, c.name, "collective", t.begin, t.end, **args)
         for source, target in skipped:
             yield instant(tid, f"skipped {c.name}", t.begin, pair=f"{source} to {target}", **args)

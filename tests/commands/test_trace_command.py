@@ -35,8 +35,16 @@ SHIFT = permute((0, 1), (1, 0), name="shift")
 PROFILED = Profiled("step", 5, 1, 0.004, 0.003, True)
 
 
-def written(folder: Path, rank: int = 0, size: int = 1, offset: float = 0.0, job: str = "") -> Path:
-    """A rank with one device of two: a segment for 2 s, one for 3 s, and two calls of a permute."""
+def written(
+    folder: Path,
+    rank: int = 0,
+    size: int = 1,
+    offset: float = 0.0,
+    job: str = "",
+    skipped: tuple[int, ...] = (0, 1),
+) -> Path:
+    """A rank with one device of two: a segment for 2 s, one for 3 s, and two calls of a permute, the second
+    of which skips these pairs."""
     body = block((0,), [Run(0, (0,), (1,)), Start(0, (1,), (2,), 0, 0), Wait(0)], (2,))
     loaded: Program = program(
         [F32] * 3, body, devices=2, segments=[segment("work")], collectives=[SHIFT], name="step"
@@ -59,7 +67,7 @@ def written(folder: Path, rank: int = 0, size: int = 1, offset: float = 0.0, job
     path.write_bytes(
         beginning(header)
         + program_chunk(loaded, ((rank, 0),))
-        + chunk(b"S", json.dumps([rank]).encode())
+        + chunk(b"S", json.dumps(skipped).encode())
         + chunk(b"M", json.dumps(asdict(PROFILED)).encode())
         + chunk(b"E", np.array(events, "<f8").tobytes())
     )
@@ -142,6 +150,17 @@ def test_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         [101e6, 2e6, "shift"],
         [104e6, -1.0, "skipped shift"],
     ]
+
+
+def test_what_only_arrives_is_drawn_with_its_time(tmp_path: Path) -> None:
+    """Rank 0's own pair is skipped, that of rank 1 is not: rank 0 waits for what comes."""
+    written(tmp_path / "t", 0, 2, skipped=(0,))
+    written(tmp_path / "t", 1, 2, skipped=(0,))
+    assert main(["trace", str(tmp_path / "t"), "-o", str(tmp_path / "x.json")]) == 0
+    events = json.loads((tmp_path / "x.json").read_text())["traceEvents"]
+    moved = [e for e in events if e.get("cat") == "collective" and e["pid"] == 0]
+    assert [(e["ts"], e["dur"]) for e in moved] == [(1e6, 2e6), (4e6, 4e6)]
+    assert [e["pid"] for e in events if e["name"] == "skipped shift"] == [0]
 
 
 def test_one_file_where_its_ending_is_named(tmp_path: Path) -> None:

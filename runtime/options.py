@@ -7,6 +7,8 @@ the value and what is accepted: an option is never guessed.
 
 from __future__ import annotations
 
+import difflib
+import logging
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
@@ -16,6 +18,8 @@ from typing import Any
 from .errors import StrettoError
 
 DEFAULT = "default"
+
+_log = logging.getLogger("stretto")
 
 
 class OptionsError(StrettoError, ValueError):
@@ -185,6 +189,27 @@ def _problem(name: str, value: Any) -> str:
         "interleave": lambda v: isinstance(v, int) and not isinstance(v, bool) and v >= 1,
     }[name](value)
     return "" if accepted else _EXPECTED[name]
+
+
+# Of this repository's tests.
+_OF_TESTS = {"STRETTO_TEST_FULL", "STRETTO_PJRT_HEADER"}
+
+
+def unknown(environment: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Variables that look like options and are none, each with the option that it resembles, or an empty string."""
+    environment = os.environ if environment is None else environment
+    known = [variable for variable, _ in VARIABLES.values()]
+    found = sorted(v for v in environment if v.upper().startswith("STRETTO_"))
+    strange = [v for v in found if v not in known and v not in _OF_TESTS]
+    near = {v: difflib.get_close_matches(v.upper(), known, n=1, cutoff=0.8) for v in strange}
+    return {v: near[v][0] if near[v] else "" for v in strange}
+
+
+def warn_of_unknown() -> None:
+    """Say which variables are ignored."""
+    for variable, near in unknown().items():
+        hint = f". Did you mean {near}?" if near else ""
+        _log.warning("%s is not an option of stretto, and is ignored%s", variable, hint)
 
 
 _chosen: Options | None = None

@@ -198,7 +198,10 @@ def bootstrap(chosen: Options | None = None, rendezvous: Rendezvous | None = Non
     global _world
     joins = rendezvous and rendezvous.size > 1
     if _world is None or (joins and _world.size == 1 and _world.options.launcher != "none"):
+        first = _world is None
         _world = _make(chosen, rendezvous)
+        if first and _world.rank == 0:
+            options.warn_of_unknown()
     elif rendezvous and _world.size > 1 and _place(_world) != _place(rendezvous):
         raise WorldError(_elsewhere(_world.launcher, _place(_world), rendezvous))
     elif chosen is not None and chosen != _world.options:

@@ -25,9 +25,6 @@ from stretto.runtime import cost_tables, launcher, options, world
 from stretto.runtime.errors import StrettoError
 from stretto.runtime.options import VARIABLES, Options
 
-# Variables that other parts read: not options of the runtime, but not misspelled either.
-OTHER_VARIABLES = {"STRETTO_TEST_FULL", "STRETTO_PJRT_HEADER"}
-
 
 @dataclass(frozen=True)
 class Finding:
@@ -234,10 +231,11 @@ def profiling(chosen: Options) -> list[Finding]:
 
 def unknown_variables() -> list[Finding]:
     """Variables that look like options and are none."""
-    known = {variable for variable, _ in VARIABLES.values()} | OTHER_VARIABLES
-    unknown = sorted(v for v in os.environ if v.startswith("STRETTO_") and v not in known)
     advice = "not an option of stretto; the options are in the table above"
-    return [Finding(v, os.environ[v], None, advice) for v in unknown]
+    return [
+        Finding(v, os.environ[v], None, f"{advice}. Did you mean {near}?" if near else advice)
+        for v, near in options.unknown().items()
+    ]
 
 
 def all_reduce() -> Finding:

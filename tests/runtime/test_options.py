@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from stretto.runtime.options import VARIABLES, Options, OptionsError
+from stretto.runtime.options import VARIABLES, Options, OptionsError, unknown
 
 
 def test_defaults_and_their_origin() -> None:
@@ -81,3 +81,13 @@ def test_a_bad_value_is_named(variable: str, text: str, expected: str) -> None:
 def test_a_bad_value_of_a_program_is_named() -> None:
     with pytest.raises(OptionsError, match=r"option local_devices .* is -2"):
         Options(local_devices=-2)
+
+
+def test_variables_that_are_no_options_are_found_with_what_they_resemble() -> None:
+    environment = dict.fromkeys((variable for variable, _ in VARIABLES.values()), "1")
+    assert unknown({**environment, "_STRETTO_RANK": "1 2", "STRETTO_TEST_FULL": "1"}) == {}
+    assert unknown({"STRETTO_TIMOUT": "3", "stretto_trace": "here", "STRETTO_COLOUR": "red"}) == {
+        "STRETTO_TIMOUT": "STRETTO_TIMEOUT",
+        "stretto_trace": "STRETTO_TRACE",
+        "STRETTO_COLOUR": "",
+    }

@@ -69,6 +69,14 @@ def test_ranks_join_and_end_at_different_times_in_peace() -> None:
 
 
 @mpi
+def test_a_variable_that_is_no_option_is_named_once() -> None:
+    done = ranks("describe", env={"STRETTO_TIMOUT": "3"})
+    assert done.returncode == 0
+    named = "STRETTO_TIMOUT is not an option of stretto, and is ignored. Did you mean STRETTO_TIMEOUT?"
+    assert done.stderr.count(named) == done.stderr.count("STRETTO_TIMOUT") == 1
+
+
+@mpi
 def test_what_a_rank_starts_is_a_world_of_its_own() -> None:
     done = ranks("start others", n=2)
     assert done.returncode == 0, done.stderr

@@ -10,6 +10,7 @@ from stretto.runtime.rendezvous import Rendezvous
 from .abi import ERROR_CODES
 from .structs import STRUCTS, read_bytes, read_named_values
 
+_LONGEST_MS = (1 << 31) - 1  # of the C int that holds a timeout: 24 days
 _CALLBACK = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)
 _DELETER = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 _MAKE_ERROR = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t)
@@ -45,7 +46,7 @@ class PjrtStore:
 
     def get(self, key: str, timeout: float) -> str:
         struct = STRUCTS["PJRT_KeyValueGetCallback_Args"]()
-        struct.timeout_in_ms = int(timeout * 1000)
+        struct.timeout_in_ms = int(min(timeout * 1000, _LONGEST_MS))
         try:
             _call(self._get, struct, key)
         except StoreError as error:

@@ -32,7 +32,7 @@ class OptionsError(StrettoError, ValueError):
 class Options:
     """What a user can set.
 
-    ``local_devices``: devices of this process (at least 1; the same on every rank).
+    ``local_devices``: devices of this process (1 to 65536; the same on every rank).
     ``engine``: name of the engine that computes (entry-point group ``stretto.engines``).
     ``timeout``: seconds after which a collective that not every rank has reached is an error.
     ``grace``: seconds a process gets to end by itself once the job has failed, before it is ended.
@@ -142,10 +142,12 @@ VARIABLES: dict[str, tuple[str, Callable[[str], Any]]] = {
     "interleave": ("STRETTO_INTERLEAVE", int),
 }
 
+# More than any engine makes within minutes.
+MOST_LOCAL_DEVICES = 1 << 16
 LAUNCHERS = ("auto", "mpi", "jax", "none")
 
 _EXPECTED = {
-    "local_devices": "expected a whole number of devices, at least 1",
+    "local_devices": f"expected a whole number of devices, from 1 to {MOST_LOCAL_DEVICES}",
     "engine": "expected the name of an engine",
     "timeout": "expected a number of seconds above 0",
     "grace": "expected a number of seconds, 0 or more",
@@ -169,7 +171,9 @@ _EXPECTED = {
 def _problem(name: str, value: Any) -> str:
     """What is wrong with a value, or an empty string."""
     accepted = {
-        "local_devices": lambda v: isinstance(v, int) and not isinstance(v, bool) and v >= 1,
+        "local_devices": lambda v: (
+            isinstance(v, int) and not isinstance(v, bool) and 1 <= v <= MOST_LOCAL_DEVICES
+        ),
         "engine": lambda v: isinstance(v, str) and bool(v),
         "timeout": lambda v: isinstance(v, int | float) and v > 0,
         "grace": lambda v: isinstance(v, int | float) and v >= 0,
@@ -196,7 +200,7 @@ _OF_TESTS = {"STRETTO_TEST_FULL", "STRETTO_PJRT_HEADER"}
 
 
 def unknown(environment: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Variables that look like options and are none, each with the option that it resembles, or an empty string."""
+    """Variables that look like options and are none, each with the option it resembles, or with ``""``."""
     environment = os.environ if environment is None else environment
     known = [variable for variable, _ in VARIABLES.values()]
     found = sorted(v for v in environment if v.upper().startswith("STRETTO_"))

@@ -61,6 +61,7 @@ def test_what_a_program_sets_is_told_apart() -> None:
             "STRETTO_LOCAL_DEVICES is 'four': expected a whole number",
         ),
         ("STRETTO_LOCAL_DEVICES", "0", "STRETTO_LOCAL_DEVICES is 0: expected a whole number"),
+        ("STRETTO_LOCAL_DEVICES", "9" * 30, "expected a whole number of devices, from 1 to 65536"),
         ("STRETTO_LOCAL_DEVICES", "1.5", "STRETTO_LOCAL_DEVICES is '1.5'"),
         ("STRETTO_TIMEOUT", "-1", "STRETTO_TIMEOUT is -1.0: expected a number of seconds above 0"),
         ("STRETTO_TIMEOUT", "nan", "STRETTO_TIMEOUT is nan"),

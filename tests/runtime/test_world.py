@@ -72,7 +72,9 @@ def test_ranks_join_and_end_at_different_times_in_peace() -> None:
 def test_a_variable_that_is_no_option_is_named_once() -> None:
     done = ranks("describe", env={"STRETTO_TIMOUT": "3"})
     assert done.returncode == 0
-    named = "STRETTO_TIMOUT is not an option of stretto, and is ignored. Did you mean STRETTO_TIMEOUT?"
+    named = (
+        "STRETTO_TIMOUT is not an option of stretto, and is ignored. Did you mean STRETTO_TIMEOUT?"
+    )
     assert done.stderr.count(named) == done.stderr.count("STRETTO_TIMOUT") == 1
 
 

@@ -103,7 +103,10 @@ def difference(runs: Mapping[int, Iterable[Ran]], name: str) -> str | None:
         for ran in listed:
             by_number.setdefault(ran.number, {})[rank] = ran
     head = "the ranks run different programs, or in different orders: "
-    tail = "All processes of an array's devices must run the same programs on it, in the same order"
+    tail = (
+        "All processes of an array's devices must run the same programs on it, in the same order. Threads "
+        "that call such programs must take turns, the same on all processes"
+    )
     for number in sorted(by_number):
         ranks = by_number[number]
         firsts = {ran.first for ran in ranks.values()}

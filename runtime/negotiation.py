@@ -281,7 +281,7 @@ class Joint:
         number, history = log.number, log.history
         moment = b"".join(n.to_bytes(8, "big") for n in (number, history))
         if assembly.all_equal(sha256(digest + moment).digest()[:16]):
-            identity = _identity([digest])
+            identity = _identity([digest], number)
             try:
                 check_rings(self._terms.program, self._terms.schedule, self._owner, alone=True)
             except CollectiveMismatch as conflict:
@@ -291,9 +291,10 @@ class Joint:
         anew = bool(self._terms.rewritten)
         if any(offer.rewritten for offer in offers.values()):
             offers = _offers(assembly, self._unrewritten())
-        identity = _identity([offers[rank].digest for rank in sorted(offers)])
         number = max(offer.number for offer in offers.values())
-        history = _identity([offers[rank].history.to_bytes(8, "big") for rank in sorted(offers)])
+        identity = _identity([offers[rank].digest for rank in sorted(offers)], number)
+        histories = [offers[rank].history.to_bytes(8, "big") for rank in sorted(offers)]
+        history = _identity(histories, number)
         try:
             order = common_order(offers, self._owner)[self._rank]
         except OrderConflict as conflict:
@@ -385,8 +386,10 @@ def _offers(assembly: Assembly, own: bytes) -> dict[int, Offer]:
     return {rank: Offer.read(data) for rank, data in assembly.exchange(own).items()}
 
 
-def _identity(parts: Sequence[bytes]) -> int:
-    return int.from_bytes(sha256(b"".join(parts)).digest()[:8], "big")
+def _identity(parts: Sequence[bytes], number: int) -> int:
+    """Of what was agreed on at the run of this number: two programs may communicate the same."""
+    data = b"".join([*parts, number.to_bytes(8, "big")])
+    return int.from_bytes(sha256(data).digest()[:8], "big")
 
 
 @dataclass(frozen=True)
@@ -442,6 +445,10 @@ class Offer:
         )
 
 
+def _own_identity(offer: Offer) -> int:
+    return _identity([offer.digest], offer.number)
+
+
 def _head(offers: Mapping[int, Offer]) -> str:
     whats = {offer.what for offer in offers.values()}
     if len(whats) == 1:
@@ -454,7 +461,7 @@ def common_order(offers: Mapping[int, Offer], owner: Mapping[int, int]) -> dict[
     """The common order, by rank. Raises `OrderConflict` that says what cannot be agreed on."""
     if len({(offer.number, offer.history) for offer in offers.values()}) > 1:
         runs = {
-            rank: [*offer.runs[:-1], offer.runs[-1]._replace(identity=_identity([offer.digest]))]
+            rank: [*offer.runs[:-1], offer.runs[-1]._replace(identity=_own_identity(offer))]
             for rank, offer in offers.items()
         }
         text = audit.difference(runs, ", ".join(map(str, sorted(offers))))

@@ -371,22 +371,26 @@ def silent_at_the_end(rank: int) -> None:
     threading.Event().wait()
 
 
-def other_program(rank: int) -> None:
+def other_program(rank: int, other: Function = gather) -> None:
     """Two programs that all know, run in different orders; asynchronously, so that results come late."""
-    mapped = {
-        f.__name__: jax.jit(
-            jax.shard_map(f, mesh=MESH, in_specs=SPEC, out_specs=SPEC, check_vma=False)
-        )
-        for f in (psum, gather)
-    }
+    known, odd = (
+        jax.jit(jax.shard_map(f, mesh=MESH, in_specs=SPEC, out_specs=SPEC, check_vma=False))
+        for f in (psum, other)
+    )
     x = placed()
-    for f in mapped.values():
+    for f in (known, odd):
         jax.block_until_ready(f(x))
     for _ in range(100):
-        mapped["psum"](x)
-    first, second = ("psum", "gather") if rank else ("gather", "psum")
-    results = mapped[first](x), mapped[second](x)
+        known(x)
+    first, second = (known, odd) if rank else (odd, known)
+    results = first(x), second(x)
     jax.block_until_ready(results)
+
+
+def other_compute(rank: int) -> None:
+    """The same, of two programs that communicate alike, so that nothing waits."""
+    other_program(rank, doubled_and_psum)
+    threading.Event().wait()
 
 
 def never(rank: int) -> None:

@@ -141,11 +141,14 @@ def ends(behaviour: str, **environment: str) -> list[str]:
     return said
 
 
-def test_programs_in_another_order_end_the_job_and_are_named() -> None:
-    for text in ends("other_program"):
+@pytest.mark.parametrize(
+    ("behaviour", "odd"), [("other_program", "gather"), ("other_compute", "doubled_and_psum")]
+)
+def test_programs_in_another_order_end_the_job_and_are_named(behaviour: str, odd: str) -> None:
+    for text in ends(behaviour):
         assert re.match(
             r"the ranks run different programs, or in different orders: run 103 of processes 0-1 is\n"
-            rf"  rank 0: jit_gather \(called at {HERE} in other_program\)\n"
+            rf"  rank 0: jit_{odd} \(called at {HERE} in other_program\)\n"
             rf"  rank 1: jit_psum \(called at {HERE} in other_program\)\n",
             text,
         ), text

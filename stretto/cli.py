@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 from importlib import import_module
@@ -19,8 +20,25 @@ COMMANDS = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a subcommand; returns its exit code. Raises ``SystemExit(2)`` on arguments it cannot read."""
-    argv = sys.argv[1:] if argv is None else argv
+    """Run a subcommand; returns its exit code. Raises ``SystemExit(2)`` on arguments it cannot read.
+
+    Whoever reads what is printed may stop reading; what a terminal cannot show becomes ``?``.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+    try:
+        result = _main(sys.argv[1:] if argv is None else argv)
+        if sys.stdout is not None:
+            sys.stdout.flush()
+        return result
+    except BrokenPipeError:
+        # Python writes what is left when it ends: there it goes nowhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _main(argv: list[str]) -> int:
     # XLA tells of its devices on stderr otherwise; importing jax sets the same.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")
     parser = argparse.ArgumentParser(

@@ -53,6 +53,21 @@ def test_version_and_usage(capsys: pytest.CaptureFixture[str]) -> None:
     assert "doctor" in capsys.readouterr().out
 
 
+def test_what_cannot_be_shown_is_no_error() -> None:
+    done = command("run", "--help", env={"PYTHONIOENCODING": "ascii"})
+    assert done.returncode == 0, done.stderr
+    assert "arrays 0, 1, ?" in done.stdout
+
+
+def test_a_reader_that_stops_reading_is_no_error() -> None:
+    command = [sys.executable, "-m", "stretto.cli", "--version"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 1
+
+
 def test_doctor_says_where_options_came_from_and_runs_an_all_reduce() -> None:
     done = command("doctor", env={"STRETTO_LOCAL_DEVICES": "4", "STRETTO_TIMOUT": "3"})
     assert done.returncode == 0, done.stdout + done.stderr

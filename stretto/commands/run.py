@@ -116,7 +116,12 @@ def run(arguments: argparse.Namespace) -> int:
         return 1
     if world.rank == 0:
         if arguments.results:
-            np.savez(arguments.results, **stacked([out for out, _ in gathered]))  # type: ignore[arg-type]
+            try:
+                np.savez(arguments.results, **stacked([out for out, _ in gathered]))  # type: ignore[arg-type]
+            except OSError as error:
+                problem = f"stretto run: {arguments.results}: cannot be written: {error.strerror}"
+                print(problem, file=sys.stderr, flush=True)
+                return 1
         report = total([c for _, c in gathered])
         if arguments.check_skips:
             report["skips_checked"] = True

@@ -284,6 +284,15 @@ def test_arguments_that_do_not_fit(file: str, tmp_path: Path) -> None:
     assert stretto("run", "/nowhere.hlo").returncode == 2
 
 
+def test_results_that_cannot_be_written(file: str, tmp_path: Path) -> None:
+    out = str(tmp_path / "missing" / "out.npz")
+    done = stretto("run", file, "--results", out)
+    assert done.returncode == 1
+    assert done.stderr.decode() == (
+        f"stretto run: {out}: cannot be written: No such file or directory\n"
+    )
+
+
 def test_devices_follow_from_groups_where_the_header_is_silent() -> None:
     text = MODULE.replace(", num_partitions=4", "")
     explained = json.loads(stretto("explain", "-", "--json", data=text.encode()).stdout)

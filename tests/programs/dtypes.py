@@ -61,6 +61,17 @@ def mean(dtype: str) -> dict[str, Any]:
     return {"pmean": manual(mesh(x=8), lambda x: lax.pmean(x, "x"), normal((8, 5), dtype, 3))}
 
 
+def quarters() -> dict[str, Any]:
+    """XLA's simplifier multiplies by a quarter, which floats of four bits do not have."""
+
+    def f(x: jax.Array) -> jax.Array:
+        x = x.astype(jnp.float4_e2m1fn)
+        return lax.ppermute(x, "x", [(i, (i + 1) % 8) for i in range(8)]) / x.dtype.type(4)
+
+    values = np.array([-6, 4, 2, -0.5, 0, 6, -2, 1], np.float32)
+    return {"quarters": manual(mesh(x=8), f, values)}
+
+
 def reduce_random(dtype: str) -> dict[str, Any]:
     def f(x: jax.Array) -> tuple[jax.Array, jax.Array]:
         return lax.psum(x, "x"), lax.psum_scatter(x, "x", scatter_dimension=1, tiled=True)
@@ -110,6 +121,7 @@ def register() -> None:
             add(Program(f"extremes/{dtype}", partial(extremes, dtype), **options))
     for dtype in ("float8_e8m0fnu", "float4_e2m1fn"):
         add(Program(f"moves/{dtype}", partial(moves, dtype), exact=True))
+    add(Program("quarters/float4_e2m1fn", quarters, exact=True))
     for dtype in ("float32", "bfloat16", "float16", "float64", "complex64", "complex128"):
         x64 = dtype in WIDE
         add(Program(f"mean/{dtype}", partial(mean, dtype), x64=x64))

@@ -82,6 +82,24 @@ def _target() -> str:
     return f"jaxlib {version('jaxlib')} on {platform.machine()} with features {digest}"
 
 
+class _Unguarded:
+    """A block in which the program's transfer guards do not count: they are about its own transfers.
+
+    Guards are states of threads, and jaxlib checks those of the thread that calls.
+    """
+
+    __slots__ = ("_before", "_state")
+
+    def __enter__(self) -> None:
+        self._state = state = _jax.guard_lib.thread_local_state()
+        self._before = state.host_to_device, state.device_to_device
+        allow = _jax.guard_lib.TransferGuardLevel.ALLOW
+        state.host_to_device = state.device_to_device = allow
+
+    def __exit__(self, *error: object) -> None:
+        self._state.host_to_device, self._state.device_to_device = self._before
+
+
 class _End:
     """The end of one run."""
 
@@ -279,13 +297,14 @@ class XlaCpuEngine:
         return [_result_handler(type, self._shardings[ordinal]) for type in types]
 
     def put(self, host: np.ndarray, type: TensorType, ordinal: int) -> Array:
-        return _jax.batched_device_put(
-            _aval(type),
-            self._shardings[ordinal],
-            [host],
-            self._device_lists[ordinal],
-            enable_x64=True,
-        )
+        with _Unguarded():
+            return _jax.batched_device_put(
+                _aval(type),
+                self._shardings[ordinal],
+                [host],
+                self._device_lists[ordinal],
+                enable_x64=True,
+            )
 
     def host_view(self, array: Array) -> np.ndarray:
         try:
@@ -296,12 +315,13 @@ class XlaCpuEngine:
 
     def copy(self, array: Array, ordinal: int) -> Array:
         try:
-            (copied,) = _jax.batched_copy_array_to_devices_with_sharding(
-                [array],
-                [self._executable_devices[ordinal]],
-                [self._shardings[ordinal]],
-                [_jax.ArrayCopySemantics.ALWAYS_COPY],
-            )
+            with _Unguarded():
+                (copied,) = _jax.batched_copy_array_to_devices_with_sharding(
+                    [array],
+                    [self._executable_devices[ordinal]],
+                    [self._shardings[ordinal]],
+                    [_jax.ArrayCopySemantics.ALWAYS_COPY],
+                )
         except JaxRuntimeError as error:
             raise _translate(error, XlaError) from error
         return copied

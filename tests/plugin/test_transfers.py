@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from stretto.collectives.types import ELEMENT_TYPES, TensorType
 
@@ -144,6 +146,41 @@ def test_memory_statistics_follow_the_arrays(on_stretto: jax.Device) -> None:
     assert on_stretto.memory_stats()["bytes_in_use"] - before >= 1 << 20
     del array
     assert on_stretto.memory_stats()["bytes_in_use"] - before < 1 << 20
+
+
+@contextmanager
+def _disallowed() -> Iterator[None]:
+    """No transfers in any thread."""
+    guards = [f"jax_transfer_guard_{way}" for way in ("host_to_device", "device_to_device")]
+    before = {guard: getattr(jax.config, guard) for guard in guards}
+    for guard in guards:
+        jax.config.update(guard, "disallow")
+    try:
+        yield
+    finally:
+        for guard in guards:
+            jax.config.update(guard, before[guard] or "allow")
+
+
+@pytest.mark.parametrize("every_thread", [False, True])
+def test_guards_are_about_the_program_s_transfers(
+    devices: list[jax.Device], every_thread: bool
+) -> None:
+    """Those that a run itself makes, in the thread that calls or in the dispatch thread, are none of them."""
+    mesh = Mesh(np.array(devices), ("x",))
+    rows, whole = NamedSharding(mesh, PartitionSpec("x")), NamedSharding(mesh, PartitionSpec())
+    array = jax.device_put(np.arange(800_000, dtype=np.float32).reshape(8, -1), rows)
+    small = jax.device_put(np.arange(8.0, dtype=np.float32).reshape(8, 1), rows)
+    total = jax.jit(lambda a: a.sum(0), out_shardings=whole)
+    shift = jax.jit(lambda a: a + a.sum())  # so small that the thread that calls runs it
+    double = jax.jit(lambda a: jax.lax.fori_loop(0, 3, lambda _, b: b * 2 + b.sum(), a))
+    with _disallowed() if every_thread else jax.transfer_guard("disallow"):
+        results = jax.block_until_ready([total(array), shift(small), double(small)])
+        with pytest.raises(jax.errors.JaxRuntimeError, match="Disallowed host-to-device"):
+            jnp.sin(np.ones(3))
+    np.testing.assert_allclose(results[0], np.asarray(array).sum(0))
+    np.testing.assert_array_equal(results[1], np.asarray(small) + 28)
+    assert results[2].shape == (8, 1)
 
 
 def test_large_arrays() -> None:

@@ -305,6 +305,15 @@ def has_token_barriers(module: ir.Module) -> bool:
     )
 
 
+def divides_f4(module: ir.Module) -> bool:
+    """Whether floats of four bits are divided somewhere."""
+    return any(
+        operation.name == "stablehlo.divide"
+        and str(operation.operands[0].type.element_type).startswith("f4")
+        for operation in operations(module)
+    )
+
+
 def is_local(module: ir.Module) -> bool:
     """Whether a module for one device can be given to an engine without XLA looking at it first.
 

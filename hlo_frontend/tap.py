@@ -48,12 +48,11 @@ DISABLED_PASSES |= {
 } | {
     f"float-normalization-{name}": "computes small floats as f16"
     for name in PRIMITIVE_CODES
-    if name.startswith(
-        "f8"
-    )  # XLA's simplifier divides by 4 as it multiplies by 1/4, which f4 lacks
+    if name.startswith(("f8", "f4"))
 }
-# Drops what enters a barrier and is not used where it leaves, and so a chain of tokens from its end.
-_DROPS_TOKENS = "algsimp"
+# Drops what enters a barrier and is not used where it leaves, and so a chain of tokens from its end; divides
+# by 4 as it multiplies by 1/4, which floats of four bits do not have.
+_SIMPLIFIER = "algsimp"
 _STAGE_PRE_SCHEDULER = 0
 _STOP = "stretto has taken the HLO"
 
@@ -95,9 +94,7 @@ def _hook(serialized: bytes) -> bytes | None:
     raise RuntimeError(_STOP)
 
 
-def _options(
-    serialized: bytes, num_replicas: int, num_partitions: int, *, keep_tokens: bool
-) -> Any:
+def _options(serialized: bytes, num_replicas: int, num_partitions: int, *, simplify: bool) -> Any:
     """The caller's compile options, for our client, with CPU-specific passes switched off."""
     try:
         CompileOptionsProto.FromString(serialized)  # jaxlib takes what it cannot read for defaults
@@ -122,8 +119,8 @@ def _options(
     overrides = dict(options.env_option_overrides)
     disabled = [p for p in str(overrides.get("xla_disable_hlo_passes", "")).split(",") if p]
     disabled += [p for p in DISABLED_PASSES if p not in disabled]
-    if keep_tokens:
-        disabled.append(_DROPS_TOKENS)
+    if not simplify:
+        disabled.append(_SIMPLIFIER)
     overrides["xla_disable_hlo_passes"] = ",".join(disabled)
     options.env_option_overrides = list(overrides.items())
     return options
@@ -139,8 +136,8 @@ def optimized_hlo(
     `InvalidProgramError` or `UnsupportedError` with XLA's reason.
     """
     count = num_replicas * num_partitions
-    keep_tokens = stablehlo.has_token_barriers(module)
-    compile_options = _options(options, num_replicas, num_partitions, keep_tokens=keep_tokens)
+    simplify = not (stablehlo.has_token_barriers(module) or stablehlo.divides_f4(module))
+    compile_options = _options(options, num_replicas, num_partitions, simplify=simplify)
     if not options:
         compile_options.executable_build_options.use_shardy_partitioner = stablehlo.uses_shardy(
             module

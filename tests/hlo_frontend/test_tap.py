@@ -74,6 +74,18 @@ def test_only_chains_of_tokens_keep_what_leaves_a_barrier_unused():
     assert sum_behind(np.float32(0)) == [1]
 
 
+def test_floats_of_four_bits_are_sent_and_divided_as_they_are():
+    """Not as f16, and not multiplied by a quarter, which they do not have."""
+    f = manual(
+        lambda x: lax.ppermute(x, "x", [(0, 1), (1, 0)]) / x.dtype.type(4), mesh(2), P("x"), P("x")
+    )
+    text = text_of(f, np.ones(8, jnp.float4_e2m1fn))
+    module = Module.parse(tap.optimized_hlo(stablehlo.parse(text), 1, 2))
+    found = {i.opcode for c in module.computations for i in c.instructions}
+    assert {"collective-permute", "divide"} <= found
+    assert not found & {"convert", "multiply"}
+
+
 def test_barriers_tell_whether_jax_made_them_to_compute_again():
     """If this fails: see what `jax._src.ad_checkpoint` names the barriers of `jax.checkpoint` now."""
     over = mesh(4)
@@ -191,7 +203,7 @@ def test_options_of_the_caller_are_honoured():
     build = options.executable_build_options
     build.use_shardy_partitioner = True
     build.allow_spmd_sharding_propagation_to_output = [True]
-    made = tap._options(options.SerializeAsString(), 2, 4, keep_tokens=False)
+    made = tap._options(options.SerializeAsString(), 2, 4, simplify=True)
     overrides = dict(made.env_option_overrides)
     disabled = overrides["xla_disable_hlo_passes"].split(",")
     assert disabled[:2] == ["fusion", "cse"] and set(tap.DISABLED_PASSES) <= set(disabled)

@@ -179,6 +179,9 @@ def test_private_names_of_jaxlib() -> None:
         assert callable(getattr(_jax.ExecuteResults, name)), name
     assert _jax.ArrayCopySemantics.ALWAYS_COPY is not None
     assert callable(_jax.batched_copy_array_to_devices_with_sharding)
+    for name in ("host_to_device", "device_to_device"):
+        assert hasattr(_jax.guard_lib.thread_local_state(), name), name
+    assert _jax.guard_lib.TransferGuardLevel.ALLOW is not None
     options = xla_client.CompileOptions()
     for name in ("num_replicas", "num_partitions", "device_assignment"):
         assert hasattr(options, name), name

@@ -296,22 +296,22 @@ def uses_shardy(module: ir.Module) -> bool:
     return any(operation.operation.name == "sdy.mesh" for operation in module.body.operations)
 
 
-def has_token_barriers(module: ir.Module) -> bool:
-    """Whether an optimization barrier takes a ``bool[]``: the tokens of `stretto.lax`."""
-    return any(
-        operation.name == "stablehlo.optimization_barrier"
-        and any(str(operand.type) == "tensor<i1>" for operand in operation.operands)
-        for operation in operations(module)
-    )
+def can_be_simplified(module: ir.Module) -> bool:
+    """Whether XLA's simplifier changes nothing that counts.
+
+    It drops what enters a barrier and is not used where it leaves, and so a chain of tokens (a ``bool[]`` of
+    `stretto.lax`) from its end. It divides by 4 as it multiplies by 1/4, which floats of four bits lack.
+    """
+    return not any(map(_loses_by_simplifying, operations(module)))
 
 
-def divides_f4(module: ir.Module) -> bool:
-    """Whether floats of four bits are divided somewhere."""
-    return any(
-        operation.name == "stablehlo.divide"
-        and str(operation.operands[0].type.element_type).startswith("f4")
-        for operation in operations(module)
-    )
+def _loses_by_simplifying(operation: Any) -> bool:
+    name = operation.name
+    if name == "stablehlo.optimization_barrier":
+        return any(str(operand.type) == "tensor<i1>" for operand in operation.operands)
+    if name == "stablehlo.divide":
+        return str(operation.operands[0].type.element_type).startswith("f4")
+    return False
 
 
 def is_local(module: ir.Module) -> bool:

@@ -50,8 +50,6 @@ DISABLED_PASSES |= {
     for name in PRIMITIVE_CODES
     if name.startswith(("f8", "f4"))
 }
-# Drops what enters a barrier and is not used where it leaves, and so a chain of tokens from its end; divides
-# by 4 as it multiplies by 1/4, which floats of four bits do not have.
 _SIMPLIFIER = "algsimp"
 _STAGE_PRE_SCHEDULER = 0
 _STOP = "stretto has taken the HLO"
@@ -136,8 +134,9 @@ def optimized_hlo(
     `InvalidProgramError` or `UnsupportedError` with XLA's reason.
     """
     count = num_replicas * num_partitions
-    simplify = not (stablehlo.has_token_barriers(module) or stablehlo.divides_f4(module))
-    compile_options = _options(options, num_replicas, num_partitions, simplify=simplify)
+    compile_options = _options(
+        options, num_replicas, num_partitions, simplify=stablehlo.can_be_simplified(module)
+    )
     if not options:
         compile_options.executable_build_options.use_shardy_partitioner = stablehlo.uses_shardy(
             module

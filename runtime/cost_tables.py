@@ -75,8 +75,9 @@ def find(named: str, hosts: Sequence[str], local_devices: int, engine: str) -> C
         try:
             return CostText(Path(named).read_text(), named, named=True)
         except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", error)
             raise WorldError(
-                f"the table of costs cannot be read (STRETTO_COSTS): {error}"
+                f"the table of costs cannot be read (STRETTO_COSTS): {named}: {reason}"
             ) from None
     try:
         path = measured_path(hosts, local_devices, engine)

@@ -38,6 +38,9 @@ from ..program import Segment, calls_back
 
 Array = Any
 _STATUS = re.compile(r"^([A-Z_]{2,}): ", re.ASCII)
+# Transfer guards are about a program's own transfers. jaxlib checks those of the thread that calls, be it the
+# program's or one of ours, and of all threads.
+_guards, _ALLOW = _jax.guard_lib.thread_local_state, _jax.guard_lib.TransferGuardLevel.ALLOW
 
 
 def create(num_devices: int) -> XlaCpuEngine:
@@ -80,24 +83,6 @@ def _target() -> str:
     features = next((i for i in lines if i.startswith(("flags", "Features"))), "".join(lines[:1]))
     digest = hashlib.sha256(" ".join(sorted(set(features.split()))).encode()).hexdigest()[:16]
     return f"jaxlib {version('jaxlib')} on {platform.machine()} with features {digest}"
-
-
-class _Unguarded:
-    """A block in which the program's transfer guards do not count: they are about its own transfers.
-
-    Guards are states of threads, and jaxlib checks those of the thread that calls.
-    """
-
-    __slots__ = ("_before", "_state")
-
-    def __enter__(self) -> None:
-        self._state = state = _jax.guard_lib.thread_local_state()
-        self._before = state.host_to_device, state.device_to_device
-        allow = _jax.guard_lib.TransferGuardLevel.ALLOW
-        state.host_to_device = state.device_to_device = allow
-
-    def __exit__(self, *error: object) -> None:
-        self._state.host_to_device, self._state.device_to_device = self._before
 
 
 class _End:
@@ -297,7 +282,9 @@ class XlaCpuEngine:
         return [_result_handler(type, self._shardings[ordinal]) for type in types]
 
     def put(self, host: np.ndarray, type: TensorType, ordinal: int) -> Array:
-        with _Unguarded():
+        guards = _guards()
+        before, guards.host_to_device = guards.host_to_device, _ALLOW
+        try:
             return _jax.batched_device_put(
                 _aval(type),
                 self._shardings[ordinal],
@@ -305,6 +292,8 @@ class XlaCpuEngine:
                 self._device_lists[ordinal],
                 enable_x64=True,
             )
+        finally:
+            guards.host_to_device = before
 
     def host_view(self, array: Array) -> np.ndarray:
         try:
@@ -314,16 +303,19 @@ class XlaCpuEngine:
         return view if view.flags.c_contiguous else np.ascontiguousarray(view)
 
     def copy(self, array: Array, ordinal: int) -> Array:
+        guards = _guards()
+        before, guards.device_to_device = guards.device_to_device, _ALLOW
         try:
-            with _Unguarded():
-                (copied,) = _jax.batched_copy_array_to_devices_with_sharding(
-                    [array],
-                    [self._executable_devices[ordinal]],
-                    [self._shardings[ordinal]],
-                    [_jax.ArrayCopySemantics.ALWAYS_COPY],
-                )
+            (copied,) = _jax.batched_copy_array_to_devices_with_sharding(
+                [array],
+                [self._executable_devices[ordinal]],
+                [self._shardings[ordinal]],
+                [_jax.ArrayCopySemantics.ALWAYS_COPY],
+            )
         except JaxRuntimeError as error:
             raise _translate(error, XlaError) from error
+        finally:
+            guards.device_to_device = before
         return copied
 
     def is_ready(self, array: Array) -> bool:

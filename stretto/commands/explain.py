@@ -20,7 +20,7 @@ from stretto.runtime.program import Loop, Program, Run, Start, instructions
 from stretto.runtime.runs import work
 
 from .explain_costs import ledger_text, schedule_file
-from .hlo_input import CompiledFile, add_file, compile_file, complain, read_file
+from .hlo_input import CompiledFile, add_file, compile_file, complain, complain_of_output, read_file
 from .schedule_svg import svg
 
 MOST_CELLS, MOST_ROWS = 120, 32  # iterations and devices of the picture of a loop
@@ -60,8 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
         try:
             Path(arguments.svg).write_text(svg(loops, [loop_lines(e)[0] for e in loops]), "utf-8")
         except OSError as error:
-            unwritable = StrettoError(f"cannot be written: {error.strerror or error}")
-            return complain("explain", arguments.svg, unwritable)
+            return complain_of_output("explain", arguments.svg, error)
     print(json.dumps(explanation, indent=2) if arguments.json else to_text(explanation))
     return 0
 

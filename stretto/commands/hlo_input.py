@@ -136,3 +136,8 @@ def complain(command: str, name: str, error: StrettoError) -> int:
         f"stretto {command}: {'standard input' if name == '-' else name}: {error}", file=sys.stderr
     )
     return BAD_INPUT
+
+
+def complain_of_output(command: str, name: str, error: OSError) -> int:
+    """Say why a file cannot be written; the exit code where it was all that was asked for."""
+    return complain(command, name, StrettoError(f"cannot be written: {error.strerror or error}"))

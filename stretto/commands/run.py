@@ -51,7 +51,7 @@ from stretto.runtime.value import Value
 from stretto.runtime.world import World, bootstrap
 
 from . import check_skips
-from .hlo_input import CompiledFile, add_file, compile_file, complain, read_file
+from .hlo_input import CompiledFile, add_file, compile_file, complain, complain_of_output, read_file
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -119,8 +119,7 @@ def run(arguments: argparse.Namespace) -> int:
             try:
                 np.savez(arguments.results, **stacked([out for out, _ in gathered]))  # type: ignore[arg-type]
             except OSError as error:
-                problem = f"stretto run: {arguments.results}: cannot be written: {error.strerror}"
-                print(problem, file=sys.stderr, flush=True)
+                complain_of_output("run", arguments.results, error)
                 return 1
         report = total([c for _, c in gathered])
         if arguments.check_skips:

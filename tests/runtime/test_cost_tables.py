@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -92,6 +93,13 @@ def test_all_ranks_have_the_table_of_rank_0(tmp_path: Path) -> None:
     own = {0: {"STRETTO_COSTS": str(named)}, 1: {"STRETTO_COSTS": str(tmp_path / "none.json")}}
     done = run_ranks(2, ["-c", code], rank_env=own, timeout=60)
     assert sorted(done.stdout.splitlines()) == ['0 {"of": "rank 0"}', '1 {"of": "rank 0"}']
+
+
+def test_a_file_that_is_no_text_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "costs.json"
+    path.write_bytes(b"\xff\xfe{")
+    with pytest.raises(WorldError, match=re.escape(f"(STRETTO_COSTS): {path}: 'utf-8' codec")):
+        find(str(path), HOSTS, 4, "xla:cpu")
 
 
 @mpi

@@ -44,6 +44,7 @@ from .carve import AwaitStep, BlockPlan, RuntimeStep, SegmentPlan
 from .graph import LOGICAL_IDS, Computation, trip_count
 from .offsets import share
 from .passes.rotate import STREAMS
+from .reproducible import marked
 from .segments import SegmentPool
 from .streams import Streams
 from .values import Node, NodeKind, Value
@@ -72,7 +73,7 @@ def lower(
     pool = SegmentPool()
     finisher = _Finisher(state, pool, {} if homes is None else homes)
     body = finisher.block(emitted.block)
-    return Program(
+    program = Program(
         name=name,
         num_replicas=num_replicas,
         num_partitions=num_partitions,
@@ -83,6 +84,7 @@ def lower(
         donated=tuple(sorted(donated)),
         num_streams=1 + max(_streams(body)),
     )
+    return marked(program)
 
 
 def _streams(body: Block) -> set[int]:

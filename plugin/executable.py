@@ -210,6 +210,14 @@ def compile_and_load(client: Client, source: bytes, options: bytes) -> LoadedExe
     for loop in compiled.interleaved:
         if loop.why and client.world.rank == 0:
             _log.warning("%s", loop.describe())
+    rounding = not getattr(client.engine, "reproducible", False)
+    if rounding and client.world.rank == 0 and any(not i.why for i in compiled.interleaved):
+        _log.warning(
+            "engine %s does not promise the same bits for loops of any length: interleaved pipelines of %s "
+            "give the results of the program as it is written up to rounding",
+            client.engine.name,
+            compiled.program.name,
+        )
     loaded = _onto(client, compiled, device_ids, callbacks.of_module(source))
     executable = Executable(client, compiled, lambda: loaded.compiled, options, source=source)
     return LoadedExecutable(client, executable, loaded, device_ids)

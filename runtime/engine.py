@@ -50,6 +50,9 @@ class Engine(Protocol):
 
     ``host_memory``: the host can read an array at its `pointer`, dense row-major, so that NumPy and others
     may look at arrays without a copy. An engine that lacks the attribute is taken to have memory of its own.
+
+    An engine may have ``reproducible = True``: it compiles segments that are to be ``reproducible`` as
+    `Segment` says. Without it, an interleaved pipeline's results are equal up to rounding.
     """
 
     name: str

@@ -42,6 +42,8 @@ class Segment:
     ``module`` is StableHLO (MLIR bytecode or text). ``donated`` lists inputs that ``main`` marks as
     donated (``jax.buffer_donor`` or ``tf.aliasing_output``): a run consumes them. ``arithmetic`` counts
     the arithmetic HLO instructions one run executes (a loop inside of unknown length once), -1 if not known.
+    ``reproducible``: a loop in it must give the same bits whatever its trip count and the sizes of what it
+    carries. Segments of a pipeline's loop are: a chunk of a device's layers computes what all of them do.
     Segments are equal when their modules and types are: names and source lines are stripped before.
     """
 
@@ -52,6 +54,7 @@ class Segment:
     arithmetic: int = -1
     flops: float = -1.0
     name: str = field(default="", compare=False)
+    reproducible: bool = False
 
 
 @dataclass(frozen=True)

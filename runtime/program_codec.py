@@ -36,7 +36,7 @@ from .program import (
 from .program_check import check
 
 MAGIC = b"STRP"
-VERSION = 4  # to be raised whenever a field of one of the classes below changes
+VERSION = 5  # to be raised whenever a field of one of the classes below changes
 _CLASSES: dict[str, type] = {
     "P": Program,
     "p": Prediction,

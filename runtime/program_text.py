@@ -88,6 +88,7 @@ class _Printer:
             + _option("donated", segment.donated, _numbers)
             + (f" arithmetic {segment.arithmetic}" if segment.arithmetic != -1 else "")
             + (f" flops {segment.flops!r}" if segment.flops != -1.0 else "")
+            + (" reproducible" if segment.reproducible else "")
             + f" module {self.module(segment.module)}"
         )
 
@@ -280,8 +281,10 @@ class _Parser:
         donated = self.option("donated", lambda: self.items(self.number), ())
         arithmetic = self.option("arithmetic", self.number, -1)
         flops = self.option("flops", self.real, -1.0)
+        reproducible = self.accept("reproducible")
         self.expect("module")
-        return Segment(inputs, outputs, self.module(), donated, arithmetic, flops, name)
+        module = self.module()
+        return Segment(inputs, outputs, module, donated, arithmetic, flops, name, reproducible)
 
     def module(self) -> bytes:
         if self.accept("text"):

@@ -41,6 +41,41 @@ module @sum_and_difference {
 _DONATED = _DOUBLE.replace(
     b"%a: tensor<16xf32>)", b"%a: tensor<16xf32> {tf.aliasing_output = 0 : i32})"
 )
+# Layers in a loop, beside carries that make it larger: what a chunk of a pipeline's stage is.
+_LAYERS = """
+module @layers {{
+  func.func public @main(%x: tensor<2x6xf32>, %w: tensor<{layers}x6x6xf32>,
+      %kept: tensor<{kept}xf32>) -> tensor<2x6xf32> {{
+    %zero = stablehlo.constant dense<0> : tensor<i32>
+    %one = stablehlo.constant dense<1> : tensor<i32>
+    %count = stablehlo.constant dense<{layers}> : tensor<i32>
+    %r:4 = stablehlo.while(%i = %zero, %y = %x, %ws = %w, %k = %kept)
+        : tensor<i32>, tensor<2x6xf32>, tensor<{layers}x6x6xf32>, tensor<{kept}xf32>
+    cond {{
+      %more = stablehlo.compare LT, %i, %count : (tensor<i32>, tensor<i32>) -> tensor<i1>
+      stablehlo.return %more : tensor<i1>
+    }} do {{
+      %slice = stablehlo.dynamic_slice %ws, %i, %zero, %zero, sizes = [1, 6, 6]
+          : (tensor<{layers}x6x6xf32>, tensor<i32>, tensor<i32>, tensor<i32>) -> tensor<1x6x6xf32>
+      %own = stablehlo.reshape %slice : (tensor<1x6x6xf32>) -> tensor<6x6xf32>
+      %product = stablehlo.dot_general %y, %own, contracting_dims = [1] x [0]
+          : (tensor<2x6xf32>, tensor<6x6xf32>) -> tensor<2x6xf32>
+      %next = stablehlo.tanh %product : tensor<2x6xf32>
+      %other = stablehlo.negate %k : tensor<{kept}xf32>
+      %j = stablehlo.add %i, %one : tensor<i32>
+      stablehlo.return %j, %next, %ws, %other
+          : tensor<i32>, tensor<2x6xf32>, tensor<{layers}x6x6xf32>, tensor<{kept}xf32>
+    }}
+    %sum = stablehlo.constant dense<0.0> : tensor<f32>
+    %all = stablehlo.reduce(%r#3 init: %sum) applies stablehlo.maximum across dimensions = [0]
+        : (tensor<{kept}xf32>, tensor<f32>) -> tensor<f32>
+    %none = stablehlo.multiply %all, %sum : tensor<f32>
+    %spread = stablehlo.broadcast_in_dim %none, dims = [] : (tensor<f32>) -> tensor<2x6xf32>
+    %out = stablehlo.add %r#1, %spread : tensor<2x6xf32>
+    return %out : tensor<2x6xf32>
+  }}
+}}
+"""
 DOUBLE = Segment((F32,), (F32,), _DOUBLE, name="double")
 SUM_AND_DIFFERENCE = Segment((F32, F32), (F32, F32), _SUM_AND_DIFFERENCE, name="sum_and_difference")
 DONATED = Segment((F32,), (F32,), _DONATED, donated=(0,), name="double_donated")
@@ -69,6 +104,9 @@ def check_engine(
     if computes:
         checks += [_runs, _compile_errors, _run_errors, _threads]
         names += ["runs", "compile_errors", "run_errors", "threads"]
+        if getattr(engine, "reproducible", False):
+            checks.append(_reproducible)
+            names.append("reproducible")
         if isinstance(engine, RestoringEngine):
             checks.append(lambda e: _restores(e, factory(2)))
             names.append("restores")
@@ -237,6 +275,38 @@ def _threads(engine: Engine) -> None:
     for ordinal in range(engine.num_devices):
         _expect(ordinal in results, "a segment can be run from several threads")
         _same(results[ordinal], 256 * _ramp(ordinal), "runs from several threads")
+
+
+def layers(count: int, kept: int, *, reproducible: bool) -> Segment:
+    """``count`` layers of ``tanh(x @ w)`` in a loop that carries ``kept`` floats (zeros) besides."""
+    x = TensorType("f32", (2, 6))
+    inputs = x, TensorType("f32", (count, 6, 6)), TensorType("f32", (kept,))
+    module = _LAYERS.format(layers=count, kept=kept).encode()
+    return Segment(inputs, (x,), module, name=f"layers{count}", reproducible=reproducible)
+
+
+def run_layers(engine: Engine, chunks: int, kept: int, *, reproducible: bool = True) -> np.ndarray:
+    """Six layers in so many equal loops, one after the other, on device 0."""
+    rng = np.random.default_rng(6)
+    x = rng.standard_normal((2, 6)).astype(np.float32)
+    weights = rng.standard_normal((6, 6, 6)).astype(np.float32)
+    segment = layers(6 // chunks, kept, reproducible=reproducible)
+    loaded = engine.compile(segment, name=segment.name)
+    array = engine.put(x, segment.inputs[0], 0)
+    for own in np.split(weights, chunks):
+        given = (np.ascontiguousarray(own), np.zeros(kept, np.float32))
+        rest = [engine.put(a, t, 0) for a, t in zip(given, segment.inputs[1:], strict=True)]
+        (array,) = loaded.run(0, [array, *rest])
+    return np.array(engine.host_view(array))
+
+
+def _reproducible(engine: Engine) -> None:
+    whole = run_layers(engine, 1, 1)
+    for chunks, kept in ((1, 4096), (2, 1), (2, 4096), (6, 1)):
+        _expect(
+            run_layers(engine, chunks, kept).tobytes() == whole.tobytes(),
+            "reproducible segments give the same bits in loops of any length and size",
+        )
 
 
 def _restores(engine: Engine, another: Engine) -> None:

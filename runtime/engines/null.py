@@ -118,6 +118,7 @@ class NullEngine:
 
     name = "null"
     host_memory = True
+    reproducible = True  # it computes zeros
 
     def __init__(
         self,

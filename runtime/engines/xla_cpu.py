@@ -38,6 +38,9 @@ from ..program import Segment, calls_back
 
 Array = Any
 _STATUS = re.compile(r"^([A-Z_]{2,}): ", re.ASCII)
+# XLA compiles a loop whose carries are small into one kernel, with dots as plain loops; in larger ones its
+# libraries make the dots, with other roundings on some processors (AVX2 without AVX-512, AVX, SSE4).
+_BY_SIZE = "small-while-loop-hoisting"
 # Transfer guards are about a program's own transfers. jaxlib checks those of the thread that calls, be it the
 # program's or one of ours, and of all threads.
 _guards, _ALLOW = _jax.guard_lib.thread_local_state, _jax.guard_lib.TransferGuardLevel.ALLOW
@@ -111,35 +114,34 @@ class XlaCpuSegment:
         "_engine",
         "_handlers",
         "_lock",
-        "_module",
         "_name",
-        "_outputs",
+        "_segment",
     )
 
     def __init__(
         self,
         engine: XlaCpuEngine,
-        module: bytes,
-        outputs: tuple[TensorType, ...],
+        segment: Segment,
         name: str,
         host_callbacks: Sequence[Any] = (),
         code: bytes = b"",
     ) -> None:
         self._engine = engine
-        self._module = module
-        self._outputs = outputs
+        self._segment = segment
         self._name = name
         # A program's other segments are like those of any program.
-        self._callbacks = list(host_callbacks) if calls_back(module) else []
+        self._callbacks = list(host_callbacks) if calls_back(segment.module) else []
         self._lock = threading.Lock()
         self._by_device: list[Any] = [None] * engine.num_devices
         # What makes arrays of results; jaxlib else looks up type and sharding of each, which takes longer.
-        self._handlers = [engine.result_handlers(outputs, 0)] + [[]] * (engine.num_devices - 1)
+        self._handlers = [engine.result_handlers(segment.outputs, 0)] + [[]] * (
+            engine.num_devices - 1
+        )
         self._code = code  # empty until a second device asks for it
         self._by_device[0] = (
             engine.load_for(0, code)
             if code
-            else engine.compile_for(0, module, name, self._callbacks)
+            else engine.compile_for(0, segment, name, self._callbacks)
         )
 
     def run(self, ordinal: int, inputs: list[Array]) -> list[Array]:
@@ -177,7 +179,9 @@ class XlaCpuSegment:
     def _load(self, ordinal: int) -> Any:
         with self._lock:
             if self._by_device[ordinal] is None:
-                self._handlers[ordinal] = self._engine.result_handlers(self._outputs, ordinal)
+                self._handlers[ordinal] = self._engine.result_handlers(
+                    self._segment.outputs, ordinal
+                )
                 self._by_device[ordinal] = self._clone(ordinal)
             return self._by_device[ordinal]
 
@@ -188,7 +192,7 @@ class XlaCpuSegment:
                 return engine.load_for(ordinal, self.serialize())
             except JaxRuntimeError:
                 pass  # not serializable: compile it again
-        return engine.compile_for(ordinal, self._module, self._name, self._callbacks)
+        return engine.compile_for(ordinal, self._segment, self._name, self._callbacks)
 
     def serialize(self) -> bytes:
         """The machine code. Raises ``JaxRuntimeError`` where XLA cannot, `CompileError` for a segment that
@@ -206,6 +210,7 @@ class XlaCpuEngine:
 
     name = "xla:cpu"
     host_memory = True
+    reproducible = True
 
     def __init__(self, num_devices: int) -> None:
         self.num_devices = num_devices
@@ -217,11 +222,18 @@ class XlaCpuEngine:
         for listed in self._executable_devices[:1]:
             list(listed)
         self._shardings = [SingleDeviceSharding(d) for d in devices]
-        self._options = [self._compile_options(d.id) for d in devices]
+        # By whether the segment is to be reproducible.
+        self._options = {
+            kind: [self._compile_options(d.id, kind) for d in devices] for kind in (False, True)
+        }
 
     @staticmethod
-    def _compile_options(device_id: int) -> Any:
+    def _compile_options(device_id: int, reproducible: bool) -> Any:
         options = xla_client.CompileOptions()
+        if reproducible:
+            debug = options.executable_build_options.debug_options
+            named = [p for p in debug.xla_disable_hlo_passes.split(",") if p]  # by XLA_FLAGS
+            debug.xla_disable_hlo_passes = ",".join([*named, _BY_SIZE])
         options.num_replicas = 1
         options.num_partitions = 1
         options.device_assignment = xla_client.DeviceAssignment.create(np.array([[device_id]]))
@@ -230,19 +242,19 @@ class XlaCpuEngine:
     def compile(
         self, segment: Segment, *, name: str = "", host_callbacks: Sequence[Any] = ()
     ) -> XlaCpuSegment:
-        name = name or segment.name
-        return XlaCpuSegment(self, segment.module, segment.outputs, name, host_callbacks)
+        return XlaCpuSegment(self, segment, name or segment.name, host_callbacks)
 
     def compile_for(
-        self, ordinal: int, module: bytes, name: str, host_callbacks: Sequence[Any]
+        self, ordinal: int, segment: Segment, name: str, host_callbacks: Sequence[Any]
     ) -> Any:
         """jaxlib's executable for one device. Raises `CompileError`."""
-        devices, options = self._executable_devices[ordinal], self._options[ordinal]
+        devices = self._executable_devices[ordinal]
+        options = self._options[segment.reproducible][ordinal]
         try:
             if not host_callbacks:
-                return self._client.compile_and_load(module, devices, options)
+                return self._client.compile_and_load(segment.module, devices, options)
             with mlir.make_ir_context():  # jaxlib takes callbacks only beside a parsed module
-                parsed = ir.Module.parse(module)
+                parsed = ir.Module.parse(segment.module)
                 return self._client.compile_and_load(parsed, devices, options, list(host_callbacks))
         except (JaxRuntimeError, ir.MLIRError, ValueError) as error:
             prefix = f"segment {name or '(unnamed)'} does not compile on engine {self.name}: "
@@ -260,9 +272,7 @@ class XlaCpuEngine:
 
     def restore(self, code: bytes, segment: Segment, *, name: str = "") -> XlaCpuSegment:
         try:
-            return XlaCpuSegment(
-                self, segment.module, segment.outputs, name or segment.name, code=code
-            )
+            return XlaCpuSegment(self, segment, name or segment.name, code=code)
         except JaxRuntimeError as error:
             prefix = f"segment {name or '(unnamed)'} cannot be restored on engine {self.name}: "
             raise _translate(error, CompileError, prefix) from error
@@ -274,7 +284,7 @@ class XlaCpuEngine:
     def load_for(self, ordinal: int, code: bytes) -> Any:
         """jaxlib's executable for one device, from machine code. Raises ``JaxRuntimeError``."""
         return self._client.deserialize_executable(
-            code, self._executable_devices[ordinal], self._options[ordinal]
+            code, self._executable_devices[ordinal], self._options[False][ordinal]
         )
 
     def result_handlers(self, types: Sequence[TensorType], ordinal: int) -> list[Any]:

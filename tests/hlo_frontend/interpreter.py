@@ -49,6 +49,10 @@ def compile_segment(segment: Segment):
     """The segment, compiled by jaxlib for the first CPU device."""
     device = jax.devices("cpu")[0]
     options = xla_client.CompileOptions()
+    if segment.reproducible:
+        # What makes loops with small carries otherwise than others.
+        debug = options.executable_build_options.debug_options
+        debug.xla_disable_hlo_passes = "small-while-loop-hoisting"
     options.device_assignment = xla_client.DeviceAssignment.create(np.array([[device.id]]))
     devices = xla_client.DeviceList((device,))
     return device.client.compile_and_load(segment.module, devices, options)

@@ -95,6 +95,7 @@ def test_gradients_are_those_of_the_written_step(stages, microbatches, chunks):
     assert sum(ran.messages.values()) == hops + 4 * moved(stages, chunks)
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("ring", [True, False])
 def test_with_a_layer_that_is_computed_again(ring):
     layer = jax.checkpoint(gpipe.layer)
@@ -103,6 +104,7 @@ def test_with_a_layer_that_is_computed_again(ring):
     assert sum(ran.messages.values()) == 2 * 4 * 5 + 4 * moved(3, 2)
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("shape", [(2, 3, 2), (3, 4, 3)])
 def test_with_a_stage_that_is_computed_again(shape):
     """Each chunk from what it began with: nothing more is sent, and nothing is kept of layers."""
@@ -224,6 +226,7 @@ def test_weights_that_all_devices_have():
     assert f"{backward.back} bytes of their gradients after it" in backward.describe()
 
 
+@pytest.mark.bits
 def test_small_floats():
     dtype = jnp.dtype("bfloat16")
     function, over = step(2, 3)

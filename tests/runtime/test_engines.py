@@ -7,6 +7,7 @@ from importlib.metadata import EntryPoint
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -27,8 +28,9 @@ def xla() -> xla_cpu.XlaCpuEngine:
     return xla_cpu.create(2)
 
 
+@pytest.mark.bits
 def test_xla_cpu_conforms() -> None:
-    assert len(check_engine(xla_cpu.create)) == 9
+    assert len(check_engine(xla_cpu.create)) == 10
 
 
 def test_null_conforms() -> None:
@@ -152,6 +154,47 @@ def test_memory_in_use_counts_live_arrays(xla: xla_cpu.XlaCpuEngine) -> None:
     assert xla.memory_stats(1)["bytes_in_use"] - before == 4000
     xla.delete(array)
     assert xla.memory_stats(1)["bytes_in_use"] == before
+
+
+def test_a_pass_that_goes_by_the_size_of_a_loop(xla) -> None:
+    """XLA makes one call of a loop with small carries, except in segments that are to be reproducible.
+
+    If it does so in neither, the pass has another name or is gone: find out with XLA_FLAGS=--xla_dump_to
+    what else XLA:CPU does to a loop by its size, and look at ``_BY_SIZE`` in ``xla_cpu.py``.
+    """
+
+    def loop(x, w):
+        return jax.lax.fori_loop(0, 5, lambda i, x: jnp.sin(x) * 1.5 + w, x)
+
+    module = jax.jit(loop).lower(RAMP, RAMP).as_text().encode()
+
+    def calls(reproducible: bool) -> int:
+        segment = Segment((F32, F32), (F32,), module, reproducible=reproducible)
+        (optimized,) = xla.compile(segment).executable.hlo_modules()
+        return optimized.to_string().count(" call(")
+
+    assert (calls(False), calls(True)) == (1, 0)
+
+
+class _BySize(xla_cpu.XlaCpuEngine):
+    """Claims to be reproducible, and is not: small loops give other bits."""
+
+    def compile(self, segment: Segment, **more: Any) -> Any:
+        loaded = super().compile(segment, **more)
+        if b"@layers" not in segment.module or segment.inputs[2].shape != (1,):
+            return loaded
+
+        class Rounded:
+            def run(self, ordinal: int, inputs: list[Any]) -> list[Any]:
+                (array,) = loaded.run(ordinal, inputs)
+                return [array * np.float32(1 + 2**-23)]
+
+        return Rounded()
+
+
+def test_conformance_finds_loops_that_are_not_reproducible() -> None:
+    with pytest.raises(AssertionError, match="same bits in loops of any length and size"):
+        check_engine(_BySize)
 
 
 def test_private_names_of_jaxlib() -> None:

@@ -26,6 +26,7 @@ from .lower import lower
 from .overlap.apply import OverlapPolicy, Planned, carve_planned, planned_loops
 from .overlap.apply import plan as plan_overlap
 from .overlap.evaluate import prediction
+from .overlap.explained import Explained, explained
 from .overlap.measured import key_of
 from .own_options import split
 from .passes import unread
@@ -115,15 +116,26 @@ class PartitionedModule:
         """By what measured times of its compute are kept (see `overlap.measured`)."""
         return key_of(Module.parse(self.hlo), self.num_replicas, self.num_partitions)
 
+    def _policy(self, module: Module, overlap: OverlapPolicy) -> OverlapPolicy:
+        """With the measured times of this module, if there are any."""
+        if not overlap.measured:
+            return overlap
+        return overlap.of(key_of(module, self.num_replicas, self.num_partitions))
+
+    def explained(self, overlap: OverlapPolicy) -> Explained:
+        """How the collectives of the program are scheduled that `compiled` makes with this policy."""
+        module, entry, *_ = self.plan()
+        return explained(entry, self._policy(module, overlap), _donated(module), self.ordered)
+
     def lowered(self, overlap: OverlapPolicy | None = None) -> LoweredModule:
         """The program with all that it came of. ``overlap``: how its collectives are scheduled."""
         module, entry, plan, valid, done = self.plan()
         schedule = schedule_of(entry, plan)
         found = None
         if overlap is not None:
-            if overlap.measured:
-                overlap = overlap.of(key_of(module, self.num_replicas, self.num_partitions))
-            found = plan_overlap(entry, overlap, _donated(module), self.ordered)
+            found = plan_overlap(
+                entry, self._policy(module, overlap), _donated(module), self.ordered
+            )
         # The schedule stays that of the plain plan: ranks that differ come back to one like it.
         rotated = self.valid.pipeline and rotate(entry, planned_loops(found))
         planned = found is not None and found.changed
@@ -303,6 +315,38 @@ def compile_hlo(
     Its collectives run as they are written, unless ``rewrites`` is set. Raises `InvalidProgramError` where
     it contradicts itself, `UnsupportedError`.
     """
+    counts = num_replicas, num_partitions
+    module, found = _partitioned(hlo, *counts, pseudo_tokens, rewrites, valid, interleave)
+    return replace(module.compiled(overlap), interleaved=found)
+
+
+def explained_hlo(
+    hlo: bytes | str,
+    num_replicas: int,
+    num_partitions: int,
+    overlap: OverlapPolicy,
+    *,
+    pseudo_tokens: bool = True,
+    rewrites: bool = False,
+    valid: ValidPolicy = _PROVED,
+    interleave: int = 1,
+) -> Explained:
+    """The plan of the program that `compile_hlo` makes of the same arguments, which raises the same."""
+    counts = num_replicas, num_partitions
+    module, _ = _partitioned(hlo, *counts, pseudo_tokens, rewrites, valid, interleave)
+    return module.explained(overlap)
+
+
+def _partitioned(
+    hlo: bytes | str,
+    num_replicas: int,
+    num_partitions: int,
+    pseudo_tokens: bool,
+    rewrites: bool,
+    valid: ValidPolicy,
+    interleave: int,
+) -> tuple[PartitionedModule, tuple[Interleaved, ...]]:
+    """HLO that somebody hands in, verified, its pipelines interleaved, and what became of these."""
     if num_replicas < 1 or num_partitions < 1:
         raise InvalidProgramError("a program needs at least one replica and one partition")
     if num_replicas * num_partitions > MOST_DEVICES:
@@ -316,8 +360,7 @@ def compile_hlo(
     check_partitioned(parsed, num_partitions)
     counts = num_replicas, num_partitions
     serialized, found = interleaved(spell_out_topk(serialized), *counts, interleave)
-    module = PartitionedModule(serialized, *counts, pseudo_tokens, valid, rewrites)
-    return replace(module.compiled(overlap), interleaved=found)
+    return PartitionedModule(serialized, *counts, pseudo_tokens, valid, rewrites), found
 
 
 def _padded(kinds: tuple[str, ...], count: int) -> tuple[str, ...]:

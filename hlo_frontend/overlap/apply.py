@@ -17,8 +17,9 @@ Invariant: decisions follow from the program's text and the table alone, the sam
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from heapq import heapify, heappop, heappush
 
 from stretto.collectives.ops import Kind
 
@@ -207,7 +208,7 @@ def _plan(
             compute = _compute_seconds(block, costs, lambda node: seconds[node])
         took = compute + communication
         return Planned(took, took, inner=inner, loops=reports, exposed=communication)
-    graph = build(block, costs, donated, lambda node: seconds[node], loops=False)
+    graph = build(block, costs, donated, lambda node: seconds[node])
     launch = costs.compute.launch_s
     steps = unpassed(ordered(block), graph)
     without = replay_shared(graph, steps, launch)
@@ -223,7 +224,7 @@ def _plan(
     limit = policy.memory_factor * replay(graph, unscheduled(graph), launch).peak_bytes
     undo = uncombine(block, costs)
     if undo is not None:
-        graph = build(block, costs, donated, lambda node: seconds[node], loops=False)
+        graph = build(block, costs, donated, lambda node: seconds[node])
     if least_merged_seconds(graph, launch) >= most:  # not before: combined ones make ways longer
         if undo is not None:
             undo()
@@ -316,7 +317,7 @@ def _control_flow_seconds(node: Node, plans: Sequence[Planned]) -> float:
 
 def _compute_seconds(block: BlockGraph, costs: CostTable, opaque: Callable[[Node], float]) -> float:
     """Seconds of all that is not a collective."""
-    return build(block, costs, (), opaque, loops=False).compute_seconds
+    return build(block, costs, (), opaque).compute_seconds
 
 
 def unpassed(ordered: Sequence[Node], graph: Graph) -> list[Step]:
@@ -339,7 +340,7 @@ def unpassed(ordered: Sequence[Node], graph: Graph) -> list[Step]:
         steps.extend((index, Phase.COMPUTE) for index in segment)
         segment.clear()
 
-    for index in sorted(range(len(graph.tasks)), key=lambda i: (where[i], i)):
+    for index in _in_order(graph, where):
         task = graph.tasks[index]
         if not task.ops[0].node.is_runtime:
             segment.append(index)
@@ -350,3 +351,27 @@ def unpassed(ordered: Sequence[Node], graph: Graph) -> list[Step]:
     close()
     wait(range(len(graph.tasks)))
     return steps
+
+
+def _in_order(graph: Graph, where: Sequence[int]) -> Iterator[int]:
+    """The tasks by ``where`` they are, each behind all that it needs: a kernel's last op may be far behind
+    its first one, which others need."""
+    missing = [len(task.before) for task in graph.tasks]
+    ready = [(where[i], i) for i, count in enumerate(missing) if not count]
+    heapify(ready)
+    while ready:
+        _, index = heappop(ready)
+        yield index
+        for after in graph.tasks[index].after:
+            missing[after] -= 1
+            if not missing[after]:
+                heappush(ready, (where[after], after))
+
+
+def kept_steps(block: BlockGraph, graph: Graph, ordered: Order) -> list[Step]:
+    """The steps of a block without a plan; what crosses into the next iteration is awaited there."""
+    return [
+        (index, phase)
+        for index, phase in unpassed(ordered(block), graph)
+        if phase is not Phase.WAIT or not graph.tasks[index].crosses
+    ]

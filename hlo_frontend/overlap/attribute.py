@@ -69,7 +69,7 @@ def _parts(
             for node in step.nodes:
                 home.setdefault(node, step)
     found: dict[SegmentPlan, list[tuple[Instruction, float]]] = {}
-    for task in build(block, rates, loops=False).tasks:
+    for task in build(block, rates).tasks:
         if task.ops[0].node.is_runtime:
             continue
         for op, part in zip(task.ops, shared_out(task, task.seconds, rates), strict=True):

@@ -15,7 +15,7 @@ from .model import Graph
 def least_seconds(graph: Graph, launch_s: float = 0.0) -> float:
     """No order of these tasks takes less: a launch, and all compute, a stream's work or the longest way."""
     least = graph.compute_seconds + launch_s
-    return max([least, _longest_way(graph), *graph.stream_seconds()])
+    return max([least, longest_way(graph), *graph.stream_seconds()])
 
 
 def least_merged_seconds(graph: Graph, launch_s: float = 0.0) -> float:
@@ -30,10 +30,11 @@ def least_merged_seconds(graph: Graph, launch_s: float = 0.0) -> float:
             saved[task.stream] += task.latency_s
     work = zip(graph.stream_seconds(), saved, strict=True)
     least = graph.compute_seconds + launch_s
-    return max([least, _longest_way(graph), *(seconds - less for seconds, less in work)])
+    return max([least, longest_way(graph), *(seconds - less for seconds, less in work)])
 
 
-def _longest_way(graph: Graph) -> float:
+def longest_way(graph: Graph) -> float:
+    """The longest way through tasks that need one another; in a loop's body, of those of one iteration."""
     longest = 0.0
     tails = [0.0] * len(graph.tasks)
     for task in reversed(graph.tasks):

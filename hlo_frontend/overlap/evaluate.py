@@ -11,13 +11,13 @@ from collections.abc import Callable, Sequence
 from stretto.runtime.program import Prediction
 
 from ..values import BlockGraph, Node
-from .apply import Order, Planned, unpassed
+from .apply import Order, Planned, kept_steps
 from .costs import CostTable
 from .kernels import build
 from .loops import blocks_of, control_flow_seconds
 from .model import Graph
 from .pricing import price_kernel
-from .replay import Phase, Step, handed_over
+from .replay import handed_over
 from .shared_cores import replay_shared
 
 
@@ -77,8 +77,8 @@ def seconds_of(
         graph, steps = planned.graph, planned.steps
         _price(graph, costs, inside.__getitem__)
     else:
-        graph = build(block, costs, own, inside.__getitem__, loops=False)
-        steps = _kept(block, graph, ordered)
+        graph = build(block, costs, own, inside.__getitem__)
+        steps = kept_steps(block, graph, ordered)
     return replay_shared(graph, steps, launch).seconds + launch * handed_over(steps)
 
 
@@ -91,12 +91,3 @@ def _price(graph: Graph, costs: CostTable, opaque: Callable[[Node], float]) -> N
             task.seconds = opaque(node)
         else:
             price_kernel(task, costs)
-
-
-def _kept(block: BlockGraph, graph: Graph, ordered: Order) -> list[Step]:
-    """The steps of a block without a plan; what crosses into the next iteration is awaited there."""
-    return [
-        (index, phase)
-        for index, phase in unpassed(ordered(block), graph)
-        if phase is not Phase.WAIT or not graph.tasks[index].crosses
-    ]

@@ -1,7 +1,8 @@
 """A plan as data that anyone can replay: ``{"steps": […], "collectives": […], "summary": {…}}``.
 
 ``docs/overlap.md`` says what each key means. Steps are in issue order. Names are those of instructions in
-the module; where a loop is laid out, a name occurs once an iteration, and ``iteration`` tells them apart.
+the module; iterations that stand around a loop have the same names as its body. A loop or a branch is one
+step, which has its blocks, each with steps, collectives and totals of its own.
 
 Invariants: ``seconds`` are complete, launches included, so a replay needs no cost table; ``memory_delta``
 summed up from the first step on is the memory in use, whose maximum is ``summary["peak_bytes"]``.
@@ -11,20 +12,21 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..values import NodeKind
+from .explained import Explained
 from .ledger import Entry, ledger, summary
+from .loops import trips_of
 from .model import Task
-from .plan import Plan
 from .pricing import kernel_cost
 from .replay import Phase
 
 
-def to_json(plan: Plan) -> dict[str, Any]:
+def to_json(plan: Explained) -> dict[str, Any]:
     """Steps, the ledger's entries and its totals. Times are seconds but for ``summary``'s ``…_ms``."""
-    entries = ledger(plan)
     return {
         "steps": _steps(plan),
-        "collectives": [_entry_json(entry) for entry in entries],
-        "summary": summary(plan, entries),
+        "collectives": [_entry_json(entry) for entry in ledger(plan)],
+        "summary": summary(plan),
     }
 
 
@@ -32,7 +34,7 @@ def _entry_json(entry: Entry) -> dict[str, Any]:
     return {
         "name": entry.name,
         "members": list(entry.members),
-        "iteration": list(entry.iteration),
+        "iteration": [],
         "op": entry.op,
         "stream": entry.stream,
         "seconds": entry.seconds,
@@ -45,16 +47,20 @@ def _entry_json(entry: Entry) -> dict[str, Any]:
     }
 
 
-def _steps(plan: Plan) -> list[dict[str, Any]]:
+def _steps(plan: Explained) -> list[dict[str, Any]]:
     tasks = plan.graph.tasks
     done_at: dict[int, int] = {}  # task -> position of the step that ends it
     started_at: dict[int, int] = {}
-    steps = []
+    steps: list[dict[str, Any]] = []
     live, interrupted = 0, True
-    for position, (index, phase) in enumerate(plan.steps):
+    for number, (index, phase) in enumerate(plan.steps):
+        position = len(steps)
         task = tasks[index]
+        if task.arrives and phase is Phase.START:
+            continue  # by the iteration before
         if phase is Phase.WAIT:
-            names, after = [task.name], [started_at[index]]
+            names = [task.name]
+            after = [started_at[index]] if index in started_at else []
         else:
             names = sorted({tasks[b].name for b in task.before})
             after = sorted(done_at[b] for b in task.before)
@@ -69,12 +75,12 @@ def _steps(plan: Plan) -> list[dict[str, Any]]:
                 "collective": task.name if task.is_collective else None,
                 "depends_on": names,
                 "after": after,
-                "memory_delta": plan.timeline.live[position] - live,
-                "iteration": list(task.ops[0].iteration),
-                **(_transfer(task) if task.is_collective else _kernel(task, launch)),
+                "memory_delta": plan.timeline.live[number] - live,
+                "iteration": [],
+                **(_transfer(task) if task.is_collective else _kernel(task, launch, plan)),
             }
         )
-        live, interrupted = plan.timeline.live[position], phase is not Phase.COMPUTE
+        live, interrupted = plan.timeline.live[number], phase is not Phase.COMPUTE
         if phase is Phase.START:
             started_at[index] = position
         else:
@@ -87,18 +93,27 @@ def _transfer(task: Task) -> dict[str, Any]:
     return {
         "op": str(task.collective.kind),
         "members": [op.instruction.name for op in task.ops],
-        "iterations": [list(op.iteration) for op in task.ops],
+        "iterations": [[] for _ in task.ops],
         "latency_s": task.latency_s,
         "busy": task.busy,
         "copied_bytes": task.extra_bytes,
+        "crosses": task.crosses or task.arrives,
     }
 
 
-def _kernel(task: Task, launch: float) -> dict[str, Any]:
-    opaque = bool(task.ops[0].node.blocks)
-    return {
+def _kernel(task: Task, launch: float, plan: Explained) -> dict[str, Any]:
+    node = task.ops[0].node
+    found = {
         "instructions": [op.instruction.name for op in task.ops],
-        "iterations": [list(op.iteration) for op in task.ops],
-        "flops": None if opaque else kernel_cost(task)[0],
+        "iterations": [[] for _ in task.ops],
+        "flops": None if node.blocks else kernel_cost(task)[0],
         "launch_s": launch,
     }
+    if node.blocks:
+        names = ("condition", "body") if node.kind is NodeKind.LOOP else None
+        found["trips"] = trips_of(node) if names else None
+        found["blocks"] = [
+            {"block": names[i] if names else f"branch {i}"} | to_json(part)
+            for i, part in enumerate(plan.inner[node])
+        ]
+    return found

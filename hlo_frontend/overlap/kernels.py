@@ -47,17 +47,14 @@ def build(
     costs: CostTable,
     donated: Iterable[int] = (),
     opaque: Callable[[Node], float] = lambda node: 0.0,
-    *,
-    loops: bool = True,
 ) -> Graph:
     """The task graph of a block. ``donated`` are positions of parameters that may be freed.
 
-    ``opaque`` tells the seconds of a loop or branch that is not laid out; with ``loops`` false none is, and
-    the graph is of what runs: then gathers of weights pass the barrier of a recomputation, which as HLO goes
-    holds up all that comes of it.
+    ``opaque`` tells the seconds of a loop or branch. Gathers of weights pass the barrier of a recomputation,
+    which as HLO goes holds up all that comes of it.
     """
-    ops, initial = lay_out(block, donated, loops=loops)
-    return _tasks(ops, initial, costs, opaque, pass_barriers=not loops)
+    ops, initial = lay_out(block, donated)
+    return _tasks(ops, initial, costs, opaque)
 
 
 def _predecessors(op: Op) -> Iterator[Op]:
@@ -71,11 +68,9 @@ def _tasks(
     initial: list[Buffer],
     costs: CostTable,
     opaque: Callable[[Node], float],
-    *,
-    pass_barriers: bool,
 ) -> Graph:
     single = [_is_single(op) for op in ops]
-    before, behind = _before(ops, single, pass_barriers)
+    before, behind = _before(ops, single)
     after = _reversed(before)
     cluster = _cluster(ops, before, after, behind, single)
     _place_updates(ops, before, cluster)
@@ -93,9 +88,7 @@ def _is_single(op: Op) -> bool:
     )
 
 
-def _before(
-    ops: list[Op], single: list[bool], pass_barriers: bool
-) -> tuple[list[list[int]], list[set[int]]]:
+def _before(ops: list[Op], single: list[bool]) -> tuple[list[list[int]], list[set[int]]]:
     """By op: those that come before it, and those that do so in the module though they need not."""
     before: list[list[int]] = []
     behind: list[set[int]] = []
@@ -105,7 +98,7 @@ def _before(
         held = {p.index for ref in op.reads for p in ref.behind}.union(*(behind[p] for p in needed))
         held -= needed
         moves_data = op.node.collective is not None and not op.node.collective.is_point_to_point
-        may_pass = pass_barriers and (moves_data or not single[op.index])
+        may_pass = moves_data or not single[op.index]
         free.append(may_pass and all(free[p] for p in needed))
         if not free[-1]:
             needed |= held

@@ -1,41 +1,28 @@
-"""Blocks to ops: renamed values are resolved, loops of known length laid out, fences put in order.
+"""Blocks to ops: renamed values are resolved, fences put in order.
 
-Loops whose trip count is known are laid out iteration after iteration, so that work may move across
-their boundaries; loops that cannot be, and branches, are one opaque op each. Opaque ops and those with
-unknown side effects are fences: what stands before one in the module stays before it, what stands after it
-stays after it.
+A loop or a branch is one op. They and ops with unknown side effects are fences: what stands before one in the
+module stays before it, what stands after it stays after it.
 
 Ops that only rename data (reshapes, layout changes, contiguous slices) and broadcasts make no op: whoever
-reads them reads their source, through a `Ref` that lists them. A broadcast constant in which a loop then
-stacks what its iterations make is an op: it is filled once, at any time before the first of them.
+reads them reads their source, through a `Ref` that lists them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TypeGuard
 
 from ..graph import Instruction
 from ..values import BlockGraph, Node, NodeKind, Value
-from .loops import trips_of
 from .model import IN_PLACE, Buffer, Op, Ref
-
-# Loops are laid out up to this many instructions in all; those that do not fit are opaque.
-MAX_LAID_OUT = 60_000
 
 # Ops that rename data. A slice is one where it is contiguous, a transposition where the layouts agree.
 _VIEWS = frozenset({"reshape", "bitcast", "bitcast-convert"})
 _SLICES = frozenset({"slice", "dynamic-slice"})
 
 
-def lay_out(
-    block: BlockGraph, donated: Iterable[int], *, loops: bool = True
-) -> tuple[list[Op], list[Buffer]]:
-    """The ops of a block and the buffers of its parameters. Donated ones may be freed, others are kept.
-
-    ``loops``: whether loops of known length are laid out; otherwise all of them are opaque.
-    """
-    layout = _Layout(loops)
+def lay_out(block: BlockGraph, donated: Iterable[int]) -> tuple[list[Op], list[Buffer]]:
+    """The ops of a block and the buffers of its parameters. Donated ones may be freed, others are kept."""
+    layout = _Layout()
     given_up = set(donated)
     env: dict[Value, Ref] = {}
     initial: list[Buffer] = []
@@ -46,54 +33,40 @@ def lay_out(
         initial.append(buffer)
         before = (layout.arrival(arriving[parameter]),) if parameter in arriving else ()
         env[parameter] = Ref(before, buffer, buffer.nbytes)
-    for ref in layout.lay_out(block, env, ()):
+    for ref in layout.lay_out(block, env):
         ref.buffer.kept = True
     return layout.ops, initial
 
 
 class _Layout:
-    """Walks blocks and makes ops; renaming nodes become part of the references to their sources."""
+    """Walks a block and makes ops; renaming nodes become part of the references to their sources."""
 
-    def __init__(self, loops: bool) -> None:
-        self.loops = loops
+    def __init__(self) -> None:
         self.ops: list[Op] = []
         self.fence: Op | None = None
         self.since_fence: list[Op] = []
         self.arrivals: dict[Node, Op] = {}
-        self._fills: dict[tuple[Node, tuple[int, ...]], Op] = {}
-        self._materialized: dict[int, set[Node]] = {}
 
     def arrival(self, node: Node) -> Op:
         """The op that stands for a collective of the iteration before."""
         if node not in self.arrivals:
-            self.arrivals[node] = Op(len(self.ops), node, (), arrives=True)
+            self.arrivals[node] = Op(len(self.ops), node, arrives=True)
             self.ops.append(self.arrivals[node])
         return self.arrivals[node]
 
-    def lay_out(
-        self,
-        block: BlockGraph,
-        env: dict[Value, Ref],
-        iteration: tuple[int, ...],
-        outer: tuple[Op, ...] = (),
-    ) -> list[Ref]:
-        """Append the block's ops; gives its results. ``outer`` come before all of them."""
+    def lay_out(self, block: BlockGraph, env: dict[Value, Ref]) -> list[Ref]:
+        """Append the block's ops; gives its results."""
         done: dict[Node, tuple[Op, ...]] = {}
-        materialized = self._materialized_broadcasts(block)
+        materialized = _materialized_broadcasts(block)
         for node in block.nodes:
-            order = self._order(node, done) + outer
+            order = self._order(node, done)
             reads = [
                 self._read(value, env, done) for value in node.operands if value.type is not None
             ]
-            if node.kind is NodeKind.LOOP:
-                last = self._loop(node, reads, order, iteration, env)
-                if last is not None:
-                    done[node] = last
-                    continue
             source = reads[0] if reads and _renames(node, node in materialized) else None
             if source is not None:
                 before = tuple(dict.fromkeys([*(o for r in reads for o in r.before), *order]))
-                op = Op(-1, node, iteration, renames=tuple(o for r in reads for o in r.renames))
+                op = Op(-1, node, renames=tuple(o for r in reads for o in r.renames))
                 (result,) = node.results
                 assert result.type is not None
                 nbytes = min(result.type.nbytes, source.nbytes)
@@ -101,7 +74,7 @@ class _Layout:
                 env[result] = Ref(before, source.buffer, nbytes, (op,), behind)
                 done[node] = before
                 continue
-            op = self._append(node, reads, order, iteration)
+            op = self._append(node, reads, order)
             done[node] = (op,)
             for result in node.results:
                 if result.type is None:
@@ -110,9 +83,7 @@ class _Layout:
                 env[result] = Ref((op,), buffer, result.type.nbytes)
         return [self._read(value, env, done) for value in block.results]
 
-    def _append(
-        self, node: Node, reads: Sequence[Ref], order: tuple[Op, ...], iteration: tuple[int, ...]
-    ) -> Op:
+    def _append(self, node: Node, reads: Sequence[Ref], order: tuple[Op, ...]) -> Op:
         fences = node.blocks or (node.kind is NodeKind.COMPUTE and node.has_side_effect)
         if fences:
             order = (*order, *self.since_fence)
@@ -123,7 +94,6 @@ class _Layout:
         op = Op(
             len(self.ops),
             node,
-            iteration,
             tuple(reads),
             tuple(dict.fromkeys(order)),
             renames=tuple(dict.fromkeys(o for r in reads for o in r.renames)),
@@ -134,19 +104,6 @@ class _Layout:
         else:
             self.since_fence.append(op)
         return op
-
-    def _filled(self, node: Node, iteration: tuple[int, ...]) -> Ref:
-        """An array of its own that holds a broadcast constant; arrays of one constant are filled together."""
-        op = self._fills.get((node, iteration))
-        if op is None:
-            op = self._fills[node, iteration] = Op(len(self.ops), node, iteration)
-            self.ops.append(op)
-        (result,) = node.results
-        assert result.type is not None
-        buffer = Buffer(result.type.nbytes, op)
-        op.writes = (*op.writes, buffer)
-        op.written_bytes += buffer.nbytes
-        return Ref((op,), buffer, buffer.nbytes)
 
     def _written(self, op: Op, result: Value, reads: Sequence[Ref]) -> Buffer:
         """The buffer of a result. An update in place stays where it is unless that is an input to be kept."""
@@ -193,59 +150,20 @@ class _Layout:
             return ()
         return tuple(op for before in node.order for op in done.get(before, ()))
 
-    def _materialized_broadcasts(self, block: BlockGraph) -> set[Node]:
-        """Broadcasts and slices that a collective, a loop or the block's result takes as arrays."""
-        found = self._materialized.get(id(block))
-        if found is None:
-            found = set()
-            wanted = {v.root for v in block.results}
-            for node in block.nodes:
-                if node.is_runtime:
-                    wanted.update(v.root for v in node.operands)
-            for node in reversed(block.nodes):
-                if any(result in wanted for result in node.results):
-                    found.add(node)
-                    if _renames(node, True):
-                        wanted.add(node.operands[0].root)
-            self._materialized[id(block)] = found
-        return found
 
-    def _loop(
-        self,
-        node: Node,
-        reads: list[Ref],
-        order: tuple[Op, ...],
-        iteration: tuple[int, ...],
-        env: dict[Value, Ref],
-    ) -> tuple[Op, ...] | None:
-        """Lay out a loop of known length. Gives its last iteration's ops, or None if it is opaque."""
-        trips = trips_of(node) if self.loops else None
-        body = node.blocks[1]
-        if trips is None or trips * len(body.nodes) > MAX_LAID_OUT - len(self.ops):
-            return None
-        updated = {n.operands[0].root for n in body.nodes if n.instruction.opcode in IN_PLACE}
-        arrays = [value.root.node for value in node.operands if value.type is not None]
-        carried = [
-            self._filled(source, iteration) if _is_fill(source) and parameter in updated else ref
-            for source, parameter, ref in zip(arrays, body.parameters, reads, strict=True)
-        ]
-        first = len(self.ops)
-        for step in range(trips):
-            first = len(self.ops)
-            inner: dict[Value, Ref] = dict(zip(body.parameters, carried, strict=True))
-            carried = self.lay_out(body, inner, (*iteration, step), order)
-        for result, ref in zip(node.results, carried, strict=True):
-            env[result] = ref
-        return tuple(op for op in self.ops[first:] if op.node.is_runtime) + tuple(
-            op for ref in carried for op in ref.before
-        )
-
-
-def _is_fill(node: Node | None) -> TypeGuard[Node]:
-    """Whether a node is a constant all over."""
-    return (
-        node is not None and node.kind is NodeKind.CHEAP and node.instruction.opcode == "broadcast"
-    )
+def _materialized_broadcasts(block: BlockGraph) -> set[Node]:
+    """Broadcasts and slices that a collective, a loop or the block's result takes as arrays."""
+    found: set[Node] = set()
+    wanted = {v.root for v in block.results}
+    for node in block.nodes:
+        if node.is_runtime:
+            wanted.update(v.root for v in node.operands)
+    for node in reversed(block.nodes):
+        if any(result in wanted for result in node.results):
+            found.add(node)
+            if _renames(node, True):
+                wanted.add(node.operands[0].root)
+    return found
 
 
 def _is_kept_input(buffer: Buffer) -> bool:

@@ -7,13 +7,15 @@ what its own wait holds it.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from .explained import Explained
 from .floor import independent_compute
 from .model import Graph, Task
-from .plan import Plan
 from .replay import Phase
+from .staged import LoopReport
 
 # What is exposed for less than this share of its own time counts as fully hidden.
 HIDDEN = 0.01
@@ -32,7 +34,6 @@ class Entry:
 
     name: str
     members: tuple[str, ...]
-    iteration: tuple[int, ...]
     op: str
     stream: str
     seconds: float
@@ -54,9 +55,10 @@ class Entry:
         return self.beside > HIDDEN * self.seconds
 
 
-def ledger(plan: Plan) -> list[Entry]:
+def ledger(plan: Explained) -> list[Entry]:
     """An entry for each collective of the plan, in issue order."""
     graph, timeline = plan.graph, plan.timeline
+    arrivals = graph.crossings()
     independent = independent_compute(graph)
     kernels = [i for i, phase in plan.steps if phase is Phase.COMPUTE]
     begins = [timeline.begin[i] for i in kernels]
@@ -65,7 +67,7 @@ def ledger(plan: Plan) -> list[Entry]:
     entries = []
     for index, phase in plan.steps:
         task = graph.tasks[index]
-        if phase is not Phase.START:
+        if phase is not Phase.START or task.arrives:
             continue
         begin, end = timeline.begin[index], timeline.end[index]
         shared = [
@@ -78,13 +80,12 @@ def ledger(plan: Plan) -> list[Entry]:
             Entry(
                 name=task.name,
                 members=tuple(op.instruction.name for op in task.ops),
-                iteration=task.ops[0].iteration,
                 op=str(task.collective.kind),
                 stream=graph.streams[task.stream],
                 seconds=task.seconds,
                 begin=begin,
                 end=end,
-                exposed=timeline.exposed[index],
+                exposed=timeline.exposed[arrivals.get(index, index)],
                 hideable=independent[index],
                 hidden_by=tuple(shared[:NAMED_KERNELS]),
                 beside=sum(seconds for _, seconds in shared),
@@ -97,9 +98,10 @@ def ledger(plan: Plan) -> list[Entry]:
 class _Reasons:
     """Why a collective begins when it does and is needed when it is."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Explained) -> None:
         self.graph: Graph = plan.graph
         self.timeline = plan.timeline
+        self.arrivals = plan.graph.crossings()
         self.ahead: dict[int, int] = {}
         last: dict[int, int] = {}
         for index, phase in plan.steps:
@@ -110,8 +112,11 @@ class _Reasons:
                 last[stream] = index
 
     def of(self, task: Task) -> str:
-        if self.timeline.exposed[task.index] <= HIDDEN * task.seconds:
+        awaited = self.arrivals.get(task.index, task.index)
+        if self.timeline.exposed[awaited] <= HIDDEN * task.seconds:
             return "hidden"
+        if awaited != task.index:
+            return f"{self._start(task)}; not later: the next iteration ends"
         return f"{self._start(task)}; {self._wait(task)}"
 
     def _start(self, task: Task) -> str:
@@ -136,48 +141,93 @@ class _Reasons:
         return f"not later: {tasks[first].name} needs it and no other work was left to do"
 
 
-def summary(plan: Plan, entries: list[Entry] | None = None) -> dict[str, Any]:
-    """Totals of a plan: counts of collectives, milliseconds, bytes.
+def summary(plan: Explained) -> dict[str, Any]:
+    """Totals of a block and of all that runs inside it: counts of collectives, milliseconds, bytes.
 
     ``hideable`` collectives have independent compute at all; ``overlapped`` run beside some of it, for more
     than a hundredth of their time; ``fully_hidden`` are exposed for less than a hundredth of it.
-    ``exposed_floor_ms`` is what no order of these steps avoids: ``floor_ms`` less all compute, what the plan
-    takes for launches, which hide communication too, and ``held_ms``, what collectives take from compute.
+    ``exposed_floor_ms`` is what no plan avoids: ``floor_ms`` less all compute, what this plan takes for
+    launches, which hide communication too, and ``held_ms``, what collectives take from compute.
     """
-    entries = ledger(plan) if entries is None else entries
     graph, timeline, bound = plan.graph, plan.timeline, plan.floor
-    exposed = sum(e.exposed for e in entries)
+    exposed = plan.total(_exposed)
     # Sums of many seconds: a schedule at its floor may seem to be under it by the last digits.
     least_exposed = min(exposed, max(0.0, bound.seconds - (timeline.seconds - exposed)))
+    streams = {
+        name: plan.total(lambda p, name=name: _on_stream(p, name))  # type: ignore[misc]
+        for name in _streams(plan)
+    }
     return {
-        "collectives": sum(len(e.members) for e in entries),
-        "transfers": len(entries),
-        "buckets": sum(len(e.members) > 1 for e in entries),
-        "hideable": sum(len(e.members) for e in entries if e.hideable > 0.0),
-        "overlapped": sum(len(e.members) for e in entries if e.is_overlapped),
-        "fully_hidden": sum(len(e.members) for e in entries if e.is_hidden),
+        "collectives": _count(plan, lambda e: len(e.members)),
+        "transfers": _count(plan, lambda e: 1),
+        "buckets": _count(plan, lambda e: len(e.members) > 1),
+        "hideable": _count(plan, lambda e: len(e.members) if e.hideable > 0.0 else 0),
+        "overlapped": _count(plan, lambda e: len(e.members) if e.is_overlapped else 0),
+        "fully_hidden": _count(plan, lambda e: len(e.members) if e.is_hidden else 0),
         "exposed_ms": exposed * 1e3,
+        "exposed_here_ms": timeline.exposed_seconds * 1e3,
         "exposed_floor_ms": least_exposed * 1e3,
-        "held_ms": timeline.held * 1e3,
+        "held_ms": plan.total(lambda p: p.timeline.held) * 1e3,
         "predicted_ms": timeline.seconds * 1e3,
         "floor_ms": bound.seconds * 1e3,
         "floor_resource": bound.resource,
         "floor_resource_ms": bound.resource_seconds * 1e3,
         "floor_unhideable_ms": bound.unhideable * 1e3,
-        "unbucketed_floor_ms": plan.source_floor.seconds * 1e3,
-        "compute_ms": graph.compute_seconds * 1e3,
-        "stream_ms": {
-            name: seconds * 1e3
-            for name, seconds in zip(graph.streams, graph.stream_seconds(), strict=True)
-        },
+        "compute_ms": plan.total(_own_compute) * 1e3,
+        "stream_ms": {name: seconds * 1e3 for name, seconds in streams.items()},
+        "planned": plan.planned,
         "unscheduled_ms": plan.before.seconds * 1e3,
-        "unscheduled_exposed_ms": plan.before.exposed_seconds * 1e3,
+        "unscheduled_exposed_ms": plan.before_exposed * 1e3,
         "base_bytes": graph.base_bytes,
         "peak_bytes": timeline.peak_bytes,
         "unscheduled_peak_bytes": plan.before.peak_bytes,
         "memory_limit_bytes": int(plan.memory_limit),
-        "inner": {
-            node.instruction.name: [summary(inner) for inner in plans]
-            for node, plans in plan.inner.items()
-        },
+        "loops": [_loop(report) for report in reports(plan)],
+    }
+
+
+def reports(plan: Explained) -> list[LoopReport]:
+    """What became of the loops in a block, at any depth, the inner ones first."""
+    found = {id(r): r for parts in plan.inner.values() for p in parts for r in reports(p)}
+    return [*found.values(), *plan.loops]
+
+
+def _exposed(plan: Explained) -> float:
+    """Of a block itself, and what its loops leave under way, which holds up what is behind them."""
+    under_way = sum(parts[-1].under_way for parts in plan.inner.values())
+    return plan.timeline.exposed_seconds + under_way
+
+
+def _own_compute(plan: Explained) -> float:
+    tasks = plan.graph.tasks
+    return sum(t.seconds for t in tasks if not t.is_collective and not t.ops[0].node.blocks)
+
+
+def _on_stream(plan: Explained, name: str) -> float:
+    own = zip(plan.graph.streams, plan.graph.stream_seconds(), strict=True)
+    return next((seconds for stream, seconds in own if stream == name), 0.0)
+
+
+def _streams(plan: Explained) -> dict[str, None]:
+    """The names of all streams, in the order in which they come up."""
+    found = dict.fromkeys(plan.graph.streams)
+    for parts in plan.inner.values():
+        for part in parts:
+            found |= _streams(part)
+    return found
+
+
+def _count(plan: Explained, of: Callable[[Entry], int]) -> int:
+    return int(plan.total(lambda p: float(sum(of(e) for e in ledger(p)))))
+
+
+def _loop(report: LoopReport) -> dict[str, Any]:
+    return {
+        "name": report.name,
+        "trips": report.trips,
+        "before_ms": report.before * 1e3,
+        "after_ms": report.seconds * 1e3,
+        "early": list(report.early),
+        "late": list(report.late),
+        "why": report.why,
     }

@@ -48,14 +48,13 @@ class Ref:
 
 @dataclass(eq=False, slots=True)
 class Op:
-    """A node in one place: the iterations of the loops around it are in ``iteration``.
+    """A node of the block.
 
     ``arrives``: what the iteration before has started of a collective that crosses (see `Task`).
     """
 
     index: int
     node: Node
-    iteration: tuple[int, ...]
     reads: tuple[Ref, ...] = ()
     order: tuple[Op, ...] = ()
     writes: tuple[Buffer, ...] = ()

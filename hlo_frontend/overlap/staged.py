@@ -198,7 +198,7 @@ def stage(loop: Node, judge: Judge) -> Staged | LoopReport:
     if not is_plain(body):
         return kept("its iterations differ in what they transfer or leave out")
     loop_body = LoopBody(body)
-    own = build(body, judge.costs, carries_of(body), judge.opaque, loops=False)
+    own = build(body, judge.costs, carries_of(body), judge.opaque)
     launch = judge.costs.compute.launch_s
     limit = judge.memory_factor * replay(own, unscheduled(own), launch).peak_bytes
     if trips is None:
@@ -230,7 +230,7 @@ def stage(loop: Node, judge: Judge) -> Staged | LoopReport:
         if not any(node.carried for node in kernel.nodes):
             continue
         seconds = {c: judge.opaque(node) for node, copies in new.copies.items() for c in copies}
-        graph = build(kernel, judge.costs, carries_of(kernel), seconds.__getitem__, loops=False)
+        graph = build(kernel, judge.costs, carries_of(kernel), seconds.__getitem__)
         least = least_merged_seconds(graph, launch)
         if least * (trips - span) + plain * span > most:
             why = too_little(least, span, "at least ")
@@ -270,7 +270,7 @@ def _as_it_stands(
         return LoopReport(name, None, plain, plain, why=why)
     for node, carried in found.items():
         node.carried = carried
-    graph = build(body, judge.costs, carries_of(body), judge.opaque, loops=False)
+    graph = build(body, judge.costs, carries_of(body), judge.opaque)
     plan = judge.better(judge.plan(graph, limit), limit)
     graph, best = plan.graph, plan.schedule
     launch = judge.costs.compute.launch_s

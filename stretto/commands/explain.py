@@ -14,7 +14,7 @@ from stretto.collectives.order import Schedule, certificate
 from stretto.collectives.types import TensorType
 from stretto.hlo_frontend.collectives import NEVER
 from stretto.hlo_frontend.passes.valid.decide import LAST
-from stretto.runtime.errors import InvalidProgramError, StrettoError
+from stretto.runtime.errors import StrettoError
 from stretto.runtime.options import in_force
 from stretto.runtime.program import Loop, Program, Run, Start, instructions
 from stretto.runtime.runs import work
@@ -44,11 +44,9 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         devices = in_force().local_devices
         if arguments.costs:
-            if arguments.rewrite:
-                raise InvalidProgramError(
-                    "--costs schedules a module as it is written: leave out --rewrite"
-                )
-            found = schedule_file(read_file(arguments.file), arguments.costs, devices)
+            found = schedule_file(
+                read_file(arguments.file), arguments.costs, devices, rewrites=arguments.rewrite
+            )
             print(found if arguments.json else ledger_text(json.loads(found)))
             return 0
         compiled = compile_file(read_file(arguments.file), devices, rewrites=arguments.rewrite)

@@ -9,25 +9,24 @@ import gc
 import json
 from typing import Any
 
-from stretto.hlo_frontend.collectives import CollectiveReader
-from stretto.hlo_frontend.flatten import flatten
+from stretto.hlo_frontend.compile import explained_hlo
 from stretto.hlo_frontend.graph import Module
-from stretto.hlo_frontend.overlap.apply import OverlapPolicy, loops_of
+from stretto.hlo_frontend.overlap.apply import OverlapPolicy
 from stretto.hlo_frontend.overlap.costs import CostTable
 from stretto.hlo_frontend.overlap.export import to_json
-from stretto.hlo_frontend.overlap.plan import donated_parameters, plan_block
-from stretto.hlo_frontend.overlap.staged import LoopReport
+from stretto.hlo_frontend.passes.valid import ValidPolicy
 from stretto.hlo_frontend.source import in_fork, read_hlo
-from stretto.hlo_frontend.verify import check_partitioned, verify
+from stretto.runtime.options import in_force
 
 MOST_NAMES = 3  # names of collectives printed of a loop; --json has them all
 
 
-def schedule_file(data: bytes, costs_file: str, num_devices: int) -> str:
-    """The schedule of a file's module as JSON text, found in a forked process.
+def schedule_file(data: bytes, costs_file: str, num_devices: int, *, rewrites: bool = False) -> str:
+    """The plan of a file's module as JSON text, found in a forked process.
 
-    ``num_devices``: how many it is for where it names no number of its own. Raises `InvalidProgramError`
-    for a file, a table or a group in it that cannot be used.
+    It is the plan of a program that is compiled of this module with this table of costs. ``num_devices``: how
+    many it is for where it names no number of its own. ``rewrites``: as in `compile_hlo`. Raises
+    `InvalidProgramError` for a file, a table or a group in it that cannot be used.
     """
     costs = CostTable.read(costs_file)
 
@@ -35,43 +34,49 @@ def schedule_file(data: bytes, costs_file: str, num_devices: int) -> str:
         gc.disable()  # the process ends with this: no garbage of it matters
         source = read_hlo(data)
         module = Module.parse(source.module)
-        verify(module)
         replicas, partitions = source.counts(num_devices, module)
-        check_partitioned(module, partitions)
-        block = flatten(module.entry, CollectiveReader(replicas, partitions))
-        found = to_json(plan_block(block, costs, donated_parameters(module)))
-        reports = loops_of(block, OverlapPolicy(costs))  # last: it changes the block
-        found["summary"]["loops"] = [_loop_json(report) for report in reports]
-        return json.dumps(found)
+        own = in_force()
+        found = explained_hlo(
+            source.module,
+            replicas,
+            partitions,
+            OverlapPolicy(costs),
+            pseudo_tokens=own.pseudo_tokens,
+            rewrites=rewrites,
+            valid=ValidPolicy.of(own),
+            interleave=own.interleave,
+        )
+        return json.dumps(to_json(found))
 
     return in_fork(work, data)
 
 
-def _loop_json(report: LoopReport) -> dict[str, Any]:
-    return {
-        "name": report.name,
-        "trips": report.trips,
-        "before_ms": report.before * 1e3,
-        "after_ms": report.seconds * 1e3,
-        "early": list(report.early),
-        "late": list(report.late),
-        "why": report.why,
-    }
-
-
 def ledger_text(schedule: dict[str, Any]) -> str:
     """The ledger for reading: a line for each collective in issue order, then the totals."""
-    lines = [f"{'time':>12} {'exposed':>12}  collective"]
+    return "\n".join([*_entries(schedule), "", *totals(schedule["summary"])])
+
+
+def _entries(schedule: dict[str, Any]) -> list[str]:
+    """The collectives of a block; then, for each loop or branch, those of the blocks inside it."""
+    lines = [f"{'time':>12} {'exposed':>12}  collective"] if schedule["collectives"] else []
     for entry in schedule["collectives"]:
-        where = "".join(f"[{i}]" for i in entry["iteration"])
         more = f" and {len(entry['members']) - 1} more" if len(entry["members"]) > 1 else ""
         hidden = ", ".join(f"{h['name']} {_us(h['seconds']).strip()}" for h in entry["hidden_by"])
         lines.append(
-            f"{_us(entry['seconds'])} {_us(entry['exposed'])}  {entry['op']} %{entry['name']}{where}"
-            f"{more} on {entry['stream']}; {entry['why']}"
-            + (f"; behind {hidden}" if hidden else "")
+            f"{_us(entry['seconds'])} {_us(entry['exposed'])}  {entry['op']} %{entry['name']}{more} on "
+            f"{entry['stream']}; {entry['why']}" + (f"; behind {hidden}" if hidden else "")
         )
-    return "\n".join([*lines, "", *totals(schedule["summary"])])
+    for step in schedule["steps"]:
+        for block in step.get("blocks", ()):
+            s = block["summary"]
+            if s["collectives"]:
+                times = "" if step["trips"] is None else f", {step['trips']} iterations"
+                lines += [
+                    f"inside %{step['name']}, {block['block']}{times}: predicted {s['predicted_ms']:.4f} "
+                    f"ms each, exposed {s['exposed_ms']:.4f} ms, own order {s['unscheduled_ms']:.4f} ms",
+                    *("  " + line for line in _entries(block)),
+                ]
+    return lines
 
 
 def _us(seconds: float) -> str:
@@ -95,18 +100,14 @@ def totals(s: dict[str, Any]) -> list[str]:
         f"peak memory {s['peak_bytes'] / 1e6:.1f} MB, unscheduled "
         f"{s['unscheduled_peak_bytes'] / 1e6:.1f} MB, limit {s['memory_limit_bytes'] / 1e6:.1f} MB",
     ]
-    for name, blocks in s["inner"].items():
-        for block in blocks:
-            if block["collectives"]:
-                lines += [f"inside %{name}:", *("  " + line for line in totals(block))]
-    return [*lines, *(_loop_line(loop) for loop in s.get("loops", ()) if loop["before_ms"])]
+    return [*lines, *(_loop_line(loop) for loop in s["loops"] if loop["before_ms"])]
 
 
 def _loop_line(loop: dict[str, Any]) -> str:
-    """What becomes of a loop when the program runs, where it stays one."""
+    """What became of a loop."""
     trips = loop["trips"]
     times = "" if trips is None else f", {trips} iterations"
-    before = f"as it runs, loop %{loop['name']}{times}: {loop['before_ms']:.4f} ms an iteration"
+    before = f"loop %{loop['name']}{times}: {loop['before_ms']:.4f} ms an iteration"
     if loop["why"]:
         return f"{before}, no collective crosses: {loop['why']}"
     moved = [

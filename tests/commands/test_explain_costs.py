@@ -177,7 +177,8 @@ def test_what_becomes_of_a_loop_as_it_runs(
     assert loop["after_ms"] == pytest.approx(1125.0, rel=0.01)
     assert main(["explain", str(path), "--costs", costs]) == 0
     printed = capsys.readouterr().out
-    assert "as it runs, loop %loop, 8 iterations: " in printed
+    assert "loop %loop, 8 iterations: " in printed
+    assert "inside %loop, body, 7 iterations: predicted 1000." in printed
     assert "as 1 begin early (%g), 7" in printed
 
     # What the next iteration reads cannot be gathered before this one has made it.

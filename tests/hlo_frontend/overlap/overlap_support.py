@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 from stretto.hlo_frontend.collectives import CollectiveReader
 from stretto.hlo_frontend.flatten import flatten
 from stretto.hlo_frontend.graph import Instruction, Module
+from stretto.hlo_frontend.overlap.apply import OverlapPolicy
 from stretto.hlo_frontend.overlap.costs import Compute, CostTable, Link
+from stretto.hlo_frontend.overlap.explained import Explained, explained
 from stretto.hlo_frontend.overlap.export import to_json
 from stretto.hlo_frontend.overlap.kernels import build
 from stretto.hlo_frontend.overlap.model import Graph, Task
-from stretto.hlo_frontend.overlap.plan import Plan, plan_module
 from stretto.hlo_frontend.overlap.replay import Phase, Step
 from stretto.hlo_frontend.text import parse_hlo_text
 from stretto.hlo_frontend.values import BlockGraph
@@ -52,20 +53,32 @@ def block(of: Module, num_partitions: int = 4) -> BlockGraph:
     return flatten(of.entry, CollectiveReader(1, num_partitions))
 
 
-def planned(of: Module, costs: CostTable, **options: Any) -> tuple[Plan, dict[str, Any], Replayed]:
-    """The plan, its JSON, and what the independent replay makes of that, after all checks."""
-    plan = plan_module(of, costs, 4, **options)
+def planned(
+    of: Module, costs: CostTable, memory_factor: float = 1.1
+) -> tuple[Explained, dict[str, Any], Replayed]:
+    """The plan, whatever it gains, its JSON, and what the independent replay makes of that."""
+    policy = OverlapPolicy(costs, least_gain=-10.0, memory_factor=memory_factor)
+    plan = explained(block(of), policy)
     data = to_json(plan)
-    replayed = replay_steps(data["steps"])
-    summary = data["summary"]
-    assert abs(replayed.seconds * 1e3 - summary["predicted_ms"]) < 1e-6 * summary["predicted_ms"]
-    assert abs(replayed.exposed_seconds * 1e3 - summary["exposed_ms"]) < 1e-6 + 1e-6 * abs(
-        summary["exposed_ms"]
-    )
-    assert replayed.held_seconds * 1e3 == pytest.approx(summary["held_ms"], abs=1e-6)
-    assert replayed.peak_bytes == summary["peak_bytes"]
+    replayed = judged(data)
     check_dependencies(of, data["steps"])
     return plan, data, replayed
+
+
+def judged(data: dict[str, Any]) -> Replayed:
+    """What the independent replay makes of an explanation, which must say the same of itself."""
+    replayed, summary = replay_steps(data["steps"]), data["summary"]
+    assert replayed.seconds * 1e3 == pytest.approx(summary["predicted_ms"], rel=1e-6)
+    assert replayed.exposed_seconds * 1e3 == pytest.approx(
+        summary["exposed_here_ms"], rel=1e-6, abs=1e-6
+    )
+    if not any("blocks" in step for step in data["steps"]):
+        assert summary["exposed_ms"] == summary["exposed_here_ms"]
+        assert replayed.held_seconds * 1e3 == pytest.approx(summary["held_ms"], abs=1e-6)
+    assert replayed.peak_bytes == summary["peak_bytes"]
+    assert summary["predicted_ms"] >= summary["floor_ms"] * (1 - 1e-9), summary
+    assert summary["exposed_ms"] >= summary["exposed_floor_ms"] - 1e-9 * summary["predicted_ms"]
+    return replayed
 
 
 def check_dependencies(of: Module, steps: list[dict[str, Any]]) -> None:

@@ -54,7 +54,7 @@ def test_latency_is_paid_once_and_copies_are_charged() -> None:
     assert entry_of(data, "g1")["seconds"] == 10.0 + 3 * 1.0 + copies
     # Then two dots, each a second of arithmetic or of reading two and writing one f32[8,8].
     assert replayed.seconds == 10.0 + 3.0 + copies + 2.0
-    _, data, alone = planned(found, table(latency_s=10.0, bytes_per_s=768.0), buckets=False)
+    _, data, alone = planned(found, table(latency_s=10.0, bytes_per_s=768.0), memory_factor=1.0)
     assert not buckets(data)
     assert alone.seconds > replayed.seconds
 

@@ -106,13 +106,28 @@ def test_the_replay_refuses_what_cannot_run() -> None:
     assert replay_steps(fifo).exposed_by == {2: 2.0, 3: 0.0}
 
 
-def test_a_loop_of_unknown_length_has_a_ledger_of_its_own() -> None:
-    found = loop_module("parameter(1)", 3, 1, "LT")
-    plan, data, _ = planned(found, table(), memory_factor=2.0)
+@pytest.mark.parametrize(("start", "trips"), [("constant(0)", 3), ("parameter(1)", None)])
+def test_a_loop_is_one_step_with_a_ledger_of_its_own(start, trips) -> None:
+    """An all-reduce of two seconds and a dot that needs it, three times; adding to the counter takes 1 ms."""
+    _, data, _ = planned(loop_module(start, 3, 1, "LT"), table(), memory_factor=2.0)
     (step,) = data["steps"]
-    assert (step["name"], step["kind"]) == ("loop", "compute")
-    condition, body = data["summary"]["inner"]["loop"]
-    assert condition["collectives"] == 0
-    assert (body["collectives"], body["exposed_ms"]) == (1, pytest.approx(2000.0, rel=1e-2))
-    assert step["seconds"] * 1e3 == condition["predicted_ms"] + body["predicted_ms"]
-    assert [len(plans) for plans in plan.inner.values()] == [2]
+    assert (step["name"], step["kind"], step["trips"]) == ("loop", "compute", trips)
+    condition, body = step["blocks"]
+    assert (condition["block"], body["block"]) == ("condition", "body")
+    assert condition["summary"]["collectives"] == 0
+    assert (body["summary"]["collectives"], body["summary"]["exposed_ms"]) == (
+        1,
+        pytest.approx(2000.0, rel=1e-2),
+    )
+    assert [s["name"] for s in body["steps"] if s["kind"] != "compute"] == ["r", "r"]
+    times = 1 if trips is None else trips
+    assert step["seconds"] * 1e3 == pytest.approx(
+        times * body["summary"]["predicted_ms"]
+        + (condition["summary"]["predicted_ms"] if trips is None else 0.0)
+    )
+    summary = data["summary"]
+    assert (summary["collectives"], summary["exposed_here_ms"]) == (times, 0.0)
+    assert summary["exposed_ms"] == pytest.approx(times * body["summary"]["exposed_ms"])
+    assert summary["unscheduled_ms"] == pytest.approx(step["seconds"] * 1e3)
+    assert summary["stream_ms"] == {"stride1x2": pytest.approx(times * 2000.0)}
+    assert summary["floor_ms"] == pytest.approx(times * 2000.0, rel=1e-2) or trips is None

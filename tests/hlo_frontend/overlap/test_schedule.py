@@ -26,7 +26,6 @@ from overlap_support import (
 from stretto.hlo_frontend.overlap.floor import floor, independent_compute
 from stretto.hlo_frontend.overlap.kernels import build
 from stretto.hlo_frontend.overlap.model import Graph
-from stretto.hlo_frontend.overlap.plan import overlap_order
 from stretto.hlo_frontend.overlap.play import Feeding, Player
 from stretto.hlo_frontend.overlap.replay import Phase, Step, replay, unscheduled
 from stretto.hlo_frontend.overlap.schedule import longest_tails, schedule
@@ -205,18 +204,6 @@ def test_compute_is_not_split_where_launches_cost_more_than_is_gained() -> None:
     assert replayed.seconds == pytest.approx(4.0 + 3 * 0.01)
     _, _, dear = planned(module(body), table(launch_s=100.0), memory_factor=2.0)
     assert dear.seconds <= 2 * 100.0 + 6.0
-
-
-def test_the_order_places_every_instruction_that_runs() -> None:
-    found = module(chain_of_gathers(2))
-    placed = overlap_order(found, table(), 4)
-    names = [(i.name, phase) for i, phase in placed]
-    assert len(set(names)) == len(names)
-    starts = [n for n, phase in names if phase is Phase.START]
-    assert starts == ["g0", "g1"]
-    assert sorted(n for n, phase in names if phase is Phase.WAIT) == ["g0", "g1"]
-    computed = {n for n, phase in names if phase is Phase.COMPUTE}
-    assert computed == {"m0", "y0", "x1", "m1", "y1", "x2"}
 
 
 def test_the_same_module_has_the_same_schedule() -> None:

@@ -30,7 +30,7 @@ BODY = f"""
 
 
 def graph_of(body: str, busy: float) -> Graph:
-    return build(block(module(body)), table(busy=busy), (), lambda node: 0.0, loops=False)
+    return build(block(module(body)), table(busy=busy), ())
 
 
 def run(

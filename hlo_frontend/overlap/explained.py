@@ -1,0 +1,169 @@
+"""What the pass decides for a program, told by the driver that plans programs when they are compiled.
+
+`explained` plans a block with `apply.plan` and gives of it and of every block inside it the steps as they
+run, what they take, what the block took as it was written, and a floor. Blocks without a plan are told too,
+in the order that they keep.
+
+Invariant: the plan is the one that `compile` makes of the same module with the same policy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+
+from ..passes.order import order
+from ..values import BlockGraph, Node, NodeKind
+from .apply import Order, OverlapPolicy, Planned, kept_steps, plan
+from .floor import Floor
+from .kernels import build
+from .loops import blocks_of, control_flow_seconds, trips_of
+from .model import Graph
+from .program_floor import BlockFloor, floor_of
+from .replay import Step, Timeline, replay, unscheduled
+from .shared_cores import replay_shared
+from .staged import LoopReport
+
+
+@dataclass
+class Explained:
+    """A block as it runs. Seconds, bytes.
+
+    ``timeline``: what ``steps`` do, with what collectives take from compute (`shared_cores`). ``before``: the
+    block as it was written, each collective awaited where it starts; ``before_exposed`` counts the blocks
+    inside it too. ``planned``: whether ``steps`` are a plan, and not the block's own order. ``loops``: what
+    became of the loops in it. ``under_way``: see `apply.Planned`.
+    """
+
+    graph: Graph
+    steps: list[Step]
+    timeline: Timeline
+    before: Timeline
+    before_exposed: float
+    floor: Floor
+    memory_limit: float
+    launch_s: float
+    planned: bool
+    inner: dict[Node, tuple[Explained, ...]] = field(default_factory=dict)
+    loops: list[LoopReport] = field(default_factory=list)
+    under_way: float = 0.0
+
+    def inside(self) -> Iterator[tuple[Node, int, Explained]]:
+        """Each block right inside this one: its loop or branch, how often it runs, the block.
+
+        Of a branch the longest one runs, as predictions have it; a loop of unknown length counts as one
+        iteration, one of known length evaluates no condition.
+        """
+        for node, parts in self.inner.items():
+            if node.kind is not NodeKind.LOOP:
+                longest = max(range(len(parts)), key=lambda i: parts[i].timeline.seconds)
+                yield from ((node, int(i == longest), part) for i, part in enumerate(parts))
+                continue
+            trips = trips_of(node)
+            condition, body = parts
+            yield node, int(trips is None), condition
+            yield node, 1 if trips is None else trips, body
+
+    def total(self, own: Callable[[Explained], float]) -> float:
+        """The sum of something over this block and, as often as they run, those inside it."""
+        return own(self) + sum(times * part.total(own) for _, times, part in self.inside())
+
+
+@dataclass(frozen=True)
+class _Written:
+    """A block before it was planned."""
+
+    timeline: Timeline
+    exposed: float
+    floor: BlockFloor
+
+
+def explained(
+    block: BlockGraph, policy: OverlapPolicy, donated: Iterable[int] = (), ordered: Order = order
+) -> Explained:
+    """Plan a block, and tell what was decided; the block is changed as `apply.plan` changes it.
+
+    Arguments and errors are those of `apply.plan`.
+    """
+    given = tuple(donated)
+    written: dict[tuple[str, int], _Written] = {}
+    of_entry = _written(block, policy, given, written)
+    found = plan(block, policy, given, ordered)
+    return _explained(block, found, policy, given, ordered, of_entry, written)
+
+
+def _written(
+    block: BlockGraph,
+    policy: OverlapPolicy,
+    donated: tuple[int, ...],
+    found: dict[tuple[str, int], _Written],
+) -> _Written:
+    """The block as it is written. ``found`` is told of those inside it, by name of the node and position:
+    what is put in a loop's place keeps its name."""
+    costs = policy.costs
+    inner = {
+        node: tuple(_written(b, policy, carries, found) for b, carries in blocks_of(node))
+        for node in block.nodes
+        if node.blocks
+    }
+    for node, parts in inner.items():
+        found |= {(node.instruction.name, i): part for i, part in enumerate(parts)}
+    seconds = {
+        node: control_flow_seconds(node, [p.timeline.seconds for p in parts])
+        for node, parts in inner.items()
+    }
+    graph = build(block, costs, donated, seconds.__getitem__)
+    timeline = replay(graph, unscheduled(graph), costs.compute.launch_s)
+    exposed = timeline.exposed_seconds + sum(
+        control_flow_seconds(node, [p.exposed for p in parts]) for node, parts in inner.items()
+    )
+    floors = {node: tuple(p.floor for p in parts) for node, parts in inner.items()}
+    return _Written(timeline, exposed, floor_of(block, costs, donated, floors))
+
+
+def _explained(
+    block: BlockGraph,
+    planned: Planned | None,
+    policy: OverlapPolicy,
+    donated: tuple[int, ...],
+    ordered: Order,
+    written: _Written,
+    by_name: dict[tuple[str, int], _Written],
+) -> Explained:
+    costs = policy.costs
+    launch = costs.compute.launch_s
+    inner: dict[Node, tuple[Explained, ...]] = {}
+    for node in block.nodes:
+        if node.blocks:
+            plans = (planned.inner.get(node) if planned else None) or (None,) * len(node.blocks)
+            inner[node] = tuple(
+                _explained(b, p, policy, own, ordered, by_name[node.instruction.name, i], by_name)
+                for i, ((b, own), p) in enumerate(zip(blocks_of(node), plans, strict=True))
+            )
+    if planned is not None and planned.steps is not None:
+        assert planned.graph is not None and planned.timeline is not None
+        graph, steps, timeline = planned.graph, planned.steps, planned.timeline
+    else:
+        seconds = {node: _seconds(node, parts) for node, parts in inner.items()}
+        graph = build(block, costs, donated, seconds.__getitem__)
+        steps = kept_steps(block, graph, ordered)
+        timeline = replay_shared(graph, steps, launch)
+    return Explained(
+        graph,
+        steps,
+        timeline,
+        written.timeline,
+        written.exposed,
+        written.floor.floor,
+        policy.memory_factor * written.timeline.peak_bytes,
+        launch,
+        planned is not None and planned.steps is not None,
+        inner,
+        planned.loops if planned else [],
+        planned.under_way if planned else 0.0,
+    )
+
+
+def _seconds(node: Node, parts: tuple[Explained, ...]) -> float:
+    taken = control_flow_seconds(node, [p.timeline.seconds for p in parts])
+    return taken + parts[-1].under_way

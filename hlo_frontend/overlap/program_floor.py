@@ -1,0 +1,150 @@
+"""A bound below which no plan of a block can come, whatever it merges or moves between iterations.
+
+`floor` bounds the orders of one graph. A plan may also take combined collectives apart and merge others into
+buckets, and run what is in a loop an iteration early or late. What that cannot change is here:
+
+- A bucket takes at least the bytes of its members and one latency: each member that could be merged
+  counts without its latency, in a graph whose combined collectives are taken apart. The bounds of
+  `floor` hold for such members, one after the other in the bucket's time.
+- Collectives that need one another are not in one bucket, nor are those of different kinds, types or
+  groups (`bucket_key`): of each key there are as many buckets as its longest chain has members.
+- No way through the block gets shorter by merging: a bucket takes longer than each of its members.
+- A resource does all of its work: that of loops as often as they run. Where the iterations of a loop can be
+  moved, this alone bounds the block around it. Kernels that are moved may become one with others and read
+  less: what they compute counts, without what they read and write.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from ..streams import stream_key
+from ..values import BlockGraph, Node, NodeKind
+from .bounds import longest_way
+from .buckets import bucket_key
+from .costs import CostTable
+from .floor import Floor, floor
+from .kernels import build
+from .loops import control_flow_seconds, trips_of
+from .model import Graph, Task
+from .pricing import kernel_cost
+from .uncombine import uncombine
+
+
+@dataclass(frozen=True)
+class BlockFloor:
+    """Least seconds of a block, of all its compute, and of each stream (by `stream_key`, with its name).
+
+    ``arithmetic``: of ``compute`` what is left if memory takes no time. ``latency``: by stream, what
+    latencies take there at least. ``movable``: whether something in it communicates in a loop of known
+    length, so that iterations of it may run beside what is around it.
+    """
+
+    floor: Floor
+    compute: float
+    arithmetic: float
+    streams: Mapping[object, tuple[str, float]]
+    latency: Mapping[object, float]
+    movable: bool
+
+
+def floor_of(
+    block: BlockGraph,
+    costs: CostTable,
+    donated: Iterable[int],
+    inner: Mapping[Node, tuple[BlockFloor, ...]],
+) -> BlockFloor:
+    """The floor of a block; ``inner`` has those of the blocks of its loops and branches."""
+    undo = uncombine(block, costs)
+    try:
+        least = {
+            n: control_flow_seconds(n, [p.floor.seconds for p in ps]) for n, ps in inner.items()
+        }
+        graph = build(block, costs, donated, least.__getitem__)
+    finally:
+        if undo is not None:
+            undo()
+    opaque = {t.index: t.ops[0].node for t in graph.tasks if t.ops[0].node.blocks}
+    kernels = [t for t in graph.tasks if not t.is_collective and t.index not in opaque]
+    compute = sum(task.seconds for task in kernels)
+    arithmetic = sum(_arithmetic(task, costs) for task in kernels)
+    for node, parts in inner.items():
+        compute += control_flow_seconds(node, [p.compute for p in parts])
+        arithmetic += control_flow_seconds(node, [p.arithmetic for p in parts])
+    streams, latency = _streams(graph, inner)
+    movable = any(
+        (node.kind is NodeKind.LOOP and trips_of(node) is not None and parts[-1].streams)
+        or any(p.movable for p in parts)
+        for node, parts in inner.items()
+    )
+    totals = {name: seconds + latency.get(key, 0.0) for key, (name, seconds) in streams.items()}
+    work = arithmetic if movable else compute
+    resource, most = max([("compute", work), *totals.items()], key=lambda total: total[1])
+    best = Floor(most, resource, most)
+    if not movable:
+        merged = floor(_merged(graph))
+        way = longest_way(graph)
+        if merged.seconds > best.seconds:
+            best = replace(merged, resource_seconds=min(most, merged.seconds))
+        if way > best.seconds:
+            best = Floor(way, "path", most)
+    return BlockFloor(best, compute, arithmetic, streams, latency, movable)
+
+
+def _arithmetic(task: Task, costs: CostTable) -> float:
+    """What a kernel takes at least, with whatever others it is one."""
+    if costs.measured is not None:
+        return task.seconds
+    return costs.compute.seconds(kernel_cost(task)[0], 0.0)
+
+
+def _merged(graph: Graph) -> Graph:
+    """The graph with each collective that could be merged as if it were merged for nothing."""
+    tasks = []
+    for task in graph.tasks:
+        copy = task.moved(task.index, task.before, task.after)
+        if bucket_key(task) is not None:
+            copy.seconds -= task.latency_s
+        tasks.append(copy)
+    return replace(graph, tasks=tasks)
+
+
+def _streams(
+    graph: Graph, inner: Mapping[Node, tuple[BlockFloor, ...]]
+) -> tuple[dict[object, tuple[str, float]], dict[object, float]]:
+    """Work of each stream without the latencies that merging could save, and those that it cannot."""
+    work: dict[object, tuple[str, float]] = {}
+    latency: dict[object, float] = {}
+
+    def add(key: object, name: str, seconds: float) -> None:
+        name, before = work.get(key, (name, 0.0))
+        work[key] = name, before + seconds
+
+    chains: dict[
+        object, list[float]
+    ] = {}  # by key of buckets, the latencies of its longest chain to a task
+    for task in graph.tasks:
+        if task.collective is not None:
+            saved = task.latency_s if bucket_key(task) is not None else 0.0
+            add(stream_key(task.collective), graph.streams[task.stream], task.seconds - saved)
+            if saved:
+                chains.setdefault(bucket_key(task), [])
+    for bucket, longest in chains.items():
+        for task in graph.tasks:
+            longest.append(max((longest[b] for b in task.before), default=0.0))
+            if task.collective is not None and bucket_key(task) == bucket:
+                longest[-1] += task.latency_s
+                stream = stream_key(task.collective)
+        latency[stream] = latency.get(stream, 0.0) + max(longest)
+    for node, parts in inner.items():
+        for key in {key: None for p in parts for key in p.streams}:
+            shares = [p.streams.get(key, ("", 0.0))[1] for p in parts]
+            waits = [p.latency.get(key, 0.0) for p in parts]
+            (name, *_) = [p.streams[key][0] for p in parts if key in p.streams]
+            if node.kind is NodeKind.LOOP:
+                add(key, name, control_flow_seconds(node, shares))
+                latency[key] = latency.get(key, 0.0) + control_flow_seconds(node, waits)
+            else:  # the branch that is taken may be the one that needs the stream least
+                add(key, name, min(shares))
+    return work, latency

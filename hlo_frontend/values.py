@@ -119,12 +119,11 @@ class NodeKind(Enum):
 class Node:
     """An instruction of a block. ``operands`` are its leaves, tokens included.
 
-    ``order`` lists nodes that come before it though it reads nothing of theirs. ``called`` replaces
-    the instruction's called computations where a call was inlined around it. ``unread``: where nobody
-    reads it; ``part`` and ``valid``: the part of its level that it runs in, and in which iterations that
-    runs on each device, as in `Run.valid` (`passes.unread`). ``phase``: of a loop's body that is
-    pipelined, and ``carried``: of a collective that is awaited in the next iteration, (result, carry) pairs;
-    ``apart``: on a stream of its own (`passes.rotate`, `overlap.rounds`).
+    ``order`` lists nodes that come before it though it reads nothing of theirs. ``called`` replaces the
+    instruction's called computations where a call was inlined around it. ``unread``: where nobody reads
+    it (`passes.unread`). ``phase``: of a loop's body that is pipelined, and ``carried``: of a collective
+    that is awaited in the next iteration, (result, carry) pairs; ``apart``: on a stream of its own
+    (`passes.rotate`).
     """
 
     kind: NodeKind
@@ -137,10 +136,7 @@ class Node:
     reducer: Computation | None = None
     blocks: tuple[BlockGraph, ...] = ()
     selector: Value | None = None
-    level: int = 0
     unread: Unread | None = None
-    part: tuple[int, int] = (0, 0)
-    valid: tuple[tuple[int, ...], ...] = ()
     phase: int = 0
     carried: tuple[tuple[int, int], ...] = ()
     apart: bool = False
@@ -171,6 +167,18 @@ class BlockGraph:
     parameters: list[Value]
     nodes: list[Node]
     results: list[Value]
+
+    def __str__(self) -> str:
+        """The block for reading, one line for each node (see `graph_text`)."""
+        from .graph_text import to_text
+
+        return to_text(self)
+
+    def check(self) -> None:
+        """Raise `GraphError` where the graph contradicts itself (see `graph_check`)."""
+        from .graph_check import check
+
+        check(self)
 
 
 def operand_shape(node: Node, operand: int = 0) -> tuple[int, ...]:

@@ -1,7 +1,7 @@
 """Block graphs as text, for reading: the same module has the same text in every process.
 
     (%0: f32[8], %1: s32[]) {
-      0 %sum = all-reduce f32[8] (%0) groups {{0,1}} reduction add channel 1 at step.py:12
+      0 %sum = all-reduce f32[8] (%0) groups {{0,1}} reduction add at step.py:12
       1 %loop = while (s32[], f32[8]) (%1, %sum) trips 3
         condition (%0: s32[], %1: f32[8]) {
           0 %less = compare pred[] (%0, 3)

@@ -91,8 +91,6 @@ class _Check:
         if value.type != root.type:
             _fail(node, f"{what} is read as {value.type}, it is {root.type}")
         producer = root.node
-        if value.node is not producer:
-            _fail(node, f"{what} is a view that names another producer than the value")
         if producer is None:
             if root.type is not None and root not in self.parameters:
                 _fail(

@@ -24,12 +24,13 @@ if TYPE_CHECKING:
 class Value:
     """One leaf of an instruction's shape.
 
-    ``node`` produces it; None for parameters of the block and for tokens that only order.
-    ``order`` lists nodes that must come before whoever uses this view of the value.
+    ``node`` produces it, as result ``index``; None for parameters of the block and for tokens that only
+    order. Views have those of their root, so that a pass that puts another node in its place does so for
+    all of them. ``order`` lists nodes that must come before whoever uses this view of the value.
     ``barrier`` is the last optimization barrier through which this view was taken, if any.
     """
 
-    __slots__ = ("barrier", "index", "node", "order", "root", "type")
+    __slots__ = ("_index", "_node", "barrier", "order", "root", "type")
 
     def __init__(
         self,
@@ -42,11 +43,27 @@ class Value:
         barrier: Barrier | None = None,
     ) -> None:
         self.type = type
-        self.node = node
-        self.index = index
+        self._node = node
+        self._index = index
         self.order = order
         self.root: Value = view_of.root if view_of is not None else self
         self.barrier = barrier
+
+    @property
+    def node(self) -> Node | None:
+        return self.root._node
+
+    @node.setter
+    def node(self, node: Node | None) -> None:
+        self.root._node = node
+
+    @property
+    def index(self) -> int:
+        return self.root._index
+
+    @index.setter
+    def index(self, index: int) -> None:
+        self.root._index = index
 
     def view(self, order: tuple[Node, ...], barrier: Barrier | None = None) -> Value:
         """The same value for users who must also come after ``order``."""
@@ -63,9 +80,10 @@ class Value:
     @property
     def producers(self) -> tuple[Node, ...]:
         """All nodes that come before a user of this value."""
-        if self.node is None or self.node.kind is NodeKind.CHEAP:
+        node = self.root._node
+        if node is None or node.kind is NodeKind.CHEAP:
             return self.order
-        return (self.node, *self.order)
+        return (node, *self.order)
 
     @property
     def before_barrier(self) -> Value | None:

@@ -106,12 +106,9 @@ class Recorded:
     def text(self) -> list[str]:
         """The programs that communicate: the pass changes no others."""
         from stretto.runtime.program import Start, instructions
-        from stretto.runtime.program_text import to_text
 
         return [
-            to_text(p, modules=False)
-            for p in self.programs
-            if any(isinstance(i, Start) for i in instructions(p.body))
+            str(p) for p in self.programs if any(isinstance(i, Start) for i in instructions(p.body))
         ]
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from .passes.unread import Ordered
 from .values import BlockGraph, Node, NodeKind, Value
 
 
@@ -71,7 +72,9 @@ class BlockPlan:
 
 
 def carve(block: BlockGraph, ordered: Sequence[Node | Await]) -> BlockPlan:
-    """Cut ``ordered``, the nodes of ``block`` in a topological order."""
+    """Cut ``ordered``, the nodes of ``block`` in a topological order. Where it is `Ordered`, its parts are
+    segments of their own."""
+    parts, valid = (ordered.parts, ordered.valid) if isinstance(ordered, Ordered) else ({}, {})
     steps: list[Step] = []
     pending: list[SegmentPlan] = []  # since the last runtime node
 
@@ -92,9 +95,9 @@ def carve(block: BlockGraph, ordered: Sequence[Node | Await]) -> BlockPlan:
             steps.append(AwaitStep(node.node))
             continue
         if not node.is_runtime and node.kind is not NodeKind.LOGICAL_ID:
-            part = (node.phase, *node.part)
+            part = (node.phase, *parts.get(node, (0, 0)))
             if not pending or pending[-1].part != part:
-                pending.append(SegmentPlan(valid=node.valid, part=part))
+                pending.append(SegmentPlan(valid=valid.get(node, ()), part=part))
             pending[-1].nodes.append(node)
             continue
         inputs = [materialized(value) for value in node.operands]

@@ -10,40 +10,33 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from jaxlib import _jax
+from jaxlib import _hlo, _jax
 
 from stretto.collectives.order import CommonOrder, Schedule
 from stretto.runtime.errors import InvalidProgramError, UnsupportedError
 from stretto.runtime.program import Block, Program, Run, Segment
 
 from . import stablehlo, tap
-from .carve import BlockPlan, SegmentPlan, carve
-from .collectives import CollectiveReader
-from .flatten import flatten
+from .carve import BlockPlan, SegmentPlan
 from .graph import Module
 from .groups import MOST_DEVICES
 from .lower import lower
-from .overlap.apply import OverlapPolicy, Planned, carve_planned, planned_loops
-from .overlap.apply import plan as plan_overlap
+from .overlap.apply import OverlapPolicy, Planned
 from .overlap.evaluate import prediction
 from .overlap.explained import Explained, explained
 from .overlap.measured import key_of
 from .own_options import split
-from .passes import unread
-from .passes.bytes import Rewrite, RewriteReport, rewrite
+from .passes.bytes import Rewrite, RewriteReport
 from .passes.interleave import Interleaved
 from .passes.interleave import apply as interleaved
-from .passes.order import order
-from .passes.pseudo_tokens import remove_pseudo_tokens
-from .passes.rotate import rotate
 from .passes.valid import ValidPolicy, ValidReport
-from .passes.valid import apply as find_valid_iterations
-from .passes.valid.decide import LEAST_FLOPS
-from .schedule import reorder, schedule_of, token_edges
+from .pipeline import COMMON, Compilation, Dump, Source, plan_block, policy_for, run
+from .plan_text import plan_text
+from .schedule import reorder, token_edges
 from .schema import HloModuleProto, HloModuleProtoWithConfig
 from .text import parse_hlo_text
 from .topk import spell_out_topk
-from .values import BlockGraph, Node
+from .values import BlockGraph
 from .verify import check_partitioned, verify
 
 
@@ -60,33 +53,13 @@ _PROVED = ValidPolicy()
 
 
 @dataclass(frozen=True)
-class PartitionedModule:
-    """A serialized ``HloModuleProto`` for one device, and how it is to be lowered.
+class PartitionedModule(Source):
+    """A partitioned module, and the ways to a program of it."""
 
-    All that follows from it follows from its bytes alone: equal ones give equal programs in all processes.
-    """
-
-    hlo: bytes = field(repr=False)
-    num_replicas: int
-    num_partitions: int
-    pseudo_tokens: bool = True
-    valid: ValidPolicy = _PROVED
-    rewrites: bool = False
-
-    def plan(self) -> tuple[Module, BlockGraph, BlockPlan, ValidReport, RewriteReport]:
-        """The module as a graph, rewritten, ordered and carved."""
-        module = Module.parse(self.hlo)
-        entry = flatten(module.entry, CollectiveReader(self.num_replicas, self.num_partitions))
-        if self.pseudo_tokens:
-            remove_pseudo_tokens(entry)
-        report = find_valid_iterations(entry, self.num_replicas, self.num_partitions, self.valid)
-        if report.liveness is not None:
-            unread.mark(report.liveness)
-        done = RewriteReport()
-        if self.rewrites:
-            done = rewrite(entry, self.num_replicas, self.num_partitions)
-        plan = plan_block(entry, self.valid.least_flops)
-        return module, entry, plan, replace(report, liveness=None), done
+    def passed(self) -> tuple[Compilation, BlockPlan]:
+        """The module after the passes that all ranks' programs go through, and its graph carved."""
+        compilation = Compilation.of(self, Module.parse(self.hlo))
+        return compilation, run(compilation, COMMON)
 
     def lower(
         self,
@@ -103,55 +76,53 @@ class PartitionedModule:
     def with_order(self, order: CommonOrder) -> Program:
         """The program with its collectives in another order. Raises `InvalidProgramError` where that
         contradicts its data or tokens."""
-        module, entry, plan, *_ = self.plan()
-        reorder(entry, plan, order)
-        return self.lower(module, plan_block(entry, self.valid.least_flops))
+        compilation, plan = self.passed()
+        reorder(compilation.entry, plan, order)
+        plan = plan_block(compilation.entry, self.valid.least_flops)
+        return self.lower(compilation.module, plan)
 
     def tokens(self) -> dict[str, tuple[str, ...]]:
         """By name of each collective, those that tokens put right before it."""
-        _, entry, plan, *_ = self.plan()
-        return token_edges(entry, plan)
+        compilation, plan = self.passed()
+        return token_edges(compilation.entry, plan)
 
     def key(self) -> str:
         """By what measured times of its compute are kept (see `overlap.measured`)."""
         return key_of(Module.parse(self.hlo), self.num_replicas, self.num_partitions)
 
-    def _policy(self, module: Module, overlap: OverlapPolicy) -> OverlapPolicy:
-        """With the measured times of this module, if there are any."""
-        if not overlap.measured:
-            return overlap
-        return overlap.of(key_of(module, self.num_replicas, self.num_partitions))
-
     def explained(self, overlap: OverlapPolicy) -> Explained:
         """How the collectives of the program are scheduled that `compiled` makes with this policy."""
-        module, entry, *_ = self.plan()
-        return explained(entry, self._policy(module, overlap), _donated(module), self.ordered)
+        c, _ = self.passed()
+        return explained(
+            c.entry, policy_for(self, c.module, overlap), _donated(c.module), self.ordered
+        )
 
-    def lowered(self, overlap: OverlapPolicy | None = None) -> LoweredModule:
-        """The program with all that it came of. ``overlap``: how its collectives are scheduled."""
-        module, entry, plan, valid, done = self.plan()
-        schedule = schedule_of(entry, plan)
-        found = None
-        if overlap is not None:
-            found = plan_overlap(
-                entry, self._policy(module, overlap), _donated(module), self.ordered
-            )
-        # The schedule stays that of the plain plan: ranks that differ come back to one like it.
-        rotated = self.valid.pipeline and rotate(entry, planned_loops(found))
-        planned = found is not None and found.changed
-        if planned:
-            plan = carve_planned(entry, found, self.ordered)
-        elif rotated:
-            plan = plan_block(entry, self.valid.least_flops)
+    def lowered(
+        self, overlap: OverlapPolicy | None = None, dump: Dump | None = None
+    ) -> LoweredModule:
+        """The program with all that it came of. ``overlap``: how its collectives are scheduled. ``dump`` is
+        given what it was at each stage."""
+        module = Module.parse(self.hlo)
+        c = Compilation.of(self, module, _donated(module), overlap)
+        carved = run(c, dump=dump)
+        planned = c.planned is not None and c.planned.changed
         homes: dict[SegmentPlan, int] = {}
-        program = self.lower(module, plan, streams=planned, homes=homes)
-        if found is not None:
-            program = replace(program, predicted=prediction(found))
-        return LoweredModule(program, entry, plan, homes, schedule, valid, done, found)
+        program = self.lower(module, carved, streams=planned, homes=homes)
+        if c.planned is not None:
+            program = replace(program, predicted=prediction(c.planned))
+        if dump is not None:
+            if c.planned is not None:
+                dump(module.name, "plan", plan_text(c.planned))
+            _dump_program(program, dump)
+        return LoweredModule(
+            program, c.entry, carved, homes, c.schedule, c.valid, c.rewritten, c.planned
+        )
 
-    def compiled(self, overlap: OverlapPolicy | None = None) -> CompiledModule:
-        """The program, and what was found about it. ``overlap``: how its collectives are scheduled."""
-        made = self.lowered(overlap)
+    def compiled(
+        self, overlap: OverlapPolicy | None = None, dump: Dump | None = None
+    ) -> CompiledModule:
+        """The program, and what was found about it. ``overlap``, ``dump``: as in `lowered`."""
+        made = self.lowered(overlap, dump)
         return CompiledModule(
             made.program,
             self,
@@ -163,10 +134,6 @@ class PartitionedModule:
             made.rewritten.digest,
             made.overlap,
         )
-
-    def ordered(self, block: BlockGraph) -> list[Node]:
-        """The order of a block without a plan."""
-        return order(block, self.valid.least_flops)
 
 
 @dataclass(frozen=True, eq=False)
@@ -252,6 +219,7 @@ def compile_stablehlo(
     valid: ValidPolicy = _PROVED,
     overlap: OverlapPolicy | None = None,
     interleave: int = 1,
+    dump: Dump | None = None,
 ) -> CompiledModule:
     """Partition and lower StableHLO (text, bytecode, portable artifact).
 
@@ -260,8 +228,8 @@ def compile_stablehlo(
     `passes.bytes`). ``valid``: how iterations are found in which transfers are made (see
     `passes.valid`). ``overlap``: how collectives are scheduled beside compute (see `overlap.apply`); None
     where they are not. ``interleave``: chunks of layers that each device of a pipeline is to have (see
-    `passes.interleave`), where the compile options do not say it. Raises `InvalidProgramError` or
-    `UnsupportedError`.
+    `passes.interleave`), where the compile options do not say it. ``dump`` is given what the program was at
+    each stage. Raises `InvalidProgramError` or `UnsupportedError`.
     """
     if spec.num_replicas < 1 or spec.num_partitions < 1:
         raise InvalidProgramError(
@@ -270,19 +238,24 @@ def compile_stablehlo(
         )
     own, options, names_xla = split(spec.options)
     with stablehlo.parsed(module) as parsed:
+        if dump is not None:
+            dump(stablehlo.signature(parsed, types=False).name, "stablehlo", str(parsed))
         stablehlo.replace_boundary_tokens(parsed)
         input_layouts, output_layouts = stablehlo.settle_layouts(parsed)
         single = spec.num_replicas * spec.num_partitions == 1
         if single and not names_xla and stablehlo.is_local(parsed):
             whole = _whole(parsed)  # options of XLA are XLA's to check and to follow
+            if dump is not None:
+                _dump_program(whole.program, dump)
             return replace(whole, input_layouts=input_layouts, output_layouts=output_layouts)
         stablehlo.inline_late_calls(parsed)
         stablehlo.call_decompositions(parsed)
         signature = stablehlo.signature(parsed, types=False)
         hlo = tap.optimized_hlo(parsed, spec.num_replicas, spec.num_partitions, options)
     counts = spec.num_replicas, spec.num_partitions
-    hlo, found = interleaved(hlo, *counts, own.interleave or interleave)
-    compiled = PartitionedModule(hlo, *counts, pseudo_tokens, valid, rewrites).compiled(overlap)
+    hlo, found = _interleaved(hlo, *counts, own.interleave or interleave, dump)
+    partitioned = PartitionedModule(hlo, *counts, pseudo_tokens, valid, rewrites)
+    compiled = partitioned.compiled(overlap, dump)
     return replace(
         compiled,
         input_memory_kinds=_padded(signature.input_memory_kinds, len(compiled.program.inputs)),
@@ -309,15 +282,16 @@ def compile_hlo(
     valid: ValidPolicy = _PROVED,
     overlap: OverlapPolicy | None = None,
     interleave: int = 1,
+    dump: Dump | None = None,
 ) -> CompiledModule:
     """Lower HLO that is partitioned already: text, or a serialized ``HloModuleProto``.
 
-    Its collectives run as they are written, unless ``rewrites`` is set. Raises `InvalidProgramError` where
-    it contradicts itself, `UnsupportedError`.
+    Its collectives run as they are written, unless ``rewrites`` is set. The rest as in
+    `compile_stablehlo`. Raises `InvalidProgramError` where it contradicts itself, `UnsupportedError`.
     """
     counts = num_replicas, num_partitions
-    module, found = _partitioned(hlo, *counts, pseudo_tokens, rewrites, valid, interleave)
-    return replace(module.compiled(overlap), interleaved=found)
+    module, found = _partitioned(hlo, *counts, pseudo_tokens, rewrites, valid, interleave, dump)
+    return replace(module.compiled(overlap, dump), interleaved=found)
 
 
 def explained_hlo(
@@ -345,6 +319,7 @@ def _partitioned(
     rewrites: bool,
     valid: ValidPolicy,
     interleave: int,
+    dump: Dump | None = None,
 ) -> tuple[PartitionedModule, tuple[Interleaved, ...]]:
     """HLO that somebody hands in, verified, its pipelines interleaved, and what became of these."""
     if num_replicas < 1 or num_partitions < 1:
@@ -359,8 +334,35 @@ def _partitioned(
     verify(parsed)
     check_partitioned(parsed, num_partitions)
     counts = num_replicas, num_partitions
-    serialized, found = interleaved(spell_out_topk(serialized), *counts, interleave)
+    serialized, found = _interleaved(spell_out_topk(serialized), *counts, interleave, dump)
     return PartitionedModule(serialized, *counts, pseudo_tokens, valid, rewrites), found
+
+
+def _interleaved(
+    hlo: bytes, num_replicas: int, num_partitions: int, chunks: int, dump: Dump | None
+) -> tuple[bytes, tuple[Interleaved, ...]]:
+    """The module with its pipelines interleaved; ``dump`` is given both."""
+    made, found = interleaved(hlo, num_replicas, num_partitions, chunks)
+    if dump is not None:
+        _dump_hlo(hlo, "hlo", dump)
+        if made != hlo:
+            _dump_hlo(made, "interleaved", dump)
+    return made, found
+
+
+def _dump_hlo(hlo: bytes, stage: str, dump: Dump) -> None:
+    module = _hlo.HloModule.from_serialized_hlo_module_proto(hlo)
+    dump(module.name, stage, module.to_string())
+
+
+def _dump_program(program: Program, dump: Dump) -> None:
+    """The program, and the modules of its segments, which `str` names by size and digest alone."""
+    dump(program.name, "program", str(program))
+    texts = []
+    for i, segment in enumerate(program.segments):
+        with stablehlo.parsed(segment.module) as parsed:
+            texts.append(f"// segment {i}: {segment.name}\n{parsed}\n")
+    dump(program.name, "segments", "\n".join(texts))
 
 
 def _padded(kinds: tuple[str, ...], count: int) -> tuple[str, ...]:
@@ -393,15 +395,6 @@ def _whole(parsed: stablehlo.ir.Module) -> CompiledModule:
         input_memory_kinds=signature.input_memory_kinds,
         output_memory_kinds=signature.output_memory_kinds,
     )
-
-
-def plan_block(block: BlockGraph, least_flops: float = LEAST_FLOPS) -> BlockPlan:
-    """Order and carve a block and the blocks nested in it. ``least_flops``: see `passes.unread`."""
-    plan = carve(block, order(block, least_flops))
-    for node in block.nodes:
-        if node.blocks:
-            plan.blocks[node] = tuple(plan_block(inner, least_flops) for inner in node.blocks)
-    return plan
 
 
 def _donated(module: Module) -> tuple[int, ...]:

@@ -24,12 +24,13 @@ if TYPE_CHECKING:
 class Value:
     """One leaf of an instruction's shape.
 
-    ``node`` produces it; None for parameters of the block and for tokens that only order.
-    ``order`` lists nodes that must come before whoever uses this view of the value.
+    ``node`` produces it, as result ``index``; None for parameters of the block and for tokens that only
+    order. Views have those of their root, so that a pass that puts another node in its place does so for
+    all of them. ``order`` lists nodes that must come before whoever uses this view of the value.
     ``barrier`` is the last optimization barrier through which this view was taken, if any.
     """
 
-    __slots__ = ("barrier", "index", "node", "order", "root", "type")
+    __slots__ = ("_index", "_node", "barrier", "order", "root", "type")
 
     def __init__(
         self,
@@ -42,11 +43,27 @@ class Value:
         barrier: Barrier | None = None,
     ) -> None:
         self.type = type
-        self.node = node
-        self.index = index
+        self._node = node
+        self._index = index
         self.order = order
         self.root: Value = view_of.root if view_of is not None else self
         self.barrier = barrier
+
+    @property
+    def node(self) -> Node | None:
+        return self.root._node
+
+    @node.setter
+    def node(self, node: Node | None) -> None:
+        self.root._node = node
+
+    @property
+    def index(self) -> int:
+        return self.root._index
+
+    @index.setter
+    def index(self, index: int) -> None:
+        self.root._index = index
 
     def view(self, order: tuple[Node, ...], barrier: Barrier | None = None) -> Value:
         """The same value for users who must also come after ``order``."""
@@ -63,9 +80,10 @@ class Value:
     @property
     def producers(self) -> tuple[Node, ...]:
         """All nodes that come before a user of this value."""
-        if self.node is None or self.node.kind is NodeKind.CHEAP:
+        node = self.root._node
+        if node is None or node.kind is NodeKind.CHEAP:
             return self.order
-        return (self.node, *self.order)
+        return (node, *self.order)
 
     @property
     def before_barrier(self) -> Value | None:
@@ -119,12 +137,11 @@ class NodeKind(Enum):
 class Node:
     """An instruction of a block. ``operands`` are its leaves, tokens included.
 
-    ``order`` lists nodes that come before it though it reads nothing of theirs. ``called`` replaces
-    the instruction's called computations where a call was inlined around it. ``unread``: where nobody
-    reads it; ``part`` and ``valid``: the part of its level that it runs in, and in which iterations that
-    runs on each device, as in `Run.valid` (`passes.unread`). ``phase``: of a loop's body that is
-    pipelined, and ``carried``: of a collective that is awaited in the next iteration, (result, carry) pairs;
-    ``apart``: on a stream of its own (`passes.rotate`, `overlap.rounds`).
+    ``order`` lists nodes that come before it though it reads nothing of theirs. ``called`` replaces the
+    instruction's called computations where a call was inlined around it. ``unread``: where nobody reads
+    it (`passes.unread`). ``phase``: of a loop's body that is pipelined, and ``carried``: of a collective
+    that is awaited in the next iteration, (result, carry) pairs; ``apart``: on a stream of its own
+    (`passes.rotate`).
     """
 
     kind: NodeKind
@@ -137,10 +154,7 @@ class Node:
     reducer: Computation | None = None
     blocks: tuple[BlockGraph, ...] = ()
     selector: Value | None = None
-    level: int = 0
     unread: Unread | None = None
-    part: tuple[int, int] = (0, 0)
-    valid: tuple[tuple[int, ...], ...] = ()
     phase: int = 0
     carried: tuple[tuple[int, int], ...] = ()
     apart: bool = False
@@ -171,6 +185,18 @@ class BlockGraph:
     parameters: list[Value]
     nodes: list[Node]
     results: list[Value]
+
+    def __str__(self) -> str:
+        """The block for reading, one line for each node (see `graph_text`)."""
+        from .graph_text import to_text
+
+        return to_text(self)
+
+    def check(self) -> None:
+        """Raise `GraphError` where the graph contradicts itself (see `graph_check`)."""
+        from .graph_check import check
+
+        check(self)
 
 
 def operand_shape(node: Node, operand: int = 0) -> tuple[int, ...]:

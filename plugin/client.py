@@ -15,7 +15,7 @@ from weakref import WeakSet
 import numpy as np
 
 from stretto.collectives.types import TensorType
-from stretto.runtime import trace
+from stretto.runtime import dump, trace
 from stretto.runtime.engine import create_engine
 from stretto.runtime.executor import Executor
 from stretto.runtime.instrument import Instrument
@@ -52,6 +52,7 @@ class Client(_capi.Handle):  # type: ignore[misc]
         chosen = self.world.options
         rank, size, local = self.world.rank, self.world.size, self.world.local_devices
         self.engine = create_engine(chosen.engine, local, cores=self.world.cores)
+        self.dumps = dump.begin(chosen.dump, rank)
         self.trace = trace.begin(self.world, self.engine, _capi.Rows)
         self.executor = Executor(self.engine, self.world, chosen, instrument=self.trace)
         self.overlap = policy_of(chosen, self.world.costs, (p.host for p in self.world.peers))

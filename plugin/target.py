@@ -26,6 +26,7 @@ _ELSEWHERE = {
     "control_host",
     "costs",
     "profile",
+    "dump",
 }
 _LAYERS = ("collectives", "runtime", "hlo_frontend", "plugin")
 

@@ -16,7 +16,8 @@ from typing import Any, Protocol
 
 from stretto.collectives.types import TensorType
 from stretto.hlo_frontend.overlap.apply import OverlapPolicy
-from stretto.runtime import cost_tables
+from stretto.runtime import cost_tables, dump
+from stretto.runtime.dump import Dumps
 from stretto.runtime.engine import Engine, create_engine
 from stretto.runtime.options import Options, in_force
 
@@ -69,6 +70,11 @@ class Maker(Protocol):
         """How they are scheduled; None if they are not."""
         ...
 
+    @property
+    def dumps(self) -> Dumps | None:
+        """Where the stages of their compilation are written; None if they are not."""
+        ...
+
     def array_type(self, type: TensorType, order: tuple[int, ...] = ()) -> _capi.ArrayType:
         """The C form of a type and layout. Raises ``KeyError`` for types that PJRT lacks."""
         ...
@@ -98,6 +104,10 @@ class Elsewhere:
     def __init__(self, processes: int, local_devices: int) -> None:
         self.options = in_force()
         self._processes, self._local_devices = processes, local_devices
+
+    @cached_property
+    def dumps(self) -> Dumps | None:
+        return dump.begin(self.options.dump)
 
     @cached_property
     def engine(self) -> Engine:

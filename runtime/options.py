@@ -53,6 +53,8 @@ class Options:
     ``pipeline_loops``: await a permute that only the next iteration of its loop reads there.
     ``rewrite``: whether collectives of JAX programs become others that send less (`docs/design.md`).
     ``trace``: folder in which every rank writes what its streams do; empty: none (`docs/overlap.md`).
+    ``dump``: folder in which every process writes what each program was at every stage of its compilation;
+    empty: none (`docs/troubleshooting.md`).
     ``interleave``: chunks of layers that each device of a pipeline has; 1 leaves pipelines as they are
     written (`docs/pipelines.md`).
     ``origins``: for each field that was not left at its default, where its value came from.
@@ -76,6 +78,7 @@ class Options:
     trace: str = ""
     interleave: int = 1
     profile: bool = False
+    dump: str = ""
     origins: Mapping[str, str] = field(
         default_factory=lambda: MappingProxyType({}), compare=False, repr=False
     )
@@ -137,6 +140,7 @@ VARIABLES: dict[str, tuple[str, Callable[[str], Any]]] = {
     "profile": ("STRETTO_PROFILE", _switch),
     "skip_compute": ("STRETTO_SKIP_COMPUTE", _switch),
     "trace": ("STRETTO_TRACE", str),
+    "dump": ("STRETTO_DUMP", str),
     "pipeline_loops": ("STRETTO_PIPELINE_LOOPS", _switch),
     "rewrite": ("STRETTO_REWRITE", _switch),
     "interleave": ("STRETTO_INTERLEAVE", int),
@@ -161,6 +165,7 @@ _EXPECTED = {
     "costs": "expected the name of a file",
     "profile": "expected 0 or 1",
     "trace": "expected the name of a folder",
+    "dump": "expected the name of a folder",
     "skip_compute": "expected 0 or 1",
     "pipeline_loops": "expected 0 or 1",
     "rewrite": "expected 0 or 1",
@@ -187,6 +192,7 @@ def _problem(name: str, value: Any) -> str:
         "costs": lambda v: isinstance(v, str),
         "profile": lambda v: isinstance(v, bool),
         "trace": lambda v: isinstance(v, str),
+        "dump": lambda v: isinstance(v, str),
         "skip_compute": lambda v: isinstance(v, bool),
         "pipeline_loops": lambda v: isinstance(v, bool),
         "rewrite": lambda v: isinstance(v, bool),

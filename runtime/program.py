@@ -1,6 +1,6 @@
 """`Program`: the instruction set of the executor.
 
-A program is data: frozen, comparable, printable, serializable (`program_text`, `program_codec`). It is
+A program is data: frozen, comparable, printable (``str(program)``), serializable (`program_codec`). It is
 written for one logical device; the executor walks it once for all local devices, in lockstep.
 
 Registers. Every value lives in a *slot*, an index into one flat register file that belongs to one run of
@@ -211,6 +211,12 @@ class Program:
     donated: tuple[int, ...] = ()
     num_streams: int = 1
     predicted: Prediction | None = field(default=None, compare=False)
+
+    def __str__(self) -> str:
+        """The program for reading, with the size and digest of each module (see `program_text`)."""
+        from .program_text import to_text
+
+        return to_text(self, modules=False)
 
     @property
     def num_devices(self) -> int:

@@ -25,6 +25,7 @@ from stretto.collectives.ops import Kind
 
 from ..carve import Await, BlockPlan, carve
 from ..passes.order import order
+from ..passes.unread import Ordered
 from ..values import BlockGraph, Node, NodeKind
 from .bounds import least_merged_seconds, least_seconds
 from .buckets import bucket
@@ -120,7 +121,7 @@ def planned_loops(planned: Planned | None) -> set[Node]:
     return found
 
 
-Order = Callable[[BlockGraph], list[Node]]
+Order = Callable[[BlockGraph], Ordered]
 
 
 def plan(
@@ -201,7 +202,7 @@ def _plan(
     worthwhile = communication > LEAST_LAUNCHES * costs.compute.launch_s and communication > 0.0
     fixed = any(c.kind in (Kind.SEND, Kind.RECV) for c in collectives)
     if worthwhile and not fixed:
-        fixed = any(node.valid for node in ordered(block))
+        fixed = bool(ordered(block).valid)
     if not worthwhile or fixed:
         compute = 0.0
         if inside or any(p.considered for plans in inner.values() for p in plans):

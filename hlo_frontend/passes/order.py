@@ -18,19 +18,29 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..values import BlockGraph, Node, NodeKind, Value
-from .unread import divide
+from .unread import Levels, Ordered, divide
 from .valid.decide import LEAST_FLOPS
 
 
-def order(block: BlockGraph, least_flops: float = LEAST_FLOPS) -> list[Node]:
-    """The block's nodes in the order in which they are to run. ``least_flops``: see `unread`."""
-    _earliest(block.nodes)
-    _put_off(block.nodes)
-    divide(block.nodes, least_flops)
-    return sorted(
+def order(block: BlockGraph, least_flops: float = LEAST_FLOPS) -> Ordered:
+    """The block's nodes in the order in which they are to run, parted. The block stays as it is.
+
+    ``least_flops``: see `unread`.
+    """
+    levels = _earliest(block.nodes)
+    _put_off(block.nodes, levels)
+    parts, valid = divide(block.nodes, levels, least_flops)
+    nodes = sorted(
         block.nodes,
-        key=lambda node: (node.phase, node.level, node.is_runtime, node.part, node.position),
+        key=lambda node: (
+            node.phase,
+            levels[node],
+            node.is_runtime,
+            parts.get(node, (0, 0)),
+            node.position,
+        ),
     )
+    return Ordered(nodes, parts, valid)
 
 
 def _gap(before: Node, after: Node, *, reads: bool) -> int:
@@ -41,22 +51,24 @@ def _gap(before: Node, after: Node, *, reads: bool) -> int:
     return int(before.is_runtime and (reads or not after.is_runtime))
 
 
-def _earliest(nodes: Sequence[Node]) -> None:
+def _earliest(nodes: Sequence[Node]) -> Levels:
+    levels: Levels = {}
     for node in nodes:
         level = 0
         for value in node.operands:
             first = value.node
             if first is not None and first.kind is not NodeKind.CHEAP:
                 reads = value.type is not None
-                level = max(level, first.level + _gap(first, node, reads=reads))
+                level = max(level, levels[first] + _gap(first, node, reads=reads))
             for before in value.comes_after():
-                level = max(level, before.level + _gap(before, node, reads=False))
+                level = max(level, levels[before] + _gap(before, node, reads=False))
         for before in node.order:
-            level = max(level, before.level + _gap(before, node, reads=False))
-        node.level = level
+            level = max(level, levels[before] + _gap(before, node, reads=False))
+        levels[node] = level
+    return levels
 
 
-def _put_off(nodes: Sequence[Node]) -> None:
+def _put_off(nodes: Sequence[Node], levels: Levels) -> None:
     floating = _floating(nodes)
     latest: dict[Node, int] = {}
 
@@ -65,16 +77,16 @@ def _put_off(nodes: Sequence[Node]) -> None:
 
     for node in reversed(nodes):
         if node in floating:
-            node.level = max(node.level, latest.get(node, node.level))
+            levels[node] = max(levels[node], latest.get(node, levels[node]))
         for value in node.operands:
             first = value.node
             if first is not None and first.kind is not NodeKind.CHEAP:
                 reads = value.type is not None
-                bound(first, node.level - _gap(first, node, reads=reads))
+                bound(first, levels[node] - _gap(first, node, reads=reads))
             for before in value.comes_after():
-                bound(before, node.level - _gap(before, node, reads=False))
+                bound(before, levels[node] - _gap(before, node, reads=False))
         for before in node.order:
-            bound(before, node.level - _gap(before, node, reads=False))
+            bound(before, levels[node] - _gap(before, node, reads=False))
 
 
 # Parameters up to this size (loop counters, offsets) do not count.

@@ -373,6 +373,8 @@ class _Rewrite:
                 self.block(inner)
             self._leave_out(node)
         block.nodes = kept
+        for position, node in enumerate(kept):
+            node.position = position
         block.results = [self._resolved(v) for v in block.results]
 
     def _is_kept(self, node: Node) -> bool:

@@ -14,7 +14,7 @@ dispatch (`least_flops`); all follows from the text of the module.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -51,6 +51,25 @@ class Unread:
         return intervals(i for i in range(self.iterations) if not cells >> i & 1)
 
 
+Levels = dict[Node, int]  # by node, collectives on the longest path above it (see `order`)
+Part = tuple[int, int]  # stage and class
+Parts = dict[Node, Part]
+Valid = dict[Node, tuple[Bounds, ...]]
+
+
+class Ordered(list[Node]):
+    """The nodes of a block in an order, and how its compute is parted.
+
+    ``parts``: of nodes that are not in part (0, 0), the part of its level that it runs in. ``valid``: of
+    nodes that some devices leave out, the iterations in which each runs it, as in `Run.valid`.
+    """
+
+    def __init__(self, nodes: Iterable[Node], parts: Parts, valid: Valid) -> None:
+        super().__init__(nodes)
+        self.parts = parts
+        self.valid = valid
+
+
 def mark(liveness: Liveness) -> None:
     """Set ``unread`` of the compute nodes that somewhere nobody reads."""
     for block, reads in liveness.reads.items():
@@ -77,8 +96,10 @@ def _mark_block(block: BlockGraph, reads: Reads, devices: int) -> None:
             node.unread = Unread(cells, devices, iterations, flops, everywhere)
 
 
-def divide(nodes: Sequence[Node], least_flops: float = LEAST_FLOPS) -> None:
-    """Set ``part`` and ``valid`` of the nodes of a block, whose levels are known."""
+def divide(
+    nodes: Sequence[Node], levels: Levels, least_flops: float = LEAST_FLOPS
+) -> tuple[Parts, Valid]:
+    """The parts of a block's nodes, and the iterations in which those parts are run: see `Ordered`."""
     classes = _classes(nodes, least_flops)
     chosen: dict[Node, int] = {}
     for node in nodes:
@@ -88,17 +109,20 @@ def divide(nodes: Sequence[Node], least_flops: float = LEAST_FLOPS) -> None:
                 for k, cells in enumerate(classes, 1)
                 if cells & ~node.unread.cells == 0
             ]
-            chosen[node] = min(fitting)[1] if fitting else 0
-    while True:
-        _place(nodes, chosen)
-        poor = _poor(nodes, chosen, classes, least_flops)
+            if fitting:
+                chosen[node] = min(fitting)[1]
+    while chosen:
+        parts = _place(nodes, levels, chosen)
+        poor = _poor(levels, parts, chosen, classes, least_flops)
         if not poor:
-            break
+            return parts, {
+                node: node.unread.bounds(classes[k - 1])
+                for node, k in chosen.items()
+                if node.unread is not None
+            }
         for node in poor:
-            chosen[node] = 0
-    for node in nodes:
-        k = chosen.get(node, 0)
-        node.valid = node.unread.bounds(classes[k - 1]) if k and node.unread is not None else ()
+            del chosen[node]
+    return {}, {}
 
 
 def _classes(nodes: Sequence[Node], least_flops: float) -> list[int]:
@@ -112,13 +136,17 @@ def _classes(nodes: Sequence[Node], least_flops: float) -> list[int]:
     return [cells for cells in patterns if saved[cells] >= least_flops][:MOST_CLASSES]
 
 
-def _place(nodes: Sequence[Node], chosen: dict[Node, int]) -> None:
+def _place(nodes: Sequence[Node], levels: Levels, chosen: dict[Node, int]) -> Parts:
+    parts: Parts = {}
     for node in nodes:
         stage, own = 0, chosen.get(node, 0)
         for before in _before(node):
-            if before.level == node.level and not before.is_runtime:
-                stage = max(stage, before.part[0] + (before.part[1] > own))
-        node.part = (stage, own)
+            if levels[before] == levels[node] and not before.is_runtime:
+                first, k = parts.get(before, (0, 0))
+                stage = max(stage, first + (k > own))
+        if stage or own:
+            parts[node] = (stage, own)
+    return parts
 
 
 def _before(node: Node) -> Iterator[Node]:
@@ -130,13 +158,16 @@ def _before(node: Node) -> Iterator[Node]:
 
 
 def _poor(
-    nodes: Sequence[Node], chosen: dict[Node, int], classes: list[int], least_flops: float
+    levels: Levels,
+    parts: Parts,
+    chosen: dict[Node, int],
+    classes: list[int],
+    least_flops: float,
 ) -> list[Node]:
     """The nodes of parts that save too little."""
-    groups: dict[tuple[int, tuple[int, int]], list[Node]] = {}
-    for node in nodes:
-        if chosen.get(node):
-            groups.setdefault((node.level, node.part), []).append(node)
+    groups: dict[tuple[int, Part], list[Node]] = {}
+    for node in chosen:
+        groups.setdefault((levels[node], parts[node]), []).append(node)
     poor: list[Node] = []
     for (_, (_, k)), group in groups.items():
         saved = 0.0

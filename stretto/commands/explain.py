@@ -13,6 +13,8 @@ from stretto.collectives.ops import Collective
 from stretto.collectives.order import Schedule, certificate
 from stretto.collectives.types import TensorType
 from stretto.hlo_frontend.collectives import NEVER
+from stretto.hlo_frontend.overlap.apply import OverlapPolicy
+from stretto.hlo_frontend.overlap.costs import CostTable
 from stretto.hlo_frontend.passes.valid.decide import LAST
 from stretto.runtime.errors import StrettoError
 from stretto.runtime.options import in_force
@@ -36,6 +38,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="schedule by this table of costs, and print what each collective costs and what hides it",
     )
     parser.add_argument(
+        "--program",
+        action="store_true",
+        help="print the program that the module compiles to; with --costs, as it is scheduled by the table",
+    )
+    parser.add_argument(
         "--svg", metavar="OUT.svg", help="draw the loops, devices x iterations, into this file"
     )
 
@@ -44,6 +51,12 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         devices = in_force().local_devices
         if arguments.costs:
+            if arguments.program:
+                policy = OverlapPolicy(CostTable.read(arguments.costs))
+                made = compile_file(
+                    read_file(arguments.file), devices, rewrites=arguments.rewrite, overlap=policy
+                )
+                return _print_program(made.program, arguments.json)
             found = schedule_file(
                 read_file(arguments.file), arguments.costs, devices, rewrites=arguments.rewrite
             )
@@ -52,6 +65,8 @@ def run(arguments: argparse.Namespace) -> int:
         compiled = compile_file(read_file(arguments.file), devices, rewrites=arguments.rewrite)
     except StrettoError as error:
         return complain("explain", arguments.file, error)
+    if arguments.program:
+        return _print_program(compiled.program, arguments.json)
     explanation = explain(compiled)
     if arguments.svg:
         loops = explanation["loops"]
@@ -60,6 +75,13 @@ def run(arguments: argparse.Namespace) -> int:
         except OSError as error:
             return complain_of_output("explain", arguments.svg, error)
     print(json.dumps(explanation, indent=2) if arguments.json else to_text(explanation))
+    return 0
+
+
+def _print_program(program: Program, as_json: bool) -> int:
+    print(
+        json.dumps({"program": str(program)}) if as_json else program, end="\n" if as_json else ""
+    )
     return 0
 
 

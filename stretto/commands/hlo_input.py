@@ -5,14 +5,17 @@ from __future__ import annotations
 import argparse
 import sys
 from dataclasses import dataclass
+from functools import cache
 
 from stretto.collectives.order import CommonOrder, Schedule
 from stretto.hlo_frontend.compile import CompiledModule, compile_hlo
+from stretto.hlo_frontend.overlap.apply import OverlapPolicy
 from stretto.hlo_frontend.passes.bytes import Rewrite
 from stretto.hlo_frontend.passes.interleave import Interleaved
 from stretto.hlo_frontend.passes.valid import ValidPolicy, ValidReport
 from stretto.hlo_frontend.source import HloSource, in_fork, read_hlo
 from stretto.runtime import options
+from stretto.runtime.dump import Dumps, begin
 from stretto.runtime.errors import InvalidProgramError, StrettoError
 from stretto.runtime.program import Program
 
@@ -92,14 +95,19 @@ def compile_file(
     guarded: bool = True,
     policy: ValidPolicy | None = None,
     rewrites: bool = False,
+    overlap: OverlapPolicy | None = None,
+    rank: int = 0,
 ) -> CompiledFile:
     """Compile the content of a file, for ``num_devices`` where it names no number of its own.
 
+    ``overlap``: how its collectives are scheduled, if they are. ``rank``: this process's, for what is dumped.
     ``guarded``: in a forked process, so that input which crashes XLA raises `InvalidProgramError`.
     """
     pseudo_tokens = options.in_force().pseudo_tokens
     chunks = options.in_force().interleave
     how = policy or ValidPolicy.of(options.in_force())
+    dumps = _dumps(options.in_force().dump, rank)
+    dump = None if dumps is None else dumps.program()
 
     def work() -> CompiledFile:
         source = read_hlo(data)
@@ -111,6 +119,8 @@ def compile_file(
             rewrites=rewrites,
             valid=how,
             interleave=chunks,
+            overlap=overlap,
+            dump=dump,
         )
         tokens = compiled.tokens()
         return CompiledFile(
@@ -128,6 +138,12 @@ def compile_file(
         )
 
     return in_fork(work, data) if guarded else work()
+
+
+@cache
+def _dumps(folder: str, rank: int) -> Dumps | None:
+    """That of this process: its programs are numbered."""
+    return begin(folder, rank)
 
 
 def complain(command: str, name: str, error: StrettoError) -> int:

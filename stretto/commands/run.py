@@ -83,7 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
         given = Arguments.parse(arguments.arguments)
         if not from_first_rank or rank == 0:
             data = read_file(arguments.file)
-            compiled = compile_file(data, devices, rewrites=arguments.rewrite)
+            compiled = compile_file(data, devices, rewrites=arguments.rewrite, rank=rank)
             given.check(compiled.program)
             if ranks == 1:
                 _make_devices(compiled.program.num_devices)
@@ -94,7 +94,7 @@ def run(arguments: argparse.Namespace) -> int:
         assert world.comm is not None
         data = world.comm.bcast(data, root=0)
         compiled = compiled or compile_file(
-            data, devices, guarded=False, rewrites=arguments.rewrite
+            data, devices, guarded=False, rewrites=arguments.rewrite, rank=rank
         )
     assert compiled is not None
     try:
@@ -133,7 +133,7 @@ def _check_skips(data: bytes, compiled: CompiledFile, world: World, given: Argum
     devices = compiled.program.num_devices
 
     def run(way: check_skips.Variant) -> Outputs:
-        variant = compile_file(data, devices, guarded=False, policy=way.policy)
+        variant = compile_file(data, devices, guarded=False, policy=way.policy, rank=world.rank)
         return execute(variant, world, given, way.options)[0]
 
     problem = check_skips.check(run, compiled.policy, world.options)

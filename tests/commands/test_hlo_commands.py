@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 from support.mpi import run_ranks
 
+from stretto.hlo_frontend.compile import compile_hlo
+from stretto.hlo_frontend.passes.valid import ValidPolicy
 from stretto.hlo_frontend.schema import HloModuleProtoWithConfig
 from stretto.hlo_frontend.text import parse_hlo_text
 
@@ -364,3 +366,75 @@ sys.exit(main(["run", file, "--arguments", "random:5", "--results", out, "--json
         np.testing.assert_array_equal(results["1.0"], 2 * summed[:4])
         np.testing.assert_array_equal(results["0.1"], summed[4:] ** 2)
         np.testing.assert_array_equal(results["1.1"], gathered**2)
+
+
+def test_explain_prints_the_program(file: str) -> None:
+    text = stretto("explain", file, "--program").stdout.decode()
+    made = compile_hlo(MODULE, 1, 4, valid=ValidPolicy(trust=True)).program
+    assert text == str(made)
+    assert 'collective all-reduce "total" (f32[8]) -> (f32[8]) groups {{0,1,2,3}}' in text
+    as_json = json.loads(stretto("explain", file, "--program", "--json").stdout)
+    assert as_json == {"program": text}
+
+
+def test_explain_prints_the_program_as_it_is_rewritten(tmp_path: Path) -> None:
+    path = tmp_path / "alone.hlo"
+    path.write_text(MODULE.replace("{{0,1,2,3}}", "{{0},{1},{2},{3}}").replace("[16,2]", "[4,2]"))
+    written = stretto("explain", str(path), "--program").stdout.decode()
+    rewritten = stretto("explain", str(path), "--program", "--rewrite").stdout.decode()
+    assert 'all-reduce "total"' in written and 'all-reduce "total"' not in rewritten
+
+
+def test_a_dump_of_what_is_explained_and_run(file: str, tmp_path: Path) -> None:
+    folder = tmp_path / "dump"
+    assert stretto("explain", file, STRETTO_DUMP=str(folder)).returncode == 0
+    names = sorted(path.name.split(".", 1)[1] for path in folder.iterdir())
+    assert names[:3] == [
+        "0000.m.00.hlo.txt",
+        "0000.m.01.flatten.txt",
+        "0000.m.02.pseudo_tokens.txt",
+    ]
+    (program,) = folder.glob("*.program.txt")
+    assert program.read_text() == stretto("explain", file, "--program").stdout.decode()
+    done = stretto("run", file, "--check-skips", STRETTO_DUMP=str(folder))
+    assert done.returncode == 1, done.stderr  # what is left out is read
+    ran = sorted(path.name for path in folder.glob("*.hlo.txt"))
+    assert len({name.split(".")[0] for name in ran}) == 2  # two processes
+    assert ran[-1].split(".")[1] != "0000"  # what is compared with is compiled by the same process
+
+
+def test_a_dump_of_a_plan(file: str, tmp_path: Path) -> None:
+    links = [{"axis_stride": 1, "group_size": 4, "latency_s": 1.0, "bytes_per_s": 1.0}]
+    compute = {"flops_per_s": 1.0, "bytes_per_s": 1.0, "launch_s": 0.1}
+    costs = tmp_path / "costs.json"
+    costs.write_text(json.dumps({"compute": compute, "links": links}))
+    done = stretto(
+        "explain", file, "--program", "--costs", str(costs), STRETTO_DUMP=str(tmp_path / "dump")
+    )
+    assert done.returncode == 0, done.stderr
+    (plan,) = (tmp_path / "dump").glob("*.plan.txt")
+    (program,) = (tmp_path / "dump").glob("*.program.txt")
+    assert plan.read_text().startswith("entry: ")
+    assert program.read_text() == done.stdout.decode()
+
+
+def test_a_dump_that_cannot_be_written(file: str) -> None:
+    for command in ("explain", "run"):
+        done = stretto(command, file, STRETTO_DUMP=f"{file}/folder")
+        assert done.returncode == 2
+        assert "the dump cannot be written (STRETTO_DUMP): " in done.stderr.decode()
+
+
+@pytest.mark.mpi
+def test_no_two_ranks_dump_to_one_file(file: str, tmp_path: Path) -> None:
+    folder = tmp_path / "dump"
+    done = run_ranks(
+        2,
+        ["-m", "stretto.cli", "run", file],
+        env={"STRETTO_LOCAL_DEVICES": "2", "STRETTO_DUMP": str(folder), **TRUSTED},
+    )
+    assert done.returncode == 0, done.stderr
+    ranks = [sorted(folder.glob(f"rank-0000{rank}-*.txt")) for rank in (0, 1)]
+    assert len(ranks[0]) == len(ranks[1]) > 10
+    stages = [{p.name.split(".", 1)[1]: p.read_text() for p in paths} for paths in ranks]
+    assert stages[0] == stages[1]

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 from support.handmade import F32, PRED, Rig, block, firsts, permute, program, segment
+from support.program_parser import parse
 
 from stretto.collectives.ops import Collective, Kind
 from stretto.runtime.errors import InvalidProgramError, StrettoError
@@ -23,7 +24,7 @@ from stretto.runtime.program import (
 )
 from stretto.runtime.program_check import check
 from stretto.runtime.program_codec import from_bytes, to_bytes
-from stretto.runtime.program_text import parse, to_text
+from stretto.runtime.program_text import to_text
 from stretto.testing import MemoryTransport, MemoryWorld, Recorder, run_processes
 
 NOTHING = block((), [], ())

@@ -33,11 +33,14 @@ def test_every_variable_sets_its_field() -> None:
         "rewrite": "0",
         "trace": "folder",
         "interleave": "3",
+        "dump": "stages",
     }
     assert texts.keys() == VARIABLES.keys()
     options = Options.from_environment({VARIABLES[n][0]: text for n, text in texts.items()})
     values = (4, "null", 2.5, 0.0, "none", "10.0.0.1", False, True, False, True, False)
-    assert options == Options(*values, "costs.json", False, False, False, "folder", 3, True)
+    assert options == Options(
+        *values, "costs.json", False, False, False, "folder", 3, True, "stages"
+    )
     for name, (variable, _) in VARIABLES.items():
         assert options.origin(name) == variable
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from support.handmade import F32, Rig, block, firsts, program, segment
+from support.program_parser import parse
 
 from stretto.collectives.types import TensorType
 from stretto.runtime.engines.null import NullEngine
@@ -14,7 +15,7 @@ from stretto.runtime.options import Options
 from stretto.runtime.program import Copy, Free, Loop, Program, Run
 from stretto.runtime.program_check import check
 from stretto.runtime.program_codec import from_bytes, to_bytes
-from stretto.runtime.program_text import parse, to_text
+from stretto.runtime.program_text import to_text
 from stretto.runtime.valid import Absent, left_out, zeros
 from stretto.testing import MemoryTransport, MemoryWorld, Recorder
 

@@ -1,0 +1,203 @@
+"""What holds of a block graph between any two passes, checked.
+
+- Nodes are in topological order: what a node reads, and what it comes after, stands before it in its own
+  block, or is a parameter. Constants and what is made of them stand nowhere. Blocks read nothing of the
+  blocks around them but what they are given as parameters.
+- Positions count the nodes from 0; the parts of one instruction may share one (`overlap.uncombine`).
+- Types agree along every edge: operands of instructions and of collectives, carries of loops, parameters and
+  results of branches.
+- Phases never fall along data and order, and what a collective carries into the next iteration is what the
+  body gives there (`passes.rotate`).
+
+A graph for which this does not hold is a mistake of the pass that left it so, not of the program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NoReturn
+
+from stretto.collectives.types import TensorType
+
+from .graph import leaf_types, trip_count
+from .values import BlockGraph, Node, NodeKind, Value
+
+Types = Sequence[TensorType | None]
+
+
+class GraphError(Exception):
+    """A pass has left a graph that contradicts itself. Not worth catching: it is to be reported."""
+
+
+def check(block: BlockGraph) -> None:
+    """Check the block and the blocks inside it. Raises `GraphError`, naming node, opcode and source line."""
+    _Check(block).block()
+
+
+def _fail(node: Node | None, why: str) -> NoReturn:
+    raise GraphError(why if node is None else f"{node.instruction.describe()}: {why}")
+
+
+class _Check:
+    def __init__(self, graph: BlockGraph, owner: Node | None = None) -> None:
+        self.graph = graph
+        self.owner = owner  # the loop or branch that the block is of
+        self.parameters = set(graph.parameters)
+        self.above: set[Node] = set()
+        self.cheap: set[Node] = set()
+
+    def block(self) -> None:
+        for i, parameter in enumerate(self.graph.parameters):
+            if parameter.root is not parameter or parameter.node is not None:
+                _fail(self.owner, f"parameter {i} of a block is what a node gives")
+            if parameter.type is None:
+                _fail(self.owner, f"parameter {i} of a block is a token")
+        last = -1
+        previous: Node | None = None
+        for node in self.graph.nodes:
+            if node in self.above:
+                _fail(node, "stands twice in its block")
+            shared = previous is not None and previous.instruction is node.instruction
+            if node.position != last + 1 and not (shared and node.position == last):
+                _fail(node, f"has position {node.position} behind {last}")
+            last, previous = node.position, node
+            self.node(node)
+            self.above.add(node)
+        for i, result in enumerate(self.graph.results):
+            self.read(result, self.owner, f"result {i} of the block")
+            if result.type is None:
+                _fail(self.owner, f"result {i} of the block is a token")
+
+    def node(self, node: Node) -> None:
+        for i, operand in enumerate(node.operands):
+            self.read(operand, node, f"operand {i}")
+        for before in node.order:
+            self.comes_after(before, node, "it comes after")
+        if node.selector is not None:
+            self.read(node.selector, node, "its selector")
+        for i, result in enumerate(node.results):
+            if result.root is not result or result.node is not node or result.index != i:
+                _fail(node, f"result {i} is not the node's own")
+        for inner in node.blocks:
+            _Check(inner, node).block()
+        _check_types(node)
+        _check_carried(node)
+
+    def read(self, value: Value, node: Node | None, what: str) -> None:
+        """Check a value that ``node`` reads, or for None the block's result."""
+        root = value.root
+        if root.root is not root:
+            _fail(node, f"{what} is a view of a view")
+        if value.type != root.type:
+            _fail(node, f"{what} is read as {value.type}, it is {root.type}")
+        producer = root.node
+        if producer is None:
+            if root.type is not None and root not in self.parameters:
+                _fail(
+                    node, f"{what}, {root.type}, is no parameter of the block, and no node gives it"
+                )
+        elif producer.kind is NodeKind.CHEAP:
+            self.cheap_node(producer, node, what)
+        else:
+            self.comes_after(producer, node, f"{what} is of", data=True)
+            given = producer.results
+            if root.type is not None and not (
+                root.index < len(given) and given[root.index] is root
+            ):
+                _fail(node, f"{what} is no result of {producer.instruction.name}")
+        for before in value.comes_after():
+            self.comes_after(before, node, f"{what} is read after")
+
+    def cheap_node(self, cheap: Node, node: Node | None, what: str) -> None:
+        if cheap in self.cheap:
+            return
+        for operand in cheap.operands:
+            producer = operand.root.node
+            if producer is None or producer.kind is not NodeKind.CHEAP:
+                _fail(node, f"{what} is cloned, but is not made of constants alone")
+            self.cheap_node(producer, node, what)
+        self.cheap.add(cheap)
+
+    def comes_after(self, before: Node, node: Node | None, what: str, data: bool = False) -> None:
+        if before not in self.above:
+            where = "behind it" if before in self.graph.nodes else "not in its block"
+            _fail(node, f"{what} {before.instruction.describe()}, which is {where}")
+        if node is not None and node is not self.owner and before.phase > node.phase:
+            _fail(
+                node,
+                f"{what} {before.instruction.describe()}, which is of phase {before.phase}; it is of "
+                f"phase {node.phase}",
+            )
+
+
+def _types(values: Iterable[Value]) -> list[TensorType | None]:
+    return [v.type for v in values]
+
+
+def _agree(node: Node, what: str, found: Types, expected: Types) -> None:
+    if list(found) == list(expected):
+        return
+    if len(found) != len(expected):
+        _fail(node, f"{what}: {len(found)}, where {len(expected)} are expected")
+    i = next(i for i, pair in enumerate(zip(found, expected, strict=True)) if pair[0] != pair[1])
+    _fail(node, f"{what} {i}: {found[i]}, where {expected[i]} is expected")
+
+
+def _check_types(node: Node) -> None:
+    operands, results = _types(node.operands), _types(node.results)
+    arrays = [t for t in operands if t is not None]
+    if node.kind is NodeKind.COMPUTE:
+        instruction = node.instruction
+        _agree(node, "results", results, leaf_types(instruction.shape, instruction))
+        if instruction.operands:  # instructions that passes make have none
+            shapes = [t for o in instruction.operands for t in leaf_types(o.shape, instruction)]
+            _agree(node, "operands", operands, shapes)
+    elif node.kind is NodeKind.COLLECTIVE:
+        if node.collective is None:
+            _fail(node, "has no collective")
+        _agree(node, "operands of the collective", node.collective.operands, arrays)
+        _agree(node, "results of the collective", node.collective.results, results)
+    elif node.kind is NodeKind.LOOP:
+        _check_loop(node, arrays, results)
+    elif node.kind is NodeKind.BRANCH:
+        _check_branch(node, results)
+
+
+def _check_loop(node: Node, carries: Types, results: Types) -> None:
+    if len(node.blocks) != 2:
+        _fail(node, f"has {len(node.blocks)} blocks, not condition and body")
+    condition, body = node.blocks
+    _agree(node, "parameters of the body", _types(body.parameters), carries)
+    _agree(node, "results of the body", _types(body.results), carries)
+    _agree(node, "results", results, carries)
+    counted = trip_count(node.instruction) is not None
+    if counted and not (condition.parameters or condition.nodes or condition.results):
+        return  # a loop that a pass has made: nobody evaluates its condition
+    _agree(node, "parameters of the condition", _types(condition.parameters), carries)
+    _agree(node, "results of the condition", _types(condition.results), [TensorType("pred", ())])
+
+
+def _check_branch(node: Node, results: Types) -> None:
+    if node.selector is None or not node.operands:
+        _fail(node, "has no selector")
+    if node.selector.root is not node.operands[0].root:
+        _fail(node, "its selector is not its first operand")
+    expected = TensorType("pred" if node.selector.type == TensorType("pred", ()) else "s32", ())
+    _agree(node, "selector", [node.selector.type], [expected])
+    given = [t for t in _types(node.operands[1:]) if t is not None]
+    _agree(node, "operands", given, [p.type for b in node.blocks for p in b.parameters])
+    for number, inner in enumerate(node.blocks):
+        _agree(node, f"results of branch {number}", _types(inner.results), results)
+
+
+def _check_carried(node: Node) -> None:
+    """Of the collectives in a loop's body that are awaited in its next iteration."""
+    if node.kind is not NodeKind.LOOP:
+        return
+    body = node.blocks[1]
+    for inner in body.nodes:
+        for result, carry in inner.carried:
+            if not (result < len(inner.results) and carry < len(body.results)):
+                _fail(inner, f"carries result {result} into carry {carry}, and lacks one of them")
+            if body.results[carry].root is not inner.results[result]:
+                _fail(inner, f"carries result {result}, which carry {carry} of its loop is not")

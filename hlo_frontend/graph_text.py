@@ -1,0 +1,157 @@
+"""Block graphs as text, for reading: the same module has the same text in every process.
+
+    (%0: f32[8], %1: s32[]) {
+      0 %sum = all-reduce f32[8] (%0) groups {{0,1}} reduction add at step.py:12
+      1 %loop = while (s32[], f32[8]) (%1, %sum) trips 3
+        condition (%0: s32[], %1: f32[8]) {
+          0 %less = compare pred[] (%0, 3)
+          yield (%less)
+        }
+        body …
+      yield (%loop#1)
+    }
+
+One line for each node: position, name, opcode, types of its results, operands, and then what it comes
+after by order alone and what passes have found. Parameters are numbered, and a number behind a name
+(``%loop#1``) tells which of several results is read. Nodes of the same name, which come of a computation
+that was inlined twice, are told apart by ``@2``, ``@3``. Constants and what is made of them have no place
+in the order, and are spelled out where they are read: ``3``, ``s32[8](3)`` for a broadcast,
+``s32[8](iota)``, ``f32[](half)`` for a constant called half that is no integer. A value read through an
+optimization barrier is in ``fence(…)`` where the barrier orders what runs, in ``barrier(…)`` otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+
+from stretto.collectives.types import TensorType
+from stretto.runtime.program_text import attributes, nested
+
+from .graph import trip_count
+from .schema import LiteralProto
+from .values import BlockGraph, Node, NodeKind, Value
+
+_INDENT = "  "
+
+
+def to_text(block: BlockGraph) -> str:
+    """The block and the blocks inside it."""
+    return "\n".join(_lines(block, "", "")) + "\n"
+
+
+def _lines(block: BlockGraph, head: str, indent: str) -> Iterator[str]:
+    names = _Names(block)
+    parameters = ", ".join(f"{names.of(p)}: {_type(p.type)}" for p in block.parameters)
+    yield f"{indent}{head}({parameters}) {{"
+    for node in block.nodes:
+        yield f"{indent}{_INDENT}{node.position} {_node(node, names)}"
+        heads = (
+            ("condition", "body") if node.kind is NodeKind.LOOP else ("branch",) * len(node.blocks)
+        )
+        for i, (what, inner) in enumerate(zip(heads, node.blocks, strict=False)):
+            number = f" {i}" if what == "branch" else ""
+            yield from _lines(inner, f"{what}{number} ", indent + 2 * _INDENT)
+    yield f"{indent}{_INDENT}yield ({', '.join(map(names.read, block.results))})"
+    yield f"{indent}}}"
+
+
+class _Names:
+    """What the values and nodes of a block are called."""
+
+    def __init__(self, block: BlockGraph) -> None:
+        self._nodes: dict[Node, str] = {}
+        self._parameters = {p.root: f"%{i}" for i, p in enumerate(block.parameters)}
+        seen: dict[str, int] = {}
+        for node in block.nodes:
+            name = node.instruction.name
+            count = seen[name] = seen.get(name, 0) + 1
+            self._nodes[node] = f"%{name}" if count == 1 else f"%{name}@{count}"
+
+    def node(self, node: Node) -> str:
+        """The node's name; with a question mark where it is not in the block."""
+        return self._nodes.get(node) or f"%{node.instruction.name}?"
+
+    def of(self, value: Value) -> str:
+        """The name of what a value is a view of."""
+        root = value.root
+        if root.node is None:
+            return self._parameters.get(root, "token" if root.type is None else "%?")
+        if root.type is None:
+            return f"token of {self.node(root.node)}"
+        if root.node.kind is NodeKind.CHEAP:
+            return _cheap(root.node)
+        several = len(root.node.results) > 1
+        return self.node(root.node) + (f"#{root.index}" if several else "")
+
+    def read(self, value: Value) -> str:
+        """The value as it is read: with the barrier through which that is so."""
+        if value.barrier is None:
+            return self.of(value)
+        return f"{'fence' if value.barrier.is_fence else 'barrier'}({self.of(value)})"
+
+
+def _cheap(node: Node) -> str:
+    """A constant, or what is made of constants, spelled out."""
+    type, opcode = _types(node.results), node.instruction.opcode
+    if opcode == "broadcast" and node.operands:
+        source = node.operands[0].root.node
+        return f"{type}({'' if source is None else _cheap(source)})"
+    if opcode != "constant":
+        return f"{type}({opcode})"
+    return _scalar(node) or f"{type}({node.instruction.name})"
+
+
+def _scalar(node: Node) -> str:
+    """The value of a constant of one element, or an empty string."""
+    type = node.results[0].type
+    if type is None or type.shape:
+        return ""
+    literal = LiteralProto.FromString(node.instruction.proto.literal)
+    field: Any = getattr(literal, {"pred": "preds"}.get(type.dtype, f"{type.dtype}s"), ())
+    if isinstance(field, bytes):
+        field = np.frombuffer(field, type.numpy.newbyteorder("<"))
+    return str(field[0]) if len(field) == 1 else ""
+
+
+def _type(type: TensorType | None) -> str:
+    return "token" if type is None else str(type)
+
+
+def _types(values: Iterable[Value]) -> str:
+    types = [_type(v.type) for v in values]
+    return types[0] if len(types) == 1 else f"({', '.join(types)})"
+
+
+def _node(node: Node, names: _Names) -> str:
+    operands = ", ".join(map(names.read, node.operands))
+    text = (
+        f"{names.node(node)} = {node.instruction.opcode} {_types(node.results)} ({operands})"
+        + "".join(f" {fact}" for fact in _facts(node))
+    )
+    before = [*node.order, *(n for v in node.operands for n in v.order)]
+    if before:
+        text += f" after ({', '.join(names.node(n) for n in dict.fromkeys(before))})"
+    source = node.instruction.source if node.is_runtime else ""
+    return text + (f" at {source}" if source else "")
+
+
+def _facts(node: Node) -> Iterator[str]:
+    """What is known of a node beside its data: of its collective, its loop, and by passes."""
+    if node.collective is not None:
+        if str(node.collective.kind) != node.instruction.opcode:
+            yield f"as {node.collective.kind}"
+        yield from attributes(node.collective)
+    if node.kind is NodeKind.LOOP:
+        trips = trip_count(node.instruction)
+        yield "trips ?" if trips is None else f"trips {trips}"
+    if node.unread is not None:  # the iterations in which it is read, for each device
+        yield f"read {nested(node.unread.bounds(node.unread.cells))}"
+    if node.phase:
+        yield f"phase {node.phase}"
+    if node.carried:  # (result, carry) pairs
+        yield f"carried {nested(node.carried)}"
+    if node.apart:
+        yield "apart"

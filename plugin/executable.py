@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from functools import cache, cached_property
 from importlib.metadata import version
 from typing import Any
+from weakref import WeakSet
 
 from stretto.hlo_frontend import stablehlo
 from stretto.hlo_frontend.compile import CompiledModule, CompileSpec, compile_stablehlo
@@ -39,6 +40,8 @@ from .table import entry
 from .topology import Maker, Text, Topology, pointers
 
 _log = logging.getLogger("stretto")
+# All that are there in this process, for `stretto.explain` to find the one that JAX holds.
+executables: WeakSet[Executable] = WeakSet()
 
 
 @cache
@@ -85,6 +88,7 @@ class Executable(_capi.Executable):  # type: ignore[misc]
         texts = [self._kind_texts[kind] for kind in self.memory_kinds]
         self.kind_pointers = (ctypes.c_void_p * len(texts))(*(t.address for t in texts))
         self.kind_sizes = (ctypes.c_size_t * len(texts))(*(t.size for t in texts))
+        executables.add(self)
 
     @cached_property
     def optimized_program(self) -> bytes:

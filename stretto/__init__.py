@@ -12,6 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from stretto.explanation import Explanation, explain
     from stretto.runtime.errors import (
         CollectiveMismatch,
         CollectiveTimeout,
@@ -34,6 +35,7 @@ __all__ = [
     "Compilations",
     "CompileError",
     "Counters",
+    "Explanation",
     "InvalidProgramError",
     "Options",
     "OptionsError",
@@ -45,6 +47,7 @@ __all__ = [
     "__version__",
     "compilations",
     "configure",
+    "explain",
     "profiles",
     "stats",
 ]
@@ -59,10 +62,12 @@ if not os.path.isdir(os.path.join(os.path.dirname(__file__), "runtime")):
 _HOMES = {
     "Compilations": "stretto.runtime.statistics",
     "Counters": "stretto.runtime.instrument",
+    "Explanation": "stretto.explanation",
     "Options": "stretto.runtime.options",
     "OptionsError": "stretto.runtime.options",
     "Profiled": "stretto.runtime.statistics",
     "configure": "stretto.runtime.options",
+    "explain": "stretto.explanation",
 }
 
 

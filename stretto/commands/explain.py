@@ -13,6 +13,7 @@ from stretto.collectives.ops import Collective
 from stretto.collectives.order import Schedule, certificate
 from stretto.collectives.types import TensorType
 from stretto.hlo_frontend.collectives import NEVER
+from stretto.hlo_frontend.compile import CompiledModule
 from stretto.hlo_frontend.overlap.apply import OverlapPolicy
 from stretto.hlo_frontend.overlap.costs import CostTable
 from stretto.hlo_frontend.passes.valid.decide import LAST
@@ -86,7 +87,15 @@ def _print_program(program: Program, as_json: bool) -> int:
 
 
 def explain(compiled: CompiledFile) -> dict[str, Any]:
-    """What there is to say about a program, as JSON."""
+    """What there is to say about a file's program, as JSON."""
+    return explain_program(compiled, compiled.tokens)
+
+
+def explain_program(
+    compiled: CompiledFile | CompiledModule, tokens: dict[str, tuple[str, ...]]
+) -> dict[str, Any]:
+    """What there is to say about a program, as JSON. ``tokens``: by name of each collective, those that
+    tokens put before it."""
     program = compiled.program
     by_name = {(c.name, str(c.kind)): c for c in program.collectives}
     later = _awaited_later(program)
@@ -102,7 +111,7 @@ def explain(compiled: CompiledFile) -> dict[str, Any]:
         "order": [e.name for e in compiled.schedule.walk() if (e.name, e.kind) in by_name],
         "collectives": [
             entry | ({"awaited": "next iteration"} if entry["name"] in later else {})
-            for entry in _entries(compiled.schedule, by_name, compiled.tokens, [])
+            for entry in _entries(compiled.schedule, by_name, tokens, [])
         ],
         "compute": asdict(work(program)),
         "loops": [asdict(loop) for loop in compiled.valid.loops],

@@ -1,7 +1,7 @@
 """`stretto doctor`: what is installed, what is in force, whether it works, and what to do if not.
 
 Under mpiexec every rank takes part in the check and rank 0 prints. Exit code 0 if stretto is usable
-here, which an absent optional part (MPI in one process, NCCL, CuPy) does not change.
+here, which an absent optional part (MPI in one process) does not change.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
     chosen, option_problem = _options()
     if found_launcher is not None and found_launcher.rank > 0:
         return 0 if arguments.no_check or all_reduce().good else 1
-    findings = [*versions(), *engines(chosen), *mpi(found_launcher), *accelerators()]
+    findings = [*versions(), *engines(chosen), *mpi(found_launcher)]
     if option_problem:
         findings.append(Finding("options", option_problem, False, "correct the variable"))
     findings += unknown_variables()
@@ -187,21 +187,6 @@ def mpi_library() -> tuple[str, str]:
         lines = done.stderr.strip().splitlines()
         return "", lines[-1] if lines else f"exit code {done.returncode}"
     return done.stdout.strip(), ""
-
-
-def accelerators() -> list[Finding]:
-    """NCCL and CuPy, which a GPU engine needs."""
-    findings = []
-    distributions = {d.metadata["Name"].lower(): d.version for d in metadata.distributions()}
-    for subject, prefix in (("NCCL", "nvidia-nccl"), ("CuPy", "cupy")):
-        found = [f"{n} {v}" for n, v in distributions.items() if n.startswith(prefix)]
-        advice = (
-            "" if found else "for NVIDIA GPUs: pip install 'stretto[cuda12]' or 'stretto[cuda13]'"
-        )
-        findings.append(
-            Finding(subject, ", ".join(found) or "not installed", True if found else None, advice)
-        )
-    return findings
 
 
 def profiling(chosen: Options) -> list[Finding]:

@@ -5,8 +5,8 @@ scattered by hand and by shardings of `jit`, (b) tensor parallel, (c) data paral
 namespaces (`link`); without the rights to make them there is nothing to measure, and it says so.
 
 stretto schedules by a table of costs, ``--costs`` or what `stretto bench --calibrate` finds here. With
-``--profile`` stretto also runs with STRETTO_PROFILE=1: compute is then what it was measured to be, in runs
-before those that count. The batch is chosen so that compute takes as long as messages, both measured alone
+``--profile`` stretto also runs with STRETTO_PROFILE=1: compute is then what it was measured to be, in a job
+before the one that counts. The batch is chosen so that compute takes as long as messages, both measured alone
 on stretto. The table's last columns are these two: no step can take less than the longer one, and none needs
 more than both.
 
@@ -22,7 +22,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ from stretto.runtime.trace_events import measure
 OVERLAP, NO_OVERLAP, GLOO = "stretto", "stretto, no overlap", "JAX CPU (gloo)"
 PROFILED = "stretto, measured"
 TRACED_CALLS = 30
-PROFILED_CALLS = 10  # that the program is planned anew in
+PROFILED_CALLS = 10  # after which its times are kept
 TITLES = {
     "sharded": "(a) sharded weights",
     "plain": "(a) the same by `jit`",
@@ -72,9 +72,7 @@ def calibrate(hosts: tuple[Host, Host], target: Path) -> None:
     console.print(done.stdout, markup=False, highlight=False)
 
 
-def contenders(
-    hosts: tuple[Host, Host], costs: str, stack: ExitStack, profile: bool
-) -> list[Contender]:
+def contenders(hosts: tuple[Host, Host], costs: str, stack: ExitStack) -> list[Contender]:
     """Two ranks of each runtime, one on each host."""
     first = hosts[0].address
     prefixes = [host.prefix for host in hosts]
@@ -93,10 +91,6 @@ def contenders(
             },
         ),
     }
-    if profile:
-        kept = stack.enter_context(tempfile.TemporaryDirectory())
-        own = {"STRETTO_COSTS": costs, "STRETTO_PROFILE": "1", "XDG_CACHE_HOME": kept}
-        settings[PROFILED] = "mpi", stretto | own
     made = []
     for name, (launcher, env) in settings.items():
         script_name = "gloo" if name == GLOO else "stretto"
@@ -107,6 +101,24 @@ def contenders(
             s.settimeout(600)
         made.append(contender)
     return made
+
+
+def profiled(
+    hosts: tuple[Host, Host], costs: str, case: dict[str, Any], stack: ExitStack
+) -> Contender:
+    """A job that plans by what another one before it has measured of this program."""
+    kept = stack.enter_context(tempfile.TemporaryDirectory())
+    env = {"JAX_PLATFORMS": "stretto,cpu", "STRETTO_CONTROL_HOST": hosts[0].address, **ONE_THREAD}
+    env |= {"STRETTO_COSTS": costs, "STRETTO_PROFILE": "1", "XDG_CACHE_HOME": kept}
+    prefixes = [host.prefix for host in hosts]
+    with closing(start("stretto", "host_ranks.py", 2, "mpi", prefixes, **env)) as first:
+        first.run(case | {"calls": PROFILED_CALLS})
+    contender = start("stretto", "host_ranks.py", 2, "mpi", prefixes, **env)
+    stack.callback(contender.close)
+    contender.name = PROFILED
+    for s in contender.sockets:
+        s.settimeout(600)
+    return contender
 
 
 def told(
@@ -167,7 +179,7 @@ def main() -> int:
         if costs is None:
             costs = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "costs.json"
             calibrate(hosts, costs)
-        runtimes = contenders(hosts, str(costs.resolve()), stack, args.profile)
+        runtimes = contenders(hosts, str(costs.resolve()), stack)
         rows: dict[str, dict[str, list[float]]] = {}
         goals: dict[str, str] = {}
         kept: dict[str, dict[str, list[float]]] = {}
@@ -175,10 +187,9 @@ def main() -> int:
             batch, alone = batch_for(runtimes[0], program, sizes, calls)
             title = f"{TITLES[program]}, {batch} sequences"
             case = {"program": program, "part": "step", "batch": batch, "calls": calls, **sizes}
-            for contender in runtimes:
-                if contender.name == PROFILED:
-                    contender.run(case | {"calls": PROFILED_CALLS})
-            rows |= in_turns(runtimes, {title: case}, repeats)
+            with ExitStack() as own:
+                more = [profiled(hosts, str(costs.resolve()), case, own)] if args.profile else []
+                rows |= in_turns([*runtimes, *more], {title: case}, repeats)
             rows[title] |= {name: [value] for name, value in alone.items()}
             goals[title] = GOALS.get(program, "")
             entry = told(hosts, str(costs.resolve()), case, TRACED_CALLS)

@@ -34,7 +34,7 @@ from . import _capi, abi, callbacks, executable_codec, jax_private
 from .client import Client
 from .device import MEMORY_KINDS
 from .executable_codec import StoredExecutable
-from .profile import planner_of
+from .profile import keeper_of
 from .structs import STRUCTS, NamedValues, read_bytes
 from .table import entry
 from .topology import Maker, Text, Topology, pointers
@@ -279,7 +279,7 @@ def _onto(
         rewritten=compiled.rewritten,
         as_written=compiled.as_written,
         code=code,
-        planner=planner_of(
+        keep=keeper_of(
             client.world, client.overlap, compiled, has_host_callbacks=bool(host_callbacks)
         ),
     )

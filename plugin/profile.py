@@ -1,8 +1,7 @@
-"""How programs are planned anew once their segments have been measured, and where the times are kept.
+"""Where the times are kept that ``STRETTO_PROFILE=1`` measures.
 
 What is kept is read by rank 0 when the ranks join, and is everybody's (`World.measured`): who compiles asks
-nobody.
-A program whose module is among it is planned by it from the start, and not measured again.
+nobody. A program whose module is among it is planned by it, and not measured again.
 """
 
 from __future__ import annotations
@@ -15,10 +14,9 @@ from stretto.hlo_frontend.compile import CompiledModule
 from stretto.hlo_frontend.overlap import measured
 from stretto.hlo_frontend.overlap.apply import OverlapPolicy
 from stretto.hlo_frontend.overlap.measured import Measured
-from stretto.hlo_frontend.replan import replan
+from stretto.hlo_frontend.profiled import measure
 from stretto.runtime import cost_tables
 from stretto.runtime.cost_tables import CostText
-from stretto.runtime.profiling import NewPlan
 from stretto.runtime.program import Program
 from stretto.runtime.world import World
 
@@ -39,28 +37,18 @@ def known(times: CostText, rank: int) -> dict[str, Measured]:
         return {}
 
 
-@dataclass
-class Planner:
-    """Plans one program anew, see `runtime.profiling.Planner`."""
+@dataclass(frozen=True)
+class Keeper:
+    """Keeps what was measured of one program, a `runtime.profiling.Keep`."""
 
     compiled: CompiledModule
     policy: OverlapPolicy
     world: World
-    wanted: bool
-    _found: Measured | None = None
 
-    def plan(self, program: Program, seconds: Sequence[float | None]) -> NewPlan:
+    def __call__(self, program: Program, seconds: Sequence[float | None]) -> tuple[float, float]:
         source = self.compiled.source
         assert source is not None
-        found = replan(source, self.policy, program, seconds)
-        self._found = found.measured
-        return NewPlan(found.program, found.before, found.after)
-
-    def keep(self) -> None:
-        """Rank 0 adds the times to those of its machine set."""
-        source = self.compiled.source
-        if self.world.rank or self._found is None or source is None:
-            return
+        found = measure(source, self.policy, program, seconds)
         path, modules = self.world.measured_path, {}
         try:
             modules = measured.read(path.read_text())
@@ -69,31 +57,32 @@ class Planner:
         key = source.key()
         modules.pop(key, None)
         try:
-            cost_tables.keep(path, measured.write({**modules, key: self._found}))
+            cost_tables.keep(path, measured.write({**modules, key: found.times}))
         except OSError as error:
             _log.warning("measured times are not kept: %s", error)
+        return found.predicted, found.seconds
 
 
-def planner_of(
+def keeper_of(
     world: World,
     policy: OverlapPolicy | None,
     compiled: CompiledModule,
     *,
     has_host_callbacks: bool,
-) -> Planner | None:
-    """How a program is planned anew; None where nothing is measured (`STRETTO_PROFILE`).
+) -> Keeper | None:
+    """Who keeps what is measured of a program; None where it is not measured (`STRETTO_PROFILE`).
 
-    A program that calls back into Python is not measured: a callback may wait for a program that this process
-    runs later. Nor is one that communicates too little to be planned, or whose times are known.
+    Rank 0 measures for all. A program that calls back into Python is not measured: a callback may wait for a
+    program that this process runs later. Nor is one that communicates too little to be planned, or whose
+    times are known.
     """
-    if policy is None or not world.options.profile:
-        return None
     found, source = compiled.overlap, compiled.source
+    if policy is None or source is None or not world.options.profile or world.rank:
+        return None
     wanted = (
         not has_host_callbacks
-        and source is not None
         and bool(compiled.program.collectives)
         and (found is None or found.considered)
         and not (policy.measured and source.key() in policy.measured)
     )
-    return Planner(compiled, policy, world, wanted)
+    return Keeper(compiled, policy, world) if wanted else None

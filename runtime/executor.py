@@ -35,9 +35,9 @@ from .exits import await_at_exit
 from .flight import Flight
 from .instrument import Counters, Instrument, Instruments
 from .loaded import PATIENCE, LoadedProgram
-from .negotiation import Agreements, Assembly, AsWritten, Joint, Key, Terms, check_rings
+from .negotiation import Agreements, Assembly, AsWritten, Joint, Terms, check_rings
 from .options import Options
-from .profiling import Campaign, Measuring, Planner
+from .profiling import Keep, Measuring
 from .program import Program
 from .progress import Progress
 from .run_log import RunLogs, called
@@ -112,7 +112,6 @@ class Executor:
         self._loaded: WeakSet[LoadedProgram] = WeakSet()
         self._closed = False
         self._agreements = Agreements(world.assembly)
-        self._campaigns: dict[Key, Campaign] = {}
         world.on_failure(self._fail_flights)
         statistics.include(self)
         atexit.register(_close_at_exit, weakref.ref(self))
@@ -128,7 +127,7 @@ class Executor:
         rewritten: bytes = b"",
         as_written: Callable[[], AsWritten] | None = None,
         code: Sequence[bytes] = (),
-        planner: Planner | None = None,
+        keep: Keep | None = None,
     ) -> LoadedProgram:
         """Compile the segments. ``device_ids[i]``: global id of logical id i.
 
@@ -140,8 +139,7 @@ class Executor:
         one. Where its collectives are not those of the module it was made of, ``rewritten`` is a digest of
         what was done to them, and ``as_written`` compiles the module without that, for ranks that differ.
 
-        ``planner``: how it is planned anew when its segments have been measured (`profiling`); given on all
-        processes or on none.
+        ``keep`` takes what its segments take, if its first runs are to be measured (`profiling`).
 
         Waits for no other process: what several processes run together is agreed on and bound when it
         first runs (`negotiation`). Raises `CompileError`, `UnsupportedError`, `InvalidProgramError` where
@@ -187,7 +185,7 @@ class Executor:
                 with_order = written.with_order
                 return Terms(written.program, written.schedule, device_ids, line)
 
-            loaded.joint = Joint(
+            joint = Joint(
                 Terms(program, schedule, device_ids, line, rewritten),
                 self.world.rank,
                 owner,
@@ -198,12 +196,10 @@ class Executor:
                 self._lanes[0],
                 unrewritten,
             )
-            if planner is not None:
-                loaded.joint = Measuring(loaded, loaded.joint, planner, make, self._campaigns)
-            return loaded
-        loaded.prepare()
-        if planner is not None and planner.wanted:
-            loaded.joint = Measuring(loaded, None, planner, make, {})
+        else:
+            joint = None
+            loaded.prepare()
+        loaded.joint = joint if keep is None else Measuring(loaded, joint, keep)
         return loaded
 
     def observe(self, instrument: Instrument) -> Callable[[], None]:

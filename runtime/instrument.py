@@ -56,7 +56,7 @@ class Instrument:
         self.program_finished(program, run, None)
 
     def program_profiled(self, done: Profiled) -> None:
-        """A program was measured (`profiling`), and planned anew or not."""
+        """A program was measured (`profiling`)."""
 
     def segment_issued(self, program: Program, segment: int, ordinal: int) -> None:
         """A run of a segment was handed to the engine for one local device."""

@@ -218,25 +218,6 @@ class Joint:
             self._begin_first()
             self._forget()
 
-    @property
-    def is_first(self) -> bool:
-        """Whether this is the first of the program's processes."""
-        return self._rank == min(self._log.processes)
-
-    def exchange(self, what: str, own: dict[str, Any]) -> list[dict[str, Any]]:
-        """What each process gives, as JSON, by rank, with its ``rank``: at the beginning of one and the same
-        run of the program, which was agreed on."""
-        lane, record, processes = self._lane, self._record, self._log.processes
-        assert record is not None
-        lane.sequence += 1
-        name = f"{what} of {called(record.program, record.line)}"
-        lane.progress.begin(name, "", lane.sequence, processes)
-        try:
-            given = self._agreements.assembly(processes).exchange(json.dumps(own).encode())
-        finally:
-            lane.progress.end()
-        return [{**json.loads(data), "rank": rank} for rank, data in sorted(given.items())]
-
     def _begin_first(self) -> None:
         terms, log = self._terms, self._log
         digest = terms.digest()

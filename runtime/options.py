@@ -48,7 +48,7 @@ class Options:
     ``overlap``: whether collectives are scheduled to run beside compute where that saves time.
     ``costs``: file of the table of costs to schedule by, read on rank 0; empty: what was measured for these
     machines, if anything (`docs/overlap.md`).
-    ``profile``: whether the first runs of each program are measured, and programs planned anew by that.
+    ``profile``: whether the first runs of each program are measured, for the next job to plan by.
     ``skip_compute``: do not run segments on devices where nobody reads what they give.
     ``pipeline_loops``: await a permute that only the next iteration of its loop reads there.
     ``rewrite``: whether collectives of JAX programs become others that send less (`docs/design.md`).

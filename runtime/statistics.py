@@ -36,25 +36,23 @@ class Compilations:
 
 @dataclass(frozen=True)
 class Profiled:
-    """A program that was measured (``STRETTO_PROFILE``).
+    """A program that was measured (``STRETTO_PROFILE=1``).
 
-    ``runs`` of it were; ``segments``: how many of its segments ran in them. ``before`` and ``after``:
-    predicted seconds of a run by these times, as the program was planned and as it is planned anew;
-    ``replanned``: whether the new plan was taken.
+    ``runs`` of it were; ``segments``: how many of its segments ran in them. Seconds of a run of its plan:
+    ``predicted`` by the table of costs, ``measured`` by what its segments took.
     """
 
     program: str
     runs: int
     segments: int
-    before: float
-    after: float
-    replanned: bool
+    predicted: float
+    measured: float
 
     def __str__(self) -> str:
-        outcome = "planned anew" if self.replanned else "keeps its plan"
         return (
-            f"{self.program}: {self.segments} segments measured in {self.runs} runs, {outcome}: predicted "
-            f"{self.before * 1e3:.3f} ms before, {self.after * 1e3:.3f} ms planned anew"
+            f"{self.program}: {self.segments} segments measured in {self.runs} runs; a run should take "
+            f"{self.measured * 1e3:.3f} ms by that, {self.predicted * 1e3:.3f} ms by the table. The next job "
+            "plans by what was measured"
         )
 
 

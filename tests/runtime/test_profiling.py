@@ -1,4 +1,4 @@
-"""Programs that are measured and then replaced: when, on whom, and what keeps them as they are."""
+"""Programs that are measured: when, on whom, what is handed on, and that they stay as they are."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from support.handmade import (
 from stretto.collectives.ops import Collective, Kind
 from stretto.collectives.order import Schedule
 from stretto.runtime import statistics
-from stretto.runtime.errors import CompileError, StrettoError
+from stretto.runtime.errors import CompileError
 from stretto.runtime.loaded import LoadedProgram
 from stretto.runtime.negotiation import Joint
-from stretto.runtime.profiling import MEASURED, WARM_UP, NewPlan, Seconds
+from stretto.runtime.profiling import MEASURED, WARM_UP, Seconds
 from stretto.runtime.program import Block, Loop, Program, Run, Start, Wait
 from stretto.runtime.schedule import starts
 from stretto.runtime.trace import Trace
@@ -36,50 +36,39 @@ from stretto.runtime.trace_file import Header, file_name, read
 from stretto.testing import MemoryTransport, MemoryWorld, Recorder, run_processes
 
 SUM = all_reduce((0, 1), name="sum")
-FIRST = WARM_UP + MEASURED + 1  # the run that begins with the decision
+FIRST = WARM_UP + MEASURED + 1  # the run before which what was measured is handed on
 
 
-def apart(begins_early: bool) -> Program:
-    """x + 1 beside the sum of x over the devices, added: the sum awaited at once or after the segment."""
-    middle: list[Any] = [Run(0, (0,), (2,)), Wait(0)]
-    return program(
-        [F32] * 4,
-        block(
-            (0,),
-            [
-                Start(0, (0,), (1,), 0),
-                *(middle if begins_early else reversed(middle)),
-                Run(1, (1, 2), (3,)),
-            ],
-            (3,),
-        ),
-        devices=2,
-        segments=[segment("increment"), segment("add", (F32, F32))],
-        collectives=[SUM],
-    )
+# x + 1 beside the sum of x over the devices, added.
+MADE = program(
+    [F32] * 4,
+    block(
+        (0,),
+        [Start(0, (0,), (1,), 0), Wait(0), Run(0, (0,), (2,)), Run(1, (1, 2), (3,))],
+        (3,),
+    ),
+    devices=2,
+    segments=[segment("increment"), segment("add", (F32, F32))],
+    collectives=[SUM],
+)
 
 
-OLD, NEW = apart(False), apart(True)
+class Kept:
+    """Takes what is measured, or raises."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.given: list[tuple[Program, Seconds]] = []
+        self.error = error
+
+    def __call__(self, program: Program, seconds: Seconds) -> tuple[float, float]:
+        self.given.append((program, seconds))
+        if self.error is not None:
+            raise self.error
+        return 2.0, 3.0
 
 
-class FixedPlanner:
-    """Plans ``new`` in the place of whatever it is, and writes down what it was asked."""
-
-    def __init__(self, new: Program | None = NEW, *, wanted: bool = True) -> None:
-        self.new, self.wanted = new, wanted
-        self.asked: list[tuple[Program, Seconds]] = []
-        self.kept = 0
-
-    def plan(self, program: Program, seconds: Seconds) -> NewPlan:
-        self.asked.append((program, seconds))
-        return NewPlan(self.new, 2.0, 1.0)
-
-    def keep(self) -> None:
-        self.kept += 1
-
-
-def load(rig: Rig, made: Program, planner: FixedPlanner) -> LoadedProgram:
-    return rig.executor.load(made, range(made.num_devices), planner=planner)
+def load(rig: Rig, made: Program, kept: Kept | None) -> LoadedProgram:
+    return rig.executor.load(made, range(made.num_devices), keep=kept)
 
 
 def results(rig: Rig, loaded: LoadedProgram, *, runs: int, at: int = 0) -> list[float]:
@@ -96,42 +85,42 @@ def expected(runs: int, of: int = 0, at: int = 0) -> list[float]:
     return [11.0 * i + own * i + 1.0 for i in range(at, at + runs)]
 
 
-def test_it_is_replaced_at_the_run_after_the_last_measured_one() -> None:
-    rig, planner = Rig(2), FixedPlanner()
-    loaded = load(rig, OLD, planner)
-    assert results(rig, loaded, runs=FIRST - 1) == expected(FIRST - 1)
-    assert not planner.asked and loaded.walker.times is not None
-    assert results(rig, loaded, runs=1, at=3) == expected(1, at=3)
-    ((asked, seconds),) = planner.asked
-    assert asked == OLD and len(seconds) == 2 and all(s is not None and s > 0 for s in seconds)
-    assert loaded.program == loaded.walker.program == NEW
-    assert loaded.joint is None and loaded.walker.times is None
-    assert planner.kept == 1
-    assert results(rig, loaded, runs=3) == expected(3)
-    assert len(planner.asked) == 1
-    done = statistics.profiles()[-1]
-    assert (done.runs, done.segments, done.before, done.after, done.replanned) == (
-        MEASURED, 2, 2.0, 1.0, True,
-    )  # fmt: skip
-
-
-def test_nothing_is_measured_without_a_planner_or_where_there_is_nothing_to_plan() -> None:
-    for planner in (None, FixedPlanner(wanted=False)):
-        rig = Rig(2)
-        loaded = rig.executor.load(OLD, range(2), planner=planner)
-        assert loaded.joint is None
-        assert results(rig, loaded, runs=FIRST + 1) == expected(FIRST + 1)
-        assert loaded.walker.times is None and loaded.program == OLD
-
-
-def test_a_plan_that_is_kept_goes_on() -> None:
-    rig, planner = Rig(2), FixedPlanner(None)
-    loaded = load(rig, OLD, planner)
+def test_what_was_measured_is_handed_on_at_the_run_after_the_last_measured_one() -> None:
+    rig, kept = Rig(2), Kept()
+    loaded = load(rig, MADE, kept)
     walked = loaded.walker.program
-    assert results(rig, loaded, runs=FIRST + 2) == expected(FIRST + 2)
-    assert loaded.walker.program is walked and loaded.joint is None
-    assert loaded.walker.times is None and planner.kept == 1
-    assert not statistics.profiles()[-1].replanned
+    assert results(rig, loaded, runs=FIRST - 1) == expected(FIRST - 1)
+    assert not kept.given and loaded.walker.times is not None
+    assert results(rig, loaded, runs=1, at=3) == expected(1, at=3)
+    ((given, seconds),) = kept.given
+    assert given == MADE and len(seconds) == 2 and all(s is not None and s > 0 for s in seconds)
+    assert loaded.program == MADE and loaded.walker.program is walked
+    assert loaded.joint is None and loaded.walker.times is None
+    assert results(rig, loaded, runs=3) == expected(3)
+    assert len(kept.given) == 1
+    done = statistics.profiles()[-1]
+    assert (done.runs, done.segments, done.predicted, done.measured) == (MEASURED, 2, 2.0, 3.0)
+
+
+def test_nothing_is_measured_that_nobody_keeps() -> None:
+    rig = Rig(2)
+    loaded = load(rig, MADE, None)
+    assert loaded.joint is None
+    assert results(rig, loaded, runs=FIRST + 1) == expected(FIRST + 1)
+    assert loaded.walker.times is None
+
+
+def test_a_failure_to_keep_is_told_and_the_program_goes_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    rig, kept = Rig(2), Kept(CompileError("no memory"))
+    before = statistics.profiles()
+    loaded = load(rig, MADE, kept)
+    with caplog.at_level(logging.WARNING, "stretto"):
+        assert results(rig, loaded, runs=FIRST + 2) == expected(FIRST + 2)
+    (line,) = [r.message for r in caplog.records]
+    assert "is not kept: CompileError: no memory" in line
+    assert statistics.profiles() == before and len(kept.given) == 1
 
 
 def looping(trips: int) -> Program:
@@ -149,8 +138,8 @@ def looping(trips: int) -> Program:
 
 def test_each_iteration_of_a_measured_run_is_timed_once_for_all_devices() -> None:
     noted: list[int] = []
-    rig, planner = Rig(2), FixedPlanner(None)
-    loaded = load(rig, looping(3), planner)
+    rig = Rig(2)
+    loaded = load(rig, looping(3), Kept())
     for _ in range(FIRST - 1):
         loaded.execute(rig.arguments(loaded, [1, 2]))[0][0].host_view()
         times = loaded.walker.times
@@ -174,22 +163,10 @@ class Slow:
 def test_a_segments_time_is_that_of_all_devices_and_of_nothing_else(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    rig, planner = Rig(2, rules=Slow(monkeypatch, (0.25, 4.0))), FixedPlanner()
-    loaded = load(rig, OLD, planner)
+    rig, kept = Rig(2, rules=Slow(monkeypatch, (0.25, 4.0))), Kept()
+    loaded = load(rig, MADE, kept)
     results(rig, loaded, runs=FIRST)
-    assert planner.asked[0][1] == (0.5, 8.0)
-
-
-def job(planners: Sequence[FixedPlanner], runs: int = FIRST + 3) -> list[tuple[Any, ...]]:
-    """Two processes with one device each: what each has computed and what it runs in the end."""
-
-    def main(world: MemoryWorld, transport: MemoryTransport) -> tuple[Any, ...]:
-        rig = Rig(world=world, transport=transport)
-        loaded = load(rig, OLD, planners[world.rank])
-        found = results_of_rank(rig, loaded, runs)
-        return found, loaded.walker.program, loaded.joint
-
-    return run_processes(2, main)
+    assert kept.given[0][1] == (0.5, 8.0)
 
 
 def results_of_rank(rig: Rig, loaded: LoadedProgram, runs: int, at: int = 0) -> list[float]:
@@ -198,70 +175,23 @@ def results_of_rank(rig: Rig, loaded: LoadedProgram, runs: int, at: int = 0) -> 
     return firsts([row[0].host_view() for row in rows])
 
 
-def test_all_ranks_take_the_first_ones_times_and_change_at_one_run() -> None:
-    planners = [FixedPlanner(), FixedPlanner()]
-    for rank, (found, running, joint) in enumerate(job(planners)):
-        assert found == expected(FIRST + 3, rank)
-        assert running == NEW
-        assert isinstance(joint, Joint)
-    (first,), (second,) = planners[0].asked, planners[1].asked
-    assert first == second
+def test_one_rank_measures_and_all_go_on_as_they_were() -> None:
+    kept = Kept()
 
-
-def test_where_one_rank_cannot_compile_all_keep_what_they_have(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    class Failing(FixedPlanner):
-        def plan(self, program: Program, seconds: Seconds) -> NewPlan:
-            super().plan(program, seconds)
-            raise CompileError("no memory for segment add")
-
-    planners = [FixedPlanner(), Failing()]
-    with caplog.at_level(logging.WARNING, "stretto"):
-        for rank, (found, running, joint) in enumerate(job(planners)):
-            assert found == expected(FIRST + 3, rank)
-            assert running == OLD
-            assert isinstance(joint, Joint)
-    assert [p.kept for p in planners] == [0, 0]
-    (line,) = [r.message for r in caplog.records if "keeps its plan" in r.message]
-    assert "rank 1 cannot: CompileError: no memory for segment add" in line
-
-
-@pytest.mark.parametrize(
-    "second", [FixedPlanner(None), FixedPlanner(wanted=False)], ids=["another plan", "no plan"]
-)
-def test_ranks_that_come_to_different_plans_keep_the_old_one(second: FixedPlanner) -> None:
-    for rank, (found, running, _) in enumerate(job([FixedPlanner(), second])):
-        assert found == expected(FIRST + 3, rank)
-        assert running == OLD
-
-
-def test_runs_are_counted_for_the_program_and_not_for_what_is_loaded_of_it() -> None:
     def main(world: MemoryWorld, transport: MemoryTransport) -> tuple[Any, ...]:
         rig = Rig(world=world, transport=transport)
-        planner = FixedPlanner()
-        found = results_of_rank(rig, load(rig, OLD, planner), 4)
-        loaded = load(rig, OLD, planner)
-        found += results_of_rank(rig, loaded, FIRST - 4, at=4)
-        decided = loaded.walker.program
-        loaded = load(rig, OLD, planner)  # follows what was decided
-        found += results_of_rank(rig, loaded, 3, at=FIRST)
-        return found, decided, loaded.walker.program, planner.asked
+        loaded = load(rig, MADE, kept if world.rank == 0 else None)
+        found = results_of_rank(rig, loaded, 4)
+        again = load(rig, MADE, kept if world.rank == 0 else None)  # counts its runs anew
+        found += results_of_rank(rig, again, FIRST - 1, at=4)
+        found += results_of_rank(rig, loaded, FIRST, at=FIRST + 3)
+        return found, loaded.walker.program, type(loaded.joint)
 
-    for rank, (found, decided, running, asked) in enumerate(run_processes(2, main)):
-        assert found == expected(FIRST + 3, rank)
-        assert decided == running == NEW
-        assert asked[0] == asked[1] and len(asked) == 2
-
-
-def test_what_was_loaded_since_must_come_to_the_same_plan() -> None:
-    def main(world: MemoryWorld, transport: MemoryTransport) -> None:
-        rig = Rig(world=world, transport=transport)
-        results_of_rank(rig, load(rig, OLD, FixedPlanner()), FIRST)
-        results_of_rank(rig, load(rig, OLD, FixedPlanner(None)), 1)
-
-    with pytest.raises(StrettoError, match="does not come to the same plan"):
-        run_processes(2, main)
+    for rank, (found, running, joint) in enumerate(run_processes(2, main)):
+        assert found == expected(2 * FIRST + 3, rank)
+        assert running == MADE and joint is Joint
+    ((given, seconds),) = kept.given
+    assert given == MADE and all(s is not None and s > 0 for s in seconds)
 
 
 def test_ranks_that_had_to_find_a_common_order_are_not_measured() -> None:
@@ -275,7 +205,7 @@ def test_ranks_that_had_to_find_a_common_order_are_not_measured() -> None:
     def main(world: MemoryWorld, transport: MemoryTransport) -> tuple[Any, ...]:
         rig = Rig(world=world, transport=transport)
         made = of((0, 1) if world.rank == 0 else (1, 0))
-        planner = FixedPlanner()
+        kept = Kept()
         loaded = rig.executor.load(
             made,
             range(2),
@@ -286,10 +216,10 @@ def test_ranks_that_had_to_find_a_common_order_are_not_measured() -> None:
                     for p in order[()]
                 ]
             ),
-            planner=planner,
+            keep=kept,
         )
         found = results_of_rank(rig, loaded, FIRST + 1)
-        return found, planner.asked, type(loaded.joint)
+        return found, kept.given, type(loaded.joint)
 
     for found, asked, kind in run_processes(2, main):
         assert found == [11.0 * i for i in range(FIRST + 1)]
@@ -317,7 +247,7 @@ def test_measured_runs_of_a_program_that_sends_leave_its_streams_alone() -> None
             segments=[segment("increment")],
             collectives=[send, receive, SUM],
         )
-        loaded = load(rig, made, FixedPlanner(None))
+        loaded = load(rig, made, Kept())
         found = results_of_rank(rig, loaded, FIRST - 1)
         times = loaded.walker.times
         return found, times is not None and times._streams, loaded
@@ -330,14 +260,14 @@ def test_measured_runs_of_a_program_that_sends_leave_its_streams_alone() -> None
 def test_a_watcher_is_told_of_every_run_and_of_the_outcome(tmp_path: Path) -> None:
     recorder = Recorder()
     rig = Rig(2, instrument=recorder)
-    loaded = load(rig, OLD, FixedPlanner())
+    loaded = load(rig, MADE, Kept())
     results(rig, loaded, runs=FIRST + 1)
     segments = [e for e in recorder.events if e[0] == "segment"]
     assert len(segments) == 2 * 2 * (FIRST + 1)
     header = Header(0, 1, "host", 7, 2, "null", 0.0, 0.0)
     trace = Trace(tmp_path, header, rig.engine)
     end = rig.executor.observe(trace)
-    results(rig, load(rig, OLD, FixedPlanner()), runs=FIRST)
+    results(rig, load(rig, MADE, Kept()), runs=FIRST)
     end()
     trace.close()
     assert read(tmp_path / file_name(0)).profiles == [statistics.profiles()[-1]]

@@ -1,4 +1,4 @@
-"""Programs planned anew by measured times: the plan, the claims, and when the old one stays."""
+"""Measured times of segments: what they say of a program, and the plan of the next compilation."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from stretto.hlo_frontend.overlap import measured
 from stretto.hlo_frontend.overlap.apply import OverlapPolicy
 from stretto.hlo_frontend.overlap.costs import Compute, CostTable, Link
 from stretto.hlo_frontend.overlap.measured import Measured, key_of
-from stretto.hlo_frontend.replan import Replanned, replan
+from stretto.hlo_frontend.profiled import ProfiledModule, measure
 from stretto.runtime.errors import InvalidProgramError
 from stretto.runtime.program import Loop, Program, Run, Start, instructions
 from stretto.testing_replay import replay_program
@@ -73,10 +73,19 @@ def seconds(program: Program, segments: list[float | None]) -> float:
     return replay_program(program, of).seconds
 
 
-def planned_anew(policy: OverlapPolicy, loss: Callable[..., jax.Array] = unrolled) -> Replanned:
+def measured_of(policy: OverlapPolicy, loss: Callable[..., jax.Array] = unrolled) -> ProfiledModule:
     module = module_of(policy, loss)
     assert module.source is not None
-    return replan(module.source, policy, module.program, by_flops(module.program))
+    return measure(module.source, policy, module.program, by_flops(module.program))
+
+
+def next_one(
+    policy: OverlapPolicy, module: CompiledModule, found: ProfiledModule
+) -> CompiledModule:
+    """The module compiled by what was measured, which was written to a file and read again."""
+    assert module.source is not None
+    known = measured.read(measured.write({module.source.key(): found.times}))
+    return module.source.compiled(replace(policy, measured=known))
 
 
 @pytest.mark.parametrize("loss", [unrolled, scanned])
@@ -85,24 +94,24 @@ def test_a_program_that_a_wrong_table_left_alone_gets_a_plan(
 ) -> None:
     module = module_of(FREE, loss)
     assert module.overlap is not None and not module.overlap.changed
-    found = planned_anew(FREE, loss)
-    assert found.program is not None
-    # Both claims hold for the programs as they are, and what was modelled before did not.
-    assert found.before == pytest.approx(
-        seconds(module.program, by_flops(module.program)), rel=0.05
-    )
-    took = seconds(found.program, by_flops(found.program))
-    assert found.after == pytest.approx(took, rel=0.06)
-    assert found.after < 0.8 * found.before
-    assert found.modelled < 0.7 * found.before
+    found = measured_of(FREE, loss)
+    # What is said of the program holds, and what was modelled before did not.
+    took = seconds(module.program, by_flops(module.program))
+    assert found.seconds == pytest.approx(took, rel=0.05)
+    assert found.predicted < 0.7 * took
+    new = next_one(FREE, module, found).program
+    assert new.predicted is not None
+    takes = seconds(new, by_flops(new))
+    assert new.predicted.seconds == pytest.approx(takes, rel=0.06)
+    assert takes < 0.8 * took
     # It is as good as what the right table gives.
     right = module_of(RIGHT, loss).program
-    assert took < 1.02 * seconds(right, by_flops(right))
+    assert takes < 1.02 * seconds(right, by_flops(right))
     if loss is scanned:
-        assert any(i.carried for i in instructions(found.program.body) if isinstance(i, Loop))
+        assert any(i.carried for i in instructions(new.body) if isinstance(i, Loop))
 
 
-def test_a_plan_that_loses_by_what_was_measured_goes_back() -> None:
+def test_a_plan_that_loses_by_what_was_measured_is_not_made_again() -> None:
     """Its loop was staged behind compute that takes no time, and is left with more launches than before."""
     launch = 20 * LAUNCH
     slow, free = (
@@ -113,17 +122,19 @@ def test_a_plan_that_loses_by_what_was_measured_goes_back() -> None:
     assert module.overlap is not None and module.overlap.changed
     assert module.source is not None
     nothing: list[float | None] = [launch] * len(module.program.segments)
-    found = replan(module.source, slow, module.program, nothing)
-    assert found.after < 0.95 * found.before
-    assert found.program is not None
+    found = measure(module.source, slow, module.program, nothing)
+    new = next_one(slow, module, found).program
     alone = module_of(free, scanned).program
-    assert len(found.program.segments) == len(alone.segments) < len(module.program.segments)
+    assert len(new.segments) == len(alone.segments) < len(module.program.segments)
 
 
-def test_a_plan_stays_where_times_are_as_modelled() -> None:
-    found = planned_anew(RIGHT)
-    assert found.program is None
-    assert found.before == pytest.approx(found.modelled, rel=0.05)
+def test_times_as_modelled_say_what_the_table_says_and_give_the_same_plan() -> None:
+    found, module = measured_of(RIGHT), module_of(RIGHT)
+    assert found.seconds == pytest.approx(found.predicted, rel=0.05)
+    new = next_one(RIGHT, module, found).program
+    assert seconds(new, by_flops(new)) == pytest.approx(
+        seconds(module.program, by_flops(module.program)), rel=0.02
+    )
 
 
 def test_what_busy_links_take_from_compute_is_charged() -> None:
@@ -134,7 +145,7 @@ def test_what_busy_links_take_from_compute_is_charged() -> None:
     assert planned.timeline is not None
     assert planned.timeline.held > 0.05 * planned.timeline.seconds
     # A launch for each collective comes on top.
-    assert planned_anew(busy).modelled == pytest.approx(planned.seconds, rel=0.03)
+    assert measured_of(busy).predicted == pytest.approx(planned.seconds, rel=0.03)
 
 
 def test_the_kernels_of_a_segment_sum_up_to_what_was_measured() -> None:
@@ -142,8 +153,8 @@ def test_the_kernels_of_a_segment_sum_up_to_what_was_measured() -> None:
     assert module.source is not None
     per_flop = by_flops(module.program)
     thrice = [LAUNCH + 3.0 * (t - LAUNCH) for t in per_flop if t is not None]
-    once = replan(module.source, RIGHT, module.program, per_flop).measured
-    found = replan(module.source, RIGHT, module.program, thrice).measured
+    once = measure(module.source, RIGHT, module.program, per_flop).times
+    found = measure(module.source, RIGHT, module.program, thrice).times
     assert found.ratio == pytest.approx(3.0 * once.ratio)
     assert found.seconds == pytest.approx({k: 3.0 * t for k, t in once.seconds.items()})
     # Every segment runs as often as in the program: its kernels, over all places, take its times.
@@ -158,28 +169,24 @@ def test_segments_that_never_ran_are_priced_like_those_that_did() -> None:
     times = by_flops(module.program)
     double: list[float | None] = [LAUNCH + 2.0 * ((t or 0.0) - LAUNCH) for t in times]
     heaviest = max(range(len(times)), key=lambda i: times[i] or 0.0)
-    whole = replan(module.source, RIGHT, module.program, double)
+    whole = measure(module.source, RIGHT, module.program, double)
     double[heaviest] = None
-    found = replan(module.source, RIGHT, module.program, double)
-    assert len(found.measured.seconds) < len(whole.measured.seconds)
-    assert found.before == pytest.approx(whole.before, rel=0.05)
+    found = measure(module.source, RIGHT, module.program, double)
+    assert len(found.times.seconds) < len(whole.times.seconds)
+    assert found.seconds == pytest.approx(whole.seconds, rel=0.05)
 
 
 def test_a_program_of_another_module_is_refused() -> None:
     module, other = module_of(RIGHT), module_of(RIGHT, scanned)
     assert module.source is not None
     with pytest.raises(InvalidProgramError, match="is not what its module compiles to"):
-        replan(module.source, RIGHT, other.program, by_flops(other.program))
+        measure(module.source, RIGHT, other.program, by_flops(other.program))
 
 
-def test_what_was_measured_is_used_when_the_module_is_compiled() -> None:
+def test_what_was_measured_of_another_module_changes_nothing() -> None:
     module = module_of(FREE)
     assert module.source is not None
-    found = planned_anew(FREE)
-    known = measured.read(measured.write({module.source.key(): found.measured}))
-    again = module.source.compiled(replace(FREE, measured=known))
-    assert again.program == found.program
-    other = {"another": found.measured}
+    other = {"another": measured_of(FREE).times}
     assert module.source.compiled(replace(FREE, measured=other)).program == module.program
 
 

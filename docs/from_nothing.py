@@ -280,7 +280,9 @@ def segment(graph: Graph, part: Compute) -> Segment:
         call(node.proto)
     for i in called:  # before those that call them
         module.computations.add().CopyFrom(computations[i])
+        shapes = {inner.id: inner.shape for inner in computations[i].instructions}
         for inner in module.computations[-1].instructions:
+            inner.opcode = written_opcode(inner, shapes[(*inner.operand_ids, inner.id)[0]])
             inner.ClearField("metadata")  # source lines are in tables that are not copied
     main = module.computations.add(name="main", id=max(computations) + 1)
     module.entry_computation_id = main.id
@@ -315,12 +317,8 @@ def segment(graph: Graph, part: Compute) -> Segment:
             packed(values) if is_tuple else ids[values[0]]
             for values, is_tuple in zip(node.operands, node.tuples, strict=True)
         ]
-        opcode = node.proto.opcode
-        if opcode == "bitcast":  # of row-major arrays of one element type: a reshape
-            taken = graph.shapes[node.reads[0]]
-            if not is_row_major(node.proto.shape, taken):
-                raise Unsupported(f"{opcode} {node.proto.name} is no reshape")
-            opcode = "reshape"
+        taken = graph.shapes[node.reads[0]] if node.reads else None
+        opcode = written_opcode(node.proto, taken)
         proto = add(opcode, copy=node.proto, operands=operands)
         for i, value in enumerate(node.results):
             ids[value] = proto.id
@@ -338,15 +336,21 @@ def segment(graph: Graph, part: Compute) -> Segment:
 
 
 def row_major(shape: Any) -> None:
-    for part in shape.tuple_shapes or [shape]:
+    for part in shape.tuple_shapes if shape.element_type == 13 else [shape]:
         part.layout.minor_to_major[:] = reversed(range(len(part.dimensions)))
 
 
-def is_row_major(shape: Any, other: Any) -> bool:
-    plain = [
-        list(s.layout.minor_to_major) == [*range(len(s.dimensions))][::-1] for s in (shape, other)
-    ]
-    return all(plain) and shape.element_type == other.element_type
+def written_opcode(proto: Any, operand: Any) -> str:
+    """A bitcast of row-major arrays is a reshape, or the same bits as another element type."""
+    if proto.opcode != "bitcast":
+        return proto.opcode
+    orders = [list(shape.layout.minor_to_major) for shape in (proto.shape, operand)]
+    if all(o == sorted(o, reverse=True) for o in orders):
+        if proto.shape.element_type == operand.element_type:
+            return "reshape"
+        if list(proto.shape.dimensions) == list(operand.dimensions):
+            return "bitcast-convert"
+    raise Unsupported(f"bitcast {proto.name} is neither a reshape nor a bitcast-convert")
 
 
 def tensor(shape: Any) -> TensorType:

@@ -153,6 +153,8 @@ def check_supported(proto: Any, computations: dict[int, Any]) -> None:
     base = proto.opcode.removesuffix("-start").removesuffix("-done").removesuffix("-update")
     if base in COMMUNICATES and proto.opcode not in (*MOVES, "partition-id"):
         raise Unsupported(f"{proto.opcode} {proto.name} is not handled here")
+    if proto.custom_call_has_side_effect or proto.control_predecessor_ids:
+        raise Unsupported(f"{proto.opcode} {proto.name} has side effects or control predecessors")
     for called in proto.called_computation_ids if not proto.opcode.startswith("all-reduce") else ():
         for inner in computations[called].instructions:
             if inner.opcode.removesuffix("-start").removesuffix("-done") in COMMUNICATES:

@@ -40,21 +40,26 @@ class Dumps:
             raise WorldError(f"the dump cannot be written (STRETTO_DUMP): {error}") from error
         self._start = str(folder / f"rank-{rank:05}-{os.getpid()}")
         self._numbers = itertools.count()
-        self._ended = False
+        self.problem = ""  # why the dump has ended
 
     def program(self) -> ProgramDump:
         """Where the next program is written to."""
         return ProgramDump(self, f"{self._start}.{next(self._numbers):04}")
 
     def write(self, path: str, text: str) -> None:
-        """Write a file; the first that cannot be written is told of, and ends the dump."""
-        if self._ended:
+        """Write a file, unless the dump has ended; the first that cannot be written ends it."""
+        if self.problem:
             return
         try:
             Path(path).write_text(text, "utf-8")
         except OSError as error:
-            self._ended = True
-            _log.warning("the dump ends here (STRETTO_DUMP): %s", error)
+            self.end(str(error))
+
+    def end(self, problem: str) -> None:
+        """Write nothing any more, and tell why, once. For those whose child process has found out, too."""
+        if problem and not self.problem:
+            self.problem = problem
+            _log.warning("the dump ends here (STRETTO_DUMP): %s", problem)
 
 
 class ProgramDump:

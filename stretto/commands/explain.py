@@ -66,8 +66,6 @@ def run(arguments: argparse.Namespace) -> int:
         compiled = compile_file(read_file(arguments.file), devices, rewrites=arguments.rewrite)
     except StrettoError as error:
         return complain("explain", arguments.file, error)
-    if arguments.program:
-        return _print_program(compiled.program, arguments.json)
     explanation = explain(compiled)
     if arguments.svg:
         loops = explanation["loops"]
@@ -75,14 +73,15 @@ def run(arguments: argparse.Namespace) -> int:
             Path(arguments.svg).write_text(svg(loops, [loop_lines(e)[0] for e in loops]), "utf-8")
         except OSError as error:
             return complain_of_output("explain", arguments.svg, error)
+    if arguments.program:
+        return _print_program(compiled.program, arguments.json)
     print(json.dumps(explanation, indent=2) if arguments.json else to_text(explanation))
     return 0
 
 
 def _print_program(program: Program, as_json: bool) -> int:
-    print(
-        json.dumps({"program": str(program)}) if as_json else program, end="\n" if as_json else ""
-    )
+    text = str(program)
+    print(json.dumps({"program": text}, indent=2) if as_json else text.rstrip("\n"))
     return 0
 
 

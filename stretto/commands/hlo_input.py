@@ -137,7 +137,15 @@ def compile_file(
             compiled.interleaved,
         )
 
-    return in_fork(work, data) if guarded else work()
+    def both() -> tuple[CompiledFile, str]:
+        made = work()
+        return made, "" if dumps is None else dumps.problem
+
+    # What a fork writes to standard error is lost.
+    made, problem = in_fork(both, data) if guarded else both()
+    if dumps is not None:
+        dumps.end(problem)
+    return made
 
 
 @cache

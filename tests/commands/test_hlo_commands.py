@@ -7,16 +7,21 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from support.mpi import run_ranks
 
+from stretto.commands import hlo_input
+from stretto.commands.hlo_input import compile_file
 from stretto.hlo_frontend.compile import compile_hlo
 from stretto.hlo_frontend.passes.valid import ValidPolicy
 from stretto.hlo_frontend.schema import HloModuleProtoWithConfig
 from stretto.hlo_frontend.text import parse_hlo_text
+from stretto.runtime import options
 
 FLAT = "channel_id=1, replica_groups={{0,1,2,3}}, use_global_device_ids=true"
 MODULE = f"""HloModule m, num_partitions=4
@@ -423,6 +428,26 @@ def test_a_dump_that_cannot_be_written(file: str) -> None:
         done = stretto(command, file, STRETTO_DUMP=f"{file}/folder")
         assert done.returncode == 2
         assert "the dump cannot be written (STRETTO_DUMP): " in done.stderr.decode()
+
+
+def test_a_dump_that_ends_is_told_of_though_another_process_writes_it(
+    file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "dump"
+    monkeypatch.setattr(options, "_chosen", options.Options(dump=str(folder)))
+
+    def forked(work: Callable[[], Any], data: bytes) -> Any:
+        """What a child does with the dump, and says about it, is not seen here."""
+        folder.rmdir()
+        answer = work()
+        hlo_input._dumps(str(folder), 0).problem = ""
+        caplog.clear()
+        return answer
+
+    monkeypatch.setattr(hlo_input, "in_fork", forked)
+    compile_file(MODULE.encode(), 4, policy=ValidPolicy(trust=True))
+    (record,) = [r for r in caplog.records if "the dump ends here" in r.getMessage()]
+    assert "No such file" in record.getMessage()
 
 
 @pytest.mark.mpi

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import jax
 import numpy as np
@@ -47,15 +48,21 @@ Arrays = dict[int, np.ndarray]
 
 def compile_segment(segment: Segment):
     """The segment, compiled by jaxlib for the first CPU device."""
+    return _compile(segment.module, segment.reproducible)
+
+
+# A program as it is written and what a pass makes of it share most of their segments.
+@lru_cache(maxsize=512)
+def _compile(module: bytes, reproducible: bool):
     device = jax.devices("cpu")[0]
     options = xla_client.CompileOptions()
-    if segment.reproducible:
+    if reproducible:
         # What makes loops with small carries otherwise than others.
         debug = options.executable_build_options.debug_options
         debug.xla_disable_hlo_passes = "small-while-loop-hoisting"
     options.device_assignment = xla_client.DeviceAssignment.create(np.array([[device.id]]))
     devices = xla_client.DeviceList((device,))
-    return device.client.compile_and_load(segment.module, devices, options)
+    return device.client.compile_and_load(module, devices, options)
 
 
 @dataclass

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
+import pytest
 
 from stretto.hlo_frontend import pipeline
 from stretto.runtime import options
 
 # ``support`` and ``programs`` are packages that several tests share.
 sys.path.insert(0, str(Path(__file__).parent))
+
+from support import judge
+from support.ahead import Launches
+
+TESTS = Path(__file__).parent
 
 # Ranks write to one pipe: where this is set, Python writes a line and its end separately, and the launcher
 # passes on another rank's line between them.
@@ -25,3 +32,34 @@ os.environ[pipeline.CHECKED] = "1"
 # and then it is too late. The CPU stays the default platform.
 jax.config.update("jax_platforms", "cpu,stretto")
 options.configure(options.Options(local_devices=4))
+
+
+@pytest.fixture(scope="session")
+def launches(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Launches]:
+    """The launches of the conformance programs that this session collected."""
+    from programs import PROGRAMS  # only now: see above
+
+    chosen: dict[str, list[str]] = {}
+    for item in request.session.items:
+        if item.path == TESTS / "test_conformance.py" and item.name.startswith("test_program["):
+            form, name = item.callspec.params["form"], item.callspec.params["name"]
+            if judge.FORMS[form].processes == 1 or judge.find_mpiexec() is not None:
+                chosen.setdefault(form, []).append(name)
+    judged = {n for names in chosen.values() for n in names if PROGRAMS[n].expected is None}
+    chosen[judge.REFERENCE.name] = [n for n in PROGRAMS if n in judged]
+    made = Launches(tmp_path_factory.mktemp("conformance"), chosen)
+    yield made
+    made.stop()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def alone_or_beside_launches(request: pytest.FixtureRequest, launches: Launches) -> None:
+    """Tests of the front end compile in this process, and do not mind others that do: the launches start
+    beside them. All others, of which some wait for ranks and time limits, have the machine to themselves.
+    """
+    if request.path.is_relative_to(TESTS / "hlo_frontend"):
+        launches.start()
+    elif request.path != TESTS / "test_conformance.py":
+        launches.wait()

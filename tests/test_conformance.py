@@ -1,20 +1,22 @@
 """Every program of ``programs`` on stretto, in one process and under mpiexec, against JAX's CPU backend.
 
-All programs of a form run in one launch (see ``support.judge``), started when its first test asks.
+All programs of a form run in one launch (see ``support.judge``), started beside the tests of the front end
+(see ``support.ahead``) or, where none were asked for, when the first test here asks.
 ``STRETTO_TEST_FULL=1`` adds the rest of the cross products.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from programs import PROGRAMS
 from support import judge
+from support.ahead import Launches
 
 FULL = bool(os.environ.get("STRETTO_TEST_FULL"))
 
@@ -33,26 +35,9 @@ Outcomes = Callable[[str], dict[str, judge.Outcome]]
 
 
 @pytest.fixture(scope="session")
-def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+def outcomes(launches: Launches) -> Outcomes:
     """Outcomes by form, for the programs that this session collected, each form launched once."""
-    directory: Path = tmp_path_factory.mktemp("conformance")
-    chosen: dict[str, list[str]] = {}
-    items: list[Any] = request.session.items
-    for item in items:
-        if item.path == Path(__file__) and item.name.startswith("test_program["):
-            form, name = item.callspec.params["form"], item.callspec.params["name"]
-            chosen.setdefault(form, []).append(name)
-    judged = {n for names in chosen.values() for n in names if PROGRAMS[n].expected is None}
-    chosen[judge.REFERENCE.name] = [n for n in PROGRAMS if n in judged]
-    done: dict[str, dict[str, judge.Outcome]] = {}
-
-    def get(form: str) -> dict[str, judge.Outcome]:
-        if form not in done:
-            which = judge.REFERENCE if form == judge.REFERENCE.name else judge.FORMS[form]
-            done[form] = judge.run_programs(which, chosen[form], directory)
-        return done[form]
-
-    return get
+    return functools.cache(launches.get)
 
 
 @pytest.fixture(scope="session")

@@ -9,6 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from support import judge
+from support.ahead import Launches
 
 WHOLE = np.arange(8, dtype=np.float32).reshape(4, 2)
 
@@ -101,3 +102,12 @@ def test_failures_are_named_and_the_rest_runs(tmp_path: Path) -> None:
     for name in ("right", "right_again"):
         assert judge.differences(want, outcomes[name].load(), True, None) == []
     assert judge.differences(want, outcomes["wrong"].load(), True, None)
+
+
+def test_launches_that_are_stopped_say_so(tmp_path: Path) -> None:
+    """As at the end of a session that was broken off: nothing goes on, and nothing is taken for a result."""
+    launches = Launches(tmp_path, {"1x8": ["psum/float32"]})
+    launches.start()
+    launches.stop()
+    with pytest.raises(RuntimeError, match="the judge of 1x8 ended without outcomes"):
+        launches.get("1x8")

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
+from typing import Any
 
 import numpy as np
 
-from stretto.runtime.engines.xla_cpu import XlaCpuEngine
+from stretto.runtime.engines.xla_cpu import XlaCpuEngine, XlaCpuSegment
 from stretto.runtime.executor import Executor
 from stretto.runtime.options import Options
-from stretto.runtime.program import Program
+from stretto.runtime.program import Program, Segment
 from stretto.runtime.program_check import check
 from stretto.runtime.value import Value
 from stretto.testing import MemoryTransport, MemoryWorld, Recorder
@@ -20,9 +21,24 @@ from stretto.testing import MemoryTransport, MemoryWorld, Recorder
 MOST_DEVICES = 8
 
 
+class _Engine(XlaCpuEngine):
+    """Compiles a segment once for all programs that have it: those with a plan and without share most."""
+
+    def __init__(self) -> None:
+        super().__init__(MOST_DEVICES)
+        self._compile_once = lru_cache(maxsize=512)(super().compile)
+
+    def compile(
+        self, segment: Segment, *, name: str = "", host_callbacks: Sequence[Any] = ()
+    ) -> XlaCpuSegment:
+        if host_callbacks:
+            return super().compile(segment, name=name, host_callbacks=host_callbacks)
+        return self._compile_once(segment)
+
+
 @cache
 def engine() -> XlaCpuEngine:
-    return XlaCpuEngine(MOST_DEVICES)
+    return _Engine()
 
 
 @dataclass

@@ -118,7 +118,7 @@ def _written(
         control_flow_seconds(node, [p.exposed for p in parts]) for node, parts in inner.items()
     )
     floors = {node: tuple(p.floor for p in parts) for node, parts in inner.items()}
-    return _Written(timeline, exposed, floor_of(block, costs, donated, floors))
+    return _Written(timeline, exposed, floor_of(block, costs, donated, floors, graph))
 
 
 def _explained(

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from ..graph import Instruction
-from ..values import BlockGraph, Node, NodeKind, Value
+from ..values import Barrier, BlockGraph, Node, NodeKind, Value
 from .model import IN_PLACE, Buffer, Op, Ref
 
 # Ops that rename data. A slice is one where it is contiguous, a transposition where the layouts agree.
@@ -46,6 +46,7 @@ class _Layout:
         self.fence: Op | None = None
         self.since_fence: list[Op] = []
         self.arrivals: dict[Node, Op] = {}
+        self._before_parameters: dict[Barrier, list[Op]] = {}
 
     def arrival(self, node: Node) -> Op:
         """The op that stands for a collective of the iteration before."""
@@ -127,14 +128,11 @@ class _Layout:
         extra = [op for node in value.order for op in done.get(node, ())]
         fence = value.fence
         if fence is not None:
-            # What enters a barrier as a parameter of the block has no node to come before.
-            entering = (v.root for v in fence.operands if v.root.node is None)
-            extra += [op for v in entering if v.type is not None for op in env[v].before]
+            extra += self._entering(fence, env)
         behind: list[Op] = []
         if value.barrier is not None and value.barrier is not fence:
             behind = [op for node in value.comes_after() for op in done.get(node, ())]
-            entering = (v.root for v in value.barrier.operands if v.root.node is None)
-            behind += [op for v in entering if v.type is not None for op in env[v].before]
+            behind += self._entering(value.barrier, env)
         if extra or behind:
             ref = Ref(
                 tuple(dict.fromkeys([*ref.before, *extra])),
@@ -144,6 +142,15 @@ class _Layout:
                 tuple(dict.fromkeys([*ref.behind, *behind])),
             )
         return ref
+
+    def _entering(self, barrier: Barrier, env: dict[Value, Ref]) -> Sequence[Op]:
+        """The ops before what enters a barrier as a parameter of the block: that has no node."""
+        found = self._before_parameters.get(barrier)
+        if found is None:
+            entering = (v.root for v in barrier.operands if v.root.node is None)
+            found = [op for v in entering if v.type is not None for op in env[v].before]
+            self._before_parameters[barrier] = found
+        return found
 
     def _order(self, node: Node, done: dict[Node, tuple[Op, ...]]) -> tuple[Op, ...]:
         if not node.order:

@@ -54,14 +54,17 @@ def floor_of(
     costs: CostTable,
     donated: Iterable[int],
     inner: Mapping[Node, tuple[BlockFloor, ...]],
+    graph: Graph,
 ) -> BlockFloor:
-    """The floor of a block; ``inner`` has those of the blocks of its loops and branches."""
+    """The floor of a block; ``inner`` has those of the blocks of its loops and branches, ``graph`` is that of
+    the block as it stands."""
     undo = uncombine(block, costs)
     try:
         least = {
             n: control_flow_seconds(n, [p.floor.seconds for p in ps]) for n, ps in inner.items()
         }
-        graph = build(block, costs, donated, least.__getitem__)
+        if undo is not None or inner:
+            graph = build(block, costs, donated, least.__getitem__)
     finally:
         if undo is not None:
             undo()

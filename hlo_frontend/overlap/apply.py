@@ -141,24 +141,6 @@ def plan(
     return _plan(block, policy, donated, ordered, inside=False)
 
 
-def loops_of(block: BlockGraph, policy: OverlapPolicy, ordered: Order = order) -> list[LoopReport]:
-    """What `plan` makes of the loops in a block, at any depth; those that change are replaced in it."""
-    inner = {
-        node: tuple(_plan(b, policy, carries, ordered) for b, carries in blocks_of(node))
-        for node in block.nodes
-        if node.blocks
-    }
-    reports = [report for plans in inner.values() for p in plans for report in _reports(p)]
-    for node in [node for node in inner if node.kind is NodeKind.LOOP]:
-        reports += _stage(block, node, policy, inner)
-    return reports
-
-
-def _reports(planned: Planned) -> list[LoopReport]:
-    inside = [r for plans in planned.inner.values() for p in plans for r in _reports(p)]
-    return [*inside, *planned.loops]
-
-
 def carve_planned(block: BlockGraph, planned: Planned | None, ordered: Order = order) -> BlockPlan:
     """The block cut into segments as planned, and the blocks inside it."""
     nodes: Sequence[Node | Await] = (

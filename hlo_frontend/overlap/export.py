@@ -23,10 +23,11 @@ from .replay import Phase
 
 def to_json(plan: Explained) -> dict[str, Any]:
     """Steps, the ledger's entries and its totals. Times are seconds but for ``summary``'s ``…_ms``."""
+    entries = ledger(plan)
     return {
         "steps": _steps(plan),
-        "collectives": [_entry_json(entry) for entry in ledger(plan)],
-        "summary": summary(plan),
+        "collectives": [_entry_json(entry) for entry in entries],
+        "summary": summary(plan, entries),
     }
 
 

@@ -7,7 +7,8 @@ what its own wait holds it.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -141,9 +142,10 @@ class _Reasons:
         return f"not later: {tasks[first].name} needs it and no other work was left to do"
 
 
-def summary(plan: Explained) -> dict[str, Any]:
+def summary(plan: Explained, entries: Sequence[Entry]) -> dict[str, Any]:
     """Totals of a block and of all that runs inside it: counts of collectives, milliseconds, bytes.
 
+    ``entries`` is the block's own ledger.
     ``hideable`` collectives have independent compute at all; ``overlapped`` run beside some of it, for more
     than a hundredth of their time; ``fully_hidden`` are exposed for less than a hundredth of it.
     ``exposed_floor_ms`` is what no plan avoids: ``floor_ms`` less all compute, what this plan takes for
@@ -158,12 +160,7 @@ def summary(plan: Explained) -> dict[str, Any]:
         for name in _streams(plan)
     }
     return {
-        "collectives": _count(plan, lambda e: len(e.members)),
-        "transfers": _count(plan, lambda e: 1),
-        "buckets": _count(plan, lambda e: len(e.members) > 1),
-        "hideable": _count(plan, lambda e: len(e.members) if e.hideable > 0.0 else 0),
-        "overlapped": _count(plan, lambda e: len(e.members) if e.is_overlapped else 0),
-        "fully_hidden": _count(plan, lambda e: len(e.members) if e.is_hidden else 0),
+        **_counts(plan, entries),
         "exposed_ms": exposed * 1e3,
         "exposed_here_ms": timeline.exposed_seconds * 1e3,
         "exposed_floor_ms": least_exposed * 1e3,
@@ -187,7 +184,10 @@ def summary(plan: Explained) -> dict[str, Any]:
 
 
 def reports(plan: Explained) -> list[LoopReport]:
-    """What became of the loops in a block, at any depth, the inner ones first."""
+    """What became of the loops in a block, at any depth, the inner ones first.
+
+    Iterations that stand around a loop have copies of its inner loops, which share a report.
+    """
     found = {id(r): r for parts in plan.inner.values() for p in parts for r in reports(p)}
     return [*found.values(), *plan.loops]
 
@@ -217,8 +217,25 @@ def _streams(plan: Explained) -> dict[str, None]:
     return found
 
 
-def _count(plan: Explained, of: Callable[[Entry], int]) -> int:
-    return int(plan.total(lambda p: float(sum(of(e) for e in ledger(p)))))
+def _counts(plan: Explained, entries: Sequence[Entry]) -> Counter[str]:
+    """Of collectives in a block and, as often as they run, in those inside it."""
+    found = Counter(dict.fromkeys(_COUNTED, 0))
+    for entry in entries:
+        found.update({name: int(of(entry)) for name, of in _COUNTED.items()})
+    for _, times, part in plan.inside():
+        if times:
+            found.update({k: times * n for k, n in _counts(part, ledger(part)).items()})
+    return found
+
+
+_COUNTED: dict[str, Callable[[Entry], int]] = {
+    "collectives": lambda e: len(e.members),
+    "transfers": lambda e: 1,
+    "buckets": lambda e: len(e.members) > 1,
+    "hideable": lambda e: len(e.members) if e.hideable > 0.0 else 0,
+    "overlapped": lambda e: len(e.members) if e.is_overlapped else 0,
+    "fully_hidden": lambda e: len(e.members) if e.is_hidden else 0,
+}
 
 
 def _loop(report: LoopReport) -> dict[str, Any]:

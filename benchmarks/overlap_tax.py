@@ -56,7 +56,7 @@ class Recorded:
         import jax
 
         from stretto.plugin.client import clients
-        from stretto.runtime.instrument import Instrument
+        from stretto.runtime.recording.instrument import Instrument
 
         self.calls: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
         self.programs: list[Any] = []

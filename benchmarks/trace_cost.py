@@ -32,7 +32,7 @@ from harness import Contender, console, machine, seconds, serve, start
 from overlap_tax import Ratio
 from rich.table import Table
 
-from stretto.runtime.trace import WRITE_EVERY
+from stretto.runtime.recording.trace import WRITE_EVERY
 
 VARIANTS = ("off", "control", "on")
 CASES = {
@@ -130,7 +130,7 @@ def worker(folder: str) -> None:
 
     from stretto.plugin import _capi
     from stretto.plugin.client import clients
-    from stretto.runtime.trace import Trace, header_of
+    from stretto.runtime.recording.trace import Trace, header_of
 
     cases = calls()
     for call in cases.values():

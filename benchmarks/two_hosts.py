@@ -31,7 +31,7 @@ from link import Host, Unavailable, two_hosts
 
 from stretto.commands.trace import read_folder
 from stretto.commands.trace_totals import report
-from stretto.runtime.trace_events import measure
+from stretto.runtime.recording.trace_events import measure
 
 OVERLAP, NO_OVERLAP, GLOO = "stretto", "stretto, no overlap", "JAX CPU (gloo)"
 PROFILED = "stretto, measured"

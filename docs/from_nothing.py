@@ -224,7 +224,7 @@ def order(graph: Graph) -> list[Step]:
 
 # The real thing: `hlo_frontend/schedule.py` makes the order, also from tokens and control
 # dependencies. `hlo_frontend/overlap/` plans with costs: what hides what, and how much memory is in
-# flight. `collectives/order.py` and `runtime/negotiation.py` compare the order of all ranks at the
+# flight. `collectives/order.py` and `runtime/execution/negotiation.py` compare the order of all ranks at the
 # first run, since ranks may have been given different programs.
 
 
@@ -456,8 +456,8 @@ def mover(graph: Graph, node: Node, number: int) -> Callable[..., list[np.ndarra
 
 # The real thing: `hlo_frontend/groups.py` reads replica groups, `collectives/memory.py` moves data
 # among devices of a process, `mpi.py` between processes, `hierarchy.py` joins both.
-# `runtime/stream.py` has the streams. There a device that fails ends the job on all ranks at once
-# (`collectives/poison.py`, `runtime/watchdog.py`); here others wait for the timeout.
+# `runtime/execution/stream.py` has the streams. There a device that fails ends the job on all ranks at once
+# (`collectives/poison.py`, `runtime/job/watchdog.py`); here others wait for the timeout.
 
 
 # Part 6. The executor
@@ -534,7 +534,7 @@ def in_thread(function: Callable[..., Any], *arguments: Any) -> Future[Any]:
     return future
 
 
-# The real thing: `runtime/executor.py` and `walk.py` walk a program once for all devices of a
+# The real thing: `runtime/execution/executor.py` and `walk.py` walk a program once for all devices of a
 # process. `plugin/` wraps it as a PJRT client, so that JAX calls it by itself. Arrays are freed
 # after their last read.
 

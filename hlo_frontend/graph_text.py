@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 
 from stretto.collectives.types import TensorType
-from stretto.runtime.program_text import attributes, nested
+from stretto.runtime.program.text import attributes, nested
 
 from .graph import trip_count
 from .schema import LiteralProto

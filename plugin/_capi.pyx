@@ -37,9 +37,9 @@ from libc.string cimport memcpy, memset
 
 from time import perf_counter as _perf_counter
 
-from stretto.runtime import rows as _rows
-from stretto.runtime import trace_file as _trace_file
-from stretto.runtime.engine import counted as _counted
+from stretto.runtime.recording import rows as _rows
+from stretto.runtime.recording import trace_file as _trace_file
+from stretto.runtime.engines.engine import counted as _counted
 
 from . import abi as _abi
 

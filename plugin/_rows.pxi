@@ -1,4 +1,4 @@
-# Rows of a trace, appended without Python objects: what `stretto.runtime.rows` defines. Part of `_capi`.
+# Rows of a trace, appended without Python objects: what `stretto.runtime.recording.rows` defines. Part of `_capi`.
 #
 # Threads take turns by the GIL: what happens between two calls of Python is not interrupted. The engine's
 # `is_ready` and the end of an array are such calls, behind which all is looked at again.
@@ -113,7 +113,7 @@ cdef class Chunks:
 
 @cython.final
 cdef class Rows:
-    """See `stretto.runtime.rows.Rows`."""
+    """See `stretto.runtime.recording.rows.Rows`."""
 
     cdef object is_ready
     cdef object watch

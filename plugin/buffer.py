@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from stretto.collectives.types import TensorType
-from stretto.runtime.value import Value
+from stretto.runtime.execution.value import Value
 
 from . import _capi, abi
 from .client import Client, memory_of, shape_of, tensor_type

@@ -15,14 +15,15 @@ from weakref import WeakSet
 import numpy as np
 
 from stretto.collectives.types import TensorType
-from stretto.runtime import dump, trace
-from stretto.runtime.engine import create_engine
-from stretto.runtime.executor import Executor
-from stretto.runtime.instrument import Instrument
+from stretto.runtime import dump
+from stretto.runtime.engines.engine import create_engine
+from stretto.runtime.execution.executor import Executor
+from stretto.runtime.execution.value import Value
+from stretto.runtime.job.rendezvous import Rendezvous
+from stretto.runtime.job.world import bootstrap
 from stretto.runtime.options import Options
-from stretto.runtime.rendezvous import Rendezvous
-from stretto.runtime.value import Value
-from stretto.runtime.world import bootstrap
+from stretto.runtime.recording import trace
+from stretto.runtime.recording.instrument import Instrument
 
 from . import _capi, abi, store
 from .device import PLATFORM, make_devices

@@ -12,8 +12,8 @@ import ctypes
 from typing import Any
 
 from stretto.collectives.types import TensorType
-from stretto.runtime.transfers import Transfers
-from stretto.runtime.value import Value
+from stretto.runtime.execution.transfers import Transfers
+from stretto.runtime.execution.value import Value
 
 from . import _capi
 from .buffer import order_of

@@ -1,7 +1,7 @@
 """Compiled programs as bytes and back: what JAX's compilation cache keeps, and what it serializes.
 
 Layout, little-endian: ``STRX``, u16 version, u32 CRC-32 of the rest; then sections, each a u64 length and
-bytes: JSON, compile options, the program (`stretto.runtime.program_codec`), its schedule, the HLO that it
+bytes: JSON, compile options, the program (`stretto.runtime.program.codec`), its schedule, the HLO that it
 was lowered from, and the machine code of each segment; the last three are empty where there is none.
 
 Reading runs nothing of what is read. The machine code, of course, is run when the program is: bytes from
@@ -19,9 +19,9 @@ from typing import Any
 from stretto.collectives.order import Schedule
 from stretto.hlo_frontend.compile import CompiledModule, PartitionedModule
 from stretto.hlo_frontend.passes.valid import ValidPolicy
-from stretto.runtime import program_codec
-from stretto.runtime.envelope import unwrap, wrap
 from stretto.runtime.errors import InvalidProgramError, StrettoError
+from stretto.runtime.program import codec as program_codec
+from stretto.runtime.program.envelope import unwrap, wrap
 
 from .target import difference
 

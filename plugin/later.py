@@ -12,7 +12,7 @@ import threading
 import time
 from collections import deque
 
-from stretto.runtime.exits import await_at_exit
+from stretto.runtime.job.exits import await_at_exit
 
 from . import _capi
 

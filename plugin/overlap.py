@@ -13,8 +13,8 @@ from dataclasses import replace
 
 from stretto.hlo_frontend.overlap.apply import OverlapPolicy
 from stretto.hlo_frontend.overlap.costs import ORDINARY_NETWORK, CostTable
-from stretto.runtime.cost_tables import CostText
 from stretto.runtime.errors import InvalidProgramError, WorldError
+from stretto.runtime.job.cost_tables import CostText
 from stretto.runtime.options import Options
 
 

@@ -15,10 +15,10 @@ from stretto.hlo_frontend.overlap import measured
 from stretto.hlo_frontend.overlap.apply import OverlapPolicy
 from stretto.hlo_frontend.overlap.measured import Measured
 from stretto.hlo_frontend.profiled import measure
-from stretto.runtime import cost_tables
-from stretto.runtime.cost_tables import CostText
+from stretto.runtime.job import cost_tables
+from stretto.runtime.job.cost_tables import CostText
+from stretto.runtime.job.world import World
 from stretto.runtime.program import Program
-from stretto.runtime.world import World
 
 _log = logging.getLogger("stretto")
 
@@ -39,7 +39,7 @@ def known(times: CostText, rank: int) -> dict[str, Measured]:
 
 @dataclass(frozen=True)
 class Keeper:
-    """Keeps what was measured of one program, a `runtime.profiling.Keep`."""
+    """Keeps what was measured of one program, a `runtime.execution.profiling.Keep`."""
 
     compiled: CompiledModule
     policy: OverlapPolicy

@@ -11,9 +11,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from stretto.runtime.recorder import Recorder
-from stretto.runtime.trace import header_of
-from stretto.runtime.trace_events import Measured, measure
+from stretto.runtime.recording.recorder import Recorder
+from stretto.runtime.recording.trace import header_of
+from stretto.runtime.recording.trace_events import Measured, measure
 
 from . import _capi, xspace
 from .client import Client, clients

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
-from stretto.runtime.rendezvous import Rendezvous
+from stretto.runtime.job.rendezvous import Rendezvous
 
 from .abi import ERROR_CODES
 from .structs import STRUCTS, read_bytes, read_named_values

@@ -13,7 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from stretto.hlo_frontend.overlap.apply import OverlapPolicy
-from stretto.runtime.engine import Engine, RestoringEngine
+from stretto.runtime.engines.engine import Engine, RestoringEngine
 from stretto.runtime.options import Options
 
 # Options that change nothing in a compiled program, or are named apart from the others.

@@ -16,9 +16,10 @@ from typing import Any, Protocol
 
 from stretto.collectives.types import TensorType
 from stretto.hlo_frontend.overlap.apply import OverlapPolicy
-from stretto.runtime import cost_tables, dump
+from stretto.runtime import dump
 from stretto.runtime.dump import Dumps
-from stretto.runtime.engine import Engine, create_engine
+from stretto.runtime.engines.engine import Engine, create_engine
+from stretto.runtime.job import cost_tables
 from stretto.runtime.options import Options, in_force
 
 from . import _capi

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from stretto.collectives.types import TensorType
-from stretto.runtime.stream import Event
-from stretto.runtime.value import Landed, Promise, Value
+from stretto.runtime.execution.stream import Event
+from stretto.runtime.execution.value import Landed, Promise, Value
 
 from . import _capi
 from .buffer import aligned_empty, host_array

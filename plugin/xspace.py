@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from stretto.hlo_frontend.schema import messages
-from stretto.runtime.trace_events import Measured
+from stretto.runtime.recording.trace_events import Measured
 
 # Planes with this beginning are what the trace viewer shows of devices that it does not know.
 PLANE = "/device:CUSTOM:stretto"

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
         UnsupportedError,
         WorldError,
     )
-    from stretto.runtime.instrument import Counters
     from stretto.runtime.options import Options, OptionsError, configure
-    from stretto.runtime.statistics import Compilations, Profiled
+    from stretto.runtime.recording.instrument import Counters
+    from stretto.runtime.recording.statistics import Compilations, Profiled
 
     __version__: str
 
@@ -60,12 +60,12 @@ if not os.path.isdir(os.path.join(os.path.dirname(__file__), "runtime")):
     __path__ = extend_path(__path__, __name__)
 
 _HOMES = {
-    "Compilations": "stretto.runtime.statistics",
-    "Counters": "stretto.runtime.instrument",
+    "Compilations": "stretto.runtime.recording.statistics",
+    "Counters": "stretto.runtime.recording.instrument",
     "Explanation": "stretto.explanation",
     "Options": "stretto.runtime.options",
     "OptionsError": "stretto.runtime.options",
-    "Profiled": "stretto.runtime.statistics",
+    "Profiled": "stretto.runtime.recording.statistics",
     "configure": "stretto.runtime.options",
     "explain": "stretto.explanation",
 }
@@ -73,21 +73,21 @@ _HOMES = {
 
 def stats() -> Counters:
     """What this process has communicated since it began; times are in seconds."""
-    from stretto.runtime.statistics import total
+    from stretto.runtime.recording.statistics import total
 
     return total()
 
 
 def compilations() -> Compilations:
     """What this process has compiled since it began, and what it found compiled already."""
-    from stretto.runtime import statistics
+    from stretto.runtime.recording import statistics
 
     return statistics.compilations()
 
 
 def profiles() -> tuple[Profiled, ...]:
     """The programs that were measured with ``STRETTO_PROFILE=1``, and what came of it."""
-    from stretto.runtime import statistics
+    from stretto.runtime.recording import statistics
 
     return statistics.profiles()
 

@@ -1,7 +1,7 @@
 """Conformance of an engine: `check_engine` takes a factory and tries everything an executor relies on.
 
 It needs no accelerator knowledge and no JAX program: modules are small StableHLO texts. A failed check
-raises ``AssertionError`` naming the promise of `stretto.runtime.engine.Engine` that is not kept.
+raises ``AssertionError`` naming the promise of `stretto.runtime.engines.engine.Engine` that is not kept.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from stretto.collectives.types import ELEMENT_TYPES, TensorType
-from stretto.runtime.engine import Engine, LoadedSegment, RestoringEngine
+from stretto.runtime.engines.engine import Engine, LoadedSegment, RestoringEngine
 from stretto.runtime.errors import CompileError
 from stretto.runtime.program import Segment
 

@@ -29,11 +29,11 @@ from stretto.collectives.ops import Collective, Kind
 from stretto.engine_check import check_engine
 from stretto.runtime.engines.null import NullArray, NullEngine, VirtualClock
 from stretto.runtime.errors import RankFailed, StrettoError
-from stretto.runtime.instrument import Instrument
+from stretto.runtime.job.progress import Progress
+from stretto.runtime.job.run_log import RunLogs
 from stretto.runtime.options import Options
 from stretto.runtime.program import Program
-from stretto.runtime.progress import Progress
-from stretto.runtime.run_log import RunLogs
+from stretto.runtime.recording.instrument import Instrument
 
 __all__ = [
     "MemoryTransport",
@@ -78,7 +78,7 @@ class Recorder(Instrument):
 
 
 class MemoryWorld:
-    """The world of one rank in memory; what an executor needs of `stretto.runtime.world.World`."""
+    """The world of one rank in memory; what an executor needs of `stretto.runtime.job.world.World`."""
 
     comm = None
     patience = math.inf

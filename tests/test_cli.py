@@ -117,7 +117,7 @@ def test_doctor_under_mpiexec() -> None:
 def test_a_missing_mpi_is_missing_only_where_ranks_are_asked_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from stretto.runtime.launcher import Launcher
+    from stretto.runtime.job.launcher import Launcher
 
     monkeypatch.setattr(doctor, "mpi_library", lambda: ("", "cannot load MPI library"))
     alone = {f.subject: f for f in doctor.mpi(None)}

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from support.scripts import reports_of
 
-from stretto.runtime.profiling import MEASURED, WARM_UP
+from stretto.runtime.execution.profiling import MEASURED, WARM_UP
 
 RUNS = WARM_UP + MEASURED + 3
 TABLE = {
@@ -28,8 +28,8 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 import stretto
 from stretto.plugin.client import clients
-from stretto.runtime.negotiation import Terms
-from stretto.runtime.schedule import strict
+from stretto.runtime.execution.negotiation import Terms
+from stretto.runtime.program.order import strict
 
 def digest(program):
     return Terms(program, strict(program), ()).fingerprint().hex()

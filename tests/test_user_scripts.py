@@ -116,7 +116,7 @@ class TestOtherPlatforms:
             import sys
             import jax
             print(jax.default_backend(), jax.devices()[0].platform, jax.jit(lambda x: x + 1)(1))
-            heavy = ("mpi4py", "stretto.runtime.executor", "stretto.hlo_frontend", "google.protobuf", "rich")
+            heavy = ("mpi4py", "stretto.runtime.execution", "stretto.hlo_frontend", "google.protobuf", "rich")
             print([m for m in heavy if m in sys.modules])
             from jax._src import xla_bridge
             print("stretto" in xla_bridge.backends())

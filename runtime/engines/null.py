@@ -110,7 +110,7 @@ class NullSegment:
 
 
 class NullEngine:
-    """See `stretto.runtime.engine.Engine`.
+    """See `stretto.runtime.engines.engine.Engine`.
 
     ``cost(segment)`` is the virtual time of one run; ``compute(segment, inputs)`` its outputs as host
     arrays, None for zeros. Every device does one thing at a time.

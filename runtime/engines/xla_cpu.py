@@ -206,7 +206,7 @@ class XlaCpuSegment:
 
 
 class XlaCpuEngine:
-    """``num_devices`` CPU devices of one jaxlib client. See `stretto.runtime.engine.Engine`."""
+    """``num_devices`` CPU devices of one jaxlib client. See `stretto.runtime.engines.engine.Engine`."""
 
     name = "xla:cpu"
     host_memory = True

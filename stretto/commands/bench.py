@@ -12,10 +12,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from stretto.runtime import cost_tables
-from stretto.runtime.engine import create_engine
+from stretto.runtime.engines.engine import create_engine
 from stretto.runtime.errors import StrettoError
-from stretto.runtime.world import bootstrap
+from stretto.runtime.job import cost_tables
+from stretto.runtime.job.world import bootstrap
 
 from .calibration import calibrate
 

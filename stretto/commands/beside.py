@@ -18,12 +18,12 @@ from typing import Any
 import numpy as np
 
 from stretto.collectives.ops import Collective
-from stretto.runtime.engine import Engine
-from stretto.runtime.executor import Executor
-from stretto.runtime.loaded import LoadedProgram
+from stretto.runtime.engines.engine import Engine
+from stretto.runtime.execution.executor import Executor
+from stretto.runtime.execution.loaded import LoadedProgram
+from stretto.runtime.execution.value import Value
+from stretto.runtime.job.world import World
 from stretto.runtime.program import Block, Free, Instruction, Program, Run, Segment, Start, Wait
-from stretto.runtime.value import Value
-from stretto.runtime.world import World
 
 # Seconds of collectives beside which there are products, at least; how much longer these take.
 LEAST, LONGER = 0.05, 1.5

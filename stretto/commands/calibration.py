@@ -23,10 +23,10 @@ from stretto.collectives.hierarchy import create_communicator
 from stretto.collectives.ops import Collective, Kind, Reduction
 from stretto.collectives.types import TensorType
 from stretto.hlo_frontend.overlap.costs import wire_bytes
-from stretto.runtime.engine import Engine
+from stretto.runtime.engines.engine import Engine
 from stretto.runtime.errors import StrettoError
+from stretto.runtime.job.world import World
 from stretto.runtime.program import Segment
-from stretto.runtime.world import World
 
 from .beside import Beside, measure_busy
 

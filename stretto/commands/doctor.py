@@ -21,8 +21,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from stretto.runtime import cost_tables, launcher, options, world
+from stretto.runtime import options
 from stretto.runtime.errors import StrettoError
+from stretto.runtime.job import cost_tables, launcher, world
 from stretto.runtime.options import VARIABLES, Options
 
 
@@ -168,7 +169,7 @@ def mpi_library() -> tuple[str, str]:
     """
     code = (
         "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; "
-        "from stretto.runtime.world import library; print(library(MPI))"
+        "from stretto.runtime.job.world import library; print(library(MPI))"
     )
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("PMI", "OMPI_", "PRTE_"))}
     try:

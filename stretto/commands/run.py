@@ -41,14 +41,16 @@ from stretto.collectives.ops import Collective, Kind
 from stretto.collectives.order import CommonOrder, Schedule
 from stretto.collectives.types import TensorType
 from stretto.plugin import _capi
-from stretto.runtime import launcher, options, trace
-from stretto.runtime.engine import create_engine
+from stretto.runtime import options
+from stretto.runtime.engines.engine import create_engine
 from stretto.runtime.errors import CollectiveMismatch, InvalidProgramError, StrettoError
-from stretto.runtime.executor import Executor
-from stretto.runtime.instrument import Instrument, Instruments
+from stretto.runtime.execution.executor import Executor
+from stretto.runtime.execution.value import Value
+from stretto.runtime.job import launcher
+from stretto.runtime.job.world import World, bootstrap
 from stretto.runtime.program import Program
-from stretto.runtime.value import Value
-from stretto.runtime.world import World, bootstrap
+from stretto.runtime.recording import trace
+from stretto.runtime.recording.instrument import Instrument, Instruments
 
 from . import check_skips
 from .hlo_input import CompiledFile, add_file, compile_file, complain, complain_of_output, read_file

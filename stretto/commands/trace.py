@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from stretto.runtime.errors import StrettoError
-from stretto.runtime.statistics import Profiled
-from stretto.runtime.trace_events import Measured, measure
-from stretto.runtime.trace_file import RankTrace, TraceError, read
+from stretto.runtime.recording.statistics import Profiled
+from stretto.runtime.recording.trace_events import Measured, measure
+from stretto.runtime.recording.trace_file import RankTrace, TraceError, read
 
 from .hlo_input import BAD_INPUT
 from .trace_chrome import chrome

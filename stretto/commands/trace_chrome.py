@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from stretto.runtime.trace_events import CALLED, Measured
+from stretto.runtime.recording.trace_events import CALLED, Measured
 
 WALK, CALLS, DEVICES, STREAMS = 0, 1, 100, 1000  # numbers of threads
 

@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from stretto.runtime.trace_events import Measured
+from stretto.runtime.recording.trace_events import Measured
 
 from .trace_chrome import DEVICES, STREAMS, chrome
 

@@ -12,9 +12,9 @@ from stretto.collectives.ops import Collective, Kind
 from stretto.hlo_frontend.overlap.costs import CostTable, span
 from stretto.runtime.errors import InvalidProgramError
 from stretto.runtime.program import Prediction
-from stretto.runtime.statistics import Profiled
-from stretto.runtime.trace_events import Measured, Transfer
-from stretto.runtime.trace_runs import RunTimes, runs_of
+from stretto.runtime.recording.statistics import Profiled
+from stretto.runtime.recording.trace_events import Measured, Transfer
+from stretto.runtime.recording.trace_runs import RunTimes, runs_of
 
 from .run import given_bytes, total
 

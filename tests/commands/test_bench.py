@@ -17,9 +17,9 @@ from stretto.collectives.ops import Collective, Kind
 from stretto.commands import bench, calibration
 from stretto.commands.beside import LEAST, LONGER, measure_busy
 from stretto.hlo_frontend.overlap.costs import CostTable
+from stretto.runtime.job.world import World
 from stretto.runtime.options import Options
 from stretto.runtime.program import Segment
-from stretto.runtime.world import World
 
 LATENCY, RATE = 1e-3, 1e9
 
@@ -164,7 +164,9 @@ def test_jobs_on_the_same_machines_find_the_table(tmp_path: Path) -> None:
     assert json.loads(done.stdout) == table
     spans = [(c.axis_stride, c.group_size) for c in CostTable.from_json(table).links]
     assert spans == [(1, 2), (2, 2), (1, 4)]
-    script = "from stretto.runtime.world import bootstrap; print(bootstrap().costs.text.strip())"
+    script = (
+        "from stretto.runtime.job.world import bootstrap; print(bootstrap().costs.text.strip())"
+    )
     found = run_ranks(2, ["-c", f"{script}"], env=env)
     assert found.returncode == 0, found.stderr
     assert found.stdout.count('"axis_stride": 1') == 2 * 2

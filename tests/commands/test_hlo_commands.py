@@ -354,7 +354,7 @@ def test_ranks_with_files_of_their_own(tmp_path: Path) -> None:
     code = """
 import os, sys
 from stretto.cli import main
-from stretto.runtime.launcher import detect
+from stretto.runtime.job.launcher import detect
 folder, out = sys.argv[1:]
 file = f"{folder}/{detect().rank}.hlo"
 sys.exit(main(["run", file, "--arguments", "random:5", "--results", out, "--json"]))

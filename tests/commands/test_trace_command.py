@@ -15,9 +15,9 @@ from support.mpi import run_ranks
 from stretto.cli import main
 from stretto.commands.trace_totals import counts
 from stretto.runtime.program import Prediction, Program, Run, Start, Wait
-from stretto.runtime.statistics import Profiled
-from stretto.runtime.trace_events import measure, union
-from stretto.runtime.trace_file import (
+from stretto.runtime.recording.statistics import Profiled
+from stretto.runtime.recording.trace_events import measure, union
+from stretto.runtime.recording.trace_file import (
     ALL_ACTIVE,
     SET_UNIT,
     Header,
@@ -28,7 +28,7 @@ from stretto.runtime.trace_file import (
     program_chunk,
     read,
 )
-from stretto.runtime.trace_runs import runs_of
+from stretto.runtime.recording.trace_runs import runs_of
 
 NAN = float("nan")
 SHIFT = permute((0, 1), (1, 0), name="shift")

@@ -15,11 +15,11 @@ from stretto.commands.explain import explain, to_text
 from stretto.commands.hlo_input import CompiledFile, compile_file
 from stretto.commands.run import Arguments, execute
 from stretto.runtime.errors import StrettoError
+from stretto.runtime.job.world import World
 from stretto.runtime.options import Options
 from stretto.runtime.program import Loop, Program, instructions
-from stretto.runtime.program_check import check
-from stretto.runtime.program_codec import from_bytes, to_bytes
-from stretto.runtime.world import World
+from stretto.runtime.program.check import check
+from stretto.runtime.program.codec import from_bytes, to_bytes
 
 DEVICES = 4
 RESULT, ERROR, DEFECT, CRASH, HANG = "result", "error", "defect", "crash", "hang"

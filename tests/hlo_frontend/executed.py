@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 
 from stretto.runtime.engines.xla_cpu import XlaCpuEngine, XlaCpuSegment
-from stretto.runtime.executor import Executor
+from stretto.runtime.execution.executor import Executor
+from stretto.runtime.execution.value import Value
 from stretto.runtime.options import Options
 from stretto.runtime.program import Program, Segment
-from stretto.runtime.program_check import check
-from stretto.runtime.value import Value
+from stretto.runtime.program.check import check
 from stretto.testing import MemoryTransport, MemoryWorld, Recorder
 
 MOST_DEVICES = 8

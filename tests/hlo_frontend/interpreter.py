@@ -29,7 +29,7 @@ from stretto.runtime.program import (
     Start,
     Wait,
 )
-from stretto.runtime.program_check import check
+from stretto.runtime.program.check import check
 
 _COMBINE = {
     Reduction.SUM: np.add,

@@ -21,7 +21,7 @@ from stretto.hlo_frontend.graph import Module
 from stretto.hlo_frontend.segments import ModuleBuilder
 from stretto.hlo_frontend.text import parse_hlo_text
 from stretto.runtime.program import Loop, Run, instructions
-from stretto.runtime.program_check import check
+from stretto.runtime.program.check import check
 
 
 def spd(a):

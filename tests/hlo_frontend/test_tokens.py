@@ -314,7 +314,7 @@ def test_certificates_do_not_depend_on_the_hash_seed() -> None:
 import sys
 from stretto.collectives.order import certificate
 from stretto.hlo_frontend.compile import compile_hlo
-from stretto.runtime.program_codec import to_bytes
+from stretto.runtime.program.codec import to_bytes
 import hashlib
 for _ in range(10):
     c = compile_hlo({INDEPENDENT!r}, 1, {N})

@@ -24,7 +24,7 @@ from stretto.plugin import callbacks, jax_private
 from stretto.plugin.client import clients
 from stretto.plugin.executable import compile_and_load, load
 from stretto.runtime.errors import InvalidProgramError
-from stretto.runtime.value import Value
+from stretto.runtime.execution.value import Value
 
 # Trains a little on all devices, and computes on one of this process's own.
 SCRIPT = """

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from stretto.plugin.overlap import policy_of
-from stretto.runtime.cost_tables import CostText
 from stretto.runtime.errors import WorldError
+from stretto.runtime.job.cost_tables import CostText
 from stretto.runtime.options import Options
 
 TABLE = '{"compute": {"flops_per_s": 1, "bytes_per_s": 1}, "links": []}'

@@ -12,9 +12,9 @@ from support.scripts import reports_of
 
 from stretto.plugin.xspace import PLANE, xspace
 from stretto.runtime.program import Run, Start, Wait
-from stretto.runtime.recorder import Recorder
-from stretto.runtime.trace_events import measure
-from stretto.runtime.trace_file import Header
+from stretto.runtime.recording.recorder import Recorder
+from stretto.runtime.recording.trace_events import measure
+from stretto.runtime.recording.trace_file import Header
 from stretto.testing import NullEngine
 
 _SCRIPT = """

@@ -16,11 +16,11 @@ import pytest
 from support.handmade import F32, Rig, all_reduce, block, permute, program, segment
 
 from stretto.plugin import _capi
-from stretto.runtime import rows
-from stretto.runtime.instrument import Instruments
 from stretto.runtime.program import Program, Run, Start, Wait
-from stretto.runtime.trace import Trace
-from stretto.runtime.trace_file import CALL, WIDTH, Header, Kind, file_name, read, rows_of
+from stretto.runtime.recording import rows
+from stretto.runtime.recording.instrument import Instruments
+from stretto.runtime.recording.trace import Trace
+from stretto.runtime.recording.trace_file import CALL, WIDTH, Header, Kind, file_name, read, rows_of
 from stretto.testing import NullEngine, Recorder
 
 MAKERS = (rows.Rows, _capi.Rows)

@@ -22,10 +22,10 @@ from jax.sharding import PartitionSpec as P
 
 import stretto.lax as sl
 from stretto.hlo_frontend.compile import compile_hlo
-from stretto.runtime import world
-from stretto.runtime.engine import create_engine
-from stretto.runtime.executor import Executor
-from stretto.runtime.value import Value
+from stretto.runtime.engines.engine import create_engine
+from stretto.runtime.execution.executor import Executor
+from stretto.runtime.execution.value import Value
+from stretto.runtime.job import world
 
 Function = Callable[[jax.Array], Any]
 

@@ -12,9 +12,9 @@ from support.handmade import F32, Rig, all_reduce, block, compute, firsts, progr
 
 from stretto.collectives.communicator import Communicator
 from stretto.collectives.hierarchy import create_communicator
-from stretto.runtime import stream as stream_module
 from stretto.runtime.errors import StrettoError
-from stretto.runtime.executor import Executor
+from stretto.runtime.execution import stream as stream_module
+from stretto.runtime.execution.executor import Executor
 from stretto.runtime.options import Options
 from stretto.runtime.program import Program, Run, Start, Wait
 from stretto.testing import MemoryTransport, MemoryWorld, NullEngine, Recorder

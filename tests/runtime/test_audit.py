@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from stretto.runtime import audit
-from stretto.runtime.audit import PATIENCE, Audit
-from stretto.runtime.run_log import (
+from stretto.runtime.job import audit
+from stretto.runtime.job.audit import PATIENCE, Audit
+from stretto.runtime.job.run_log import (
     INTERVAL,
     KEPT,
     Record,

@@ -22,9 +22,9 @@ from stretto.runtime.program import (
     Start,
     Wait,
 )
-from stretto.runtime.program_check import check
-from stretto.runtime.program_codec import from_bytes, to_bytes
-from stretto.runtime.program_text import to_text
+from stretto.runtime.program.check import check
+from stretto.runtime.program.codec import from_bytes, to_bytes
+from stretto.runtime.program.text import to_text
 from stretto.testing import MemoryTransport, MemoryWorld, Recorder, run_processes
 
 NOTHING = block((), [], ())

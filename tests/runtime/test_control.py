@@ -9,11 +9,11 @@ from queue import SimpleQueue
 
 import pytest
 
-from stretto.runtime.control import Control
 from stretto.runtime.errors import RankFailed, StrettoError
-from stretto.runtime.run_log import RunLogs
-from stretto.runtime.watchdog import Peer
-from stretto.runtime.wire import Link
+from stretto.runtime.job.control import Control
+from stretto.runtime.job.run_log import RunLogs
+from stretto.runtime.job.watchdog import Peer
+from stretto.runtime.job.wire import Link
 
 PEERS = [Peer(r, 100 + r, "node") for r in range(2)]
 

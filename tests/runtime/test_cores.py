@@ -58,7 +58,7 @@ def test_an_engine_computes_on_as_many_cores_as_it_is_told(cores: int) -> None:
     code = f"""
 import jax, numpy as np
 from pathlib import Path
-from stretto.runtime.engine import create_engine
+from stretto.runtime.engines.engine import create_engine
 engine = create_engine("xla:cpu", 1, cores={cores})
 threads = Path("/proc/self/task").glob("*/comm")
 print(sum(t.read_text().startswith("tf_XLAEigen") for t in threads))

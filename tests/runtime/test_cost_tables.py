@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from support.mpi import run_ranks
 
-from stretto.runtime.cost_tables import (
+from stretto.runtime.errors import WorldError
+from stretto.runtime.job.cost_tables import (
     CostText,
     find,
     find_times,
@@ -16,9 +17,8 @@ from stretto.runtime.cost_tables import (
     measured_path,
     times_path,
 )
-from stretto.runtime.errors import WorldError
+from stretto.runtime.job.world import World
 from stretto.runtime.options import Options
-from stretto.runtime.world import World
 
 mpi = pytest.mark.mpi
 HOSTS = ("a", "a", "b")
@@ -87,7 +87,7 @@ def test_all_ranks_have_the_table_of_rank_0(tmp_path: Path) -> None:
     named = tmp_path / "costs.json"
     named.write_text('{"of": "rank 0"}')
     code = (
-        "import os; from stretto.runtime import world; w = world.bootstrap(); "
+        "import os; from stretto.runtime.job import world; w = world.bootstrap(); "
         "os.write(1, f'{w.rank} {w.costs.text}\\n'.encode())"
     )
     own = {0: {"STRETTO_COSTS": str(named)}, 1: {"STRETTO_COSTS": str(tmp_path / "none.json")}}
@@ -105,7 +105,7 @@ def test_a_file_that_is_no_text_is_named(tmp_path: Path) -> None:
 @mpi
 def test_a_table_that_rank_0_cannot_read_is_an_error_on_all(tmp_path: Path) -> None:
     own = {0: {"STRETTO_COSTS": str(tmp_path / "none.json")}}
-    code = "from stretto.runtime import world; world.bootstrap()"
+    code = "from stretto.runtime.job import world; world.bootstrap()"
     done = run_ranks(2, ["-c", code], rank_env=own, timeout=60)
     assert done.returncode != 0
     assert done.stderr.count("WorldError: the table of costs cannot be read (STRETTO_COSTS)") == 2

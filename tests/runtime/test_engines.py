@@ -13,9 +13,8 @@ import pytest
 
 from stretto.collectives.types import TensorType
 from stretto.engine_check import DONATED, DOUBLE, F32, check_engine
-from stretto.runtime import engine
-from stretto.runtime.engine import create_engine
-from stretto.runtime.engines import null, xla_cpu
+from stretto.runtime.engines import engine, null, xla_cpu
+from stretto.runtime.engines.engine import create_engine
 from stretto.runtime.errors import CompileError, StrettoError
 from stretto.runtime.program import Segment
 from stretto.testing import NullEngine, VirtualClock

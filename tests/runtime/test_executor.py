@@ -23,7 +23,8 @@ from support.handmade import (
 
 from stretto.collectives.ops import Collective, Kind
 from stretto.runtime.errors import InvalidProgramError, RankFailed, StrettoError
-from stretto.runtime.executor import MAX_QUEUED
+from stretto.runtime.execution.executor import MAX_QUEUED
+from stretto.runtime.execution.value import DeletedError
 from stretto.runtime.program import (
     Branch,
     Copy,
@@ -36,8 +37,7 @@ from stretto.runtime.program import (
     Start,
     Wait,
 )
-from stretto.runtime.program_check import check
-from stretto.runtime.value import DeletedError
+from stretto.runtime.program.check import check
 from stretto.testing import MemoryTransport, MemoryWorld, Recorder, run_processes
 
 INCREMENT = program(

@@ -6,9 +6,9 @@ import sys
 
 import pytest
 
-from stretto.runtime import exits
 from stretto.runtime.errors import CompileError
-from stretto.runtime.exits import TRACEBACK_LINES, await_at_exit, describe
+from stretto.runtime.job import exits
+from stretto.runtime.job.exits import TRACEBACK_LINES, await_at_exit, describe
 from stretto.runtime.options import Options
 
 

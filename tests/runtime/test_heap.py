@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from stretto.runtime import heap
+from stretto.runtime.engines import heap
 
 
 @pytest.mark.parametrize(("cores", "arenas"), [(1, 2), (2, 2), (5, 5), (64, 8)])
@@ -33,7 +33,7 @@ def test_the_users_settings_stand(name: str) -> None:
 
 FAULTS = """
 import ctypes, resource, sys
-from stretto.runtime import heap
+from stretto.runtime.engines import heap
 if sys.argv[1] == "kept":
     if not heap.keep_freed(1, {}):
         sys.exit("not glibc")

@@ -9,8 +9,8 @@ from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 
-from stretto.runtime.launcher import detect, is_cut_off, parent_rank
-from stretto.runtime.lineage import ancestors
+from stretto.runtime.job.launcher import detect, is_cut_off, parent_rank
+from stretto.runtime.job.lineage import ancestors
 
 
 @pytest.mark.parametrize(

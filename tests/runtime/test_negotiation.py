@@ -11,9 +11,9 @@ from support.handmade import F32, Rig, all_reduce, block, firsts, permute, progr
 from stretto.collectives.ops import Collective, Kind
 from stretto.collectives.order import CommonOrder, Schedule, entry_of
 from stretto.runtime.errors import CollectiveMismatch, StrettoError, UnsupportedError
-from stretto.runtime.loaded import LoadedProgram
+from stretto.runtime.execution.loaded import LoadedProgram
 from stretto.runtime.program import Copy, Program, Start, Wait
-from stretto.runtime.schedule import starts, strict, walked
+from stretto.runtime.program.order import starts, strict, walked
 from stretto.testing import MemoryTransport, MemoryWorld, Recorder, run_processes
 
 SUM = all_reduce((0, 1), name="sum")

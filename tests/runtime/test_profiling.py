@@ -24,15 +24,15 @@ from support.handmade import (
 
 from stretto.collectives.ops import Collective, Kind
 from stretto.collectives.order import Schedule
-from stretto.runtime import statistics
 from stretto.runtime.errors import CompileError
-from stretto.runtime.loaded import LoadedProgram
-from stretto.runtime.negotiation import Joint
-from stretto.runtime.profiling import MEASURED, WARM_UP, Seconds
+from stretto.runtime.execution.loaded import LoadedProgram
+from stretto.runtime.execution.negotiation import Joint
+from stretto.runtime.execution.profiling import MEASURED, WARM_UP, Seconds
 from stretto.runtime.program import Block, Loop, Program, Run, Start, Wait
-from stretto.runtime.schedule import starts
-from stretto.runtime.trace import Trace
-from stretto.runtime.trace_file import Header, file_name, read
+from stretto.runtime.program.order import starts
+from stretto.runtime.recording import statistics
+from stretto.runtime.recording.trace import Trace
+from stretto.runtime.recording.trace_file import Header, file_name, read
 from stretto.testing import MemoryTransport, MemoryWorld, Recorder, run_processes
 
 SUM = all_reduce((0, 1), name="sum")
@@ -153,7 +153,7 @@ class Slow:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, seconds: Sequence[float]) -> None:
         self.now = 0.0
         self.seconds = seconds
-        monkeypatch.setattr("stretto.runtime.profiling.perf_counter", lambda: self.now)
+        monkeypatch.setattr("stretto.runtime.execution.profiling.perf_counter", lambda: self.now)
 
     def __call__(self, made: Any, inputs: list[np.ndarray]) -> list[np.ndarray]:
         self.now += self.seconds[["increment", "add"].index(made.name)]

@@ -29,9 +29,9 @@ from stretto.runtime.program import (
     Start,
     Wait,
 )
-from stretto.runtime.program_check import check
-from stretto.runtime.program_codec import VERSION, from_bytes, to_bytes
-from stretto.runtime.program_text import to_text
+from stretto.runtime.program.check import check
+from stretto.runtime.program.codec import VERSION, from_bytes, to_bytes
+from stretto.runtime.program.text import to_text
 
 TYPES = st.builds(
     TensorType,

@@ -20,9 +20,9 @@ from support.handmade import (
 
 from stretto.collectives.communicator import Communicator
 from stretto.collectives.hierarchy import create_communicator
-from stretto.runtime import loaded as loaded_module
 from stretto.runtime.errors import StrettoError
-from stretto.runtime.executor import Executor
+from stretto.runtime.execution import loaded as loaded_module
+from stretto.runtime.execution.executor import Executor
 from stretto.runtime.options import Options
 from stretto.runtime.program import Free, Program, Run, Start, Wait
 from stretto.testing import MemoryTransport, MemoryWorld, NullEngine, Recorder

@@ -10,7 +10,7 @@ import pytest
 from support.memory_store import MemoryStore
 
 from stretto.runtime.errors import WorldError
-from stretto.runtime.rendezvous import Rendezvous, Roll, call_roll
+from stretto.runtime.job.rendezvous import Rendezvous, Roll, call_roll
 
 LONG = 60.0
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from stretto.runtime.side_by_side import side_by_side
+from stretto.runtime.execution.side_by_side import side_by_side
 
 
 def test_calls_that_meet_in_a_barrier_give_their_results_in_order() -> None:

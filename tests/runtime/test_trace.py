@@ -17,13 +17,13 @@ import numpy as np
 import pytest
 from support.handmade import F32, Rig, all_reduce, block, permute, program, segment
 
-from stretto.runtime import clock
 from stretto.runtime.errors import StrettoError, WorldError
+from stretto.runtime.job import clock
 from stretto.runtime.program import Program, Run, Start, Wait
-from stretto.runtime.rows import EVERY, EXACT, Rows
-from stretto.runtime.trace import Trace
-from stretto.runtime.trace_events import measure
-from stretto.runtime.trace_file import (
+from stretto.runtime.recording.rows import EVERY, EXACT, Rows
+from stretto.runtime.recording.trace import Trace
+from stretto.runtime.recording.trace_events import measure
+from stretto.runtime.recording.trace_file import (
     VERSION,
     Header,
     Kind,
@@ -134,9 +134,9 @@ def test_what_was_written_outlives_a_process_that_is_killed(tmp_path: Path) -> N
     script = f"""
 import os, signal
 from pathlib import Path
-from stretto.runtime.rows import EVERY, EXACT, Rows
-from stretto.runtime.trace import Trace
-from stretto.runtime.trace_file import Header
+from stretto.runtime.recording.rows import EVERY, EXACT, Rows
+from stretto.runtime.recording.trace import Trace
+from stretto.runtime.recording.trace_file import Header
 from stretto.testing import NullEngine
 trace = Trace(Path({str(tmp_path)!r}), Header(0, 1, "here", 1, 1, "null", 0.0, 0.0), NullEngine(1))
 trace.rows.put(*range(7))
@@ -226,7 +226,8 @@ def test_a_system_that_writes_little_at_once(
 def test_what_a_traced_process_starts_leaves_its_file_alone(tmp_path: Path) -> None:
     script = f"""
 import subprocess, sys
-from stretto.runtime import trace, world
+from stretto.runtime.recording import trace
+from stretto.runtime.job import world
 from stretto.runtime.options import Options
 from stretto.testing import NullEngine
 begun = trace.begin(world.bootstrap(Options(trace={str(tmp_path)!r})), NullEngine(1))

@@ -8,9 +8,9 @@ import numpy as np
 from support.handmade import F32, block, permute, program, segment
 
 from stretto.runtime.program import Program, Run, Start, Wait
-from stretto.runtime.trace_events import Measured, measure
-from stretto.runtime.trace_file import ALL_ACTIVE, Header, Kind, RankTrace
-from stretto.runtime.trace_runs import RunTimes, runs_of
+from stretto.runtime.recording.trace_events import Measured, measure
+from stretto.runtime.recording.trace_file import ALL_ACTIVE, Header, Kind, RankTrace
+from stretto.runtime.recording.trace_runs import RunTimes, runs_of
 
 Row = tuple[Kind, int, int, int, float, float, float]
 

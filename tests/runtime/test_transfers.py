@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 from stretto.collectives.types import TensorType
-from stretto.runtime import transfers as transfers_module
 from stretto.runtime.engines.null import NullEngine
 from stretto.runtime.errors import CollectiveMismatch, RankFailed, StrettoError
-from stretto.runtime.progress import Progress
-from stretto.runtime.stream import Event
-from stretto.runtime.transfers import INLINE, Transfers
-from stretto.runtime.value import Promise, Value
+from stretto.runtime.execution import transfers as transfers_module
+from stretto.runtime.execution.stream import Event
+from stretto.runtime.execution.transfers import INLINE, Transfers
+from stretto.runtime.execution.value import Promise, Value
+from stretto.runtime.job.progress import Progress
 
 SMALL, LARGE = TensorType("f32", (3,)), TensorType("f32", (INLINE,))
 

@@ -11,8 +11,8 @@ import pytest
 from support.handmade import F32
 
 from stretto.runtime.errors import StrettoError
-from stretto.runtime.stream import Completions, Event, Stream
-from stretto.runtime.value import DeletedError, Landed, Promise, Value
+from stretto.runtime.execution.stream import Completions, Event, Stream
+from stretto.runtime.execution.value import DeletedError, Landed, Promise, Value
 from stretto.testing import NullArray, NullEngine
 
 HOST = np.arange(4, dtype=np.float32)

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from stretto.runtime import progress, watchdog
-from stretto.runtime.progress import Entry, Progress, Snapshot
-from stretto.runtime.watchdog import Peer, State
+from stretto.runtime.job import progress, watchdog
+from stretto.runtime.job.progress import Entry, Progress, Snapshot
+from stretto.runtime.job.watchdog import Peer, State
 
 PEERS = [Peer(r, 100 + r, "node") for r in range(3)]
 

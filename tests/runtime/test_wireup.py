@@ -11,8 +11,8 @@ from contextlib import AbstractContextManager
 import pytest
 from support.memory_store import MemoryStore
 
-from stretto.runtime import wireup
-from stretto.runtime.rendezvous import Present, Rendezvous, Roll
+from stretto.runtime.job import wireup
+from stretto.runtime.job.rendezvous import Present, Rendezvous, Roll
 
 JOB = "0123abcd"
 

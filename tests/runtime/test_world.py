@@ -14,9 +14,9 @@ import pytest
 from support.mpi import find_mpiexec, run_ranks
 
 from stretto.collectives import memory
-from stretto.runtime import world
 from stretto.runtime.cores import Place
 from stretto.runtime.errors import WorldError
+from stretto.runtime.job import world
 from stretto.runtime.options import Options
 
 SCRIPT = Path(__file__).with_name("world_ranks.py")
@@ -35,7 +35,7 @@ def lines_of(done: subprocess.CompletedProcess[str]) -> list[str]:
 
 def test_without_a_launcher_a_process_is_a_world_and_mpi_is_not_imported() -> None:
     code = (
-        "import sys; from stretto.runtime import world; w = world.bootstrap(); "
+        "import sys; from stretto.runtime.job import world; w = world.bootstrap(); "
         "w.check(); w.fail(ValueError('x')); w.check(); "
         "print(w.rank, w.size, w.num_devices, w.comm, 'mpi4py' in sys.modules)"
     )
@@ -91,7 +91,7 @@ def test_ranks_started_before_this_one_joined_are_told_what_to_do() -> None:
     """A process between launcher and rank that keeps the launcher's descriptor to itself."""
     code = (
         "import subprocess, sys; raise SystemExit(subprocess.call([sys.executable, '-c', "
-        "'from stretto.runtime import world; world.bootstrap()']))"
+        "'from stretto.runtime.job import world; world.bootstrap()']))"
     )
     done = run_ranks(1, ["-c", code], env={"STRETTO_LAUNCHER": "mpi"}, timeout=60)
     assert done.returncode == 1
@@ -186,7 +186,7 @@ def test_a_rank_that_ends_before_it_joined_ends_the_others() -> None:
     code = (
         "import os\n"
         "if os.environ['PART'] == 'deserter': raise SystemExit(3)\n"
-        "from stretto.runtime import world; world.bootstrap()"
+        "from stretto.runtime.job import world; world.bootstrap()"
     )
     parts = {0: {"PART": "member"}, 1: {"PART": "deserter"}}
     # Launchers other than Hydra end the job by themselves.
@@ -245,7 +245,7 @@ def test_ranks_without_mpi4py_are_told_what_to_install(monkeypatch: pytest.Monke
 
 def test_a_launcher_of_another_mpi_is_noticed() -> None:
     pytest.importorskip("mpi4py")
-    code = "from stretto.runtime import world; world.bootstrap()"
+    code = "from stretto.runtime.job import world; world.bootstrap()"
     done = subprocess.run(
         [sys.executable, "-c", code],
         env={"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "4"},

@@ -10,8 +10,8 @@ import sys
 import threading
 from pathlib import Path
 
-from stretto.runtime import world
 from stretto.runtime.errors import StrettoError
+from stretto.runtime.job import world
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from support.mpi import find_mpiexec
@@ -32,7 +32,7 @@ def say(line: str) -> None:
 def of_child(ranks: int = 0, **more: bool) -> str:
     """The worlds of a process started from here, or of a job of so many ranks."""
     code = (
-        "import os; from stretto.runtime import world as w; j = w.bootstrap(); "
+        "import os; from stretto.runtime.job import world as w; j = w.bootstrap(); "
         "os.write(1, f'{j.rank} {j.size}\\n'.encode())"
     )
     command = [find_mpiexec() or "", "-n", str(ranks)] if ranks else []

@@ -13,11 +13,11 @@ import numpy as np
 
 from stretto.collectives.ops import Collective, Kind, Reduction
 from stretto.collectives.types import TensorType
-from stretto.runtime.executor import Executor, LoadedProgram
-from stretto.runtime.instrument import Instrument
+from stretto.runtime.execution.executor import Executor, LoadedProgram
+from stretto.runtime.execution.value import Value
 from stretto.runtime.options import Options
 from stretto.runtime.program import Block, Instruction, Program, Segment
-from stretto.runtime.value import Value
+from stretto.runtime.recording.instrument import Instrument
 from stretto.testing import MemoryTransport, MemoryWorld, NullEngine
 
 F32 = TensorType("f32", (4,))

@@ -7,7 +7,7 @@ import time
 
 
 class MemoryStore:
-    """What `stretto.runtime.rendezvous.Store` asks for. ``values`` is what was written."""
+    """What `stretto.runtime.job.rendezvous.Store` asks for. ``values`` is what was written."""
 
     def __init__(self) -> None:
         self.values: dict[str, str] = {}

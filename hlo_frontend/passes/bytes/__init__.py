@@ -10,7 +10,7 @@ Invariants. A rewritten collective keeps its instruction, and so its name and so
 every order: tokens, control and barriers. What is rewritten follows from the program's text alone, for all
 devices, whatever they are given. Results are the same bit for bit, but for the order of additions that
 `scatter` names. Ranks whose programs differ in what can be rewritten all run them as they are written
-(`runtime.negotiation`).
+(`runtime.execution.negotiation`).
 """
 
 from .apply import Rewrite, RewriteReport, rewrite

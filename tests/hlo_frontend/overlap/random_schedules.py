@@ -32,9 +32,9 @@ from stretto.hlo_frontend.compile import CompiledModule
 from stretto.hlo_frontend.overlap.apply import OverlapPolicy, Planned
 from stretto.hlo_frontend.overlap.costs import Compute, CostTable, Link
 from stretto.hlo_frontend.overlap.export import to_json
-from stretto.runtime.executor import Executor
+from stretto.runtime.execution.executor import Executor
+from stretto.runtime.execution.value import Value
 from stretto.runtime.program import Program, Run, Start
-from stretto.runtime.value import Value
 from stretto.testing import MemoryTransport, MemoryWorld, Recorder, run_processes
 from stretto.testing_replay import replay_program
 

@@ -18,9 +18,9 @@ from stretto.hlo_frontend.overlap.apply import OverlapPolicy
 from stretto.hlo_frontend.overlap.costs import Compute, CostTable, Link
 from stretto.hlo_frontend.overlap.replay import replay, unscheduled
 from stretto.runtime.errors import InvalidProgramError
-from stretto.runtime.negotiation import streams_of
+from stretto.runtime.execution.negotiation import streams_of
 from stretto.runtime.program import Block, Loop, Program, Run, Start, Wait, instructions
-from stretto.runtime.schedule import starts
+from stretto.runtime.program.order import starts
 from stretto.testing import MemoryTransport, MemoryWorld, NullEngine, Recorder, run_processes
 from stretto.testing_replay import replay_program
 
@@ -187,7 +187,7 @@ def test_all_ranks_start_in_one_order() -> None:
     module = module_of(POLICY)
 
     def main(world: MemoryWorld, transport: MemoryTransport) -> list[tuple]:
-        from stretto.runtime.executor import Executor
+        from stretto.runtime.execution.executor import Executor
 
         recorder = Recorder()
         executor = Executor(
@@ -199,7 +199,7 @@ def test_all_ranks_start_in_one_order() -> None:
         loaded = executor.load(
             module.program, range(4), schedule=module.schedule, with_order=module.with_order
         )
-        from stretto.runtime.value import Value
+        from stretto.runtime.execution.value import Value
 
         arguments = [
             [

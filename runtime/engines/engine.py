@@ -1,0 +1,170 @@
+"""The engine protocol: what a single-device runtime must offer to get collectives from stretto.
+
+An engine owns *arrays*: opaque objects that live on one of its devices, immutable, possibly not computed
+yet. It compiles segments once and runs them on any of its devices. It knows nothing of other processes,
+of collectives or of JAX.
+
+Engines are found by name: the entry-point group ``stretto.engines`` maps a name to a factory
+``create(num_devices: int, **options) -> Engine``. See ``docs/writing_an_engine.md``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.metadata import entry_points
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+
+from stretto.collectives.types import TensorType
+
+from ..cores import announced
+from ..errors import StrettoError
+from ..program import Segment
+from . import heap
+
+Array = Any
+
+
+@runtime_checkable
+class LoadedSegment(Protocol):
+    """A compiled segment, ready to run on any device of its engine."""
+
+    def run(self, ordinal: int, inputs: list[Array]) -> list[Array]:
+        """Enqueue one run on local device ``ordinal``; returns at once with arrays that may be pending.
+
+        Inputs may be pending too. Donated inputs are consumed. A failure of the computation reaches
+        ``Engine.block`` of the outputs; a failure to enqueue raises.
+
+        A segment compiled with host callbacks may also have ``run_with_end(ordinal, inputs)``, which gives
+        the outputs and an object whose ``block_until_ready()`` waits until the callables have been called
+        and raises their error. Without it, nobody waits for callables that give no results.
+
+        A segment may have ``scratch_bytes``: what a run needs beside its operands and results.
+        """
+        ...
+
+
+class Engine(Protocol):
+    """A single-process runtime with ``num_devices`` devices, numbered by ordinal from 0.
+
+    ``host_memory``: the host can read an array at its `pointer`, dense row-major, so that NumPy and others
+    may look at arrays without a copy. An engine that lacks the attribute is taken to have memory of its own.
+
+    An engine may have ``reproducible = True``: it compiles segments that are to be ``reproducible`` as
+    `Segment` says. Without it, an interleaved pipeline's results are equal up to rounding.
+    """
+
+    name: str
+    num_devices: int
+    host_memory: bool
+
+    def compile(
+        self, segment: Segment, *, name: str = "", host_callbacks: Sequence[Any] = ()
+    ) -> LoadedSegment:
+        """Compile a segment. Raises ``CompileError`` naming the segment and the engine's reason."""
+        ...
+
+    def put(self, host: np.ndarray, type: TensorType, ordinal: int) -> Array:
+        """An array with this content, dense row-major. ``host`` must not be written to afterwards.
+
+        Copies nothing where the host array's memory serves (on CPU: 64-byte aligned, C-contiguous);
+        it is then kept alive by the array.
+        """
+        ...
+
+    def host_view(self, array: Array) -> np.ndarray:
+        """Content as a C-contiguous host array; waits until it is computed, raises its error.
+
+        A view where the memory is the host's: then read-only, and valid as long as ``array`` lives.
+        """
+        ...
+
+    def copy(self, array: Array, ordinal: int) -> Array:
+        """A copy on device ``ordinal`` that shares no memory with ``array``; may be asynchronous."""
+        ...
+
+    def is_ready(self, array: Array) -> bool:
+        """Whether `block` would return (or raise) at once."""
+        ...
+
+    def block(self, array: Array) -> None:
+        """Wait until the array is computed. Raises the error of the computation, if it failed."""
+        ...
+
+    def pointer(self, array: Array) -> int:
+        """Address of the array's memory, the device's or the host's (blocks until it is known)."""
+        ...
+
+    def delete(self, array: Array) -> None:
+        """Free the array's memory as soon as its pending uses are over.
+
+        Programs do not call it: they drop their references, and an array that nobody refers to is freed.
+        """
+        ...
+
+    def memory_stats(self, ordinal: int) -> dict[str, int]:
+        """At least ``bytes_in_use`` and ``peak_bytes_in_use`` where known; may be empty."""
+        ...
+
+
+@runtime_checkable
+class RestoringEngine(Protocol):
+    """What an engine has beside `Engine` if its compiled segments outlive the process.
+
+    With it JAX's compilation cache and serialized executables save the compilation of segments; without,
+    segments are compiled again when a program is loaded.
+    """
+
+    @property
+    def target(self) -> str:
+        """What compiled segments depend on, in one line: versions, kind of device. Code is restored only
+        where this is equal."""
+        ...
+
+    def serialize(self, segment: LoadedSegment) -> bytes:
+        """A segment that `compile` or `restore` gave, and that calls no host callbacks. Raises
+        ``CompileError`` where that cannot be done."""
+        ...
+
+    def restore(self, code: bytes, segment: Segment, *, name: str = "") -> LoadedSegment:
+        """Inverse of `serialize`; ``segment`` is what the code was compiled from. Raises
+        ``CompileError``."""
+        ...
+
+
+def counted(given: object, results: int) -> list[Array]:
+    """What `LoadedSegment.run` gave. Raises `StrettoError` unless it is a list, an array for each result."""
+    if type(given) is list and len(given) == results:
+        return given
+    found = f"{len(given)} arrays" if isinstance(given, list) else f"a {type(given).__name__}"
+    raise StrettoError(f"the engine's run gave {found}; a list of {results} is due")
+
+
+def create_engine(
+    name: str, num_devices: int, *, cores: int | None = None, **options: Any
+) -> Engine:
+    """The engine registered under ``name``. Raises ``LookupError`` listing the names there are,
+    `StrettoError` where its package cannot be imported.
+
+    ``cores``: on how many it should compute. It is told by ``NPROC`` while it is made, and the process's
+    heap is set up for it (`heap`). None leaves all as it is.
+    """
+    found = {e.name: e for e in entry_points(group="stretto.engines")}
+    if name not in found:
+        raise LookupError(
+            f"no engine {name!r}; installed engines: {', '.join(sorted(found)) or 'none'}. "
+            "Set STRETTO_ENGINE to one of them, or install the package that provides it."
+        )
+    try:
+        make = found[name].load()
+    except Exception as error:
+        raise StrettoError(
+            f"engine {name!r} (STRETTO_ENGINE) cannot be loaded from {found[name].value}: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    if cores is None:
+        return make(num_devices=num_devices, **options)
+    heap.keep_freed(cores)
+    with announced(cores):
+        return make(num_devices=num_devices, **options)

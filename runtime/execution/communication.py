@@ -1,0 +1,436 @@
+"""The operations of a program that communicate: collectives, sends and receives.
+
+A collective whose wait follows directly
+runs on the dispatch thread if its lane is idle; one with work in between is a task of the lane's thread.
+Sends and receives are posted by the lane and never block it: a send-done must not wait for its receiver,
+since on a ring every rank would then wait in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from os import sched_yield
+from time import perf_counter
+from typing import Any, cast
+
+from stretto.collectives.communicator import (
+    BoundCollective,
+    PromptCollective,
+    Reducer,
+)
+from stretto.collectives.ops import Collective, Kind
+
+from ..engines.engine import Engine, LoadedSegment
+from ..program import Loop, Program, Start, Wait, instructions
+from ..recording.instrument import Instrument, told
+from .ahead import AheadOfTurn
+from .call import Call, Lane, describe, payload_of, skipped_pairs
+from .frame import Frame, Hosted, Operation, named
+from .stream import Task
+
+# What a thread that must not block does of a collective: see `Communication.attempt`.
+Attempt = Callable[[Frame, float], Callable[[], None] | None]
+_NOTHING: frozenset[int] = frozenset()
+
+
+class Communication:
+    """The communicating operations of one program for its local devices.
+
+    ``local``: (logical id, ordinal) pairs. ``lanes[i]`` serves the program's stream i. ``owner`` maps each
+    logical id to its process. Binds every collective, in program order: the same on all ranks. What another
+    one for the same program has ``bound`` is used as it is.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        engine: Engine,
+        segments: Sequence[LoadedSegment],
+        local: Sequence[tuple[int, int]],
+        owner: Mapping[int, int],
+        lanes: Sequence[Lane],
+        instrument: Instrument | None = None,
+        called: str = "",
+        bound: Communication | None = None,
+    ) -> None:
+        self.program = program
+        self.engine = engine
+        self.segments = segments
+        self.logical = tuple(logical for logical, _ in local)
+        self.ordinals = tuple(ordinal for _, ordinal in local)
+        self.owner = owner
+        self.lanes = lanes
+        self.instrument = instrument
+        self.called = called
+        self._starts = {i.event: i for i in instructions(program.body) if isinstance(i, Start)}
+        # By event that a loop carries: outputs of its start, and the parameters they become.
+        self._carried = {
+            c.event: [(output, i.body.parameters[k]) for output, k in c.carries]
+            for i in instructions(program.body)
+            if isinstance(i, Loop)
+            for c in i.carried
+        }
+        self._bound: dict[tuple[int, int], BoundCollective] = (
+            self._bind() if bound is None else bound._bound
+        )
+
+    def is_prompt(self, start: Start) -> bool:
+        """Whether `attempt` can be used for it."""
+        return getattr(self._bound[start.collective, start.stream], "prompt", False)
+
+    def is_split(self, start: Start) -> bool:
+        """Whether the operation is posted at its start and awaited at its wait: send and receive."""
+        return self.program.collectives[start.collective].kind in (Kind.SEND, Kind.RECV)
+
+    def _bind(self) -> dict[tuple[int, int], BoundCollective]:
+        bound: dict[tuple[int, int], BoundCollective] = {}
+        for instruction in instructions(self.program.body):
+            if not isinstance(instruction, Start):
+                continue
+            key = (instruction.collective, instruction.stream)
+            if key in bound:
+                continue
+            collective = self.program.collectives[instruction.collective]
+            reducer = None if collective.reducer is None else self._reducer(collective)
+            try:
+                bound[key] = self.lanes[instruction.stream].communicator.bind(
+                    collective, self.owner, reducer
+                )
+            except Exception as error:
+                raise named(error, describe(collective)) from error
+        return bound
+
+    def bound(self, start: Start) -> BoundCollective:
+        """What the communicator made of its collective."""
+        return self._bound[start.collective, start.stream]
+
+    def _reducer(self, collective: Collective) -> Reducer:
+        """A reducer that is a program of its own, run on the first local device."""
+        assert collective.reducer is not None
+        segment = self.segments[collective.reducer]
+        engine, types, ordinal = self.engine, collective.operands, self.ordinals[0]
+
+        def reduce(left: list[Any], right: list[Any]) -> list[Any]:
+            arrays = [
+                engine.put(host, type, ordinal)
+                for host, type in zip([*left, *right], [*types, *types], strict=True)
+            ]
+            return [engine.host_view(array) for array in segment.run(ordinal, arrays)]
+
+        return reduce
+
+    def _columns(self, start: Start) -> Callable[[Frame], Callable[[], dict[int, list[Any]]]]:
+        """``capture(frame)`` keeps the operands of a collective; what it gives waits for them and makes
+        host arrays by logical id.
+        """
+        inputs, logical, host_view = start.inputs, self.logical, self.engine.host_view
+
+        def capture(frame: Frame) -> Callable[[], dict[int, list[Any]]]:
+            columns = [frame.registers[slot] for slot in inputs]
+            active = frame.active
+
+            def views() -> dict[int, list[Any]]:
+                return {
+                    logical[position]: [
+                        column[position] if type(column) is Hosted else host_view(column[position])
+                        for column in columns
+                    ]
+                    for position in active
+                }
+
+            return views
+
+        return capture
+
+    def _perform(self, start: Start) -> Callable[[Any, tuple[int, ...], int], list[Hosted]]:
+        """``perform(views, active, iteration)``: run a collective, give its outputs' registers."""
+        call = Call(self, start)
+        run: Any = call.bound.run
+        what, progress = call.what, call.lane.progress
+
+        def perform(views: Any, active: tuple[int, ...], iteration: int) -> list[Hosted]:
+            sequence = call.number()
+            try:
+                operands = views()
+                options, began = call.enter(sequence, iteration)
+                try:
+                    results = run(operands, **options)
+                finally:
+                    progress.end()
+            except BaseException as error:
+                raise named(error, what) from error
+            call.account(options, began, active)
+            return call.registers(results, active)
+
+        return perform
+
+    def attempt(self, start: Start) -> Attempt:
+        """The same as `start_and_wait` for a thread that must not block: ``attempt(frame, until)``.
+
+        It gives None if that was done by the time ``until`` (of ``perf_counter``), otherwise what is left to
+        do, which blocks and may be called by another thread. Only for collectives that are `prompt`.
+        """
+        call, whole = Call(self, start), self.start_and_wait(start)
+        inputs, outputs, logical = start.inputs, start.outputs, self.logical
+        post = cast("PromptCollective", call.bound).post
+        stream, progress, what = call.lane.stream, call.lane.progress, call.what
+        host_view, is_ready = self.engine.host_view, self.engine.is_ready
+
+        def attempt(frame: Frame, until: float) -> Callable[[], None] | None:
+            registers, active = frame.registers, frame.active
+            columns = [registers[slot] for slot in inputs]
+            for column in columns:
+                if type(column) is not Hosted:
+                    for array in column:
+                        while not is_ready(array):
+                            if perf_counter() > until:
+                                return lambda: whole(frame)
+            if not stream.try_turn():
+                return lambda: whole(frame)
+            sequence = call.number()
+            pending: Any = None
+            try:
+                operands = {
+                    logical[position]: [
+                        column[position] if type(column) is Hosted else host_view(column[position])
+                        for column in columns
+                    ]
+                    for position in active
+                }
+                options, began = call.enter(sequence, frame.iteration)
+                pending = post(operands, **options)
+                done = pending.test()
+                while not done and perf_counter() < until:
+                    sched_yield()  # another rank may need this core
+                    done = pending.test()
+            except BaseException as error:
+                progress.end()
+                stream.end_turn()
+                raise named(error, what) from error
+
+            def finish() -> None:
+                progress.end()
+                stream.end_turn()
+                call.account(options, began, active)
+                for slot, register in zip(
+                    outputs, call.registers(pending.results, active), strict=True
+                ):
+                    registers[slot] = register
+
+            def rest() -> None:
+                try:
+                    pending.wait()
+                except BaseException as error:
+                    progress.end()
+                    stream.end_turn()
+                    raise named(error, what) from error
+                finish()
+
+            if not done:
+                return rest
+            finish()
+            return None
+
+        return attempt
+
+    def ranks(self, collective: Collective) -> tuple[int, ...]:
+        """Processes that take part in the groups and pairs that have a local member."""
+        here = set(self.logical)
+        sets = [g for g in (*collective.groups, *collective.pairs) if here.intersection(g)]
+        return tuple(sorted({self.owner[member] for members in sets for member in members}))
+
+    def start_and_wait(self, start: Start) -> Operation:
+        capture, perform = self._columns(start), self._perform(start)
+        outputs, stream = start.outputs, self.lanes[start.stream].stream
+
+        def start_and_wait(frame: Frame) -> None:
+            views = capture(frame)
+            active, iteration = frame.active, frame.iteration
+            results = stream.run(lambda: perform(views, active, iteration))
+            for slot, register in zip(outputs, results, strict=True):
+                frame.registers[slot] = register
+
+        return start_and_wait
+
+    def start(self, start: Start) -> Operation:
+        capture, task = self._columns(start), self._task(start)
+        stream, event = self.lanes[start.stream].stream, start.event
+        collective, watched = (
+            self.program.collectives[start.collective],
+            self.instrument is not None,
+        )
+        told_of = told(self.instrument, "collective_queued", collective, start.stream)
+
+        def begin(frame: Frame) -> None:
+            queued = frame.events[event] = stream.submit(task(frame, capture(frame)))
+            if watched:
+                queued.since = perf_counter()
+            if told_of is not None:
+                told_of()
+
+        return begin
+
+    def _task(self, start: Start) -> Callable[[Frame, Callable[[], Any]], Task]:
+        """``task(frame, views)``: what the stream is to do of a collective."""
+        run = self._post(start) if self.is_split(start) else self._perform(start)
+
+        def in_turn(frame: Frame, views: Callable[[], Any]) -> Task:
+            active, iteration = frame.active, frame.iteration
+            return lambda: run(views, active, iteration)
+
+        if not getattr(self.bound(start), "ahead", False):
+            return in_turn
+        call, inputs = Call(self, start), start.inputs
+        engine, everyone = self.engine, len(self.logical)
+
+        def ahead(frame: Frame, views: Callable[[], Any]) -> Task:
+            if len(frame.active) != everyone:
+                return in_turn(frame, views)
+            columns = [frame.registers[slot] for slot in inputs]
+            return AheadOfTurn(call, engine, columns, views, frame.active, frame.iteration)
+
+        return ahead
+
+    def _post(self, start: Start) -> Callable[[Any, tuple[int, ...], int], Any]:
+        """``post(views, active, iteration)``: post sends or receives without waiting for a peer."""
+        collective = self.program.collectives[start.collective]
+        bound: Any = self._bound[start.collective, start.stream]
+        lane, what = self.lanes[start.stream], describe(collective)
+        skips, is_send = skipped_pairs(collective), collective.kind is Kind.SEND
+        counters = lane.counters
+        started = told(self.instrument, "collective_started", collective, start.stream)
+        ran = told(self.instrument, "collective_ran", collective, start.stream)
+        payload, all_messages = payload_of(bound), getattr(bound, "messages", 0)
+
+        def post(views: Any, active: tuple[int, ...], iteration: int) -> Any:
+            lane.sequence += 1
+            try:
+                operands = views()
+                if started is not None:
+                    started()
+                options = skips(iteration)
+                began = perf_counter()
+                request = bound.start(operands, **options)
+            except BaseException as error:
+                raise named(error, what) from error
+            counters.collectives += 1
+            if is_send:
+                messages, nbytes = payload(options)
+                counters.messages += messages
+                counters.skipped += all_messages - messages
+                counters.nbytes += nbytes
+                lane.sends = [sent for sent in lane.sends if not sent.test()]
+                lane.sends.append(request)
+                if ran is not None:
+                    ran(began, active, options["skip"] if options else _NOTHING)
+            return request, active
+
+        return post
+
+    def wait(self, wait: Wait) -> Operation:
+        if wait.event in self._carried:
+            return self._arrive(wait.event)
+        start = self._starts[wait.event]
+        collective = self.program.collectives[start.collective]
+        lane, outputs, take = self.lanes[start.stream], start.outputs, self._taker(wait.event)
+
+        def finish(frame: Frame) -> None:
+            for slot, register in zip(outputs, take(frame), strict=True):
+                frame.registers[slot] = register
+
+        # A send-done must not wait for the receiver: on a ring, every rank would wait in it. The
+        # operands are kept by the request until they are sent; `Lane.drain` waits at the end of a run.
+        return {Kind.SEND: take, Kind.RECV: self._receive(start, collective, lane, take)}.get(
+            collective.kind, finish
+        )
+
+    def _taker(self, number: int) -> Callable[[Frame], Any]:
+        """``take(frame)``: wait for the event with this number, which must be there; its value."""
+        start = self._starts[number]
+        collective = self.program.collectives[start.collective]
+        stream = self.lanes[start.stream].stream
+        awaiting = told(self.instrument, "collective_awaiting", collective, start.stream)
+        awaited = told(self.instrument, "collective_awaited", collective, start.stream)
+
+        def taken(frame: Frame) -> Any:
+            event = frame.events.pop(number)
+            stream.wait(event)
+            return event.result()
+
+        def watched(frame: Frame) -> Any:
+            event, began = frame.events.pop(number), perf_counter()
+            if not event.done:
+                if awaiting is not None:
+                    awaiting()
+                stream.wait(event)
+            result = event.result()
+            if awaited is not None:
+                awaited(event.since, began)
+            return result
+
+        return taken if awaiting is None and awaited is None else watched
+
+    def _arrive(self, event: int) -> Operation:
+        """What the iteration before has started, if there was one, goes to the body's parameters."""
+        take, targets = self._taker(event), self._carried[event]
+
+        def arrive(frame: Frame) -> None:
+            if event in frame.events:
+                results = take(frame)
+                for output, slot in targets:
+                    frame.registers[slot] = results[output]
+
+        return arrive
+
+    def settle(self, loop: Loop) -> Callable[[Frame, list[Any]], None]:
+        """``settle(frame, values)``: await what a loop's last iteration has started, into its carries."""
+        takers = [(c.event, self._taker(c.event), c.carries) for c in loop.carried]
+
+        def settle(frame: Frame, values: list[Any]) -> None:
+            for event, take, carries in takers:
+                if event in frame.events:
+                    results = take(frame)
+                    for output, carry in carries:
+                        values[carry] = results[output]
+
+        return settle
+
+    def _receive(
+        self, start: Start, collective: Collective, lane: Lane, take: Callable[[Frame], Any]
+    ) -> Operation:
+        outputs, count, logical = start.outputs, len(self.logical), self.logical
+        what, name = describe(collective), f"{collective.kind} %{collective.name}"
+        ranks, called = self.ranks(collective), self.called
+        finished = told(self.instrument, "collective_finished", collective, start.stream)
+        ran = told(self.instrument, "collective_ran", collective, start.stream)
+        progress, counters = lane.progress, lane.counters
+
+        def receive(frame: Frame) -> None:
+            request, active = take(frame)
+            began = perf_counter()
+
+            def await_message() -> Any:
+                progress.begin(name, collective.source, lane.sequence, ranks, called)
+                try:
+                    return request.wait()
+                finally:
+                    progress.end()
+
+            try:
+                received = await_message() if not request.test() else request.wait()
+            except BaseException as error:
+                raise named(error, what) from error
+            seconds = perf_counter() - began
+            counters.seconds += seconds
+            if finished is not None:
+                finished(0, seconds)
+            if ran is not None:
+                ran(began, active, _NOTHING)
+            registers = [Hosted([None] * count) for _ in outputs]
+            for position in active:
+                for register, array in zip(registers, received[logical[position]], strict=True):
+                    register[position] = array
+            for slot, register in zip(outputs, registers, strict=True):
+                frame.registers[slot] = register
+
+        return receive

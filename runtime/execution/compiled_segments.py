@@ -1,0 +1,80 @@
+"""The segments of a program as an engine has compiled them, and what can be told and kept of that."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from ..engines.engine import Engine, LoadedSegment, RestoringEngine
+from ..errors import CompileError
+from ..program import Program, calls_back
+from ..recording import statistics
+from .memory_plan import MemoryPlan, plan
+
+
+@dataclass(frozen=True)
+class CompiledSegments:
+    """``segments[i]`` is ``program.segments[i]``, compiled; none where this process runs nothing of it."""
+
+    program: Program
+    engine: Engine
+    segments: Sequence[LoadedSegment]
+    has_host_callbacks: bool = False
+
+    def code(self, program: Program | None = None) -> tuple[bytes, ...]:
+        """The segments as the engine serializes them; ``program``: the same in another order.
+
+        Empty for those that cannot be serialized: they will be compiled again.
+        """
+        wanted = (program or self.program).segments
+        engine = self.engine
+        if not isinstance(engine, RestoringEngine):
+            return (b"",) * len(wanted)
+        compiled = dict(zip(self.program.segments, self.segments, strict=False))
+        code = []
+        for segment in wanted:
+            # What calls back is compiled anew: whoever loads it has other functions.
+            wants = segment in compiled and not calls_back(segment.module)
+            try:
+                code.append(engine.serialize(compiled[segment]) if wants else b"")
+            except CompileError:
+                code.append(b"")
+        return tuple(code)
+
+    def memory(self) -> MemoryPlan:
+        """What a run needs on each device."""
+        return plan(self.program, [getattr(s, "scratch_bytes", 0) for s in self.segments])
+
+
+def compile_segments(
+    program: Program,
+    engine: Engine,
+    host_callbacks: Sequence[Any] = (),
+    code: Sequence[bytes] = (),
+) -> CompiledSegments:
+    """Compile the segments, those with ``code`` excepted, which are restored. Raises `CompileError`."""
+    restoring = engine if isinstance(engine, RestoringEngine) else None
+
+    def compile_one(index: int) -> LoadedSegment:
+        segment = program.segments[index]
+        name = segment.name or f"{program.name}.{index}"
+        if restoring is not None and code and code[index]:
+            return restoring.restore(code[index], segment, name=name)
+        return engine.compile(segment, name=name, host_callbacks=host_callbacks)
+
+    indices = range(len(program.segments))
+    restored = 0 if restoring is None else sum(map(bool, code))
+    statistics.compiled(segments=len(indices) - restored, restored=restored)
+    workers = min(len(indices), os.cpu_count() or 1)
+    if workers < 2:
+        segments = [compile_one(index) for index in indices]
+    else:
+        # The largest first: one that is left to the end would be compiled by one thread alone.
+        by_size = sorted(indices, key=lambda index: -len(program.segments[index].module))
+        with ThreadPoolExecutor(workers, thread_name_prefix="stretto-compile") as pool:
+            compiled = dict(zip(by_size, pool.map(compile_one, by_size), strict=True))
+        segments = [compiled[index] for index in indices]
+    return CompiledSegments(program, engine, segments, bool(host_callbacks))

@@ -1,0 +1,286 @@
+"""The operations of a program that compute: a segment run on the local devices that take part.
+
+A device on which nobody reads what a segment gives in some iterations does not run it there (`Run.valid`):
+its outputs are then `Absent` arrays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from time import perf_counter
+from typing import Any
+
+from ..engines.engine import Engine, LoadedSegment, counted
+from ..program import ENDLESS, Block, Branch, Loop, Program, Run, Slot, calls_back
+from ..program.valid import Absent, Bounds, left_out
+from ..recording.instrument import Counters, Instrument, SegmentRun, told
+from .frame import Frame, Hosted, Operation, named
+from .profiling import SegmentTimes
+from .side_by_side import side_by_side
+
+
+@dataclass(frozen=True)
+class Work:
+    """Runs of segments on all devices and their floating point operations, and those of them left out.
+
+    A loop of unknown length counts with the iterations that its runs name, once if they name none.
+    """
+
+    runs: int = 0
+    skipped_runs: int = 0
+    flops: float = 0.0
+    skipped_flops: float = 0.0
+
+
+def work(program: Program) -> Work:
+    """What one execution of a program computes, by its text; all branches count."""
+    found = Work()
+    for run, iterations, entries in _repeated(program.body, 1, 1):
+        flops = max(program.segments[run.segment].flops, 0.0)
+        whole = iterations * entries * program.num_devices
+        left = entries * sum(
+            iterations - sum(lo <= i <= hi for i in range(iterations) for lo, hi in _pairs(bounds))
+            for bounds in run.valid
+        )
+        found = Work(
+            found.runs + whole,
+            found.skipped_runs + left,
+            found.flops + flops * whole,
+            found.skipped_flops + flops * left,
+        )
+    return found
+
+
+def _pairs(bounds: Bounds) -> list[tuple[int, int]]:
+    return list(zip(bounds[::2], bounds[1::2], strict=True))
+
+
+def _repeated(block: Block, iterations: int, entries: int) -> Iterator[tuple[Run, int, int]]:
+    """Every run: iterations of the loop around it, and how often that loop is entered."""
+    for instruction in block.instructions:
+        if isinstance(instruction, Run):
+            yield instruction, iterations, entries
+        elif isinstance(instruction, Loop):
+            trips = instruction.trip_count
+            if trips is None:
+                yield from _repeated(instruction.condition, 1, entries * iterations)
+                trips = 1 + _last_named(instruction.body)
+            yield from _repeated(instruction.body, trips, entries * iterations)
+        elif isinstance(instruction, Branch):
+            for branch in instruction.branches:
+                yield from _repeated(branch, iterations, entries)
+
+
+def _last_named(block: Block) -> int:
+    """The last iteration that a run of the block names as one that is run."""
+    known = [
+        last
+        for instruction in block.instructions
+        if isinstance(instruction, Run)
+        for bounds in instruction.valid
+        for last in bounds[1::2]
+        if last < ENDLESS
+    ]
+    return max(known, default=0)
+
+
+Land = Callable[[list[Any], Slot], list[Any]]
+
+
+class Runs:
+    """Makes operations of `Run` instructions for the local devices: (logical id, ordinal) pairs.
+
+    ``land`` turns a register's host arrays into engine arrays. ``with_ends``, ``times``: see `Walker`.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        engine: Engine,
+        segments: Sequence[LoadedSegment],
+        local: Sequence[tuple[int, int]],
+        land: Land,
+        absent: Absent,
+        counters: Counters,
+        instrument: Instrument | None = None,
+        with_ends: bool = False,
+        times: SegmentTimes | None = None,
+    ) -> None:
+        self.program = program
+        self.engine = engine
+        self.segments = segments
+        self.logical = tuple(logical for logical, _ in local)
+        self.ordinals = tuple(ordinal for _, ordinal in local)
+        self.land = land
+        self.absent = absent
+        self.counters = counters
+        self.instrument = instrument
+        self.with_ends = with_ends
+        self.times = times
+
+    def operation(self, instruction: Run) -> Operation:
+        """Issue the segment, in the order of the local devices."""
+        loaded = self.segments[instruction.segment]
+        run_with_end = getattr(loaded, "run_with_end", None) if self.with_ends else None
+        partly = self._leaves_out(instruction)
+        if self.times is not None:
+            return self._timed(instruction, self.times, partly)
+        if run_with_end is None:
+            if partly is not None:
+                some = self._some(instruction, partly)
+                return lambda frame: some(frame, loaded.run)
+            return self._one(instruction) if len(self.ordinals) == 1 else self._all(instruction)
+        some = self._some(instruction, partly or (lambda iteration: frozenset()))
+
+        def issue_noting_ends(frame: Frame) -> None:
+            def run(ordinal: int, arrays: list[Any]) -> list[Any]:
+                outputs, end = run_with_end(ordinal, arrays)
+                frame.ends.append(end)
+                return outputs
+
+            some(frame, run)
+
+        return issue_noting_ends
+
+    def _leaves_out(self, instruction: Run) -> Callable[[int], frozenset[int]] | None:
+        """``f(iteration)``: positions of local devices that leave it out; None if none ever does."""
+        if not instruction.valid:
+            return None
+        return left_out([instruction.valid[logical] for logical in self.logical])
+
+    def _what(self, instruction: Run) -> str:
+        segment = self.program.segments[instruction.segment]
+        return f"segment {segment.name or instruction.segment} of {self.program.name}"
+
+    def _timed(
+        self,
+        instruction: Run,
+        times: SegmentTimes,
+        partly: Callable[[int], frozenset[int]] | None,
+    ) -> Operation:
+        """Alone on the devices, from the moment at which its operands are there until it has ended."""
+        some = self._some(instruction, partly or (lambda iteration: frozenset()))
+        run, land = self.segments[instruction.segment].run, self.land
+        inputs, outputs = instruction.inputs, instruction.outputs
+
+        def issue(frame: Frame) -> None:
+            registers = frame.registers
+            for slot in inputs:
+                if type(registers[slot]) is Hosted:
+                    land(registers, slot)
+            began = times.begin([registers[slot] for slot in inputs])
+            some(frame, run)
+            left = 0 if partly is None else len(partly(frame.iteration).intersection(frame.active))
+            if left < len(frame.active):
+                times.end(instruction.segment, began, [registers[slot] for slot in outputs])
+
+        return issue
+
+    def _all(self, instruction: Run) -> Operation:
+        some = self._some(instruction, lambda iteration: frozenset())
+        run = self.segments[instruction.segment].run
+        return lambda frame: some(frame, run)
+
+    def _one(self, instruction: Run) -> Operation:
+        """On the only local device."""
+        inputs, outputs, donated = instruction.inputs, instruction.outputs, instruction.donated
+        land, ordinal = self.land, self.ordinals[0]
+        run: SegmentRun = self.segments[instruction.segment].run
+        if self.instrument is not None:
+            run = self.instrument.around_run(run, self.program, instruction.segment)
+        what, due = self._what(instruction), len(outputs)
+
+        def issue(frame: Frame) -> None:
+            registers = frame.registers
+            arguments = []
+            for slot in inputs:
+                register = registers[slot]
+                if type(register) is Hosted:
+                    register = land(registers, slot)
+                arguments.append(register[0])
+            try:
+                arrays = counted(run(ordinal, arguments), due)
+            except BaseException as error:
+                raise named(error, what) from error
+            for slot in donated:
+                registers[slot] = None
+            for slot, array in zip(outputs, arrays, strict=True):
+                registers[slot] = [array]
+
+        return issue
+
+    def _some(
+        self, instruction: Run, leaves_out: Callable[[int], frozenset[int]]
+    ) -> Callable[[Frame, Callable[..., list[Any]]], None]:
+        """``issue(frame, run)``: on the active devices, less those that leave this iteration out."""
+        segment, land = self.program.segments[instruction.segment], self.land
+        what = self._what(instruction)
+        inputs, outputs, donated = instruction.inputs, instruction.outputs, instruction.donated
+        ordinals, count, due = self.ordinals, len(self.ordinals), len(outputs)
+        instrument, known = self.instrument, (self.program, instruction.segment)
+        issued = told(instrument, "segment_issued", *known)
+        left = told(instrument, "segment_skipped", *known)
+        handed = told(instrument, "segment_handed", *known)
+        types = [self.program.slot_types[slot] for slot in outputs]
+        absent, counters, flops = self.absent, self.counters, max(segment.flops, 0.0)
+        # The functions that devices call back may wait for each other.
+        together = count > 1 and calls_back(segment.module)
+
+        def leave_out(position: int, results: list[list[Any]]) -> None:
+            for result, type_ in zip(results, types, strict=True):
+                result[position] = absent.array(type_, ordinals[position])
+            counters.skipped_runs += 1
+            counters.skipped_flops += flops
+            if left is not None:
+                left(ordinals[position])
+
+        def run_all(
+            run: Callable[..., list[Any]], going: Sequence[int], columns: Sequence[list[Any]]
+        ) -> list[list[Any]]:
+            calls = [partial(run, ordinals[p], [column[p] for column in columns]) for p in going]
+            try:
+                return side_by_side(calls)
+            except BaseException as error:
+                raise named(error, what) from error
+
+        def issue(frame: Frame, run: Callable[..., list[Any]]) -> None:
+            registers, skipped = frame.registers, leaves_out(frame.iteration)
+            going = frame.active
+            results: list[list[Any]] = [[None] * count for _ in outputs]
+            if skipped:
+                for position in going:
+                    if position in skipped:
+                        leave_out(position, results)
+                going = tuple(p for p in going if p not in skipped)
+            columns = []
+            for slot in inputs if going else ():
+                register = registers[slot]
+                columns.append(land(registers, slot) if type(register) is Hosted else register)
+            began = perf_counter() if handed is not None else 0.0
+            at_once = together and len(going) > 1
+            ran = iter(run_all(run, going, columns) if at_once else [])
+            for position in going:
+                ordinal = ordinals[position]
+                try:
+                    if at_once:
+                        arrays = next(ran)
+                    else:
+                        began = perf_counter() if handed is not None else 0.0
+                        arrays = run(ordinal, [column[position] for column in columns])
+                    counted(arrays, due)
+                except BaseException as error:
+                    raise named(error, what) from error
+                for result, array in zip(results, arrays, strict=True):
+                    result[position] = array
+                if issued is not None:
+                    issued(ordinal)
+                if handed is not None:
+                    handed(ordinal, began, arrays)
+            for slot in donated:
+                registers[slot] = None
+            for slot, result in zip(outputs, results, strict=True):
+                registers[slot] = result
+
+        return issue

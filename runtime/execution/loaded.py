@@ -1,0 +1,352 @@
+"""`LoadedProgram`: a program on its devices, ready to be executed.
+
+Programs that only compute, and whose arguments are there, are handed to the engine in the caller's thread.
+All others become a `Flight`, which the executor's dispatch thread walks. Where a program's collectives are
+all small, the caller's thread begins the walk, which saves two thread switches if the other processes are
+there already, and leaves the rest to the dispatch thread where it would have to wait for long.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+from ..engines.engine import counted
+from ..errors import InvalidProgramError
+from ..program import Block, Branch, Loop, Run, Start, instructions
+from .compiled_segments import CompiledSegments
+from .execution import Flight
+from .frame import Frame, Hosted
+from .stream import Event
+from .value import DeletedError, Landed, Promise, Value
+from .walk import Walker
+
+if TYPE_CHECKING:
+    from .executor import Executor
+    from .negotiation import Joint
+    from .profiling import Measuring
+
+# Seconds that a caller waits for other processes before it leaves a small collective to the dispatch thread.
+# Leaving it costs two thread switches here, and makes the other processes wait for as long: less patience
+# than that, and one late process makes all of them take turns at being late.
+PATIENCE = 300e-6
+
+
+class LoadedProgram:
+    """A program on its devices. ``local``: (logical id, ordinal) of those in this process, in order."""
+
+    def __init__(
+        self,
+        executor: Executor,
+        walker: Walker,
+        local: tuple[tuple[int, int], ...],
+        has_host_callbacks: bool = False,
+        must_agree: bool = False,
+    ) -> None:
+        """``must_agree``: with other processes, even if the program as it is communicates nothing."""
+        self.executor = executor
+        self.program = program = walker.program
+        self.local = local
+        self.walker = walker
+        self.has_host_callbacks = has_host_callbacks
+        self.communicates = must_agree or any(
+            isinstance(i, Start) for i in instructions(program.body)
+        )
+        self.input_types = program.inputs
+        self.output_types = program.outputs
+        self.donates = bool(program.donated)
+        self._num_inputs = len(program.inputs)
+        self._engine = executor.engine
+        self._single: Callable[[int, list[Any]], list[Any]] | None = None
+        self._must_agree = must_agree
+        # How it is agreed on with the other processes that run it; None if there are none. While it is
+        # measured, what does that stands here too.
+        self.joint: Joint | Measuring | None = None
+        self._choose_single()
+
+    def _choose_single(self) -> None:
+        """Whether the engine may be called without a walk. Not where somebody watches several devices: that
+        would be told of as a walk for each."""
+        program, walker = self.program, self.walker
+        self._single = None
+        if (
+            program.single_segment is not None
+            and self.local
+            and not self._must_agree
+            and not self.has_host_callbacks
+        ):
+            instrument = self.executor.instrument
+            segment: int = program.body.instructions[0].segment  # type: ignore[union-attr]
+            run = walker.segments[segment].run
+            if instrument is None:
+                self._single = run
+            elif len(self.local) == 1 and walker.prepared:
+                self._single = instrument.around_call(run, program, segment, self.executor.next_run)
+
+    def watch(self) -> None:
+        """Tell the executor's instrument, which has changed, what is done from now on."""
+        if self.walker.prepared:
+            self.walker = self.walker.watched_by(self.executor.instrument)
+        self._choose_single()
+
+    def prepare(self) -> None:
+        """Bind the collectives; waits for the other processes of the program, where there are any."""
+        walker = self.walker
+        walker.prepare()
+        with self.executor.observing:
+            instrument = self.executor.instrument
+            if walker.prepared and walker.instrument is not instrument:  # another since it was made
+                if instrument is not None:
+                    instrument.program_loaded(walker.program, self.local)
+                self.walker = walker.watched_by(instrument)
+            self._choose_single()
+
+    @property
+    def compiled(self) -> CompiledSegments:
+        """What the engine made of the program, in the order that it runs in."""
+        walker = self.walker
+        return CompiledSegments(
+            walker.program, self._engine, walker.segments, self.has_host_callbacks
+        )
+
+    @property
+    def single(self) -> Callable[[int, list[Any]], list[Any]] | None:
+        """The engine's ``run`` of the only segment, where the program is nothing else.
+
+        For callers that have the engine's arrays and donate none; None where `execute` must be used.
+        """
+        return self._single
+
+    def execute(self, arguments: Sequence[Sequence[Value]]) -> list[list[Value]]:
+        """Run it: ``arguments[k][i]`` is parameter i for ``local[k]``; gives outputs in the same form.
+
+        Returns at once. Donated arguments are deleted. Raises what the engine refuses at once and
+        `DeletedError`; later errors arrive at the outputs.
+        """
+        return self.execute_with_completion(arguments)[0]
+
+    def execute_with_completion(
+        self, arguments: Sequence[Sequence[Value]]
+    ) -> tuple[list[list[Value]], Event | None]:
+        """The same, with an event that is set once all is issued (its ``error`` says whether the run
+        failed); None if that is so already. Where the program calls back into Python, it is set once
+        everything has been called.
+        """
+        if self._single is not None and (not self.donates or self.executor.idle):
+            outputs = self._run_single(arguments)
+            if outputs is not None:
+                return outputs, None
+        if (
+            self.walker.prompt is not None
+            and self.executor.idle
+            and (self.joint is None or self.joint.agreed)
+        ):
+            begun = self._run_promptly(arguments)
+            if begun is not None:
+                return begun
+        if len(arguments) != len(self.local) or any(
+            len(row) != len(self.input_types) for row in arguments
+        ):
+            raise InvalidProgramError(
+                f"program {self.program.name} takes {len(self.input_types)} arguments for each of "
+                f"{len(self.local)} local devices, not {[len(row) for row in arguments]}"
+            )
+        if not self.local:
+            return [], None
+        return self._launch(arguments)
+
+    def cost_analysis(self) -> dict[str, float]:
+        """Flops, transcendentals and bytes of one device's run, as far as the engine tells.
+
+        Every segment counts once for each place it runs at, times the trip counts that are known.
+        """
+        analyses: list[dict[str, float]] = [
+            getattr(segment, "cost_analysis", dict)() for segment in self.walker.segments
+        ]
+        if self.program.single_segment is not None and analyses:
+            return analyses[0]
+        totals: dict[str, float] = {}
+        for segment, times in segment_runs(self.program.body):
+            for key in ("flops", "transcendentals", "bytes accessed"):
+                if segment < len(analyses) and key in analyses[segment]:
+                    totals[key] = totals.get(key, 0.0) + times * analyses[segment][key]
+        return totals
+
+    def _run_single(self, arguments: Sequence[Sequence[Value]]) -> list[list[Value]] | None:
+        """Hand the one segment to the engine; None if that cannot be done here and now."""
+        run = self._single
+        if run is None:
+            return None
+        count, engine, types = self._num_inputs, self._engine, self.output_types
+        if len(arguments) != len(self.local):
+            return None
+        rows = []
+        for values in arguments:
+            row = []
+            for value in values:
+                array = value._array
+                if array is None:
+                    if type(value._other) is not Landed:
+                        return None
+                    array = value.array()
+                row.append(array)
+            if len(row) != count:
+                return None
+            rows.append(row)
+        outputs = []
+        for (_, ordinal), row in zip(self.local, rows, strict=True):
+            arrays = counted(run(ordinal, row), len(types))
+            outputs.append([Value(t, ordinal, engine, a) for t, a in zip(types, arrays)])  # noqa: B905
+        if self.donates:
+            self._delete_donated(arguments)
+        return outputs
+
+    def _run_promptly(
+        self, arguments: Sequence[Sequence[Value]]
+    ) -> tuple[list[list[Value]], Event | None] | None:
+        """Begin the walk of a `prompt` program here; None if that cannot be done here and now."""
+        executor, walker = self.executor, self.walker
+        prompt, frame = walker.prompt, self._frame_of(arguments)
+        if frame is None or not executor.take_turn():
+            return None
+        rest: Callable[[], None] | None = None
+        error: BaseException | None = None
+        run, done = executor.next_run(), 0
+        assert prompt is not None
+        try:
+            if self.joint is not None:
+                self.joint.begin()
+            if walker.started is not None:
+                walker.started(run)
+            until = perf_counter() + PATIENCE
+            for attempt in prompt:
+                done += 1
+                rest = attempt(frame, until)
+                if rest is not None:
+                    break
+            else:
+                results = walker.results(frame)
+        except BaseException as raised:
+            error = raised
+        if error is None and rest is None:
+            executor.end_turn()
+            if walker.finished is not None:
+                walker.finished(run, None)
+            outputs = [
+                [
+                    Value(t, ordinal, self._engine, None, Landed(register[position]))
+                    if type(register) is Hosted
+                    else Value(t, ordinal, self._engine, register[position])
+                    for t, register in zip(self.output_types, results, strict=True)
+                ]
+                for position, (_, ordinal) in enumerate(self.local)
+            ]
+            event = None
+        else:
+            flight = Flight(self, [], None, run)
+            outputs, event = self._values_of(flight), flight.event
+            if rest is not None:
+                executor.end_turn(flight, partial(flight.resume, frame, rest, done))
+            else:
+                executor.end_turn(flight)
+                flight.finish(frame, error)
+        if self.donates:
+            self._delete_donated(arguments)
+        return outputs, event
+
+    def _frame_of(self, arguments: Sequence[Sequence[Value]]) -> Frame | None:
+        """The frame of a walk with these arguments, if they are all there."""
+        program = self.walker.program
+        frame = Frame(len(program.slot_types), self.walker.positions)
+        registers, count = frame.registers, len(self.local)
+        if len(arguments) != count or any(len(row) != self._num_inputs for row in arguments):
+            return None
+        for index, slot in enumerate(program.body.parameters):
+            type_, landed = self.input_types[index], 0
+            register: list[Any] = []
+            for row in arguments:
+                value = row[index]
+                array = value._array
+                if array is None:
+                    other = value._other
+                    if type(other) is not Landed:
+                        return None
+                    array, landed = other.host, landed + 1
+                if value.type is not type_ and value.type != type_:
+                    return None
+                register.append(array)
+            if landed:
+                if landed < count:
+                    return None
+                register = Hosted(register)
+            registers[slot] = register
+        return frame
+
+    def _values_of(self, flight: Flight) -> list[list[Value]]:
+        """The outputs that a flight will give."""
+        return [
+            [
+                Value(type, ordinal, self._engine, None, promise)
+                for type, promise in zip(self.output_types, promises, strict=True)
+            ]
+            for (_, ordinal), promises in zip(self.local, flight.promises, strict=True)
+        ]
+
+    def _delete_donated(self, arguments: Sequence[Sequence[Value]]) -> None:
+        for index in self.program.donated:
+            for row in arguments:
+                row[index].delete()
+
+    def _launch(
+        self, arguments: Sequence[Sequence[Value]]
+    ) -> tuple[list[list[Value]], Event | None]:
+        idle = self.executor.idle
+        columns: list[list[Any]] = []
+        issued = True
+        failed: Exception | None = None
+        for index, type_ in enumerate(self.input_types):
+            column = []
+            for row in arguments:
+                value = row[index]
+                if value.type != type_:
+                    raise InvalidProgramError(
+                        f"argument {index} of program {self.program.name} is {value.type}, "
+                        f"not {type_}"
+                    )
+                try:
+                    content = value.capture()
+                except DeletedError:
+                    raise
+                except Exception as error:
+                    failed = failed or error
+                    content = None
+                if type(content) is Promise:
+                    issued = False
+                column.append(content)
+            columns.append(column)
+        flight = Flight(self, columns, failed)
+        outputs = self._values_of(flight)
+        if idle and issued and not self.communicates:
+            self.executor.fly_here(flight)
+        else:
+            self.executor.fly(flight)
+        if self.donates:
+            self._delete_donated(arguments)
+        return outputs, flight.end if self.has_host_callbacks else flight.event
+
+
+def segment_runs(block: Block, times: int = 1) -> Iterator[tuple[int, int]]:
+    """Every run of a segment in a block: its index, and how often it runs if loops run as known."""
+    for instruction in block.instructions:
+        if isinstance(instruction, Run):
+            yield instruction.segment, times
+        elif isinstance(instruction, Loop):
+            count = 1 if instruction.trip_count is None else instruction.trip_count
+            yield from segment_runs(instruction.body, times * count)
+            if instruction.trip_count is None:
+                yield from segment_runs(instruction.condition, times)
+        elif isinstance(instruction, Branch):
+            for branch in instruction.branches:
+                yield from segment_runs(branch, times)

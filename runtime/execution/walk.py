@@ -1,0 +1,437 @@
+"""From the instructions of a `Program` to Python closures: what the executor really calls.
+
+`Walker` translates every block once, at load, into a list of operations ``operation(frame)``; walking a
+program calls them in turn, and nothing is looked up by name or class on the way. Host arrays that a
+collective gave become engine arrays where a segment needs them (`Walker.land`); what devices have after
+a divergent loop or branch is merged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from copy import copy
+from typing import Any
+
+import numpy as np
+
+from ..engines.engine import Engine, LoadedSegment
+from ..program import (
+    Block,
+    Branch,
+    Copy,
+    Free,
+    LogicalId,
+    Loop,
+    Program,
+    Run,
+    Slot,
+    Start,
+    Wait,
+)
+from ..program.valid import Absent, zeros
+from ..recording.instrument import Counters, Instrument, told
+from .call import Lane
+from .communication import Attempt, Communication
+from .compute import Runs
+from .frame import Frame, Hosted, Operation, named
+from .profiling import SegmentTimes
+
+
+class Walker:
+    """The operations of one program for the local devices ``local``: (logical id, ordinal) pairs.
+
+    ``lanes[i]`` serves the program's stream i. ``owner`` maps each logical id to its process. ``called``
+    names the program and the line it is called from, for the watchdog. ``with_ends``: frames collect the
+    ends of runs of segments, for programs that call back. ``absent`` gives what stands for outputs of
+    segments that are not run; ``counters`` counts those. There are no ``operations`` before `prepare`.
+    ``times`` is told what segments take, where somebody wants to know (`timed_by`).
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        engine: Engine,
+        segments: Sequence[LoadedSegment],
+        local: tuple[tuple[int, int], ...],
+        owner: dict[int, int],
+        lanes: Sequence[Lane],
+        instrument: Instrument | None = None,
+        called: str = "",
+        with_ends: bool = False,
+        absent: Absent | None = None,
+        counters: Counters | None = None,
+    ) -> None:
+        self.program = program
+        self.engine = engine
+        self.segments = segments
+        self.local = local
+        self.owner = owner
+        self.logical = tuple(logical for logical, _ in local)
+        self.ordinals = tuple(ordinal for _, ordinal in local)
+        self.positions = tuple(range(len(local)))
+        self.lanes = lanes
+        self.instrument = instrument
+        self.called = called
+        self.with_ends = with_ends
+        self.absent = Absent(engine, zeros) if absent is None else absent
+        self.counters = Counters() if counters is None else counters
+        self.operations: list[Operation] = []
+        # The same for a thread that must not block, where every collective is small and awaited at once.
+        self.prompt: list[Attempt] | None = None
+        self._shared = shared_results(program)
+        self.prepared = False
+        self.times: SegmentTimes | None = None
+        self._tell()
+
+    def _tell(self) -> None:
+        """Who is told of a walk's begin, ``started(run)``, and end, ``finished(run, error)``."""
+        self.started = told(self.instrument, "program_started", self.program)
+        self.finished = told(self.instrument, "program_finished", self.program)
+
+    def watched_by(self, instrument: Instrument | None) -> Walker:
+        """One that does the same under another instrument, of one that is prepared; waits for nobody."""
+        made = copy(self)
+        made.instrument = instrument
+        made._translate(made._communicate(self._communication))
+        return made
+
+    def timed_by(self, times: SegmentTimes | None) -> Walker:
+        """One that does the same and times its segments, of one that is prepared; None: as ever."""
+        made = copy(self)
+        made.times = times
+        made._translate(made._communicate(self._communication))
+        return made
+
+    def prepare(self) -> None:
+        """Bind the collectives, which may wait for the other processes, and translate the program."""
+        if not self.local:
+            return
+        communication = self._communicate(None)
+        if self.instrument is not None:
+            self.instrument.program_loaded(self.program, self.local)
+        self._translate(communication)
+
+    def _communicate(self, bound: Communication | None) -> Communication:
+        return Communication(
+            self.program,
+            self.engine,
+            self.segments,
+            self.local,
+            self.owner,
+            self.lanes,
+            self.instrument,
+            self.called,
+            bound,
+        )
+
+    def _translate(self, communication: Communication) -> None:
+        self._communication = communication
+        self._tell()
+        runs = Runs(
+            self.program,
+            self.engine,
+            self.segments,
+            self.local,
+            self.land,
+            self.absent,
+            self.counters,
+            self.instrument,
+            self.with_ends,
+            self.times,
+        )
+        self._translators: dict[type, Callable[[Any], Operation]] = {
+            Run: runs.operation,
+            Start: communication.start,
+            Wait: communication.wait,
+            Loop: self._loop,
+            Branch: self._branch,
+            Copy: self._copy,
+            LogicalId: self._logical_id,
+            Free: self._free,
+        }
+        self.operations = self._block(self.program.body)
+        self.prompt = self._prompt(self.program.body)
+        self.prepared = True
+
+    def results(self, frame: Frame) -> list[Any]:
+        """The registers of the program's results, each with arrays of its own."""
+        results = [frame.registers[slot] for slot in self.program.body.results]
+        for index in self._shared:
+            if type(results[index]) is not Hosted:
+                results[index] = [
+                    self.engine.copy(array, ordinal)
+                    for array, ordinal in zip(results[index], self.ordinals, strict=True)
+                ]
+        return results
+
+    def land(self, registers: list[Any], slot: Slot) -> list[Any]:
+        """Turn the host arrays of a register into engine arrays."""
+        put, type = self.engine.put, self.program.slot_types[slot]
+        landed = [
+            None if host is None else put(host, type, ordinal)
+            for host, ordinal in zip(registers[slot], self.ordinals, strict=True)
+        ]
+        registers[slot] = landed
+        return landed
+
+    def view(self, registers: list[Any], slot: Slot, position: int) -> np.ndarray:
+        """Host content of one device's entry; waits until it is computed."""
+        register = registers[slot]
+        entry = register[position]
+        return entry if type(register) is Hosted else self.engine.host_view(entry)
+
+    def _block(self, block: Block) -> list[Operation]:
+        """Operations of a block; a start whose wait follows directly becomes one operation."""
+        operations: list[Operation] = []
+        instructions, joined = block.instructions, set()
+        for index, instruction in enumerate(instructions):
+            if isinstance(instruction, Wait) and instruction.event in joined:
+                continue
+            if isinstance(instruction, Start) and not self._communication.is_split(instruction):
+                after = index + 1
+                while after < len(instructions) and isinstance(instructions[after], Free):
+                    after += 1
+                if after < len(instructions) and instructions[after] == Wait(instruction.event):
+                    joined.add(instruction.event)
+                    operations.append(self._communication.start_and_wait(instruction))
+                    continue
+            operations.append(self._translators[type(instruction)](instruction))
+        return operations
+
+    def _prompt(self, block: Block) -> list[Attempt] | None:
+        """Attempts at the operations of a block that communicates, one by one as in ``operations``; None
+        if one of them may block for long, or if the program calls back and so has an end of its own.
+        """
+        if self.with_ends:
+            return None
+        communication, attempts = self._communication, []
+        started: int | None = None  # the event of a start whose wait has yet to come
+        for instruction in block.instructions:
+            match instruction:
+                case Start() if started is None and communication.is_prompt(instruction):
+                    attempts.append(communication.attempt(instruction))
+                    started = instruction.event
+                case Wait() if started == instruction.event:
+                    started = None
+                case Free():
+                    attempts.append(_at_once(self._free(instruction)))
+                case Run() | Copy() | LogicalId() if started is None:
+                    attempts.append(_at_once(self._translators[type(instruction)](instruction)))
+                case _:
+                    return None
+        return attempts if any(isinstance(i, Start) for i in block.instructions) else None
+
+    def _loop(self, loop: Loop) -> Operation:
+        return self._counted_loop(loop) if loop.trip_count is not None else self._while(loop)
+
+    def _enter(self, block: Block) -> Callable[[Frame, list[Any]], list[Any]]:
+        """``enter(frame, arguments)``: walk a block, give its results' registers."""
+        operations, parameters, results = self._block(block), block.parameters, block.results
+        owned = set(parameters)
+        for instruction in block.instructions:
+            owned.update(getattr(instruction, "outputs", ()))
+        dropped = tuple(slot for slot in results if slot in owned)
+
+        def enter(frame: Frame, arguments: list[Any]) -> list[Any]:
+            registers = frame.registers
+            for slot, register in zip(parameters, arguments, strict=True):
+                registers[slot] = register
+            arguments.clear()  # or they would outlive their last use in the block
+            for operation in operations:
+                operation(frame)
+            values = [registers[slot] for slot in results]
+            for slot in dropped:
+                registers[slot] = None
+            return values
+
+        return enter
+
+    def _counted_loop(self, loop: Loop) -> Operation:
+        assert loop.trip_count is not None
+        enter, inputs, outputs, donated = (
+            self._enter(loop.body),
+            loop.inputs,
+            loop.outputs,
+            loop.donated,
+        )
+        iterations = range(loop.trip_count)
+        settle = self._communication.settle(loop)
+
+        def walk(frame: Frame) -> None:
+            registers, outer = frame.registers, frame.iteration
+            values = [registers[slot] for slot in inputs]
+            for slot in donated:
+                registers[slot] = None
+            for frame.iteration in iterations:
+                values = enter(frame, values)
+            settle(frame, values)
+            frame.iteration = outer
+            for slot, register in zip(outputs, values, strict=True):
+                registers[slot] = register
+
+        return walk
+
+    def _while(self, loop: Loop) -> Operation:
+        test, enter = self._enter(loop.condition), self._enter(loop.body)
+        inputs, outputs, donated = loop.inputs, loop.outputs, loop.donated
+        what = f"loop {loop.name or '(unnamed)'}{f' at {loop.source}' if loop.source else ''}"
+        host_view, settle = self.engine.host_view, self._communication.settle(loop)
+
+        def staying(frame: Frame, predicate: Any) -> tuple[int, ...]:
+            hosted = type(predicate) is Hosted
+            try:
+                return tuple(
+                    position
+                    for position in frame.active
+                    if (predicate[position] if hosted else host_view(predicate[position]))
+                )
+            except BaseException as error:
+                raise named(error, what) from error
+
+        def walk(frame: Frame) -> None:
+            registers, outer, entered = frame.registers, frame.iteration, frame.active
+            values = [registers[slot] for slot in inputs]
+            for slot in donated:
+                registers[slot] = None
+            final: list[Any] | None = None
+            frame.iteration = 0
+            while True:
+                remaining = staying(frame, *test(frame, list(values)))
+                if len(remaining) != len(frame.active):
+                    settle(frame, values)
+                    leaving = tuple(p for p in frame.active if p not in remaining)
+                    if final is None and not remaining:
+                        final = values
+                        break
+                    final = self._merge(final, values, leaving, outputs)
+                    if not remaining:
+                        break
+                    frame.active = remaining
+                values = enter(frame, values)
+                frame.iteration += 1
+            frame.iteration, frame.active = outer, entered
+            for slot, register in zip(outputs, final, strict=True):
+                registers[slot] = register
+
+        return walk
+
+    def _merge(
+        self,
+        merged: list[Any] | None,
+        values: list[Any],
+        positions: Sequence[int],
+        slots: Sequence[Slot],
+    ) -> list[Any]:
+        """Take the entries of these positions into ``merged``, as engine arrays."""
+        if merged is None:
+            merged = [[None] * len(self.positions) for _ in slots]
+        for column, register, slot in zip(merged, values, slots, strict=True):
+            hosted, type_ = type(register) is Hosted, self.program.slot_types[slot]
+            for position in positions:
+                entry = register[position]
+                if hosted:
+                    entry = self.engine.put(entry, type_, self.ordinals[position])
+                column[position] = entry
+        return merged
+
+    def _branch(self, branch: Branch) -> Operation:
+        enters = [self._enter(block) for block in branch.branches]
+        last = len(enters) - 1
+        is_pred = self.program.slot_types[branch.selector].dtype == "pred"
+        selector, inputs, outputs = branch.selector, branch.inputs, branch.outputs
+        what = f"conditional {branch.name or '(unnamed)'}"
+        view = self.view
+
+        def choose(frame: Frame) -> dict[int, list[int]]:
+            chosen: dict[int, list[int]] = {}
+            try:
+                for position in frame.active:
+                    index = int(view(frame.registers, selector, position))
+                    if is_pred:
+                        index = 0 if index else 1
+                    elif not 0 <= index <= last:
+                        index = last
+                    chosen.setdefault(index, []).append(position)
+            except BaseException as error:
+                raise named(error, what) from error
+            return chosen
+
+        def walk(frame: Frame) -> None:
+            registers, entered = frame.registers, frame.active
+            chosen = choose(frame)
+            final: list[Any] | None = None
+            for index in sorted(chosen):
+                frame.active = tuple(chosen[index])
+                values = enters[index](frame, [registers[slot] for slot in inputs[index]])
+                alone = len(chosen) == 1
+                final = values if alone else self._merge(final, values, frame.active, outputs)
+            frame.active = entered
+            for slot, register in zip(outputs, final or [], strict=True):
+                registers[slot] = register
+
+        return walk
+
+    def _copy(self, instruction: Copy) -> Operation:
+        copy, ordinals, count = self.engine.copy, self.ordinals, len(self.positions)
+        source, target = instruction.input, instruction.output
+
+        def duplicate(frame: Frame) -> None:
+            register = frame.registers[source]
+            if type(register) is not Hosted:  # nobody writes to host arrays: they may be shared
+                copied: list[Any] = [None] * count
+                for position in frame.active:
+                    copied[position] = copy(register[position], ordinals[position])
+                register = copied
+            frame.registers[target] = register
+
+        return duplicate
+
+    def _logical_id(self, instruction: LogicalId) -> Operation:
+        partitions = self.program.num_partitions
+        ids = Hosted(
+            np.array(
+                logical % partitions if instruction.kind == "partition" else logical // partitions,
+                np.uint32,
+            )
+            for logical in self.logical
+        )
+        slot = instruction.output
+
+        def identify(frame: Frame) -> None:
+            frame.registers[slot] = ids
+
+        return identify
+
+    def _free(self, instruction: Free) -> Operation:
+        slots = instruction.slots
+
+        def free(frame: Frame) -> None:
+            registers = frame.registers
+            for slot in slots:
+                registers[slot] = None
+
+        return free
+
+
+def _at_once(operation: Operation) -> Attempt:
+    """An operation that never blocks as an attempt."""
+
+    def attempt(frame: Frame, until: float) -> None:
+        operation(frame)
+
+    return attempt
+
+
+def shared_results(program: Program) -> tuple[int, ...]:
+    """Positions of results that would share an array with an argument or with an earlier result.
+
+    An output must be an array of its own: donating or deleting one must not take another with it.
+    """
+    donated = {program.body.parameters[index] for index in program.donated}
+    taken = set(program.body.parameters) - donated
+    shared = []
+    for index, slot in enumerate(program.body.results):
+        if slot in taken:
+            shared.append(index)
+        taken.add(slot)
+    return tuple(shared)

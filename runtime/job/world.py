@@ -1,0 +1,528 @@
+"""The world: the processes that make up a job, and how they find each other.
+
+Without a launcher a process is a world of its own, and nothing of MPI is imported. Under one, mpi4py
+brings up MPI, the ranks compare what must be equal, and a control plane beside MPI watches over them.
+
+Invariant: whatever is wrong with one rank is raised on every rank, as the same `WorldError`.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+import secrets
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from stretto.collectives.memory import pool
+
+from .. import cores, options
+from ..errors import RankFailed, StrettoError, WorldError
+from ..execution.negotiation import MpiAssembly
+from ..execution.transfers import Transfers
+from ..options import Options
+from . import clock, cost_tables, exits, joining, shared_memory, wireup
+from . import launcher as launchers
+from .control import Control, connect
+from .cost_tables import CostText
+from .launcher import Launcher, detect
+from .progress import Progress
+from .rendezvous import Rendezvous, call_roll
+from .run_log import RunLogs
+from .watchdog import Peer
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+    from stretto.collectives.messages import Letters
+
+
+class World:
+    """The job, as one of its processes sees it.
+
+    ``rank`` and ``size`` number the processes; each has ``local_devices`` devices. ``comm`` is a
+    duplicate of MPI's world communicator that nobody else uses, or None in a world of one process.
+    ``peers`` tells where each rank runs; ``launcher`` what started this one, if anything did. ``runs`` is
+    this rank's account of what it runs together with others. ``costs`` is the table of costs, ``measured``
+    what segments were measured to take by earlier jobs (with ``STRETTO_PROFILE``), both rank 0's.
+    ``cores``: on how many cores this rank should compute.
+    ``patience``: seconds for which a wait for another rank may keep a core busy, the same on all (`cores`).
+    ``clock_offset``: seconds to add to ``perf_counter()`` for rank 0's, measured only for traces; these call
+    the job ``traced_as``.
+    """
+
+    def __init__(
+        self,
+        options: Options,
+        comm: MPI.Intracomm | None = None,
+        peers: Sequence[Peer] | None = None,
+        launcher: Launcher | None = None,
+        costs: CostText | None = None,
+        places: Sequence[cores.Place] = (),
+        nodes: int = 1,
+        measured: CostText | None = None,
+    ) -> None:
+        self.options = options
+        places = places or [cores.Place("", cores.usable())]
+        self.rank: int = comm.Get_rank() if comm else 0
+        pool.share([place.host for place in places].count(places[self.rank].host))
+        self.cores = cores.of_rank(places, self.rank)
+        self.patience = cores.patience(places, nodes) if comm else math.inf
+        self.comm = comm
+        self.size: int = comm.Get_size() if comm else 1
+        self.local_devices = options.local_devices
+        self.host = socket.gethostname()
+        self.peers = tuple(peers or [Peer(0, os.getpid(), self.host)])
+        self.launcher = launcher
+        self.runs = RunLogs()
+        self.costs = costs or _find_costs(options, [self.host])
+        self.measured = measured or _find_times(options, [self.host])
+        self.clock_offset = 0.0
+        self.traced_as = ""
+        self._progress: list[Progress] = []
+        self._control: Control | None = None
+        self._transfers: Transfers | None = None
+        self._lock = threading.Lock()
+        if comm is not None:
+            self._control = connect(
+                comm,
+                self.peers,
+                options.timeout,
+                options.grace,
+                options.control_host,
+                self._progress,
+                self.runs,
+            )
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of all ranks."""
+        return self.size * self.local_devices
+
+    @property
+    def measured_path(self) -> Path:
+        """Where rank 0 keeps what segments were measured to take."""
+        hosts = [peer.host for peer in self.peers]
+        return cost_tables.times_path(hosts, self.local_devices, self.options.engine)
+
+    @property
+    def error(self) -> StrettoError | None:
+        """Why the job cannot go on, or None while all is well."""
+        return self._control.error if self._control else None
+
+    def check(self) -> None:
+        """Raise `RankFailed` or `CollectiveTimeout` if the job has failed."""
+        error = self.error
+        if error is not None:
+            raise type(error)(str(error))
+
+    def fail(self, error: BaseException) -> None:
+        """Tell all ranks that this one cannot go on, and why. The job ends on every rank.
+
+        Nothing happens in a world of one process, or if the job has failed already.
+        """
+        if self._control and not isinstance(error, RankFailed):
+            self._control.fail(exits.describe(error))
+
+    def on_failure(self, listener: Callable[[StrettoError], None]) -> None:
+        """Have ``listener`` called once, from another thread, when the job has failed.
+
+        It should fail what is pending, so that the program gets the error where it waits.
+        """
+        if self._control:
+            self._control.on_failure(listener)
+
+    def progress(self, stream: int = 0) -> Progress:
+        """A new `Progress` for a stream to write and the watchdog to read."""
+        progress = Progress(stream)
+        self._progress.append(progress)
+        return progress
+
+    def assembly(self, processes: tuple[int, ...]) -> MpiAssembly:
+        """These ranks, to agree on what they run. All of them call this, and wait for each other."""
+        return MpiAssembly(self.comm, processes)
+
+    @property
+    def transfers(self) -> Transfers:
+        """What sends arrays to other ranks, and receives them, outside of programs; made once."""
+        with self._lock:
+            if self._transfers is None:
+                self._transfers = Transfers(self, self._letters)
+            return self._transfers
+
+    def _letters(self) -> Letters:
+        from stretto.collectives.messages import MpiLetters
+
+        if self.comm is None:
+            raise WorldError("this process is alone: there is nobody to send arrays to")
+        return MpiLetters(self.comm)
+
+    def leave(self) -> None:
+        """Leave the job, when the process ends: waits for the other ranks, then ends MPI.
+
+        If the job has failed, does not return: the process ends with exit code 1.
+        """
+        if self._control is not None:
+            if self._transfers is not None:
+                self._transfers.drain()
+            if self.error is None:
+                self._control.goodbye()
+            if self.error is not None:
+                self._control.wait_told(3.0)
+                exits.end_process()
+            self._control.close()
+        finalize_mpi()
+
+    def forget(self) -> None:
+        """In a forked child: the job is the parent's."""
+        if self._control is not None:
+            self._control.close_inherited()
+            self._control = self._transfers = None
+
+
+_world: World | None = None
+
+
+def bootstrap(chosen: Options | None = None, rendezvous: Rendezvous | None = None) -> World:
+    """The world of this process; made by the first call, the same one ever after.
+
+    ``chosen`` defaults to the options in force. ``rendezvous`` is how processes find each other that no
+    launcher of MPI started; a world of one process that was made before it was known makes room for
+    theirs. Raises `WorldError`, on every rank alike, when the ranks cannot work together; `OptionsError`
+    for options that cannot be used.
+    """
+    global _world
+    joins = rendezvous and rendezvous.size > 1
+    if _world is None or (joins and _world.size == 1 and _world.options.launcher != "none"):
+        first = _world is None
+        _world = _make(chosen, rendezvous)
+        if first and _world.rank == 0:
+            options.warn_of_unknown()
+    elif rendezvous and _world.size > 1 and _place(_world) != _place(rendezvous):
+        raise WorldError(_elsewhere(_world.launcher, _place(_world), rendezvous))
+    elif chosen is not None and chosen != _world.options:
+        if _world.size > 1:
+            raise WorldError(
+                f"the ranks have joined with {_world.options} and cannot take {chosen} any more: "
+                "set options before JAX makes its devices"
+            )
+        _world = World(chosen)
+    return _world
+
+
+def _place(job: World | Launcher | Rendezvous) -> tuple[int, int]:
+    return job.rank, job.size
+
+
+def _elsewhere(launcher: Launcher | None, place: tuple[int, int], rendezvous: Rendezvous) -> str:
+    who = launcher.name if launcher else "MPI"
+    return (
+        f"{who} calls this process rank {place[0]} of {place[1]}, {rendezvous.name} calls it "
+        f"{rendezvous.rank} of {rendezvous.size}. Give jax.distributed.initialize the rank and the size "
+        "of MPI, or leave it out: stretto does not need it where MPI starts the ranks"
+    )
+
+
+def current() -> World | None:
+    """The world, if it has been made."""
+    return _world
+
+
+def _make(chosen: Options | None, rendezvous: Rendezvous | None) -> World:
+    problem: StrettoError | None = None
+    try:
+        chosen = chosen or options.in_force()
+    except options.OptionsError as error:
+        # The other ranks are on their way into MPI: go there too, and tell them.
+        chosen, problem = Options(), error
+    launcher, roll = detect(), None
+    if rendezvous and _without_mpiexec(launcher, chosen):
+        launcher = Launcher(rendezvous.name, rendezvous.rank, rendezvous.size)
+        if rendezvous.size > 1:
+            problem = problem or _no_wireup(launcher)
+            roll = call_roll(rendezvous, str(problem or ""), chosen.timeout)
+    elif chosen.launcher == "jax":
+        raise WorldError(
+            "STRETTO_LAUNCHER=jax says that the processes find each other through jax.distributed: call "
+            "jax.distributed.initialize before JAX makes its devices"
+        )
+    wanted = chosen.launcher == "mpi" or (launcher is not None and launcher.size != 1)
+    if chosen.launcher == "none" or not wanted:
+        if problem:
+            raise problem
+        return World(chosen, launcher=launcher)
+    if not (rendezvous and roll):
+        _check_reach(launcher)
+    with joining.watched(launcher.rank if launcher else 0, chosen.timeout):
+        if rendezvous and roll:
+            with wireup.answering(rendezvous, roll, chosen.timeout):
+                mpi = _begin_mpi(launcher, answered_here=True)
+        else:
+            mpi = _begin_mpi(launcher)
+            launchers.mark()
+        exits.at_exit(_leave)
+        _check_launcher(mpi, launcher)
+        if mpi.COMM_WORLD.Get_size() == 1:
+            if problem:
+                raise problem
+            return World(chosen, launcher=launcher)
+        comm = mpi.COMM_WORLD.Dup()
+        place = (comm.Get_rank(), comm.Get_size())
+        if rendezvous and place != _place(rendezvous):
+            problem = problem or WorldError(_elsewhere(launcher, place, rendezvous))
+        facts = _facts(chosen, str(problem) if problem else "")
+        gathered: list[dict[str, Any]] = comm.allgather(facts)
+        _check_facts(gathered)
+        peers = [Peer(rank, f["pid"], f["host"]) for rank, f in enumerate(gathered)]
+        places = [cores.Place(f["host"], frozenset(f["cores"])) for f in gathered]
+        costs, measured = _common_costs(chosen, comm, peers)
+        made = World(chosen, comm, peers, launcher, costs, places, _nodes(comm), measured)
+        if chosen.trace:
+            made.clock_offset = clock.offset_to_first(comm)
+            made.traced_as = comm.bcast(secrets.token_hex(8))
+    exits.on_uncaught(made.fail)
+    made.on_failure(lambda error: shared_memory.remove_names())
+    os.register_at_fork(after_in_child=made.forget)
+    return made
+
+
+def _nodes(comm: MPI.Intracomm) -> int:
+    """How many sets of ranks there are that share memory, as MPI sees it. All ranks call it."""
+    from mpi4py import MPI
+
+    node = comm.Split_type(MPI.COMM_TYPE_SHARED)
+    first = int(node.Get_rank() == 0)
+    node.Free()
+    return comm.allreduce(first)
+
+
+def _find_costs(chosen: Options, hosts: Sequence[str]) -> CostText:
+    if not chosen.overlap:
+        return CostText()
+    return cost_tables.find(chosen.costs, hosts, chosen.local_devices, chosen.engine)
+
+
+def _find_times(chosen: Options, hosts: Sequence[str]) -> CostText:
+    if not (chosen.overlap and chosen.profile):
+        return CostText()
+    return cost_tables.find_times(hosts, chosen.local_devices, chosen.engine)
+
+
+def _common_costs(
+    chosen: Options, comm: MPI.Intracomm, peers: Sequence[Peer]
+) -> tuple[CostText, CostText]:
+    """Rank 0's table and measured times. Raises `WorldError` on all ranks where a table cannot be read."""
+    found: tuple[CostText, CostText, str] | None = None
+    if comm.Get_rank() == 0:
+        hosts = [peer.host for peer in peers]
+        try:
+            found = _find_costs(chosen, hosts), _find_times(chosen, hosts), ""
+        except WorldError as error:
+            found = CostText(), CostText(), str(error)
+    costs, measured, problem = comm.bcast(found)
+    if problem:
+        raise WorldError(problem)
+    return costs, measured
+
+
+def _check_reach(launcher: Launcher | None) -> None:
+    """Raise `WorldError` in a process that inherited a rank's variables, and that MPI would end."""
+    parent = launchers.parent_rank()
+    if parent is not None:
+        raise WorldError(
+            f"STRETTO_LAUNCHER=mpi asks for MPI, but rank process {parent} started this process, not a "
+            "launcher: set STRETTO_LAUNCHER=none for it, or start its ranks with mpiexec"
+        )
+    if launcher is not None and launchers.is_cut_off():
+        raise WorldError(
+            f"{launcher.name} started rank {launcher.rank} of {launcher.size}, and that started this process "
+            "without the connection to the launcher (PMI_FD is not open here). If this process is to be "
+            "the rank, let what starts it pass its descriptors on (subprocess: close_fds=False); if it is "
+            "to be alone, set STRETTO_LAUNCHER=none for it"
+        )
+
+
+def _without_mpiexec(launcher: Launcher | None, chosen: Options) -> bool:
+    """Whether the ranks are to find each other by a rendezvous, if there is one."""
+    match chosen.launcher:
+        case "jax":
+            return True
+        case "none":
+            return False
+    return launcher is None or launcher.size == 1
+
+
+def _import_mpi(launcher: Launcher | None) -> Any:
+    """``mpi4py.MPI``, not initialized. Raises `WorldError` if there is none."""
+    asked = (
+        f"{launcher.name} started this process as rank {launcher.rank}"
+        + (f" of {launcher.size}" if launcher.size else "")
+        if launcher
+        else "STRETTO_LAUNCHER=mpi asks for MPI"
+    )
+    try:
+        import mpi4py
+
+        # MPI is begun by `joining` and ended by `World.leave`, so that a rank never waits unwatched.
+        mpi4py.rc.initialize = False
+        mpi4py.rc.finalize = False
+        mpi4py.rc.thread_level = "multiple"
+        from mpi4py import MPI
+    except (ImportError, RuntimeError, OSError) as error:
+        raise WorldError(
+            f"{asked}, but MPI cannot be used from Python: {error}. Install mpi4py for the MPI that "
+            "starts the ranks (pip install --no-binary mpi4py mpi4py), or a complete MPI of its own "
+            "(pip install 'stretto[mpi]', and use its mpiexec). To run every process alone, set "
+            "STRETTO_LAUNCHER=none"
+        ) from error
+    return MPI
+
+
+def _begin_mpi(launcher: Launcher | None, answered_here: bool = False) -> Any:
+    """``mpi4py.MPI``, initialized for calls from several threads."""
+    mpi = _import_mpi(launcher)
+    if not mpi.Is_initialized():
+        joining.initialize(mpi, answered_here)
+    if mpi.Query_thread() < mpi.THREAD_MULTIPLE:
+        raise WorldError(
+            f"{library(mpi)} runs without MPI_THREAD_MULTIPLE, which stretto needs to overlap "
+            "communication with compute. Initialize MPI with it (mpi4py.rc.thread_level = "
+            "'multiple', its default) or use an MPI built with it"
+        )
+    return mpi
+
+
+def _no_wireup(launcher: Launcher) -> StrettoError | None:
+    """Why MPI cannot be brought up here without a launcher of its own, if so."""
+    try:
+        mpi = _import_mpi(launcher)
+    except WorldError as error:
+        return error
+    if mpi.Is_initialized():
+        return WorldError(
+            f"{launcher.name} started the processes, and this one has initialized MPI before JAX made its "
+            "devices, so that MPI knows no other process. Import mpi4py.MPI later, or set "
+            "mpi4py.rc.initialize = False before"
+        )
+    if mpi.get_vendor()[0] == "Open MPI":
+        return WorldError(
+            f"{launcher.name} started the processes, and {library(mpi)} finds its ranks only if its own "
+            "launcher starts them. Start the program with mpirun, or install an MPI that can be "
+            "told (pip install 'stretto[mpi]' brings MPICH)"
+        )
+    return None
+
+
+def _check_launcher(mpi: Any, launcher: Launcher | None) -> None:
+    """A launcher of one MPI with the library of another gives ranks that are all alone."""
+    size = mpi.COMM_WORLD.Get_size()
+    if launcher and launcher.size > 1 and size == 1:
+        raise WorldError(
+            f"{launcher.name} started {launcher.size} ranks, but {library(mpi)}, which mpi4py uses, "
+            "sees only one: launcher and library do not belong together. Start the ranks with the "
+            "mpiexec of that library (`stretto doctor` tells which one is found), or install mpi4py "
+            "for the launcher's MPI"
+        )
+
+
+def library(mpi: Any) -> str:
+    """Name and version of the MPI library, such as ``MPICH 5.0.2``."""
+    name, numbers = mpi.get_vendor()
+    return f"{name} {'.'.join(map(str, numbers))}"
+
+
+# What must be equal on all ranks: key of `_facts`, how it is called in the message.
+_EQUAL = {
+    "local_devices": "number of local devices (STRETTO_LOCAL_DEVICES)",
+    "engine": "engine (STRETTO_ENGINE)",
+    "pseudo_tokens": "handling of pseudo-tokens (STRETTO_PSEUDO_TOKENS)",
+    "trust_valid_iterations": "trust in valid iterations (STRETTO_TRUST_VALID_ITERATIONS)",
+    "interleave": "interleaving of pipelines (STRETTO_INTERLEAVE)",
+    "derive_valid_iterations": "finding of valid iterations (STRETTO_DERIVE_VALID_ITERATIONS)",
+    "rewrite": "rewriting of collectives (STRETTO_REWRITE)",
+    "poison_skipped": "handling of skipped buffers (STRETTO_POISON_SKIPPED)",
+    "overlap": "scheduling for overlap (STRETTO_OVERLAP)",
+    "profile": "measuring of programs (STRETTO_PROFILE)",
+    "skip_compute": "skipping of compute (STRETTO_SKIP_COMPUTE)",
+    "trace": "whether there is a trace (STRETTO_TRACE)",
+    "pipeline_loops": "pipelining of loops (STRETTO_PIPELINE_LOOPS)",
+    "stretto": "version of stretto",
+    "jax": "version of jax",
+    "jaxlib": "version of jaxlib",
+    "python": "version of Python",
+}
+
+
+def _facts(chosen: Options, problem: str) -> dict[str, Any]:
+    return {
+        "problem": problem,
+        "pid": os.getpid(),
+        "host": socket.gethostname(),
+        "cores": sorted(cores.usable()),
+        "local_devices": chosen.local_devices,
+        "engine": chosen.engine,
+        "pseudo_tokens": chosen.pseudo_tokens,
+        "trust_valid_iterations": chosen.trust_valid_iterations,
+        "interleave": chosen.interleave,
+        "derive_valid_iterations": chosen.derive_valid_iterations,
+        "rewrite": chosen.rewrite,
+        "poison_skipped": chosen.poison_skipped,
+        "overlap": chosen.overlap,
+        "profile": chosen.profile,
+        "skip_compute": chosen.skip_compute,
+        "trace": bool(chosen.trace),
+        "pipeline_loops": chosen.pipeline_loops,
+        "python": ".".join(platform.python_version_tuple()[:2]),
+        **{name: _version(name) for name in ("stretto", "jax", "jaxlib")},
+    }
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _check_facts(gathered: Sequence[dict[str, Any]]) -> None:
+    """Raise what is wrong; every rank has the same facts and so raises the same."""
+    problems = {rank: f["problem"] for rank, f in enumerate(gathered) if f["problem"]}
+    if problems:
+        rank, text = next(iter(problems.items()))
+        raise WorldError(f"rank {rank} cannot join: {text}")
+    for key, name in _EQUAL.items():
+        ranks_of: dict[Any, list[int]] = {}
+        for rank, facts in enumerate(gathered):
+            ranks_of.setdefault(facts[key], []).append(rank)
+        if len(ranks_of) > 1:
+            listed = "; ".join(f"{value} on {_ranks(r)}" for value, r in ranks_of.items())
+            raise WorldError(
+                f"the ranks differ in the {name}: {listed}. It must be the same on all"
+            )
+
+
+def _ranks(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8])) + (", …" if len(ranks) > 8 else "")
+    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
+
+
+def _leave() -> None:
+    if _world is not None:
+        _world.leave()
+    else:
+        finalize_mpi()
+
+
+def finalize_mpi() -> None:
+    """End MPI, if it has begun and nobody has ended it."""
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError):
+        return
+    if MPI.Is_initialized() and not MPI.Is_finalized():
+        joining.finalize(MPI)

@@ -1,0 +1,264 @@
+"""`Program`: the instruction set of the executor.
+
+A program is data: frozen, comparable, printable (``str(program)``), serializable (`program.codec`). It is
+written for one logical device; the executor walks it once for all local devices, in lockstep.
+
+Registers. Every value lives in a *slot*, an index into one flat register file that belongs to one run of
+the program. A slot holds one array for each active local device. A slot is written by exactly one
+instruction (or is a parameter of exactly one block) and is dead after the `Free` that names it, or once an
+instruction has it in ``donated``. Instructions of a loop's blocks write their slots anew every iteration.
+
+Invariants, checked by `program.check.check`:
+
+- a slot is defined before it is read, on every path, and is not read after it was freed or donated;
+- the outputs of a `Start` become defined at the `Wait` of its event; its inputs stay alive until then;
+- every `Start` has exactly one `Wait`, in the same block: behind it, or before it where the loop carries
+  it into its next iteration (`Carried`);
+- outputs of a `Run` that some devices may leave out are never donated: who leaves it out shares them;
+- types agree along every edge: segments, collectives, loop carries, branch results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from stretto.collectives.ops import Collective
+from stretto.collectives.types import TensorType
+
+Slot = int
+ENDLESS = (1 << 63) - 1  # in valid iterations: the last one where there is no last one
+
+
+def calls_back(module: bytes) -> bool:
+    """Whether a serialized module calls Python functions, whose targets MLIR's bytecode has as they are."""
+    return b"python_cpu_callback" in module or b"python_gpu_callback" in module
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A piece of compute for the engine: one StableHLO module with a public ``main``.
+
+    ``module`` is StableHLO (MLIR bytecode or text). ``donated`` lists inputs that ``main`` marks as
+    donated (``jax.buffer_donor`` or ``tf.aliasing_output``): a run consumes them. ``arithmetic`` counts
+    the arithmetic HLO instructions one run executes (a loop inside of unknown length once), -1 if not known.
+    ``reproducible``: a loop in it must give the same bits whatever its trip count and the sizes of what it
+    carries. Segments of a pipeline's loop are: a chunk of a device's layers computes what all of them do.
+    Segments are equal when their modules and types are: names and source lines are stripped before.
+    """
+
+    inputs: tuple[TensorType, ...]
+    outputs: tuple[TensorType, ...]
+    module: bytes
+    donated: tuple[int, ...] = ()
+    arithmetic: int = -1
+    flops: float = -1.0
+    name: str = field(default="", compare=False)
+    reproducible: bool = False
+
+
+@dataclass(frozen=True)
+class Run:
+    """Run a segment. ``donated`` are the slots consumed (those at the segment's donated inputs).
+
+    ``valid``, where it is not empty, has for each logical device the iterations of the innermost loop in
+    which the segment is run there, as first and last of each stretch (outside of loops all is iteration
+    0): in others its outputs are zeros, made by nobody, and what is donated is dropped.
+    """
+
+    segment: int
+    inputs: tuple[Slot, ...]
+    outputs: tuple[Slot, ...]
+    donated: tuple[Slot, ...] = ()
+    valid: tuple[tuple[int, ...], ...] = ()
+
+
+@dataclass(frozen=True)
+class Start:
+    """Start ``program.collectives[collective]`` on a stream; nothing of it may be awaited here."""
+
+    collective: int
+    inputs: tuple[Slot, ...]
+    outputs: tuple[Slot, ...]
+    event: int
+    stream: int = 0
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Make the outputs of the start with this event number available."""
+
+    event: int
+
+
+@dataclass(frozen=True)
+class Carried:
+    """A start of a loop's body that is awaited in the next iteration: its `Wait` stands before it.
+
+    ``carries``: pairs (position of an output of the start, position of the carry that it becomes). The
+    wait makes the body's parameters at these carries available: what the start of the iteration before
+    gives, in the first iteration their initial values. What the last iteration starts, the loop awaits at
+    its end; a loop that is not entered starts nothing.
+    """
+
+    event: int
+    carries: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class Loop:
+    """HLO while. ``condition`` and ``body`` take the carries as block parameters.
+
+    ``inputs`` are the initial carries, ``outputs`` the final ones. ``condition`` yields one ``pred[]``.
+    ``trip_count`` is known on every device, or None: then the condition is evaluated each time, and
+    devices whose condition is false leave the loop and keep their carries while the others go on.
+    ``donated`` are the inputs consumed by the first iteration. ``carried`` are starts whose outputs cross
+    into the next iteration while under way: body results at their carries are these outputs, and neither
+    the condition nor anything before the wait reads the parameters.
+    """
+
+    inputs: tuple[Slot, ...]
+    outputs: tuple[Slot, ...]
+    condition: Block
+    body: Block
+    trip_count: int | None = None
+    donated: tuple[Slot, ...] = ()
+    name: str = ""
+    source: str = ""
+    carried: tuple[Carried, ...] = ()
+
+
+@dataclass(frozen=True)
+class Branch:
+    """HLO conditional. ``selector`` is ``pred[]`` (true: branch 0) or ``s32[]``, clamped as in HLO.
+
+    Branch i takes ``inputs[i]`` as its block's parameters. Devices may choose differently; branches are
+    walked in ascending order, each with the devices that chose it.
+    """
+
+    selector: Slot
+    inputs: tuple[tuple[Slot, ...], ...]
+    outputs: tuple[Slot, ...]
+    branches: tuple[Block, ...]
+    name: str = ""
+    source: str = ""
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A copy that shares no memory with its source."""
+
+    input: Slot
+    output: Slot
+
+
+@dataclass(frozen=True)
+class LogicalId:
+    """The device's own ``partition`` or ``replica`` id, a ``u32[]``."""
+
+    kind: str
+    output: Slot
+
+
+@dataclass(frozen=True)
+class Free:
+    """Drop the values of these slots."""
+
+    slots: tuple[Slot, ...]
+
+
+Instruction = Run | Start | Wait | Loop | Branch | Copy | LogicalId | Free
+
+
+@dataclass(frozen=True)
+class Block:
+    """A straight line of instructions with parameters and results."""
+
+    parameters: tuple[Slot, ...]
+    instructions: tuple[Instruction, ...]
+    results: tuple[Slot, ...]
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a run takes by the table of costs with which the program was compiled. Seconds.
+
+    ``exposed``: in which collectives are awaited and nothing is computed; ``held``: by which those beside it
+    make compute longer, because the same cores move the data. Both are part of ``seconds``.
+    """
+
+    seconds: float
+    exposed: float
+    held: float
+
+
+@dataclass(frozen=True)
+class Program:
+    """A compiled program for ``num_replicas * num_partitions`` logical devices.
+
+    ``slot_types[slot]`` is the type of every slot. ``body.parameters`` are the program's inputs,
+    ``body.results`` its outputs. ``donated`` are the input positions that the caller gives up.
+    ``predicted`` is no part of what the program does: programs that differ only in it are equal.
+    """
+
+    name: str
+    num_replicas: int
+    num_partitions: int
+    slot_types: tuple[TensorType, ...]
+    segments: tuple[Segment, ...]
+    collectives: tuple[Collective, ...]
+    body: Block
+    donated: tuple[int, ...] = ()
+    num_streams: int = 1
+    predicted: Prediction | None = field(default=None, compare=False)
+
+    def __str__(self) -> str:
+        """The program for reading, with the size and digest of each module (see `program.text`)."""
+        from .text import to_text
+
+        return to_text(self, modules=False)
+
+    @property
+    def num_devices(self) -> int:
+        return self.num_replicas * self.num_partitions
+
+    @property
+    def inputs(self) -> tuple[TensorType, ...]:
+        return tuple(self.slot_types[s] for s in self.body.parameters)
+
+    @property
+    def outputs(self) -> tuple[TensorType, ...]:
+        return tuple(self.slot_types[s] for s in self.body.results)
+
+    @property
+    def single_segment(self) -> Segment | None:
+        """The segment, where the whole program is one run of it on the inputs as they come."""
+        if len(self.body.instructions) != 1:
+            return None
+        (run,) = self.body.instructions
+        if (
+            isinstance(run, Run)
+            and not run.valid
+            and run.inputs == self.body.parameters
+            and run.outputs == self.body.results
+        ):
+            return self.segments[run.segment]
+        return None
+
+
+def blocks(block: Block) -> Iterator[Block]:
+    """The block and every block nested in it, outermost first."""
+    yield block
+    for instruction in block.instructions:
+        if isinstance(instruction, Loop):
+            yield from blocks(instruction.condition)
+            yield from blocks(instruction.body)
+        elif isinstance(instruction, Branch):
+            for branch in instruction.branches:
+                yield from blocks(branch)
+
+
+def instructions(block: Block) -> Iterator[Instruction]:
+    """Every instruction of the block and of the blocks nested in it."""
+    for inner in blocks(block):
+        yield from inner.instructions

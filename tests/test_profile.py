@@ -28,11 +28,11 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 import stretto
 from stretto.plugin.client import clients
-from stretto.runtime.execution.negotiation import Terms
+from stretto.runtime.execution.negotiation import Proposal
 from stretto.runtime.program.order import strict
 
 def digest(program):
-    return Terms(program, strict(program), ()).fingerprint().hex()
+    return Proposal(program, strict(program), ()).fingerprint().hex()
 
 devices = jax.devices()
 mesh = Mesh(np.array(devices), ("x",))

@@ -89,7 +89,7 @@ def _last_named(block: Block) -> int:
 Land = Callable[[list[Any], Slot], list[Any]]
 
 
-class Runs:
+class Compute:
     """Makes operations of `Run` instructions for the local devices: (logical id, ordinal) pairs.
 
     ``land`` turns a register's host arrays into engine arrays. ``with_ends``, ``times``: see `Walker`.

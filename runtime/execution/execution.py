@@ -1,4 +1,4 @@
-"""`Flight`: one execution of a program, from its arguments to its outputs.
+"""`Execution`: one run of a program, from its arguments to its outputs.
 
 It is walked by the executor's dispatch thread, or by whoever has its turn. Invariant: its outputs are
 delivered once, whatever comes first: the end of the walk, an error in it, or the end of the job.
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from .loaded import LoadedProgram
 
 
-class Flight:
+class Execution:
     """One run of a program, from its arguments to its outputs."""
 
     __slots__ = ("_columns", "_failed", "end", "event", "loaded", "promises", "run")
@@ -72,8 +72,8 @@ class Flight:
             for column, type in zip(self._columns, loaded.input_types, strict=True)
         ]
         self._columns = []
-        if loaded.joint is not None:
-            loaded.joint.begin()
+        if loaded.negotiation is not None:
+            loaded.negotiation.begin()
         walker = loaded.walker  # the first run may have given it another order
         program = walker.program
         frame = Frame(len(program.slot_types), walker.positions)

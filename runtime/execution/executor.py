@@ -41,9 +41,9 @@ from ..recording.instrument import Counters, Instrument, Instruments
 from . import called_back
 from .call import Lane
 from .compiled_segments import compile_segments
-from .execution import Flight
+from .execution import Execution
 from .loaded import PATIENCE, LoadedProgram
-from .negotiation import Agreements, Assembly, AsWritten, Joint, Terms, check_rings
+from .negotiation import Agreements, Assembly, AsWritten, Negotiation, Proposal, check_rings
 from .profiling import Keep, Measuring
 from .side_by_side import await_idle, await_left
 from .stream import Event, Stream, completions
@@ -109,12 +109,12 @@ class Executor:
         self._nested = threading.RLock()  # held by runs within a run, where they span processes
         self.observing = threading.Lock()  # held to change the instrument, and who knows of it
         self.dispatch = Stream("stretto-dispatch")
-        self._flights: dict[int, Flight] = {}
+        self._executions: dict[int, Execution] = {}
         self.next_run = count(1).__next__  # numbers the executions of programs
         self._loaded: WeakSet[LoadedProgram] = WeakSet()
         self._closed = False
         self._agreements = Agreements(world.assembly)
-        world.on_failure(self._fail_flights)
+        world.on_failure(self._fail_executions)
         statistics.include(self)
         atexit.register(_close_at_exit, weakref.ref(self))
 
@@ -180,15 +180,15 @@ class Executor:
                 loaded.walker = make(with_order(order))
                 return loaded.walker.program
 
-            def unrewritten() -> Terms:
+            def unrewritten() -> Proposal:
                 nonlocal with_order
                 assert as_written is not None
                 written = as_written()
                 with_order = written.with_order
-                return Terms(written.program, written.schedule, device_ids, line)
+                return Proposal(written.program, written.schedule, device_ids, line)
 
-            joint = Joint(
-                Terms(program, schedule, device_ids, line, rewritten),
+            negotiation = Negotiation(
+                Proposal(program, schedule, device_ids, line, rewritten),
                 self.world.rank,
                 owner,
                 runs,
@@ -199,9 +199,9 @@ class Executor:
                 unrewritten,
             )
         else:
-            joint = None
+            negotiation = None
             loaded.prepare()
-        loaded.joint = joint if keep is None else Measuring(loaded, joint, keep)
+        loaded.negotiation = negotiation if keep is None else Measuring(loaded, negotiation, keep)
         return loaded
 
     def observe(self, instrument: Instrument) -> Callable[[], None]:
@@ -306,62 +306,62 @@ class Executor:
             self.world.progress(number),
         )
 
-    def fly(self, flight: Flight) -> None:
+    def enqueue(self, execution: Execution) -> None:
         """Have the dispatch thread walk a run; what a host callback asks for runs within its own run."""
         nested = called_back.inside()
         if self._closed and not nested:
             raise StrettoError("the executor is closed: the process is ending")
-        if not nested and len(self._flights) >= MAX_QUEUED:
-            oldest = list(self._flights.values())[:1]
+        if not nested and len(self._executions) >= MAX_QUEUED:
+            oldest = list(self._executions.values())[:1]
             for ahead in oldest:
                 ahead.event.wait()
-        self._flights[id(flight)] = flight
+        self._executions[id(execution)] = execution
         error = self.world.error
         if error is not None:
-            flight.land(error)
+            execution.land(error)
         elif nested:
             # The functions of several devices may run the same programs at once: in one order on all ranks.
-            with nullcontext() if flight.loaded.joint is None else self._nested:
-                flight.walk()
+            with nullcontext() if execution.loaded.negotiation is None else self._nested:
+                execution.walk()
         else:
-            self.dispatch.submit(flight.walk)
+            self.dispatch.submit(execution.walk)
 
     @property
     def idle(self) -> bool:
         """Whether all runs are over, but for what the dispatch thread does after their end."""
-        return not self._flights
+        return not self._executions
 
     def take_turn(self) -> bool:
         """Have the caller be the dispatch thread until it calls `end_turn`, if no run is under way."""
-        if self._flights or self._closed or self.world.error is not None:
+        if self._executions or self._closed or self.world.error is not None:
             return False
         return self.dispatch.try_turn(PATIENCE)
 
     def end_turn(
-        self, flight: Flight | None = None, rest: Callable[[], None] | None = None
+        self, execution: Execution | None = None, rest: Callable[[], None] | None = None
     ) -> None:
-        """The end of it. ``rest``: what the dispatch thread is to do of the run that became a flight."""
-        if flight is not None:
-            self._flights[id(flight)] = flight
+        """The end of it. ``rest``: what the dispatch thread is to do of the run that became an execution."""
+        if execution is not None:
+            self._executions[id(execution)] = execution
             error = self.world.error
             if error is not None:
-                flight.land(error)
+                execution.land(error)
         if rest is None:
             self.dispatch.end_turn()
         else:
             self.dispatch.hand_over(rest)
 
-    def fly_here(self, flight: Flight) -> None:
+    def walk_here(self, execution: Execution) -> None:
         """Walk a run, in the caller's thread unless others are queued."""
-        self._flights[id(flight)] = flight
+        self._executions[id(execution)] = execution
         if called_back.inside():
-            flight.walk()
+            execution.walk()
         else:
-            self.dispatch.run(flight.walk)
+            self.dispatch.run(execution.walk)
 
-    def claim(self, flight: Flight) -> bool:
+    def claim(self, execution: Execution) -> bool:
         """Whether the caller is the one to end this run."""
-        return self._flights.pop(id(flight), None) is not None
+        return self._executions.pop(id(execution), None) is not None
 
     def report(self, error: BaseException | None) -> None:
         """Tell the other ranks that a program that they run too has failed here."""
@@ -372,10 +372,10 @@ class Executor:
         """`report` as a callback."""
         self.report(event.error)
 
-    def _fail_flights(self, error: StrettoError) -> None:
+    def _fail_executions(self, error: StrettoError) -> None:
         """The job has failed: everyone who waits gets the error, whatever the dispatch thread does."""
-        for flight in list(self._flights.values()):
-            flight.land(error)
+        for execution in list(self._executions.values()):
+            execution.land(error)
 
 
 def _hierarchies(world: Processes) -> Callable[[int], Communicator]:

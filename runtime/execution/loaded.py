@@ -1,9 +1,9 @@
 """`LoadedProgram`: a program on its devices, ready to be executed.
 
 Programs that only compute, and whose arguments are there, are handed to the engine in the caller's thread.
-All others become a `Flight`, which the executor's dispatch thread walks. Where a program's collectives are
-all small, the caller's thread begins the walk, which saves two thread switches if the other processes are
-there already, and leaves the rest to the dispatch thread where it would have to wait for long.
+All others become an `Execution`, which the dispatch thread walks. Where a program's collectives are all
+small, the caller's thread begins the walk, which saves two thread switches if the other processes are there
+already, and leaves the rest to the dispatch thread where it would have to wait for long.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..engines.engine import counted
 from ..errors import InvalidProgramError
 from ..program import Block, Branch, Loop, Run, Start, instructions
 from .compiled_segments import CompiledSegments
-from .execution import Flight
+from .execution import Execution
 from .frame import Frame, Hosted
 from .stream import Event
 from .value import DeletedError, Landed, Promise, Value
@@ -25,7 +25,7 @@ from .walk import Walker
 
 if TYPE_CHECKING:
     from .executor import Executor
-    from .negotiation import Joint
+    from .negotiation import Negotiation
     from .profiling import Measuring
 
 # Seconds that a caller waits for other processes before it leaves a small collective to the dispatch thread.
@@ -63,7 +63,7 @@ class LoadedProgram:
         self._must_agree = must_agree
         # How it is agreed on with the other processes that run it; None if there are none. While it is
         # measured, what does that stands here too.
-        self.joint: Joint | Measuring | None = None
+        self.negotiation: Negotiation | Measuring | None = None
         self._choose_single()
 
     def _choose_single(self) -> None:
@@ -141,7 +141,7 @@ class LoadedProgram:
         if (
             self.walker.prompt is not None
             and self.executor.idle
-            and (self.joint is None or self.joint.agreed)
+            and (self.negotiation is None or self.negotiation.agreed)
         ):
             begun = self._run_promptly(arguments)
             if begun is not None:
@@ -216,8 +216,8 @@ class LoadedProgram:
         run, done = executor.next_run(), 0
         assert prompt is not None
         try:
-            if self.joint is not None:
-                self.joint.begin()
+            if self.negotiation is not None:
+                self.negotiation.begin()
             if walker.started is not None:
                 walker.started(run)
             until = perf_counter() + PATIENCE
@@ -245,13 +245,13 @@ class LoadedProgram:
             ]
             event = None
         else:
-            flight = Flight(self, [], None, run)
-            outputs, event = self._values_of(flight), flight.event
+            execution = Execution(self, [], None, run)
+            outputs, event = self._values_of(execution), execution.event
             if rest is not None:
-                executor.end_turn(flight, partial(flight.resume, frame, rest, done))
+                executor.end_turn(execution, partial(execution.resume, frame, rest, done))
             else:
-                executor.end_turn(flight)
-                flight.finish(frame, error)
+                executor.end_turn(execution)
+                execution.finish(frame, error)
         if self.donates:
             self._delete_donated(arguments)
         return outputs, event
@@ -284,14 +284,14 @@ class LoadedProgram:
             registers[slot] = register
         return frame
 
-    def _values_of(self, flight: Flight) -> list[list[Value]]:
-        """The outputs that a flight will give."""
+    def _values_of(self, execution: Execution) -> list[list[Value]]:
+        """The outputs that an execution will give."""
         return [
             [
                 Value(type, ordinal, self._engine, None, promise)
                 for type, promise in zip(self.output_types, promises, strict=True)
             ]
-            for (_, ordinal), promises in zip(self.local, flight.promises, strict=True)
+            for (_, ordinal), promises in zip(self.local, execution.promises, strict=True)
         ]
 
     def _delete_donated(self, arguments: Sequence[Sequence[Value]]) -> None:
@@ -326,15 +326,15 @@ class LoadedProgram:
                     issued = False
                 column.append(content)
             columns.append(column)
-        flight = Flight(self, columns, failed)
-        outputs = self._values_of(flight)
+        execution = Execution(self, columns, failed)
+        outputs = self._values_of(execution)
         if idle and issued and not self.communicates:
-            self.executor.fly_here(flight)
+            self.executor.walk_here(execution)
         else:
-            self.executor.fly(flight)
+            self.executor.enqueue(execution)
         if self.donates:
             self._delete_donated(arguments)
-        return outputs, flight.end if self.has_host_callbacks else flight.event
+        return outputs, execution.end if self.has_host_callbacks else execution.event
 
 
 def segment_runs(block: Block, times: int = 1) -> Iterator[tuple[int, int]]:

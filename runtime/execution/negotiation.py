@@ -1,7 +1,7 @@
 """The first run of a program that several processes run together: they agree on the order of its collectives.
 
-`Joint.begin` is called by the dispatch thread whenever such a program is about to run. The first time, the
-processes compare digests of what they are about to communicate with one small all-reduce, and bind their
+`Negotiation.begin` is called by the dispatch thread whenever such a program is about to run. The first time,
+the processes compare digests of what they are about to communicate with one small all-reduce, and bind their
 collectives. Nothing more is ever exchanged about the program if the digests are equal. If not, they
 exchange schedules, find an order that all of them can follow (`stretto.collectives.order`), lower the program
 in that order, and compare once more what came of it. If there is none, every process raises the same
@@ -105,8 +105,8 @@ class AsWritten(Protocol):
 
 
 @dataclass(frozen=True)
-class Terms:
-    """A program as one process means to run it.
+class Proposal:
+    """A program as one process proposes to run it.
 
     ``line``: of the call that it was loaded for, if known. ``device_ids[i]``: global id of logical id i.
     ``rewritten``: digest of what was done to its collectives, empty if nothing.
@@ -167,18 +167,18 @@ class Agreement:
     equal: bool
 
 
-class Joint:
-    """A loaded program that several processes run together.
+class Negotiation:
+    """How several processes agree on a loaded program that they run together, at its first run.
 
     ``reorder(order)`` gives the program another order, in which it will run. ``bind()`` makes it ready to
-    run, and may wait for the other processes. ``as_written()`` gives the terms of the program as it was
+    run, and may wait for the other processes. ``as_written()`` gives the program as it was
     before its collectives were rewritten, to which ``reorder`` then refers. ``lane`` is the stream whose
     progress tells the watchdog that this process waits; nothing else runs on it meanwhile.
     """
 
     def __init__(
         self,
-        terms: Terms,
+        proposal: Proposal,
         rank: int,
         owner: Mapping[int, int],
         log: RunLog,
@@ -186,9 +186,9 @@ class Joint:
         reorder: Callable[[CommonOrder], Program],
         bind: Callable[[], None],
         lane: Lane,
-        as_written: Callable[[], Terms] | None = None,
+        as_written: Callable[[], Proposal] | None = None,
     ) -> None:
-        self._terms = terms
+        self._proposal = proposal
         self._rank = rank
         self._owner = owner
         self._log = log
@@ -219,27 +219,27 @@ class Joint:
             self._forget()
 
     def _begin_first(self) -> None:
-        terms, log = self._terms, self._log
-        digest = terms.digest()
-        key = (log.processes, terms.fingerprint())
+        proposal, log = self._proposal, self._log
+        digest = proposal.digest()
+        key = (log.processes, proposal.fingerprint())
         agreement = self._agreements.known.get(key)
         if agreement is not None:
-            log.ended_waiting(terms.program.name)
+            log.ended_waiting(proposal.program.name)
             self._bind()
             self.key = key
-            self._record = Record(terms.program.name, terms.line, agreement.identity)
+            self._record = Record(proposal.program.name, proposal.line, agreement.identity)
             log.ran(self._record)
             return
-        log.begin(terms.program.name, terms.line)
+        log.begin(proposal.program.name, proposal.line)
         lane = self._lane
         lane.sequence += 1
-        lane.progress.begin(f"the first run of {terms.what}", "", lane.sequence, log.processes)
+        lane.progress.begin(f"the first run of {proposal.what}", "", lane.sequence, log.processes)
         try:
             try:
                 agreement = self._agree(digest)
             except _NoAgreementError as refused:
                 self._refused = str(refused)
-                record = Record(terms.program.name, terms.line, refused.identity)
+                record = Record(proposal.program.name, proposal.line, refused.identity)
                 log.settle(record, refused.number, refused.history)
                 self._forget()
                 raise mismatch(self._refused) from None
@@ -249,12 +249,12 @@ class Joint:
         if agreement.equal:
             self._agreements.known[key] = agreement
             self.key = key
-        self._record = Record(terms.program.name, terms.line, agreement.identity)
+        self._record = Record(proposal.program.name, proposal.line, agreement.identity)
         log.settle(self._record, log.number, log.history)
 
     def _forget(self) -> None:
         """Drop what only the first run needs: it refers to the loaded program, which refers to this."""
-        del self._terms, self._reorder, self._bind, self._as_written
+        del self._proposal, self._reorder, self._bind, self._as_written
 
     def _agree(self, digest: bytes) -> Agreement:
         log = self._log
@@ -264,12 +264,14 @@ class Joint:
         if assembly.all_equal(sha256(digest + moment).digest()[:16]):
             identity = _identity([digest], number)
             try:
-                check_rings(self._terms.program, self._terms.schedule, self._owner, alone=True)
+                check_rings(
+                    self._proposal.program, self._proposal.schedule, self._owner, alone=True
+                )
             except CollectiveMismatch as conflict:
                 raise _NoAgreementError(str(conflict), identity, number, history) from None
             return Agreement(identity, equal=True)
         offers = _offers(assembly, self._offer(digest))
-        anew = bool(self._terms.rewritten)
+        anew = bool(self._proposal.rewritten)
         if any(offer.rewritten for offer in offers.values()):
             offers = _offers(assembly, self._unrewritten())
         number = max(offer.number for offer in offers.values())
@@ -290,26 +292,26 @@ class Joint:
     def _unrewritten(self) -> bytes:
         """Take the program as it was written; gives what to offer."""
         problem = ""
-        if self._terms.rewritten:
+        if self._proposal.rewritten:
             assert self._as_written is not None
             try:
-                self._terms = self._as_written()
+                self._proposal = self._as_written()
             except Exception as error:
                 problem = f"{type(error).__name__}: {error}"
-        return self._offer(self._terms.digest(), problem)
+        return self._offer(self._proposal.digest(), problem)
 
     def _offer(self, digest: bytes, problem: str = "") -> bytes:
-        terms, log = self._terms, self._log
+        proposal, log = self._proposal, self._log
         return Offer(
-            terms.program.name,
-            terms.line,
-            terms.schedule,
-            terms.device_ids,
+            proposal.program.name,
+            proposal.line,
+            proposal.schedule,
+            proposal.device_ids,
             digest,
             log.number,
             log.history,
             log.account().runs,
-            bool(terms.rewritten),
+            bool(proposal.rewritten),
             problem,
         ).to_bytes()
 
@@ -318,9 +320,9 @@ class Joint:
 
         ``anew``: the program is not the one that was loaded.
         """
-        program = self._terms.program
+        program = self._proposal.program
         kept = all(p == tuple(range(len(p))) for p in order.values())
-        as_listed = certificate(strict(program)) == certificate(self._terms.schedule)
+        as_listed = certificate(strict(program)) == certificate(self._proposal.schedule)
         if anew or not (kept and as_listed and program.num_streams == 1):
             try:
                 program = self._reorder(order)

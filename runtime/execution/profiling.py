@@ -24,7 +24,7 @@ from ..program import Program
 from ..recording import statistics
 from ..recording.statistics import Profiled
 from .frame import Hosted
-from .negotiation import Joint
+from .negotiation import Negotiation
 
 if TYPE_CHECKING:
     from ..engines.engine import Engine
@@ -94,26 +94,26 @@ def _nothing() -> None:
 
 
 class Measuring:
-    """Stands for a program's `Joint` (None in a process that runs it alone) while it is measured.
+    """Stands for a program's `Negotiation` (None in a process that runs it alone) while it is measured.
 
     ``keep`` takes what was measured. An error of it is told, and ends the measuring: the program goes on.
     """
 
     agreed = False  # no run takes a short way
 
-    def __init__(self, loaded: LoadedProgram, joint: Joint | None, keep: Keep) -> None:
+    def __init__(self, loaded: LoadedProgram, negotiation: Negotiation | None, keep: Keep) -> None:
         self._loaded = ref(loaded)  # which refers to this
-        self._joint = joint
+        self._negotiation = negotiation
         self._keep = keep
         self._runs = 0
 
     def begin(self) -> None:
-        """A run begins: see `Joint.begin`."""
-        loaded, joint = self._loaded(), self._joint
+        """A run begins: see `Negotiation.begin`."""
+        loaded, negotiation = self._loaded(), self._negotiation
         assert loaded is not None
-        if joint is not None:
-            joint.begin()
-            if joint.key is None:  # the ranks differ: what they run is no plan's program
+        if negotiation is not None:
+            negotiation.begin()
+            if negotiation.key is None:  # the ranks differ: what they run is no plan's program
                 self._leave(loaded)
                 return
         self._runs += 1
@@ -134,7 +134,7 @@ class Measuring:
         """The program runs as it does without this."""
         if loaded.walker.times is not None:
             self._time(loaded, None)
-        loaded.joint = self._joint
+        loaded.negotiation = self._negotiation
 
     def _finish(self, loaded: LoadedProgram, seconds: Seconds) -> None:
         program = loaded.walker.program

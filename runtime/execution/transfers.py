@@ -38,9 +38,9 @@ from .stream import Event
 from .value import Landed, Promise, Value
 
 if TYPE_CHECKING:
-    from stretto.collectives.messages import Delivery, Letters
+    from stretto.collectives.messages import Delivery, Messages
 
-INLINE = 4096  # content of up to so many bytes travels in the letter itself
+INLINE = 4096  # content of up to so many bytes travels in the message itself
 _YIELDS = 100  # looks for news without sleeping, after something has moved
 _LONGEST_PAUSE = 1e-3
 
@@ -75,7 +75,7 @@ class _Asked:
 
 @dataclass
 class _Arrival:
-    """A letter that has come. ``content`` is complete once ``delivery`` is through."""
+    """A message that has come. ``content`` is complete once ``delivery`` is through."""
 
     type: TensorType
     error: str
@@ -123,11 +123,11 @@ class _Route:
 
 
 class Transfers:
-    """The transfers of this process. ``letters()`` makes its end of the post, when it is first needed."""
+    """The transfers of this process. ``messages()`` makes its end of the post, when it is first needed."""
 
-    def __init__(self, world: Job, letters: Callable[[], Letters]) -> None:
+    def __init__(self, world: Job, messages: Callable[[], Messages]) -> None:
         self._world = world
-        self._make_letters = letters
+        self._make_messages = messages
         self._asked: deque[_Asked] = deque()
         self._routes: dict[tuple[int, int], _Route] = {}
         self._changed = threading.Condition()
@@ -204,10 +204,10 @@ class Transfers:
 
     def _work(self) -> None:
         try:
-            letters = self._make_letters()
+            messages = self._make_messages()
             looks = 0
             while self._wait_for_work():
-                looks = 0 if self._advance(letters) else looks + 1
+                looks = 0 if self._advance(messages) else looks + 1
                 if looks > _YIELDS:
                     self._rest(min(_LONGEST_PAUSE, 2e-5 * (looks - _YIELDS)))
                 else:
@@ -231,18 +231,18 @@ class Transfers:
             if not self._asked:
                 self._changed.wait(seconds)
 
-    def _advance(self, letters: Letters) -> bool:
+    def _advance(self, messages: Messages) -> bool:
         """Do what can be done without waiting; whether there was anything."""
         moved = bool(self._asked)
         while self._asked:
             asked = self._asked.popleft()
             route = self._route(asked.source, asked.target)
             (route.expected if asked.value is None else route.waiting).append(asked)
-        while (letter := letters.take()) is not None:
-            self._arrive(letters, *letter)
+        while (message := messages.take()) is not None:
+            self._arrive(messages, *message)
             moved = True
         for route in self._routes.values():
-            while route.waiting and self._try_to_post(letters, route):
+            while route.waiting and self._try_to_post(messages, route):
                 moved = True
             while route.sending and all(d.Test() for d in route.sending[0][1]):
                 asked, _, _ = route.sending.popleft()
@@ -266,7 +266,7 @@ class Transfers:
             found = self._routes[source, target] = _Route(source, target, peer, ranks, progress)
         return found
 
-    def _try_to_post(self, letters: Letters, route: _Route) -> bool:
+    def _try_to_post(self, messages: Messages, route: _Route) -> bool:
         """Send the first array of those that wait, if it is computed."""
         asked = route.waiting[0]
         assert asked.value is not None
@@ -282,9 +282,9 @@ class Transfers:
         inline = content.nbytes <= INLINE
         about = [route.source, route.target, str(asked.type), str(problem or ""), inline]
         head = json.dumps(about).encode() + b"\n" + (as_bytes(content).tobytes() if inline else b"")
-        deliveries = [letters.post(route.peer, head)]
+        deliveries = [messages.post(route.peer, head)]
         if not inline:
-            deliveries.append(letters.post_content(route.peer, content))
+            deliveries.append(messages.post_content(route.peer, content))
         if problem is not None:
             self._abandoned.append((deliveries, head))
             self._end(route, asked, problem)
@@ -293,15 +293,15 @@ class Transfers:
         route.sending.append((asked, deliveries, (head, content)))
         return True
 
-    def _arrive(self, letters: Letters, process: int, letter: bytes) -> None:
-        """A letter has come: receive what belongs to it, whether or not it is expected yet."""
-        about, _, inline = letter.partition(b"\n")
+    def _arrive(self, messages: Messages, process: int, message: bytes) -> None:
+        """A message has come: receive what belongs to it, whether or not it is expected yet."""
+        about, _, inline = message.partition(b"\n")
         source, target, text, error, is_inline = json.loads(about)
         type = TensorType.parse(text)
         content = pool.empty(type.shape, type.numpy)
         delivery = None
         if not is_inline:
-            delivery = letters.take_content(process, content)
+            delivery = messages.take_content(process, content)
         elif not error:
             as_bytes(content)[:] = np.frombuffer(inline, np.uint8)
         self._route(source, target).arrived.append(_Arrival(type, error, content, delivery))

@@ -32,7 +32,7 @@ from ..program.valid import Absent, zeros
 from ..recording.instrument import Counters, Instrument, told
 from .call import Lane
 from .communication import Attempt, Communication
-from .compute import Runs
+from .compute import Compute
 from .frame import Frame, Hosted, Operation, named
 from .profiling import SegmentTimes
 
@@ -127,7 +127,7 @@ class Walker:
     def _translate(self, communication: Communication) -> None:
         self._communication = communication
         self._tell()
-        runs = Runs(
+        compute = Compute(
             self.program,
             self.engine,
             self.segments,
@@ -140,7 +140,7 @@ class Walker:
             self.times,
         )
         self._translators: dict[type, Callable[[Any], Operation]] = {
-            Run: runs.operation,
+            Run: compute.operation,
             Start: communication.start,
             Wait: communication.wait,
             Loop: self._loop,

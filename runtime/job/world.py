@@ -39,7 +39,7 @@ from .watchdog import Peer
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-    from stretto.collectives.messages import Letters
+    from stretto.collectives.messages import Messages
 
 
 class World:
@@ -152,15 +152,15 @@ class World:
         """What sends arrays to other ranks, and receives them, outside of programs; made once."""
         with self._lock:
             if self._transfers is None:
-                self._transfers = Transfers(self, self._letters)
+                self._transfers = Transfers(self, self._messages)
             return self._transfers
 
-    def _letters(self) -> Letters:
-        from stretto.collectives.messages import MpiLetters
+    def _messages(self) -> Messages:
+        from stretto.collectives.messages import MpiMessages
 
         if self.comm is None:
             raise WorldError("this process is alone: there is nobody to send arrays to")
-        return MpiLetters(self.comm)
+        return MpiMessages(self.comm)
 
     def leave(self) -> None:
         """Leave the job, when the process ends: waits for the other ranks, then ends MPI.

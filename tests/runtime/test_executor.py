@@ -520,7 +520,7 @@ def test_runs_do_not_queue_up_without_bound() -> None:
     beyond: list[object] = []
     caller = threading.Thread(target=lambda: beyond.append(loaded.execute(arguments)[0][0]))
     caller.start()
-    assert len(rig.executor._flights) == MAX_QUEUED
+    assert len(rig.executor._executions) == MAX_QUEUED
     assert not any(value.is_ready() for value in outputs) and not beyond
     gate.set()
     caller.join(30)

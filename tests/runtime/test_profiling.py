@@ -26,7 +26,7 @@ from stretto.collectives.ops import Collective, Kind
 from stretto.collectives.order import Schedule
 from stretto.runtime.errors import CompileError
 from stretto.runtime.execution.loaded import LoadedProgram
-from stretto.runtime.execution.negotiation import Joint
+from stretto.runtime.execution.negotiation import Negotiation
 from stretto.runtime.execution.profiling import MEASURED, WARM_UP, Seconds
 from stretto.runtime.program import Block, Loop, Program, Run, Start, Wait
 from stretto.runtime.program.order import starts
@@ -95,7 +95,7 @@ def test_what_was_measured_is_handed_on_at_the_run_after_the_last_measured_one()
     ((given, seconds),) = kept.given
     assert given == MADE and len(seconds) == 2 and all(s is not None and s > 0 for s in seconds)
     assert loaded.program == MADE and loaded.walker.program is walked
-    assert loaded.joint is None and loaded.walker.times is None
+    assert loaded.negotiation is None and loaded.walker.times is None
     assert results(rig, loaded, runs=3) == expected(3)
     assert len(kept.given) == 1
     done = statistics.profiles()[-1]
@@ -105,7 +105,7 @@ def test_what_was_measured_is_handed_on_at_the_run_after_the_last_measured_one()
 def test_nothing_is_measured_that_nobody_keeps() -> None:
     rig = Rig(2)
     loaded = load(rig, MADE, None)
-    assert loaded.joint is None
+    assert loaded.negotiation is None
     assert results(rig, loaded, runs=FIRST + 1) == expected(FIRST + 1)
     assert loaded.walker.times is None
 
@@ -185,11 +185,11 @@ def test_one_rank_measures_and_all_go_on_as_they_were() -> None:
         again = load(rig, MADE, kept if world.rank == 0 else None)  # counts its runs anew
         found += results_of_rank(rig, again, FIRST - 1, at=4)
         found += results_of_rank(rig, loaded, FIRST, at=FIRST + 3)
-        return found, loaded.walker.program, type(loaded.joint)
+        return found, loaded.walker.program, type(loaded.negotiation)
 
-    for rank, (found, running, joint) in enumerate(run_processes(2, main)):
+    for rank, (found, running, negotiation) in enumerate(run_processes(2, main)):
         assert found == expected(2 * FIRST + 3, rank)
-        assert running == MADE and joint is Joint
+        assert running == MADE and negotiation is Negotiation
     ((given, seconds),) = kept.given
     assert given == MADE and all(s is not None and s > 0 for s in seconds)
 
@@ -219,11 +219,11 @@ def test_ranks_that_had_to_find_a_common_order_are_not_measured() -> None:
             keep=kept,
         )
         found = results_of_rank(rig, loaded, FIRST + 1)
-        return found, kept.given, type(loaded.joint)
+        return found, kept.given, type(loaded.negotiation)
 
     for found, asked, kind in run_processes(2, main):
         assert found == [11.0 * i for i in range(FIRST + 1)]
-        assert not asked and kind is Joint
+        assert not asked and kind is Negotiation
 
 
 def test_measured_runs_of_a_program_that_sends_leave_its_streams_alone() -> None:

@@ -23,10 +23,10 @@ SMALL, LARGE = TensorType("f32", (3,)), TensorType("f32", (INLINE,))
 
 
 class Post:
-    """Letters by receiver, contents and who waits for them by sender and receiver; what was sent."""
+    """Messages by receiver, contents and who waits for them by sender and receiver; what was sent."""
 
     def __init__(self) -> None:
-        self.letters: dict[int, deque[tuple[int, bytes]]] = defaultdict(deque)
+        self.messages: dict[int, deque[tuple[int, bytes]]] = defaultdict(deque)
         self.contents: dict[tuple[int, int], deque[np.ndarray]] = defaultdict(deque)
         self.asked: dict[tuple[int, int], deque[Coming]] = defaultdict(deque)
         self.sent: list[tuple[int, int, str]] = []
@@ -55,13 +55,13 @@ class Coming:
         return self not in self.asked
 
 
-class MemoryLetters:
+class MemoryMessages:
     def __init__(self, post: Post, rank: int) -> None:
         self.shared, self.rank = post, rank
 
     def post(self, process: int, head: bytes) -> Through:
         self.shared.sent.append((self.rank, process, "head"))
-        self.shared.letters[process].append((self.rank, head))
+        self.shared.messages[process].append((self.rank, head))
         return Through()
 
     def post_content(self, process: int, content: np.ndarray) -> Through:
@@ -70,7 +70,7 @@ class MemoryLetters:
         return Through()
 
     def take(self) -> tuple[int, bytes] | None:
-        box = self.shared.letters[self.rank]
+        box = self.shared.messages[self.rank]
         return box.popleft() if box else None
 
     def take_content(self, process: int, into: np.ndarray) -> Coming:
@@ -83,13 +83,13 @@ class Rank:
 
     local_devices, num_devices = 2, 4
 
-    def __init__(self, post: Post, rank: int, letters: Callable[[], Any] | None = None) -> None:
+    def __init__(self, post: Post, rank: int, messages: Callable[[], Any] | None = None) -> None:
         self.rank = rank
         self.engine = NullEngine(2)
         self.streams: list[Progress] = []
         self.failures: list[BaseException] = []
         self.listeners: list[Callable[[StrettoError], None]] = []
-        self.transfers = Transfers(self, letters or (lambda: MemoryLetters(post, rank)))
+        self.transfers = Transfers(self, messages or (lambda: MemoryMessages(post, rank)))
         self.done: list[BaseException | None] = []
 
     def progress(self, stream: int = 0) -> Progress:
@@ -215,7 +215,7 @@ def test_another_array_than_was_expected(ranks: tuple[Rank, Rank]) -> None:
 def test_to_the_watchdog_both_ends_are_in_the_same_transfer() -> None:
     """The sender's content is never taken, the receiver's never comes."""
 
-    class Stuck(MemoryLetters):
+    class Stuck(MemoryMessages):
         def post(self, process: int, head: bytes) -> Any:
             return Never()
 
@@ -264,7 +264,7 @@ def test_to_the_watchdog_both_ends_are_in_the_same_transfer() -> None:
 
 
 def test_when_the_post_fails_the_job_does() -> None:
-    class Broken(MemoryLetters):
+    class Broken(MemoryMessages):
         def take(self) -> tuple[int, bytes] | None:
             raise OSError("the network is down")
 

@@ -21,10 +21,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .communicator import BoundCollective, Communicator, Reducer
+from .communicator import PROMPT, BoundCollective, Communicator, Reducer
 from .local import local_collective
 from .ops import Collective, Kind
-from .plan import PROMPT
 from .point_to_point import BoundPermute, BoundReceive, BoundSend, Done, Mailboxes, Transfer, zeros
 
 if TYPE_CHECKING:

@@ -1,7 +1,7 @@
-"""Letters: messages between processes that their receiver has not announced.
+"""Messages between processes that their receiver has not asked for.
 
-A letter is a few bytes, its head, which says all there is to know, and after it any number of contents, each
-an array. Letters of one process to another arrive in the order in which they were sent, contents likewise.
+A message is a few bytes, its head, which says all there is to know, and after it any number of contents, each
+an array. Messages of one process to another arrive in the order in which they were sent, contents likewise.
 One thread of each process calls everything here; nothing blocks.
 """
 
@@ -13,7 +13,7 @@ import numpy as np
 from mpi4py import MPI
 
 from .memory import as_bytes
-from .mpi import LETTER_TAGS, tag_bound
+from .mpi import TRANSFER_TAGS, tag_bound
 
 
 class Delivery(Protocol):
@@ -24,19 +24,19 @@ class Delivery(Protocol):
         ...
 
 
-class Letters(Protocol):
+class Messages(Protocol):
     """One process's end of the post."""
 
     def post(self, process: int, head: bytes) -> Delivery:
-        """Send a letter."""
+        """Send a message."""
         ...
 
     def post_content(self, process: int, content: np.ndarray) -> Delivery:
-        """Send a content of the letter before; nobody may write to the array until it is through."""
+        """Send a content of the message before; nobody may write to the array until it is through."""
         ...
 
     def take(self) -> tuple[int, bytes] | None:
-        """The next letter that has arrived: who sent it, and its head."""
+        """The next message that has arrived: who sent it, and its head."""
         ...
 
     def take_content(self, process: int, into: np.ndarray) -> Delivery:
@@ -44,12 +44,12 @@ class Letters(Protocol):
         ...
 
 
-class MpiLetters:
+class MpiMessages:
     """The post over MPI. ``comm`` belongs to stretto; two of its tags are used."""
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         self._comm = comm
-        self._head_tag, self._content_tag = (tag_bound(comm) - tag for tag in LETTER_TAGS)
+        self._head_tag, self._content_tag = (tag_bound(comm) - tag for tag in TRANSFER_TAGS)
 
     def post(self, process: int, head: bytes) -> MPI.Request:
         return self._comm.Isend([head, MPI.BYTE], process, self._head_tag)

@@ -25,9 +25,9 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
+from .communicator import PROMPT
 from .memory import as_bytes, pool
 from .ops import Reduction
-from .plan import PROMPT
 from .reduce import combiner
 from .types import ELEMENT_TYPES
 from .waiting import Requests, Waiting
@@ -45,10 +45,10 @@ _SMALL_GATHER = 1 << 16
 _FEW = 16
 # Bytes of one part reduced at a time, so that what was received is still in the cache.
 _BLOCK = 1 << 20
-# Tags at the upper end, counted from there: of permutes, one for each stream, and of letters.
+# Tags at the upper end, counted from there: of permutes, one for each stream, and of `messages`.
 _PERMUTE_TAGS = 1024
-LETTER_TAGS = (_PERMUTE_TAGS, _PERMUTE_TAGS + 1)
-_RESERVED_TAGS = _PERMUTE_TAGS + len(LETTER_TAGS)
+TRANSFER_TAGS = (_PERMUTE_TAGS, _PERMUTE_TAGS + 1)
+_RESERVED_TAGS = _PERMUTE_TAGS + len(TRANSFER_TAGS)
 
 # Tags within a team: of what may be posted while others are under way, and of what is sent once those posted
 # before are through. All processes have one order of each, but not of both together.

@@ -7,6 +7,7 @@ HLO's four group modes and three spellings are read in one place, ``hlo_frontend
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
@@ -90,3 +91,32 @@ class Collective:
     @property
     def is_point_to_point(self) -> bool:
         return self.kind in (Kind.PERMUTE, Kind.SEND, Kind.RECV)
+
+
+def attributes(c: Collective) -> list[str]:
+    """What a collective does to its operands, and where and when, one word or phrase each."""
+    parts: list[str] = []
+    if c.groups:
+        parts.append(f"groups {nested(c.groups)}")
+    if c.pairs:
+        parts.append(f"pairs {nested(c.pairs)}")
+    if c.reduction is not None:
+        parts.append(f"reduction {c.reduction}")
+    if c.reducer is not None:
+        parts.append(f"reducer {c.reducer}")
+    if c.dimension != -1:
+        parts.append(f"dimension {c.dimension}")
+    if c.tuple_form:
+        parts.append("tuple_form")
+    if c.dynamic_root:
+        parts.append("dynamic_root")
+    if c.channel:
+        parts.append(f"channel {c.channel}")
+    if c.valid_iterations:
+        parts.append(f"valid {nested(c.valid_iterations)}")
+    return parts
+
+
+def nested(groups: Iterable[Iterable[int]]) -> str:
+    """Lists of numbers as HLO writes them."""
+    return "{" + ",".join("{" + ",".join(map(str, group)) + "}" for group in groups) + "}"

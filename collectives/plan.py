@@ -26,10 +26,6 @@ Step = Callable[[Operands, Results], None]
 # Views an array in a message's bytes.
 View = Callable[[Array], Array]
 
-# Collectives of at most this many bytes for each process are posted and then awaited (`Pending`), so that
-# whoever runs one need not block in it. MPI does not match a collective that blocks with one that does not:
-# the size decides, on all processes alike, never the state of a process.
-PROMPT = 1 << 16
 # From here on an operand is worth a message of its own, which saves copying it.
 LARGE = 1 << 16
 

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from .communicator import PROMPT
 from .memory import pool
 from .ops import Collective, Kind
-from .plan import PROMPT
 from .types import TensorType
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def zeros(types: Sequence[TensorType]) -> list[Array]:
     return [pool.zeros(t.shape, t.numpy) for t in types]
 
 
-class Letter:
+class Payload:
     """One message within the process: empty until the send is posted."""
 
     __slots__ = ("arrays", "error", "posted")
@@ -68,73 +68,73 @@ class Mailboxes:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._sent: dict[tuple[int, int, int], deque[Letter]] = defaultdict(deque)
-        self._awaited: dict[tuple[int, int, int], deque[Letter]] = defaultdict(deque)
+        self._sent: dict[tuple[int, int, int], deque[Payload]] = defaultdict(deque)
+        self._awaited: dict[tuple[int, int, int], deque[Payload]] = defaultdict(deque)
         self._error = ""
 
     def send(self, key: tuple[int, int, int], arrays: list[Array]) -> None:
         """Post a message."""
         with self._lock:
-            letter = self._take(self._awaited, key)
-            if letter is None:
-                letter = Letter()
-                self._sent[key].append(letter)
-            letter.arrays = arrays
-            letter.posted.set()
+            payload = self._take(self._awaited, key)
+            if payload is None:
+                payload = Payload()
+                self._sent[key].append(payload)
+            payload.arrays = arrays
+            payload.posted.set()
 
-    def receive(self, key: tuple[int, int, int]) -> Letter:
+    def receive(self, key: tuple[int, int, int]) -> Payload:
         """The message that the send of the same rank gives, or will give."""
         with self._lock:
-            letter = self._take(self._sent, key)
-            if letter is None:
-                letter = Letter()
-                self._awaited[key].append(letter)
+            payload = self._take(self._sent, key)
+            if payload is None:
+                payload = Payload()
+                self._awaited[key].append(payload)
                 if self._error:
-                    letter.error = self._error
-                    letter.posted.set()
-            return letter
+                    payload.error = self._error
+                    payload.posted.set()
+            return payload
 
     def abort(self, reason: str) -> None:
         """Fail the receives that wait, and those to come that find no message."""
         with self._lock:
             self._error = reason
-            for letters in self._awaited.values():
-                for letter in letters:
-                    letter.error = reason
-                    letter.posted.set()
+            for payloads in self._awaited.values():
+                for payload in payloads:
+                    payload.error = reason
+                    payload.posted.set()
 
     @staticmethod
-    def _take(letters: dict[tuple[int, int, int], deque[Letter]], key: Any) -> Letter | None:
-        waiting = letters.get(key)
+    def _take(payloads: dict[tuple[int, int, int], deque[Payload]], key: Any) -> Payload | None:
+        waiting = payloads.get(key)
         if not waiting:
             return None
-        letter = waiting.popleft()
+        payload = waiting.popleft()
         if not waiting:
-            del letters[key]
-        return letter
+            del payloads[key]
+        return payload
 
 
 class Transfer:
     """Sends or receives under way; the `Request` of `communicator.py`. To be used by one thread at a time."""
 
-    __slots__ = ("_letters", "_mpi", "_requests", "_results", "kept")
+    __slots__ = ("_mpi", "_payloads", "_requests", "_results", "kept")
 
     def __init__(
         self,
         results: Results,
-        letters: list[tuple[int, Letter]],
+        payloads: list[tuple[int, Payload]],
         mpi: MpiWorld | None,
         requests: list[Any],
         kept: Any,
     ) -> None:
         self._results = results
-        self._letters = letters
+        self._payloads = payloads
         self._mpi = mpi
         self._requests = requests
         self.kept = kept  # the memory that MPI reads or writes
 
     def test(self) -> bool:
-        if not all(letter.posted.is_set() for _, letter in self._letters):
+        if not all(payload.posted.is_set() for _, payload in self._payloads):
             return False
         if self._requests:
             assert self._mpi is not None
@@ -148,12 +148,12 @@ class Transfer:
             assert self._mpi is not None
             self._mpi.wait(self._requests)
             self._complete()
-        for target, letter in self._letters:
-            letter.posted.wait()
-            if letter.error:
-                raise RuntimeError(letter.error)
-            self._results[target] = letter.arrays
-        self._letters = []
+        for target, payload in self._payloads:
+            payload.posted.wait()
+            if payload.error:
+                raise RuntimeError(payload.error)
+            self._results[target] = payload.arrays
+        self._payloads = []
         return self._results
 
     def _complete(self) -> None:
@@ -313,7 +313,7 @@ class BoundReceive(_Message):
     def start(self, operands: Operands, skip: frozenset[int] | None = None) -> Transfer:
         skip = skip or _NOTHING
         requests: list[Any] = []
-        letters = []
+        payloads = []
         results: Results = {}
         expected = set()
         for k, source, target, source_at, target_at in self.pairs:
@@ -322,7 +322,7 @@ class BoundReceive(_Message):
             expected.add(target)
             if source_at == self.process:
                 key = (source, target, self.collective.channel)
-                letters.append((target, self.mailboxes.receive(key)))
+                payloads.append((target, self.mailboxes.receive(key)))
                 continue
             assert self.mpi is not None
             arrays = results[target] = [pool.empty(t.shape, t.numpy) for t in self.types]
@@ -330,4 +330,4 @@ class BoundReceive(_Message):
         for target in operands:
             if target not in expected:
                 results[target] = zeros(self.types)
-        return Transfer(results, letters, self.mpi, requests, list(results.values()))
+        return Transfer(results, payloads, self.mpi, requests, list(results.values()))

@@ -27,8 +27,8 @@ from typing import Any
 
 import numpy as np
 
+from stretto.collectives.ops import attributes, nested
 from stretto.collectives.types import TensorType
-from stretto.runtime.program.text import attributes, nested
 
 from .graph import trip_count
 from .schema import LiteralProto

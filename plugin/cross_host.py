@@ -12,7 +12,7 @@ import ctypes
 from typing import Any
 
 from stretto.collectives.types import TensorType
-from stretto.runtime.execution.transfers import Transfers
+from stretto.runtime.execution.transfers import Transfers, transfers_of
 from stretto.runtime.execution.value import Value
 
 from . import _capi
@@ -38,7 +38,7 @@ def _transfers(client: Client, ids: list[int]) -> Transfers:
         device = client.device(id)
         if device.process_index == client.world.rank:
             raise ValueError(f"{device.name} belongs to this process: there is nothing to transfer")
-    return client.world.transfers
+    return transfers_of(client.world)
 
 
 def _pointers(address: int | None, count: int) -> list[Any]:

@@ -24,8 +24,7 @@ if TYPE_CHECKING:
         WorldError,
     )
     from stretto.runtime.options import Options, OptionsError, configure
-    from stretto.runtime.recording.instrument import Counters
-    from stretto.runtime.recording.statistics import Compilations, Profiled
+    from stretto.runtime.recording.statistics import Compilations, Counters, Profiled
 
     __version__: str
 
@@ -61,7 +60,7 @@ if not os.path.isdir(os.path.join(os.path.dirname(__file__), "runtime")):
 
 _HOMES = {
     "Compilations": "stretto.runtime.recording.statistics",
-    "Counters": "stretto.runtime.recording.instrument",
+    "Counters": "stretto.runtime.recording.statistics",
     "Explanation": "stretto.explanation",
     "Options": "stretto.runtime.options",
     "OptionsError": "stretto.runtime.options",

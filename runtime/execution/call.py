@@ -16,7 +16,8 @@ from stretto.collectives.ops import Collective
 from ..job.progress import Progress
 from ..program import Start
 from ..program.valid import left_out
-from ..recording.instrument import Counters, told
+from ..recording.instrument import told
+from ..recording.statistics import Counters
 from .frame import Hosted
 from .stream import Stream
 

@@ -14,8 +14,10 @@ from typing import Any
 
 from ..engines.engine import Engine, LoadedSegment, counted
 from ..program import ENDLESS, Block, Branch, Loop, Program, Run, Slot, calls_back
-from ..program.valid import Absent, Bounds, left_out
-from ..recording.instrument import Counters, Instrument, SegmentRun, told
+from ..program.valid import Bounds, left_out
+from ..recording.instrument import Instrument, SegmentRun, told
+from ..recording.statistics import Counters
+from .absent import Absent
 from .frame import Frame, Hosted, Operation, named
 from .profiling import SegmentTimes
 from .side_by_side import side_by_side

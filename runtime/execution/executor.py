@@ -35,10 +35,11 @@ from ..job.run_log import RunLogs, called
 from ..options import Options
 from ..program import Program
 from ..program.order import strict
-from ..program.valid import Absent, zeros
 from ..recording import statistics
-from ..recording.instrument import Counters, Instrument, Instruments
+from ..recording.instrument import Instrument, Instruments
+from ..recording.statistics import Counters
 from . import called_back
+from .absent import Absent, zeros
 from .call import Lane
 from .compiled_segments import compile_segments
 from .execution import Execution

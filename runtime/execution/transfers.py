@@ -29,11 +29,12 @@ import numpy as np
 from stretto.collectives.memory import as_bytes, pool
 from stretto.collectives.types import TensorType
 
-from ..errors import CollectiveMismatch, StrettoError
+from ..errors import CollectiveMismatch, StrettoError, WorldError
 from ..job import watchdog
 from ..job.progress import Progress
+from ..job.world import World
 from ..recording import statistics
-from ..recording.instrument import Counters
+from ..recording.statistics import Counters
 from .stream import Event
 from .value import Landed, Promise, Value
 
@@ -348,3 +349,24 @@ class Transfers:
         self._routes = {}
         while self._asked:
             self._finish(self._asked.popleft(), None, error)
+
+
+_lock = threading.Lock()
+_made: dict[World, Transfers] = {}
+
+
+def transfers_of(world: World) -> Transfers:
+    """What sends arrays to other processes, and receives them, outside of programs; made once for a world."""
+
+    def messages() -> Messages:
+        from stretto.collectives.messages import MpiMessages
+
+        if world.comm is None:
+            raise WorldError("this process is alone: there is nobody to send arrays to")
+        return MpiMessages(world.comm)
+
+    with _lock:
+        if world not in _made:
+            _made[world] = Transfers(world, messages)
+            world.before_leaving(_made[world].drain)
+        return _made[world]

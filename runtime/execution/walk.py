@@ -28,8 +28,9 @@ from ..program import (
     Start,
     Wait,
 )
-from ..program.valid import Absent, zeros
-from ..recording.instrument import Counters, Instrument, told
+from ..recording.instrument import Instrument, told
+from ..recording.statistics import Counters
+from .absent import Absent, zeros
 from .call import Lane
 from .communication import Attempt, Communication
 from .compute import Compute

@@ -13,7 +13,6 @@ import os
 import platform
 import secrets
 import socket
-import threading
 from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -23,11 +22,10 @@ from stretto.collectives.memory import pool
 
 from .. import cores, options
 from ..errors import RankFailed, StrettoError, WorldError
-from ..execution.negotiation import MpiAssembly
-from ..execution.transfers import Transfers
 from ..options import Options
 from . import clock, cost_tables, exits, joining, shared_memory, wireup
 from . import launcher as launchers
+from .assembly import MpiAssembly
 from .control import Control, connect
 from .cost_tables import CostText
 from .launcher import Launcher, detect
@@ -38,8 +36,6 @@ from .watchdog import Peer
 
 if TYPE_CHECKING:
     from mpi4py import MPI
-
-    from stretto.collectives.messages import Messages
 
 
 class World:
@@ -86,8 +82,7 @@ class World:
         self.traced_as = ""
         self._progress: list[Progress] = []
         self._control: Control | None = None
-        self._transfers: Transfers | None = None
-        self._lock = threading.Lock()
+        self._before_leaving: list[Callable[[], None]] = []
         if comm is not None:
             self._control = connect(
                 comm,
@@ -147,20 +142,9 @@ class World:
         """These ranks, to agree on what they run. All of them call this, and wait for each other."""
         return MpiAssembly(self.comm, processes)
 
-    @property
-    def transfers(self) -> Transfers:
-        """What sends arrays to other ranks, and receives them, outside of programs; made once."""
-        with self._lock:
-            if self._transfers is None:
-                self._transfers = Transfers(self, self._messages)
-            return self._transfers
-
-    def _messages(self) -> Messages:
-        from stretto.collectives.messages import MpiMessages
-
-        if self.comm is None:
-            raise WorldError("this process is alone: there is nobody to send arrays to")
-        return MpiMessages(self.comm)
+    def before_leaving(self, action: Callable[[], None]) -> None:
+        """Have ``action`` called when this process leaves the job, while the other ranks still answer."""
+        self._before_leaving.append(action)
 
     def leave(self) -> None:
         """Leave the job, when the process ends: waits for the other ranks, then ends MPI.
@@ -168,8 +152,8 @@ class World:
         If the job has failed, does not return: the process ends with exit code 1.
         """
         if self._control is not None:
-            if self._transfers is not None:
-                self._transfers.drain()
+            for action in self._before_leaving:
+                action()
             if self.error is None:
                 self._control.goodbye()
             if self.error is not None:
@@ -182,7 +166,8 @@ class World:
         """In a forked child: the job is the parent's."""
         if self._control is not None:
             self._control.close_inherited()
-            self._control = self._transfers = None
+            self._control = None
+            self._before_leaving = []
 
 
 _world: World | None = None

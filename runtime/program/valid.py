@@ -1,4 +1,4 @@
-"""Valid iterations at run time: what is left out in which iteration, and what stands in its place.
+"""Valid iterations: what is left out in which iteration.
 
 Bounds are as in `Collective.valid_iterations`: first and last iteration of each stretch, in order, both
 included; ``(1, 0)`` is never.
@@ -8,13 +8,6 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from typing import Any
-
-import numpy as np
-
-from stretto.collectives.types import TensorType
-
-from ..engines.engine import Engine
 
 Bounds = tuple[int, ...]
 
@@ -38,27 +31,3 @@ def are_bounds(bounds: Bounds) -> bool:
         and bounds[0] >= 0
         and list(bounds) == sorted(bounds)
     )
-
-
-class Absent:
-    """Arrays for what was not computed: ``content(type)``, made once for each type and device.
-
-    They are shared by all who lack an array of the type: nobody may overwrite them.
-    """
-
-    def __init__(self, engine: Engine, content: Callable[[TensorType], np.ndarray]) -> None:
-        self._engine = engine
-        self._content = content
-        self._made: dict[tuple[TensorType, int], Any] = {}
-
-    def array(self, type: TensorType, ordinal: int) -> Any:
-        """The engine's array on a local device."""
-        key = (type, ordinal)
-        if key not in self._made:
-            self._made[key] = self._engine.put(self._content(type), type, ordinal)
-        return self._made[key]
-
-
-def zeros(type: TensorType) -> np.ndarray:
-    """What stands for an array that nobody has made."""
-    return np.zeros(type.shape, type.numpy)

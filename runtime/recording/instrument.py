@@ -7,16 +7,14 @@ are called from the dispatch thread and from stream threads, and must be quick a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from stretto.collectives.ops import Collective
 
-if TYPE_CHECKING:
-    from ..program import Program
-    from .statistics import Profiled
+from ..program import Program
+from .statistics import Profiled
 
 SegmentRun = Callable[[int, list[Any]], list[Any]]
 
@@ -198,31 +196,3 @@ def _told(name: str) -> Callable[..., None]:
 for _name in vars(Instrument):
     if _name.startswith(("program_", "segment_", "collective_")):
         setattr(Instruments, _name, _told(_name))
-
-
-@dataclass
-class Counters:
-    """Communication of one stream since the start. Written by whoever runs the stream's tasks.
-
-    What nobody reads is left out (`docs/pipelines.md`): ``skipped`` messages were not sent,
-    ``skipped_runs`` runs of segments with ``skipped_flops`` floating point operations not made.
-    """
-
-    collectives: int = 0
-    messages: int = 0
-    nbytes: int = 0
-    seconds: float = 0.0
-    skipped: int = 0
-    skipped_runs: int = 0
-    skipped_flops: float = 0.0
-
-    def __add__(self, other: Counters) -> Counters:
-        return Counters(
-            self.collectives + other.collectives,
-            self.messages + other.messages,
-            self.nbytes + other.nbytes,
-            self.seconds + other.seconds,
-            self.skipped + other.skipped,
-            self.skipped_runs + other.skipped_runs,
-            self.skipped_flops + other.skipped_flops,
-        )

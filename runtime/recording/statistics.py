@@ -11,7 +11,33 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 from weakref import WeakSet
 
-from .instrument import Counters
+
+@dataclass
+class Counters:
+    """Communication of one stream since the start. Written by whoever runs the stream's tasks.
+
+    What nobody reads is left out (`docs/pipelines.md`): ``skipped`` messages were not sent,
+    ``skipped_runs`` runs of segments with ``skipped_flops`` floating point operations not made.
+    """
+
+    collectives: int = 0
+    messages: int = 0
+    nbytes: int = 0
+    seconds: float = 0.0
+    skipped: int = 0
+    skipped_runs: int = 0
+    skipped_flops: float = 0.0
+
+    def __add__(self, other: Counters) -> Counters:
+        return Counters(
+            self.collectives + other.collectives,
+            self.messages + other.messages,
+            self.nbytes + other.nbytes,
+            self.seconds + other.seconds,
+            self.skipped + other.skipped,
+            self.skipped_runs + other.skipped_runs,
+            self.skipped_flops + other.skipped_flops,
+        )
 
 
 class Counting(Protocol):

@@ -21,10 +21,10 @@ from stretto.runtime.program import (
     Run,
     Start,
     Wait,
+    to_text,
 )
 from stretto.runtime.program.check import check
 from stretto.runtime.program.codec import from_bytes, to_bytes
-from stretto.runtime.program.text import to_text
 from stretto.testing import MemoryTransport, MemoryWorld, Recorder, run_processes
 
 NOTHING = block((), [], ())

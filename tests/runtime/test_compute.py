@@ -10,13 +10,13 @@ from support.program_parser import parse
 from stretto.collectives.types import TensorType
 from stretto.runtime.engines.null import NullEngine
 from stretto.runtime.errors import InvalidProgramError
+from stretto.runtime.execution.absent import Absent, zeros
 from stretto.runtime.options import Options
-from stretto.runtime.program import Copy, Free, Loop, Program, Run
+from stretto.runtime.program import Copy, Free, Loop, Program, Run, to_text
 from stretto.runtime.program.check import check
 from stretto.runtime.program.codec import from_bytes, to_bytes
-from stretto.runtime.program.text import to_text
-from stretto.runtime.program.valid import Absent, left_out, zeros
-from stretto.runtime.recording.instrument import Counters
+from stretto.runtime.program.valid import left_out
+from stretto.runtime.recording.statistics import Counters
 from stretto.testing import MemoryTransport, MemoryWorld, Recorder
 
 NOTHING = block((), [], ())

@@ -28,10 +28,10 @@ from stretto.runtime.program import (
     Segment,
     Start,
     Wait,
+    to_text,
 )
 from stretto.runtime.program.check import check
 from stretto.runtime.program.codec import VERSION, from_bytes, to_bytes
-from stretto.runtime.program.text import to_text
 
 TYPES = st.builds(
     TensorType,

@@ -116,10 +116,10 @@ class Switch:
         self(False)
 
     def _state(self) -> tuple[Any, list[tuple[Any, Any]]]:
-        return self._executor.instrument, [(p.walker, p._single) for p in self._programs]
+        return self._executor.dispatcher.instrument, [(p.walker, p._single) for p in self._programs]
 
     def __call__(self, on: bool) -> None:
-        self._executor.instrument, programs = self._states[on]
+        self._executor.dispatcher.instrument, programs = self._states[on]
         for loaded, state in zip(self._programs, programs, strict=True):
             loaded.walker, loaded._single = state
         self._client._reconsider()

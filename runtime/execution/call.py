@@ -1,74 +1,50 @@
-"""What there is to every call of a collective, beside the communicator's work and the walk's.
+"""What every call of a collective has in common: its number, what is told of it, what it counts.
 
-A `Lane` is a stream of the executor with all that goes with it; a `Call` numbers the calls of one collective
-on its lane, tells the watchdog and the observer of them, counts what they move and what is left out.
+Sends and receives are calls too. A send is over when it is posted; a receive is counted when it is posted,
+and over when its message has been awaited.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from stretto.collectives.communicator import Communicator, Request
+from stretto.collectives.communicator import BoundCollective, Request
 from stretto.collectives.ops import Collective
 
-from ..job.progress import Progress
 from ..program import Start
 from ..program.valid import left_out
-from ..recording.instrument import told
-from ..recording.statistics import Counters
+from .context import Context
 from .frame import Hosted
-from .stream import Stream
-
-if TYPE_CHECKING:
-    from .communication import Communication
 
 _NOTHING: frozenset[int] = frozenset()
-
-
-class Lane:
-    """A stream of the executor with what goes with it: progress, counters, sends under way."""
-
-    __slots__ = ("communicator", "counters", "number", "progress", "sends", "sequence", "stream")
-
-    def __init__(
-        self, number: int, stream: Stream, communicator: Communicator, progress: Progress
-    ) -> None:
-        self.number = number
-        self.stream = stream
-        self.communicator = communicator
-        self.progress = progress
-        self.counters = Counters()
-        self.sequence = 0
-        self.sends: list[Request] = []
-
-    def drain(self) -> None:
-        """Wait until every send has been received. A task of this stream."""
-        sends, self.sends = self.sends, []
-        for request in sends:
-            request.wait()
+# Keyword arguments of a call: ``skip``, the pairs that move nothing in it, if the collective ever skips any.
+Options = dict[str, frozenset[int]]
 
 
 class Call:
-    """What there is to every call of one collective, beside the communicator's work."""
+    """The calls of one collective on one stream.
 
-    def __init__(self, communication: Communication, start: Start) -> None:
-        collective = communication.program.collectives[start.collective]
-        self.bound = communication.bound(start)
-        self.lane = communication.lanes[start.stream]
+    It numbers them, tells the watchdog and the instrument of them, and counts what they move and what is left
+    out. ``bound``: what the communicator made of the collective.
+    """
+
+    def __init__(self, context: Context, start: Start, bound: BoundCollective) -> None:
+        collective = context.program.collectives[start.collective]
+        self.bound = bound
+        self.lane = context.lanes[start.stream]
         self.what = describe(collective)
-        self._logical = communication.logical
+        self._logical = context.logical
         self._outputs = range(len(start.outputs))
         self._name, self._source = f"{collective.kind} %{collective.name}", collective.source
-        self._ranks, self._called = communication.ranks(collective), communication.called
-        self._skips = skipped_pairs(collective)
-        instrument = communication.instrument
-        self._started = told(instrument, "collective_started", collective, start.stream)
-        self._finished = told(instrument, "collective_finished", collective, start.stream)
-        self._ran = told(instrument, "collective_ran", collective, start.stream)
-        self._payload = payload_of(self.bound)
-        self._all_messages = getattr(self.bound, "messages", 0)
+        self._ranks, self._called = context.ranks(collective), context.called
+        self._skips = _skipped_pairs(collective)
+        self._started = context.told("collective_started", collective, start.stream)
+        self._finished = context.told("collective_finished", collective, start.stream)
+        self._ran = context.told("collective_ran", collective, start.stream)
+        self._payload = _payload_of(bound)
+        self._all_messages = getattr(bound, "messages", 0)
 
     def number(self) -> int:
         """The call's number in its stream."""
@@ -76,29 +52,52 @@ class Call:
         lane.sequence = sequence = lane.sequence + 1
         return sequence
 
-    def enter(self, sequence: int, iteration: int) -> tuple[dict[str, frozenset[int]], float]:
-        """The communicator is about to be called: its keyword arguments, and the time."""
+    def enter(self, sequence: int, iteration: int) -> tuple[Options, float]:
+        """The communicator is about to be called, and the watchdog knows: keyword arguments, and the time."""
+        self._watch(sequence)
+        return self.begin(iteration)
+
+    def begin(self, iteration: int) -> tuple[Options, float]:
+        """The same where nobody waits in the communicator: a send or a receive is posted."""
         if self._started is not None:
             self._started()
-        self.lane.progress.begin(self._name, self._source, sequence, self._ranks, self._called)
         return self._skips(iteration), perf_counter()
 
-    def account(
-        self, options: dict[str, frozenset[int]], began: float, active: tuple[int, ...]
-    ) -> None:
-        """It has given its results to the devices at these positions."""
-        seconds = perf_counter() - began
-        counters = self.lane.counters
-        counters.seconds += seconds
+    def _watch(self, sequence: int) -> None:
+        self.lane.progress.begin(self._name, self._source, sequence, self._ranks, self._called)
+
+    def wait(self, request: Request) -> dict[int, list[Any]]:
+        """Wait for what was posted, and have the watchdog know unless it is there. Gives what has come."""
+        if request.test():
+            return request.wait()
+        self._watch(self.lane.sequence)
+        try:
+            return request.wait()
+        finally:
+            self.lane.progress.end()
+
+    def count(self, options: Options) -> int:
+        """Count a call and the messages that it sends; gives their bytes."""
         messages, nbytes = self._payload(options)
+        counters = self.lane.counters
         counters.collectives += 1
         counters.messages += messages
         counters.skipped += self._all_messages - messages
         counters.nbytes += nbytes
+        return nbytes
+
+    def end(self, options: Options, nbytes: int, began: float, active: tuple[int, ...]) -> None:
+        """The call is over for the devices at these positions, and moved so many bytes."""
+        seconds = perf_counter() - began
+        self.lane.counters.seconds += seconds
         if self._finished is not None:
             self._finished(nbytes, seconds)
         if self._ran is not None:
             self._ran(began, active, options["skip"] if options else _NOTHING)
+
+    def account(self, options: Options, began: float, active: tuple[int, ...]) -> None:
+        """The communicator has given its results to the devices at these positions: `count` and `end`."""
+        self.end(options, self.count(options), began, active)
 
     def registers(self, results: Any, active: tuple[int, ...]) -> list[Hosted]:
         """The outputs' registers from what the communicator gave."""
@@ -118,7 +117,7 @@ def describe(collective: Collective) -> str:
     return f"{collective.kind}{name}{f' at {collective.source}' if collective.source else ''}"
 
 
-def payload_of(bound: Any) -> Callable[[dict[str, frozenset[int]]], tuple[int, int]]:
+def _payload_of(bound: Any) -> Callable[[Options], tuple[int, int]]:
     """Messages and bytes that this process gives in a call with these keyword arguments."""
     all_of_it = getattr(bound, "messages", 0), getattr(bound, "bytes", 0)
     count = getattr(bound, "payload", None)
@@ -127,11 +126,11 @@ def payload_of(bound: Any) -> Callable[[dict[str, frozenset[int]]], tuple[int, i
     return lambda options: count(options["skip"]) if options else all_of_it
 
 
-def skipped_pairs(collective: Collective) -> Callable[[int], dict[str, frozenset[int]]]:
+def _skipped_pairs(collective: Collective) -> Callable[[int], Options]:
     """Keyword arguments of a call in an iteration: ``skip``, the pairs that move nothing in it."""
     valid = collective.valid_iterations
     if not valid:
-        nothing: dict[str, frozenset[int]] = {}
+        nothing: Options = {}
         return lambda iteration: nothing
     skips = left_out(valid)
     return lambda iteration: {"skip": skips(iteration)}

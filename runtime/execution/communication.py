@@ -8,7 +8,7 @@ since on a ring every rank would then wait in it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from os import sched_yield
 from time import perf_counter
 from typing import Any, cast
@@ -20,48 +20,28 @@ from stretto.collectives.communicator import (
 )
 from stretto.collectives.ops import Collective, Kind
 
-from ..engines.engine import Engine, LoadedSegment
-from ..program import Loop, Program, Start, Wait, instructions
-from ..recording.instrument import Instrument, told
+from ..program import Loop, Start, Wait, instructions
 from .ahead import AheadOfTurn
-from .call import Call, Lane, describe, payload_of, skipped_pairs
+from .call import Call, describe
+from .context import Context
 from .frame import Frame, Hosted, Operation, named
 from .stream import Task
 
 # What a thread that must not block does of a collective: see `Communication.attempt`.
 Attempt = Callable[[Frame, float], Callable[[], None] | None]
-_NOTHING: frozenset[int] = frozenset()
 
 
 class Communication:
-    """The communicating operations of one program for its local devices.
+    """The communicating operations of one program.
 
-    ``local``: (logical id, ordinal) pairs. ``lanes[i]`` serves the program's stream i. ``owner`` maps each
-    logical id to its process. Binds every collective, in program order: the same on all ranks. What another
-    one for the same program has ``bound`` is used as it is.
+    Binds every collective, in program order: the same on all ranks. ``bound``: another one for the same
+    program, whose collectives are used as they are bound.
     """
 
-    def __init__(
-        self,
-        program: Program,
-        engine: Engine,
-        segments: Sequence[LoadedSegment],
-        local: Sequence[tuple[int, int]],
-        owner: Mapping[int, int],
-        lanes: Sequence[Lane],
-        instrument: Instrument | None = None,
-        called: str = "",
-        bound: Communication | None = None,
-    ) -> None:
-        self.program = program
-        self.engine = engine
-        self.segments = segments
-        self.logical = tuple(logical for logical, _ in local)
-        self.ordinals = tuple(ordinal for _, ordinal in local)
-        self.owner = owner
-        self.lanes = lanes
-        self.instrument = instrument
-        self.called = called
+    def __init__(self, context: Context, bound: Communication | None = None) -> None:
+        self.context = context
+        self.program = program = context.program
+        self.lanes = context.lanes
         self._starts = {i.event: i for i in instructions(program.body) if isinstance(i, Start)}
         # By event that a loop carries: outputs of its start, and the parameters they become.
         self._carried = {
@@ -94,21 +74,21 @@ class Communication:
             reducer = None if collective.reducer is None else self._reducer(collective)
             try:
                 bound[key] = self.lanes[instruction.stream].communicator.bind(
-                    collective, self.owner, reducer
+                    collective, self.context.owner, reducer
                 )
             except Exception as error:
                 raise named(error, describe(collective)) from error
         return bound
 
-    def bound(self, start: Start) -> BoundCollective:
-        """What the communicator made of its collective."""
-        return self._bound[start.collective, start.stream]
+    def _call(self, start: Start) -> Call:
+        return Call(self.context, start, self._bound[start.collective, start.stream])
 
     def _reducer(self, collective: Collective) -> Reducer:
         """A reducer that is a program of its own, run on the first local device."""
         assert collective.reducer is not None
-        segment = self.segments[collective.reducer]
-        engine, types, ordinal = self.engine, collective.operands, self.ordinals[0]
+        context, types = self.context, collective.operands
+        segment = context.segments[collective.reducer]
+        engine, ordinal = context.engine, context.ordinals[0]
 
         def reduce(left: list[Any], right: list[Any]) -> list[Any]:
             arrays = [
@@ -123,7 +103,8 @@ class Communication:
         """``capture(frame)`` keeps the operands of a collective; what it gives waits for them and makes
         host arrays by logical id.
         """
-        inputs, logical, host_view = start.inputs, self.logical, self.engine.host_view
+        context = self.context
+        inputs, logical, host_view = start.inputs, context.logical, context.engine.host_view
 
         def capture(frame: Frame) -> Callable[[], dict[int, list[Any]]]:
             columns = [frame.registers[slot] for slot in inputs]
@@ -144,7 +125,7 @@ class Communication:
 
     def _perform(self, start: Start) -> Callable[[Any, tuple[int, ...], int], list[Hosted]]:
         """``perform(views, active, iteration)``: run a collective, give its outputs' registers."""
-        call = Call(self, start)
+        call = self._call(start)
         run: Any = call.bound.run
         what, progress = call.what, call.lane.progress
 
@@ -170,11 +151,12 @@ class Communication:
         It gives None if that was done by the time ``until`` (of ``perf_counter``), otherwise what is left to
         do, which blocks and may be called by another thread. Only for collectives that are `prompt`.
         """
-        call, whole = Call(self, start), self.start_and_wait(start)
-        inputs, outputs, logical = start.inputs, start.outputs, self.logical
+        call, whole = self._call(start), self.start_and_wait(start)
+        inputs, outputs, logical = start.inputs, start.outputs, self.context.logical
         post = cast("PromptCollective", call.bound).post
         stream, progress, what = call.lane.stream, call.lane.progress, call.what
-        host_view, is_ready = self.engine.host_view, self.engine.is_ready
+        engine = self.context.engine
+        host_view, is_ready = engine.host_view, engine.is_ready
 
         def attempt(frame: Frame, until: float) -> Callable[[], None] | None:
             registers, active = frame.registers, frame.active
@@ -233,12 +215,6 @@ class Communication:
 
         return attempt
 
-    def ranks(self, collective: Collective) -> tuple[int, ...]:
-        """Processes that take part in the groups and pairs that have a local member."""
-        here = set(self.logical)
-        sets = [g for g in (*collective.groups, *collective.pairs) if here.intersection(g)]
-        return tuple(sorted({self.owner[member] for members in sets for member in members}))
-
     def start_and_wait(self, start: Start) -> Operation:
         capture, perform = self._columns(start), self._perform(start)
         outputs, stream = start.outputs, self.lanes[start.stream].stream
@@ -257,9 +233,9 @@ class Communication:
         stream, event = self.lanes[start.stream].stream, start.event
         collective, watched = (
             self.program.collectives[start.collective],
-            self.instrument is not None,
+            self.context.instrument is not None,
         )
-        told_of = told(self.instrument, "collective_queued", collective, start.stream)
+        told_of = self.context.told("collective_queued", collective, start.stream)
 
         def begin(frame: Frame) -> None:
             queued = frame.events[event] = stream.submit(task(frame, capture(frame)))
@@ -278,10 +254,10 @@ class Communication:
             active, iteration = frame.active, frame.iteration
             return lambda: run(views, active, iteration)
 
-        if not getattr(self.bound(start), "ahead", False):
+        call, inputs = self._call(start), start.inputs
+        if not getattr(call.bound, "ahead", False):
             return in_turn
-        call, inputs = Call(self, start), start.inputs
-        engine, everyone = self.engine, len(self.logical)
+        engine, everyone = self.context.engine, len(self.context.local)
 
         def ahead(frame: Frame, views: Callable[[], Any]) -> Task:
             if len(frame.active) != everyone:
@@ -292,38 +268,29 @@ class Communication:
         return ahead
 
     def _post(self, start: Start) -> Callable[[Any, tuple[int, ...], int], Any]:
-        """``post(views, active, iteration)``: post sends or receives without waiting for a peer."""
-        collective = self.program.collectives[start.collective]
-        bound: Any = self._bound[start.collective, start.stream]
-        lane, what = self.lanes[start.stream], describe(collective)
-        skips, is_send = skipped_pairs(collective), collective.kind is Kind.SEND
-        counters = lane.counters
-        started = told(self.instrument, "collective_started", collective, start.stream)
-        ran = told(self.instrument, "collective_ran", collective, start.stream)
-        payload, all_messages = payload_of(bound), getattr(bound, "messages", 0)
+        """``post(views, active, iteration)``: post sends or receives without waiting for a peer.
+
+        A receive gives what its wait needs to know: the request, what `Call.begin` and `Call.count` gave,
+        and who takes part.
+        """
+        call = self._call(start)
+        lane, what, begin = call.lane, call.what, cast("Any", call.bound).start
+        is_send = self.program.collectives[start.collective].kind is Kind.SEND
 
         def post(views: Any, active: tuple[int, ...], iteration: int) -> Any:
-            lane.sequence += 1
+            call.number()
             try:
                 operands = views()
-                if started is not None:
-                    started()
-                options = skips(iteration)
-                began = perf_counter()
-                request = bound.start(operands, **options)
+                options, began = call.begin(iteration)
+                request = begin(operands, **options)
             except BaseException as error:
                 raise named(error, what) from error
-            counters.collectives += 1
+            nbytes = call.count(options)
             if is_send:
-                messages, nbytes = payload(options)
-                counters.messages += messages
-                counters.skipped += all_messages - messages
-                counters.nbytes += nbytes
+                call.end(options, nbytes, began, active)
                 lane.sends = [sent for sent in lane.sends if not sent.test()]
                 lane.sends.append(request)
-                if ran is not None:
-                    ran(began, active, options["skip"] if options else _NOTHING)
-            return request, active
+            return request, options, nbytes, active
 
         return post
 
@@ -332,7 +299,7 @@ class Communication:
             return self._arrive(wait.event)
         start = self._starts[wait.event]
         collective = self.program.collectives[start.collective]
-        lane, outputs, take = self.lanes[start.stream], start.outputs, self._taker(wait.event)
+        outputs, take = start.outputs, self._taker(wait.event)
 
         def finish(frame: Frame) -> None:
             for slot, register in zip(outputs, take(frame), strict=True):
@@ -340,17 +307,15 @@ class Communication:
 
         # A send-done must not wait for the receiver: on a ring, every rank would wait in it. The
         # operands are kept by the request until they are sent; `Lane.drain` waits at the end of a run.
-        return {Kind.SEND: take, Kind.RECV: self._receive(start, collective, lane, take)}.get(
-            collective.kind, finish
-        )
+        return {Kind.SEND: take, Kind.RECV: self._receive(start, take)}.get(collective.kind, finish)
 
     def _taker(self, number: int) -> Callable[[Frame], Any]:
         """``take(frame)``: wait for the event with this number, which must be there; its value."""
         start = self._starts[number]
         collective = self.program.collectives[start.collective]
         stream = self.lanes[start.stream].stream
-        awaiting = told(self.instrument, "collective_awaiting", collective, start.stream)
-        awaited = told(self.instrument, "collective_awaited", collective, start.stream)
+        awaiting = self.context.told("collective_awaiting", collective, start.stream)
+        awaited = self.context.told("collective_awaited", collective, start.stream)
 
         def taken(frame: Frame) -> Any:
             event = frame.events.pop(number)
@@ -395,42 +360,18 @@ class Communication:
 
         return settle
 
-    def _receive(
-        self, start: Start, collective: Collective, lane: Lane, take: Callable[[Frame], Any]
-    ) -> Operation:
-        outputs, count, logical = start.outputs, len(self.logical), self.logical
-        what, name = describe(collective), f"{collective.kind} %{collective.name}"
-        ranks, called = self.ranks(collective), self.called
-        finished = told(self.instrument, "collective_finished", collective, start.stream)
-        ran = told(self.instrument, "collective_ran", collective, start.stream)
-        progress, counters = lane.progress, lane.counters
+    def _receive(self, start: Start, take: Callable[[Frame], Any]) -> Operation:
+        call, outputs = self._call(start), start.outputs
 
         def receive(frame: Frame) -> None:
-            request, active = take(frame)
+            request, options, nbytes, active = take(frame)
             began = perf_counter()
-
-            def await_message() -> Any:
-                progress.begin(name, collective.source, lane.sequence, ranks, called)
-                try:
-                    return request.wait()
-                finally:
-                    progress.end()
-
             try:
-                received = await_message() if not request.test() else request.wait()
+                received = call.wait(request)
             except BaseException as error:
-                raise named(error, what) from error
-            seconds = perf_counter() - began
-            counters.seconds += seconds
-            if finished is not None:
-                finished(0, seconds)
-            if ran is not None:
-                ran(began, active, _NOTHING)
-            registers = [Hosted([None] * count) for _ in outputs]
-            for position in active:
-                for register, array in zip(registers, received[logical[position]], strict=True):
-                    register[position] = array
-            for slot, register in zip(outputs, registers, strict=True):
+                raise named(error, call.what) from error
+            call.end(options, nbytes, began, active)
+            for slot, register in zip(outputs, call.registers(received, active), strict=True):
                 frame.registers[slot] = register
 
         return receive

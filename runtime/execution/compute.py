@@ -12,14 +12,13 @@ from functools import partial
 from time import perf_counter
 from typing import Any
 
-from ..engines.engine import Engine, LoadedSegment, counted
+from ..engines.engine import counted
 from ..program import ENDLESS, Block, Branch, Loop, Program, Run, Slot, calls_back
 from ..program.valid import Bounds, left_out
-from ..recording.instrument import Instrument, SegmentRun, told
-from ..recording.statistics import Counters
-from .absent import Absent
+from ..recording.instrument import SegmentRun
+from .context import Context
 from .frame import Frame, Hosted, Operation, named
-from .profiling import SegmentTimes
+from .segment_times import SegmentTimes
 from .side_by_side import side_by_side
 
 
@@ -92,43 +91,22 @@ Land = Callable[[list[Any], Slot], list[Any]]
 
 
 class Compute:
-    """Makes operations of `Run` instructions for the local devices: (logical id, ordinal) pairs.
+    """Makes operations of `Run` instructions. ``land`` turns a register's host arrays into engine arrays."""
 
-    ``land`` turns a register's host arrays into engine arrays. ``with_ends``, ``times``: see `Walker`.
-    """
-
-    def __init__(
-        self,
-        program: Program,
-        engine: Engine,
-        segments: Sequence[LoadedSegment],
-        local: Sequence[tuple[int, int]],
-        land: Land,
-        absent: Absent,
-        counters: Counters,
-        instrument: Instrument | None = None,
-        with_ends: bool = False,
-        times: SegmentTimes | None = None,
-    ) -> None:
-        self.program = program
-        self.engine = engine
-        self.segments = segments
-        self.logical = tuple(logical for logical, _ in local)
-        self.ordinals = tuple(ordinal for _, ordinal in local)
+    def __init__(self, context: Context, land: Land) -> None:
+        self.context = context
+        self.program = context.program
+        self.segments = context.segments
+        self.ordinals = context.ordinals
         self.land = land
-        self.absent = absent
-        self.counters = counters
-        self.instrument = instrument
-        self.with_ends = with_ends
-        self.times = times
 
     def operation(self, instruction: Run) -> Operation:
         """Issue the segment, in the order of the local devices."""
         loaded = self.segments[instruction.segment]
-        run_with_end = getattr(loaded, "run_with_end", None) if self.with_ends else None
+        run_with_end = getattr(loaded, "run_with_end", None) if self.context.with_ends else None
         partly = self._leaves_out(instruction)
-        if self.times is not None:
-            return self._timed(instruction, self.times, partly)
+        if self.context.times is not None:
+            return self._timed(instruction, self.context.times, partly)
         if run_with_end is None:
             if partly is not None:
                 some = self._some(instruction, partly)
@@ -150,7 +128,7 @@ class Compute:
         """``f(iteration)``: positions of local devices that leave it out; None if none ever does."""
         if not instruction.valid:
             return None
-        return left_out([instruction.valid[logical] for logical in self.logical])
+        return left_out([instruction.valid[logical] for logical in self.context.logical])
 
     def _what(self, instruction: Run) -> str:
         segment = self.program.segments[instruction.segment]
@@ -190,8 +168,9 @@ class Compute:
         inputs, outputs, donated = instruction.inputs, instruction.outputs, instruction.donated
         land, ordinal = self.land, self.ordinals[0]
         run: SegmentRun = self.segments[instruction.segment].run
-        if self.instrument is not None:
-            run = self.instrument.around_run(run, self.program, instruction.segment)
+        instrument = self.context.instrument
+        if instrument is not None:
+            run = instrument.around_run(run, self.program, instruction.segment)
         what, due = self._what(instruction), len(outputs)
 
         def issue(frame: Frame) -> None:
@@ -221,12 +200,12 @@ class Compute:
         what = self._what(instruction)
         inputs, outputs, donated = instruction.inputs, instruction.outputs, instruction.donated
         ordinals, count, due = self.ordinals, len(self.ordinals), len(outputs)
-        instrument, known = self.instrument, (self.program, instruction.segment)
-        issued = told(instrument, "segment_issued", *known)
-        left = told(instrument, "segment_skipped", *known)
-        handed = told(instrument, "segment_handed", *known)
+        context, known = self.context, (self.program, instruction.segment)
+        issued = context.told("segment_issued", *known)
+        left = context.told("segment_skipped", *known)
+        handed = context.told("segment_handed", *known)
         types = [self.program.slot_types[slot] for slot in outputs]
-        absent, counters, flops = self.absent, self.counters, max(segment.flops, 0.0)
+        absent, counters, flops = context.absent, context.counters, max(segment.flops, 0.0)
         # The functions that devices call back may wait for each other.
         together = count > 1 and calls_back(segment.module)
 

@@ -8,16 +8,41 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
+from stretto.collectives.types import TensorType
+
+from .dispatch import Dispatcher
 from .frame import Frame, Hosted, drop_tracebacks
 from .stream import Event, completions
 from .value import Landed, Promise
+from .walk import Walker
 
-if TYPE_CHECKING:
-    from stretto.collectives.types import TensorType
 
-    from .loaded import LoadedProgram
+class FirstRuns(Protocol):
+    """What is to be done before a program runs: `negotiation.Negotiation`, `profiling.Measuring`."""
+
+    @property
+    def agreed(self) -> bool:
+        """Whether `begin` waits for nobody and may be called by whoever has the turn."""
+        ...
+
+    def begin(self) -> None:
+        """A run begins. Raises `CollectiveMismatch` where the processes cannot agree on it."""
+        ...
+
+
+class Executable(Protocol):
+    """What an execution needs to know of its program: `loaded.LoadedProgram`."""
+
+    dispatcher: Dispatcher
+    walker: Walker
+    local: tuple[tuple[int, int], ...]
+    input_types: tuple[TensorType, ...]
+    output_types: tuple[TensorType, ...]
+    has_host_callbacks: bool
+    communicates: bool
+    negotiation: FirstRuns | None
 
 
 class Execution:
@@ -27,7 +52,7 @@ class Execution:
 
     def __init__(
         self,
-        loaded: LoadedProgram,
+        loaded: Executable,
         columns: list[list[Any]],
         failed: Exception | None,
         run: int | None = None,
@@ -36,9 +61,14 @@ class Execution:
         self.event = Event()  # all is issued
         self.end = Event() if loaded.has_host_callbacks else self.event  # and called back
         self.promises = [[Promise(self.event) for _ in loaded.output_types] for _ in loaded.local]
-        self.run = loaded.executor.next_run() if run is None else run
+        self.run = loaded.dispatcher.next_run() if run is None else run
         self._columns = columns
         self._failed = failed
+
+    @property
+    def must_agree(self) -> bool:
+        """Whether other processes run the program too."""
+        return self.loaded.negotiation is not None
 
     def walk(self) -> None:
         """Walk the program. Errors go to the outputs."""
@@ -86,7 +116,7 @@ class Execution:
     def finish(self, frame: Frame | None, error: BaseException | None) -> None:
         """Give the outputs what there is of them. ``frame``: None if it has not come to one."""
         loaded = self.loaded
-        walker, executor = loaded.walker, loaded.executor
+        walker, dispatcher = loaded.walker, loaded.dispatcher
         results: list[Any] = []
         if error is None and frame is not None:
             try:
@@ -106,7 +136,7 @@ class Execution:
         for lane in walker.lanes:
             if lane.sends:
                 drained = lane.stream.submit(lane.drain)
-                drained.add_callback(partial(executor.report_failure_of, drained))
+                drained.add_callback(partial(dispatcher.report_failure_of, drained))
 
     def _gather(self, column: list[Any], type_: TensorType) -> list[Any]:
         """A register from what the arguments stood for."""
@@ -133,8 +163,8 @@ class Execution:
         ``ends`` are those of runs that call back into Python.
         """
         loaded = self.loaded
-        executor = loaded.executor
-        if not executor.claim(self):
+        dispatcher = loaded.dispatcher
+        if not dispatcher.claim(self):
             return
         for index in range(len(loaded.output_types)):
             register = results[index] if results else None
@@ -146,7 +176,7 @@ class Execution:
                 else:
                     promises[index].content = Landed(entry) if hosted else entry
         if loaded.communicates and not getattr(error, "agreed", False):
-            executor.report(error)
+            dispatcher.report(error)
         self.event.set(error=error)
         if self.end is self.event:
             return

@@ -4,9 +4,6 @@
 arguments are there, are handed to the engine in the caller's thread, since an engine is asynchronous by
 itself. All others go to one dispatch thread, which walks them in the order of the calls: so every
 collective is started in an order that follows from the program's text alone, the same on all ranks.
-
-An error in a walk fails the outputs that are not issued yet; those that are arrive. If the program spans
-processes the world is told, and its other ranks fail too.
 """
 
 from __future__ import annotations
@@ -15,11 +12,9 @@ import atexit
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from functools import partial, reduce
-from itertools import count
 from operator import add
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakSet
 
 from stretto.collectives.communicator import Communicator
@@ -27,11 +22,10 @@ from stretto.collectives.order import CommonOrder, Schedule
 from stretto.collectives.poison import poison
 
 from ..engines.engine import Engine, LoadedSegment
-from ..errors import InvalidProgramError, StrettoError, UnsupportedError
+from ..errors import InvalidProgramError, UnsupportedError
 from ..job import watchdog
 from ..job.exits import await_at_exit
-from ..job.progress import Progress
-from ..job.run_log import RunLogs, called
+from ..job.run_log import called
 from ..options import Options
 from ..program import Program
 from ..program.order import strict
@@ -40,44 +34,16 @@ from ..recording.instrument import Instrument, Instruments
 from ..recording.statistics import Counters
 from . import called_back
 from .absent import Absent, zeros
-from .call import Lane
 from .compiled_segments import compile_segments
-from .execution import Execution
-from .loaded import PATIENCE, LoadedProgram
-from .negotiation import Agreements, Assembly, AsWritten, Negotiation, Proposal, check_rings
+from .context import Context
+from .dispatch import Dispatcher, Processes
+from .lane import Lane
+from .loaded import LoadedProgram
+from .negotiation import Agreements, AsWritten, Negotiation, Proposal, check_rings
 from .profiling import Keep, Measuring
 from .side_by_side import await_idle, await_left
-from .stream import Event, Stream, completions
+from .stream import Stream, completions
 from .walk import Walker
-
-# Programs queued ahead of the dispatch thread. Enough to hide its latency; a caller that is further ahead
-# waits, or values of runs not begun would pile up without bound.
-MAX_QUEUED = 32
-
-
-class Processes(Protocol):
-    """What an executor needs to know of the world: `stretto.runtime.job.world.World`, or one in memory."""
-
-    rank: int
-    size: int
-    local_devices: int
-    comm: Any
-    patience: float
-    options: Options
-
-    @property
-    def error(self) -> StrettoError | None: ...
-
-    def fail(self, error: BaseException) -> None: ...
-
-    def on_failure(self, listener: Callable[[StrettoError], None]) -> None: ...
-
-    def progress(self, stream: int = 0) -> Progress: ...
-
-    @property
-    def runs(self) -> RunLogs: ...
-
-    def assembly(self, processes: tuple[int, ...]) -> Assembly: ...
 
 
 class Executor:
@@ -99,7 +65,7 @@ class Executor:
         self.engine = engine
         self.world = world
         self.options = options or world.options
-        self.instrument = instrument
+        self.dispatcher = Dispatcher(world, instrument)
         self._communicators = communicators or _hierarchies(world)
         if self.options.poison_skipped:
             self._communicators = _poisoned(self._communicators)
@@ -107,15 +73,8 @@ class Executor:
         self._computing = Counters()  # of the dispatch thread
         self._lanes: list[Lane] = []
         self._lock = threading.Lock()
-        self._nested = threading.RLock()  # held by runs within a run, where they span processes
-        self.observing = threading.Lock()  # held to change the instrument, and who knows of it
-        self.dispatch = Stream("stretto-dispatch")
-        self._executions: dict[int, Execution] = {}
-        self.next_run = count(1).__next__  # numbers the executions of programs
         self._loaded: WeakSet[LoadedProgram] = WeakSet()
-        self._closed = False
         self._agreements = Agreements(world.assembly)
-        world.on_failure(self._fail_executions)
         statistics.include(self)
         atexit.register(_close_at_exit, weakref.ref(self))
 
@@ -165,8 +124,10 @@ class Executor:
         make = partial(self._walker, local, owner, host_callbacks, line)
         must_agree = len(processes) > 1 and bool(rewritten)
         walker = make(program, code)
-        with self.observing:
-            loaded = LoadedProgram(self, walker, local, bool(host_callbacks), must_agree)
+        with self.dispatcher.observing:
+            loaded = LoadedProgram(
+                self.dispatcher, walker, local, bool(host_callbacks), must_agree, self
+            )
             self._loaded.add(loaded)
         if not local:
             return loaded
@@ -210,21 +171,21 @@ class Executor:
 
         Runs under way are told of in part. Programs that were loaded before are told of as well.
         """
-        with self.observing:
-            before = self.instrument
+        with self.dispatcher.observing:
+            before = self.dispatcher.instrument
             for loaded in list(self._loaded):
                 if loaded.walker.prepared:
                     instrument.program_loaded(loaded.walker.program, loaded.local)
             self._watch(instrument if before is None else Instruments(before, instrument))
 
         def end() -> None:
-            with self.observing:
+            with self.dispatcher.observing:
                 self._watch(before)
 
         return end
 
     def _watch(self, instrument: Instrument | None) -> None:
-        self.instrument = instrument
+        self.dispatcher.instrument = instrument
         for loaded in list(self._loaded):
             loaded.watch()
 
@@ -236,8 +197,8 @@ class Executor:
 
     def close(self) -> None:
         """Wait for the runs under way (not once the world has failed), then end the threads."""
-        self._closed = True
-        for stream in [self.dispatch, *(lane.stream for lane in self._lanes)]:
+        self.dispatcher.closed = True
+        for stream in [self.dispatcher.stream, *(lane.stream for lane in self._lanes)]:
             await_at_exit(partial(self._ended, stream))
             if self.world.error is not None:
                 break
@@ -267,17 +228,19 @@ class Executor:
             while local and len(self._lanes) < program.num_streams:
                 self._lanes.append(self._lane(len(self._lanes)))
         return Walker(
-            program,
-            self.engine,
-            segments,
-            local,
-            owner,
-            self._lanes,
-            self.instrument,
-            called(program.name, line),
-            bool(host_callbacks),
-            self._absent,
-            self._computing,
+            Context(
+                program,
+                self.engine,
+                segments,
+                local,
+                owner,
+                self._lanes,
+                self._absent,
+                self._computing,
+                called(program.name, line),
+                bool(host_callbacks),
+                self.dispatcher.instrument,
+            )
         )
 
     def _check_devices(self, program: Program, device_ids: tuple[int, ...]) -> None:
@@ -306,77 +269,6 @@ class Executor:
             self._communicators(number),
             self.world.progress(number),
         )
-
-    def enqueue(self, execution: Execution) -> None:
-        """Have the dispatch thread walk a run; what a host callback asks for runs within its own run."""
-        nested = called_back.inside()
-        if self._closed and not nested:
-            raise StrettoError("the executor is closed: the process is ending")
-        if not nested and len(self._executions) >= MAX_QUEUED:
-            oldest = list(self._executions.values())[:1]
-            for ahead in oldest:
-                ahead.event.wait()
-        self._executions[id(execution)] = execution
-        error = self.world.error
-        if error is not None:
-            execution.land(error)
-        elif nested:
-            # The functions of several devices may run the same programs at once: in one order on all ranks.
-            with nullcontext() if execution.loaded.negotiation is None else self._nested:
-                execution.walk()
-        else:
-            self.dispatch.submit(execution.walk)
-
-    @property
-    def idle(self) -> bool:
-        """Whether all runs are over, but for what the dispatch thread does after their end."""
-        return not self._executions
-
-    def take_turn(self) -> bool:
-        """Have the caller be the dispatch thread until it calls `end_turn`, if no run is under way."""
-        if self._executions or self._closed or self.world.error is not None:
-            return False
-        return self.dispatch.try_turn(PATIENCE)
-
-    def end_turn(
-        self, execution: Execution | None = None, rest: Callable[[], None] | None = None
-    ) -> None:
-        """The end of it. ``rest``: what the dispatch thread is to do of the run that became an execution."""
-        if execution is not None:
-            self._executions[id(execution)] = execution
-            error = self.world.error
-            if error is not None:
-                execution.land(error)
-        if rest is None:
-            self.dispatch.end_turn()
-        else:
-            self.dispatch.hand_over(rest)
-
-    def walk_here(self, execution: Execution) -> None:
-        """Walk a run, in the caller's thread unless others are queued."""
-        self._executions[id(execution)] = execution
-        if called_back.inside():
-            execution.walk()
-        else:
-            self.dispatch.run(execution.walk)
-
-    def claim(self, execution: Execution) -> bool:
-        """Whether the caller is the one to end this run."""
-        return self._executions.pop(id(execution), None) is not None
-
-    def report(self, error: BaseException | None) -> None:
-        """Tell the other ranks that a program that they run too has failed here."""
-        if error is not None and self.world.size > 1:
-            self.world.fail(error)
-
-    def report_failure_of(self, event: Event) -> None:
-        """`report` as a callback."""
-        self.report(event.error)
-
-    def _fail_executions(self, error: StrettoError) -> None:
-        """The job has failed: everyone who waits gets the error, whatever the dispatch thread does."""
-        for execution in list(self._executions.values()):
-            execution.land(error)
 
 
 def _hierarchies(world: Processes) -> Callable[[int], Communicator]:

@@ -11,27 +11,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..engines.engine import counted
 from ..errors import InvalidProgramError
 from ..program import Block, Branch, Loop, Run, Start, instructions
 from .compiled_segments import CompiledSegments
-from .execution import Execution
+from .dispatch import PATIENCE, Dispatcher
+from .execution import Execution, FirstRuns
 from .frame import Frame, Hosted
 from .stream import Event
 from .value import DeletedError, Landed, Promise, Value
 from .walk import Walker
-
-if TYPE_CHECKING:
-    from .executor import Executor
-    from .negotiation import Negotiation
-    from .profiling import Measuring
-
-# Seconds that a caller waits for other processes before it leaves a small collective to the dispatch thread.
-# Leaving it costs two thread switches here, and makes the other processes wait for as long: less patience
-# than that, and one late process makes all of them take turns at being late.
-PATIENCE = 300e-6
 
 
 class LoadedProgram:
@@ -39,14 +30,19 @@ class LoadedProgram:
 
     def __init__(
         self,
-        executor: Executor,
+        dispatcher: Dispatcher,
         walker: Walker,
         local: tuple[tuple[int, int], ...],
         has_host_callbacks: bool = False,
         must_agree: bool = False,
+        executor: object = None,
     ) -> None:
-        """``must_agree``: with other processes, even if the program as it is communicates nothing."""
-        self.executor = executor
+        """``must_agree``: with other processes, even if the program as it is communicates nothing.
+
+        ``executor``: who loaded it. Its threads and counters are needed as long as one of its programs is.
+        """
+        self._executor = executor
+        self.dispatcher = dispatcher
         self.program = program = walker.program
         self.local = local
         self.walker = walker
@@ -58,12 +54,12 @@ class LoadedProgram:
         self.output_types = program.outputs
         self.donates = bool(program.donated)
         self._num_inputs = len(program.inputs)
-        self._engine = executor.engine
+        self._engine = walker.engine
         self._single: Callable[[int, list[Any]], list[Any]] | None = None
         self._must_agree = must_agree
         # How it is agreed on with the other processes that run it; None if there are none. While it is
         # measured, what does that stands here too.
-        self.negotiation: Negotiation | Measuring | None = None
+        self.negotiation: FirstRuns | None = None
         self._choose_single()
 
     def _choose_single(self) -> None:
@@ -77,27 +73,31 @@ class LoadedProgram:
             and not self._must_agree
             and not self.has_host_callbacks
         ):
-            instrument = self.executor.instrument
+            instrument = self.dispatcher.instrument
             segment: int = program.body.instructions[0].segment  # type: ignore[union-attr]
-            run = walker.segments[segment].run
+            run = walker.context.segments[segment].run
             if instrument is None:
                 self._single = run
             elif len(self.local) == 1 and walker.prepared:
-                self._single = instrument.around_call(run, program, segment, self.executor.next_run)
+                self._single = instrument.around_call(
+                    run, program, segment, self.dispatcher.next_run
+                )
 
     def watch(self) -> None:
         """Tell the executor's instrument, which has changed, what is done from now on."""
         if self.walker.prepared:
-            self.walker = self.walker.watched_by(self.executor.instrument)
+            self.walker = self.walker.watched_by(self.dispatcher.instrument)
         self._choose_single()
 
     def prepare(self) -> None:
         """Bind the collectives; waits for the other processes of the program, where there are any."""
         walker = self.walker
         walker.prepare()
-        with self.executor.observing:
-            instrument = self.executor.instrument
-            if walker.prepared and walker.instrument is not instrument:  # another since it was made
+        with self.dispatcher.observing:
+            instrument = self.dispatcher.instrument
+            if (
+                walker.prepared and walker.context.instrument is not instrument
+            ):  # another since it was made
                 if instrument is not None:
                     instrument.program_loaded(walker.program, self.local)
                 self.walker = walker.watched_by(instrument)
@@ -108,7 +108,7 @@ class LoadedProgram:
         """What the engine made of the program, in the order that it runs in."""
         walker = self.walker
         return CompiledSegments(
-            walker.program, self._engine, walker.segments, self.has_host_callbacks
+            walker.program, self._engine, walker.context.segments, self.has_host_callbacks
         )
 
     @property
@@ -134,13 +134,13 @@ class LoadedProgram:
         failed); None if that is so already. Where the program calls back into Python, it is set once
         everything has been called.
         """
-        if self._single is not None and (not self.donates or self.executor.idle):
+        if self._single is not None and (not self.donates or self.dispatcher.idle):
             outputs = self._run_single(arguments)
             if outputs is not None:
                 return outputs, None
         if (
             self.walker.prompt is not None
-            and self.executor.idle
+            and self.dispatcher.idle
             and (self.negotiation is None or self.negotiation.agreed)
         ):
             begun = self._run_promptly(arguments)
@@ -163,7 +163,7 @@ class LoadedProgram:
         Every segment counts once for each place it runs at, times the trip counts that are known.
         """
         analyses: list[dict[str, float]] = [
-            getattr(segment, "cost_analysis", dict)() for segment in self.walker.segments
+            getattr(segment, "cost_analysis", dict)() for segment in self.walker.context.segments
         ]
         if self.program.single_segment is not None and analyses:
             return analyses[0]
@@ -207,13 +207,13 @@ class LoadedProgram:
         self, arguments: Sequence[Sequence[Value]]
     ) -> tuple[list[list[Value]], Event | None] | None:
         """Begin the walk of a `prompt` program here; None if that cannot be done here and now."""
-        executor, walker = self.executor, self.walker
+        dispatcher, walker = self.dispatcher, self.walker
         prompt, frame = walker.prompt, self._frame_of(arguments)
-        if frame is None or not executor.take_turn():
+        if frame is None or not dispatcher.take_turn():
             return None
         rest: Callable[[], None] | None = None
         error: BaseException | None = None
-        run, done = executor.next_run(), 0
+        run, done = dispatcher.next_run(), 0
         assert prompt is not None
         try:
             if self.negotiation is not None:
@@ -231,7 +231,7 @@ class LoadedProgram:
         except BaseException as raised:
             error = raised
         if error is None and rest is None:
-            executor.end_turn()
+            dispatcher.end_turn()
             if walker.finished is not None:
                 walker.finished(run, None)
             outputs = [
@@ -248,9 +248,9 @@ class LoadedProgram:
             execution = Execution(self, [], None, run)
             outputs, event = self._values_of(execution), execution.event
             if rest is not None:
-                executor.end_turn(execution, partial(execution.resume, frame, rest, done))
+                dispatcher.end_turn(execution, partial(execution.resume, frame, rest, done))
             else:
-                executor.end_turn(execution)
+                dispatcher.end_turn(execution)
                 execution.finish(frame, error)
         if self.donates:
             self._delete_donated(arguments)
@@ -302,7 +302,7 @@ class LoadedProgram:
     def _launch(
         self, arguments: Sequence[Sequence[Value]]
     ) -> tuple[list[list[Value]], Event | None]:
-        idle = self.executor.idle
+        idle = self.dispatcher.idle
         columns: list[list[Any]] = []
         issued = True
         failed: Exception | None = None
@@ -329,9 +329,9 @@ class LoadedProgram:
         execution = Execution(self, columns, failed)
         outputs = self._values_of(execution)
         if idle and issued and not self.communicates:
-            self.executor.walk_here(execution)
+            self.dispatcher.walk_here(execution)
         else:
-            self.executor.enqueue(execution)
+            self.dispatcher.enqueue(execution)
         if self.donates:
             self._delete_donated(arguments)
         return outputs, execution.end if self.has_host_callbacks else execution.event

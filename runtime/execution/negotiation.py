@@ -43,7 +43,7 @@ from ..job.assembly import Assembly
 from ..job.run_log import Ran, Record, RunLog, called
 from ..program import Program
 from ..program.order import starts, strict, walked
-from .call import Lane
+from .lane import Lane
 
 
 class AsWritten(Protocol):

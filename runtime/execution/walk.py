@@ -9,12 +9,11 @@ a divergent loop or branch is merged.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from copy import copy
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from ..engines.engine import Engine, LoadedSegment
 from ..program import (
     Block,
     Branch,
@@ -28,118 +27,63 @@ from ..program import (
     Start,
     Wait,
 )
-from ..recording.instrument import Instrument, told
-from ..recording.statistics import Counters
-from .absent import Absent, zeros
-from .call import Lane
+from ..recording.instrument import Instrument
 from .communication import Attempt, Communication
 from .compute import Compute
+from .context import Context
 from .frame import Frame, Hosted, Operation, named
-from .profiling import SegmentTimes
+from .segment_times import SegmentTimes
 
 
 class Walker:
-    """The operations of one program for the local devices ``local``: (logical id, ordinal) pairs.
+    """The operations of one program for the local devices. There are none before `prepare`."""
 
-    ``lanes[i]`` serves the program's stream i. ``owner`` maps each logical id to its process. ``called``
-    names the program and the line it is called from, for the watchdog. ``with_ends``: frames collect the
-    ends of runs of segments, for programs that call back. ``absent`` gives what stands for outputs of
-    segments that are not run; ``counters`` counts those. There are no ``operations`` before `prepare`.
-    ``times`` is told what segments take, where somebody wants to know (`timed_by`).
-    """
-
-    def __init__(
-        self,
-        program: Program,
-        engine: Engine,
-        segments: Sequence[LoadedSegment],
-        local: tuple[tuple[int, int], ...],
-        owner: dict[int, int],
-        lanes: Sequence[Lane],
-        instrument: Instrument | None = None,
-        called: str = "",
-        with_ends: bool = False,
-        absent: Absent | None = None,
-        counters: Counters | None = None,
-    ) -> None:
-        self.program = program
-        self.engine = engine
-        self.segments = segments
-        self.local = local
-        self.owner = owner
-        self.logical = tuple(logical for logical, _ in local)
-        self.ordinals = tuple(ordinal for _, ordinal in local)
-        self.positions = tuple(range(len(local)))
-        self.lanes = lanes
-        self.instrument = instrument
-        self.called = called
-        self.with_ends = with_ends
-        self.absent = Absent(engine, zeros) if absent is None else absent
-        self.counters = Counters() if counters is None else counters
+    def __init__(self, context: Context) -> None:
+        self.context = context
+        self.program = context.program
+        self.engine = context.engine
+        self.ordinals = context.ordinals
+        self.positions = tuple(range(len(context.local)))
+        self.lanes = context.lanes
         self.operations: list[Operation] = []
         # The same for a thread that must not block, where every collective is small and awaited at once.
         self.prompt: list[Attempt] | None = None
-        self._shared = shared_results(program)
+        self._shared = shared_results(context.program)
         self.prepared = False
-        self.times: SegmentTimes | None = None
         self._tell()
 
     def _tell(self) -> None:
         """Who is told of a walk's begin, ``started(run)``, and end, ``finished(run, error)``."""
-        self.started = told(self.instrument, "program_started", self.program)
-        self.finished = told(self.instrument, "program_finished", self.program)
+        self.started = self.context.told("program_started", self.program)
+        self.finished = self.context.told("program_finished", self.program)
 
     def watched_by(self, instrument: Instrument | None) -> Walker:
         """One that does the same under another instrument, of one that is prepared; waits for nobody."""
-        made = copy(self)
-        made.instrument = instrument
-        made._translate(made._communicate(self._communication))
-        return made
+        return self._in(replace(self.context, instrument=instrument))
 
     def timed_by(self, times: SegmentTimes | None) -> Walker:
         """One that does the same and times its segments, of one that is prepared; None: as ever."""
-        made = copy(self)
-        made.times = times
-        made._translate(made._communicate(self._communication))
+        return self._in(replace(self.context, times=times))
+
+    def _in(self, context: Context) -> Walker:
+        made = Walker(context)
+        made._translate(Communication(context, self._communication))
         return made
 
     def prepare(self) -> None:
         """Bind the collectives, which may wait for the other processes, and translate the program."""
-        if not self.local:
+        context = self.context
+        if not context.local:
             return
-        communication = self._communicate(None)
-        if self.instrument is not None:
-            self.instrument.program_loaded(self.program, self.local)
+        communication = Communication(context)
+        if context.instrument is not None:
+            context.instrument.program_loaded(self.program, context.local)
         self._translate(communication)
-
-    def _communicate(self, bound: Communication | None) -> Communication:
-        return Communication(
-            self.program,
-            self.engine,
-            self.segments,
-            self.local,
-            self.owner,
-            self.lanes,
-            self.instrument,
-            self.called,
-            bound,
-        )
 
     def _translate(self, communication: Communication) -> None:
         self._communication = communication
         self._tell()
-        compute = Compute(
-            self.program,
-            self.engine,
-            self.segments,
-            self.local,
-            self.land,
-            self.absent,
-            self.counters,
-            self.instrument,
-            self.with_ends,
-            self.times,
-        )
+        compute = Compute(self.context, self.land)
         self._translators: dict[type, Callable[[Any], Operation]] = {
             Run: compute.operation,
             Start: communication.start,
@@ -203,7 +147,7 @@ class Walker:
         """Attempts at the operations of a block that communicates, one by one as in ``operations``; None
         if one of them may block for long, or if the program calls back and so has an end of its own.
         """
-        if self.with_ends:
+        if self.context.with_ends:
             return None
         communication, attempts = self._communication, []
         started: int | None = None  # the event of a start whose wait has yet to come
@@ -394,7 +338,7 @@ class Walker:
                 logical % partitions if instruction.kind == "partition" else logical // partitions,
                 np.uint32,
             )
-            for logical in self.logical
+            for logical in self.context.logical
         )
         slot = instruction.output
 

@@ -71,7 +71,7 @@ with jax.profiler.trace(f"{folder}/trace{rank}", create_perfetto_trace=True):
     for _ in range(2):
         double(y).block_until_ready()
     jax.jit(lambda a: a - 7)(y).block_until_ready()  # loaded while it records
-watched = client.executor.instrument is not None
+watched = client.executor.dispatcher.instrument is not None
 summed(x).block_until_ready()
 (perfetto,) = glob.glob(f"{folder}/trace{rank}/**/perfetto_trace.json.gz", recursive=True)
 names = [e["args"]["name"] for e in json.loads(gzip.open(perfetto).read())["traceEvents"]
@@ -153,7 +153,7 @@ for thread in threads:
 singles = [e.loaded.single is not None for e in client._executables
            if e.loaded.program.single_segment is not None and len(e.devices) == 1]
 found = [all(results), min(counts) > 5, singles.count(True) == len(singles) >= 2,
-         client.executor.instrument is None]
+         client.executor.dispatcher.instrument is None]
 """
     assert recorded(tmp_path, code, 2) == [[True] * 4]
 

@@ -23,7 +23,7 @@ from support.handmade import (
 
 from stretto.collectives.ops import Collective, Kind
 from stretto.runtime.errors import InvalidProgramError, RankFailed, StrettoError
-from stretto.runtime.execution.executor import MAX_QUEUED
+from stretto.runtime.execution.dispatch import MAX_QUEUED
 from stretto.runtime.execution.value import DeletedError
 from stretto.runtime.program import (
     Branch,
@@ -386,7 +386,7 @@ def test_deleting_an_argument_does_not_disturb_a_run_that_was_given_it() -> None
     rig = Rig(2)
     loaded = rig.load(summing(2))
     gate = threading.Event()
-    rig.executor.dispatch.submit(lambda: gate.wait(30))
+    rig.executor.dispatcher.stream.submit(lambda: gate.wait(30))
     arguments = rig.arguments(loaded, [1, 2])
     first = loaded.execute(arguments)
     second = loaded.execute([[row[0]] for row in first])
@@ -465,7 +465,7 @@ def test_callbacks_get_the_error_or_none() -> None:
     rig = Rig(rules=compute)
     loaded = rig.load(summing(1))
     gate = threading.Event()
-    rig.executor.dispatch.submit(lambda: gate.wait(30))
+    rig.executor.dispatcher.stream.submit(lambda: gate.wait(30))
     ((good,),) = loaded.execute(rig.arguments(loaded, [1]))
     failing = program(
         [F32, F32],
@@ -514,13 +514,13 @@ def test_runs_do_not_queue_up_without_bound() -> None:
     rig = Rig()
     loaded = rig.load(summing(1))
     gate = threading.Event()
-    rig.executor.dispatch.submit(lambda: gate.wait(30))
+    rig.executor.dispatcher.stream.submit(lambda: gate.wait(30))
     arguments = rig.arguments(loaded, [1])
     outputs = [loaded.execute(arguments)[0][0] for _ in range(MAX_QUEUED)]
     beyond: list[object] = []
     caller = threading.Thread(target=lambda: beyond.append(loaded.execute(arguments)[0][0]))
     caller.start()
-    assert len(rig.executor._executions) == MAX_QUEUED
+    assert len(rig.executor.dispatcher._executions) == MAX_QUEUED
     assert not any(value.is_ready() for value in outputs) and not beyond
     gate.set()
     caller.join(30)
@@ -537,7 +537,7 @@ def test_runs_leave_no_memory_behind() -> None:
         rows = loaded.execute(arguments)
         rows[0][0].array()
         del rows
-    rig.executor.dispatch.run(lambda: None)
+    rig.executor.dispatcher.stream.run(lambda: None)
     assert rig.engine.memory_stats(0)["bytes_in_use"] == before
 
 
@@ -554,7 +554,7 @@ def test_failed_runs_leave_no_memory_behind_either() -> None:
     ((kept,),) = loaded.execute(rig.arguments(loaded, [1]))
     with pytest.raises(StrettoError, match="boom"):
         kept.array()
-    rig.executor.dispatch.run(lambda: None)
+    rig.executor.dispatcher.stream.run(lambda: None)
     assert rig.engine.memory_stats(0)["bytes_in_use"] == before
 
 

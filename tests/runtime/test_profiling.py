@@ -90,12 +90,12 @@ def test_what_was_measured_is_handed_on_at_the_run_after_the_last_measured_one()
     loaded = load(rig, MADE, kept)
     walked = loaded.walker.program
     assert results(rig, loaded, runs=FIRST - 1) == expected(FIRST - 1)
-    assert not kept.given and loaded.walker.times is not None
+    assert not kept.given and loaded.walker.context.times is not None
     assert results(rig, loaded, runs=1, at=3) == expected(1, at=3)
     ((given, seconds),) = kept.given
     assert given == MADE and len(seconds) == 2 and all(s is not None and s > 0 for s in seconds)
     assert loaded.program == MADE and loaded.walker.program is walked
-    assert loaded.negotiation is None and loaded.walker.times is None
+    assert loaded.negotiation is None and loaded.walker.context.times is None
     assert results(rig, loaded, runs=3) == expected(3)
     assert len(kept.given) == 1
     done = statistics.profiles()[-1]
@@ -107,7 +107,7 @@ def test_nothing_is_measured_that_nobody_keeps() -> None:
     loaded = load(rig, MADE, None)
     assert loaded.negotiation is None
     assert results(rig, loaded, runs=FIRST + 1) == expected(FIRST + 1)
-    assert loaded.walker.times is None
+    assert loaded.walker.context.times is None
 
 
 def test_a_failure_to_keep_is_told_and_the_program_goes_on(
@@ -142,7 +142,7 @@ def test_each_iteration_of_a_measured_run_is_timed_once_for_all_devices() -> Non
     loaded = load(rig, looping(3), Kept())
     for _ in range(FIRST - 1):
         loaded.execute(rig.arguments(loaded, [1, 2]))[0][0].host_view()
-        times = loaded.walker.times
+        times = loaded.walker.context.times
         noted.append(0 if times is None else len(times._times[0]))
     assert noted == [0] * WARM_UP + [3 * i for i in range(1, MEASURED + 1)]
 
@@ -153,7 +153,7 @@ class Slow:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, seconds: Sequence[float]) -> None:
         self.now = 0.0
         self.seconds = seconds
-        monkeypatch.setattr("stretto.runtime.execution.profiling.perf_counter", lambda: self.now)
+        monkeypatch.setattr("stretto.runtime.execution.segment_times.perf_counter", lambda: self.now)
 
     def __call__(self, made: Any, inputs: list[np.ndarray]) -> list[np.ndarray]:
         self.now += self.seconds[["increment", "add"].index(made.name)]
@@ -249,7 +249,7 @@ def test_measured_runs_of_a_program_that_sends_leave_its_streams_alone() -> None
         )
         loaded = load(rig, made, Kept())
         found = results_of_rank(rig, loaded, FIRST - 1)
-        times = loaded.walker.times
+        times = loaded.walker.context.times
         return found, times is not None and times._streams, loaded
 
     for found, streams, _ in run_processes(2, main):

@@ -208,7 +208,7 @@ def test_an_observer_sees_the_same_events() -> None:
         rows = loaded.execute(made.arguments(loaded, [1, 2]))
         posting.there.set()
         rows[0][0].host_view()
-        made.executor.dispatch.run(lambda: None)
+        made.executor.dispatcher.stream.run(lambda: None)
         seen.append([event[0] if isinstance(event, tuple) else event for event in recorder.events])
     assert seen[0] == seen[1]
     assert seen[0]
@@ -224,6 +224,6 @@ def test_a_collective_within_the_process_needs_no_thread(monkeypatch: pytest.Mon
     )
     loaded = made.load(summing())
     rows, completion = loaded.execute_with_completion(made.arguments(loaded, [1, 2]))
-    assert completion is None and made.executor.dispatch.thread_id is None
+    assert completion is None and made.executor.dispatcher.stream.thread_id is None
     assert firsts([row[0].host_view() for row in rows]) == [6.0, 6.0]
     assert np.shares_memory(rows[0][1].host_view(), rows[1][1].host_view())

@@ -1,0 +1,163 @@
+"""`Dispatcher`: the order in which this process walks its programs, and the thread that does.
+
+Programs are walked one after the other, in the order of the calls, by the dispatch thread or by a caller
+that has its turn. An error in a walk fails the outputs that are not issued yet; those that are arrive. If the
+program spans processes the world is told, and its other ranks fail too. When the job fails, all who wait get
+the error.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import nullcontext
+from itertools import count
+from typing import Any, Protocol
+
+from ..errors import StrettoError
+from ..job.assembly import Assembly
+from ..job.progress import Progress
+from ..job.run_log import RunLogs
+from ..options import Options
+from ..recording.instrument import Instrument
+from . import called_back
+from .stream import Event, Stream
+
+# Seconds that a caller waits for other processes before it leaves a small collective to the dispatch thread.
+# Leaving it costs two thread switches here, and makes the other processes wait for as long: less patience
+# than that, and one late process makes all of them take turns at being late.
+PATIENCE = 300e-6
+# Programs queued ahead of the dispatch thread. Enough to hide its latency; a caller that is further ahead
+# waits, or values of runs not begun would pile up without bound.
+MAX_QUEUED = 32
+
+
+class Processes(Protocol):
+    """What an executor needs to know of the world: `stretto.runtime.job.world.World`, or one in memory."""
+
+    rank: int
+    size: int
+    local_devices: int
+    comm: Any
+    patience: float
+    options: Options
+
+    @property
+    def error(self) -> StrettoError | None: ...
+
+    def fail(self, error: BaseException) -> None: ...
+
+    def on_failure(self, listener: Callable[[StrettoError], None]) -> None: ...
+
+    def progress(self, stream: int = 0) -> Progress: ...
+
+    @property
+    def runs(self) -> RunLogs: ...
+
+    def assembly(self, processes: tuple[int, ...]) -> Assembly: ...
+
+
+class Dispatched(Protocol):
+    """One run of a program, as its dispatcher knows it: `execution.Execution`."""
+
+    event: Event
+
+    @property
+    def must_agree(self) -> bool:
+        """Whether other processes run it too."""
+        ...
+
+    def walk(self) -> None: ...
+
+    def land(self, error: BaseException) -> None: ...
+
+
+class Dispatcher:
+    """Whose turn it is to walk a program, and which executions have not ended.
+
+    ``stream`` has the dispatch thread. ``next_run()`` numbers the executions of programs. ``instrument`` is
+    told what is done; ``observing`` is held to change it, and who knows of it. ``closed``: no run begins any
+    more.
+    """
+
+    def __init__(self, world: Processes, instrument: Instrument | None) -> None:
+        self.world = world
+        self.instrument = instrument
+        self.observing = threading.Lock()
+        self.stream = Stream("stretto-dispatch")
+        self.next_run: Callable[[], int] = count(1).__next__
+        self.closed = False
+        self._executions: dict[int, Dispatched] = {}
+        self._nested = threading.RLock()  # held by runs within a run, where they span processes
+        world.on_failure(self._fail)
+
+    def enqueue(self, execution: Dispatched) -> None:
+        """Have the dispatch thread walk a run; what a host callback asks for runs within its own run."""
+        nested = called_back.inside()
+        if self.closed and not nested:
+            raise StrettoError("the executor is closed: the process is ending")
+        if not nested and len(self._executions) >= MAX_QUEUED:
+            oldest = list(self._executions.values())[:1]
+            for ahead in oldest:
+                ahead.event.wait()
+        self._executions[id(execution)] = execution
+        error = self.world.error
+        if error is not None:
+            execution.land(error)
+        elif nested:
+            # The functions of several devices may run the same programs at once: in one order on all ranks.
+            with self._nested if execution.must_agree else nullcontext():
+                execution.walk()
+        else:
+            self.stream.submit(execution.walk)
+
+    @property
+    def idle(self) -> bool:
+        """Whether all runs are over, but for what the dispatch thread does after their end."""
+        return not self._executions
+
+    def take_turn(self) -> bool:
+        """Have the caller be the dispatch thread until it calls `end_turn`, if no run is under way."""
+        if self._executions or self.closed or self.world.error is not None:
+            return False
+        return self.stream.try_turn(PATIENCE)
+
+    def end_turn(
+        self, execution: Dispatched | None = None, rest: Callable[[], None] | None = None
+    ) -> None:
+        """End the turn. ``rest``: what the dispatch thread is to do of the run that became an execution."""
+        if execution is not None:
+            self._executions[id(execution)] = execution
+            error = self.world.error
+            if error is not None:
+                execution.land(error)
+        if rest is None:
+            self.stream.end_turn()
+        else:
+            self.stream.hand_over(rest)
+
+    def walk_here(self, execution: Dispatched) -> None:
+        """Walk a run, in the caller's thread unless others are queued."""
+        self._executions[id(execution)] = execution
+        if called_back.inside():
+            execution.walk()
+        else:
+            self.stream.run(execution.walk)
+
+    def claim(self, execution: Dispatched) -> bool:
+        """Whether the caller is the one to end this execution."""
+        return self._executions.pop(id(execution), None) is not None
+
+    def report(self, error: BaseException | None) -> None:
+        """Tell the other ranks that a program that they run too has failed here."""
+        if error is not None and self.world.size > 1:
+            self.world.fail(error)
+
+    def report_failure_of(self, event: Event) -> None:
+        """`report` as a callback."""
+        self.report(event.error)
+
+    def _fail(self, error: StrettoError) -> None:
+        """The job has failed: everyone who waits gets the error, whatever the dispatch thread does."""
+        for execution in list(self._executions.values()):
+            execution.land(error)

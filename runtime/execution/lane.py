@@ -1,0 +1,32 @@
+"""`Lane`: a stream of the executor with all that goes with it."""
+
+from __future__ import annotations
+
+from stretto.collectives.communicator import Communicator, Request
+
+from ..job.progress import Progress
+from ..recording.statistics import Counters
+from .stream import Stream
+
+
+class Lane:
+    """A stream of the executor with what goes with it: progress, counters, sends under way."""
+
+    __slots__ = ("communicator", "counters", "number", "progress", "sends", "sequence", "stream")
+
+    def __init__(
+        self, number: int, stream: Stream, communicator: Communicator, progress: Progress
+    ) -> None:
+        self.number = number
+        self.stream = stream
+        self.communicator = communicator
+        self.progress = progress
+        self.counters = Counters()
+        self.sequence = 0
+        self.sends: list[Request] = []
+
+    def drain(self) -> None:
+        """Wait until every send has been received. A task of this stream."""
+        sends, self.sends = self.sends, []
+        for request in sends:
+            request.wait()

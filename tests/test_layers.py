@@ -20,6 +20,22 @@ ALLOWED: dict[str, tuple[str, ...]] = {
 # Checks and passes of programs: data in, data out, like the program itself.
 ALLOWED["hlo_frontend"] += ("collectives.order",)
 
+# What the packages of runtime/ may import of it, besides the modules beside them (errors, options, …).
+PACKAGES: dict[str, tuple[str, ...]] = {
+    "program": (),
+    "engines": ("program",),
+    "job": (),
+    "recording": ("program", "engines", "job"),
+    "execution": ("program", "engines", "job", "recording"),
+}
+
+# Imports that close a cycle and are still there: (importer, imported). Whoever mends one takes it out.
+CLOSING: set[tuple[str, str]] = {
+    ("hlo_frontend.values", "hlo_frontend.graph_text"),
+    ("hlo_frontend.values", "hlo_frontend.graph_check"),
+    ("hlo_frontend.values", "hlo_frontend.passes.unread"),
+}
+
 # Layers that import nothing of JAX.
 JAX_FREE = ("collectives",)
 
@@ -64,6 +80,91 @@ def test_a_layer_imports_only_what_the_table_allows(layer: str) -> None:
         package = ("stretto", *path.relative_to(ROOT).parent.parts)
         found += violations(path, layer, package)
     assert not found, "\n".join(found)
+
+
+def test_the_packages_of_the_runtime_import_each_other_one_way() -> None:
+    present = {init.parent.name for init in (ROOT / "runtime").glob("*/__init__.py")}
+    assert present == set(PACKAGES)
+    found = []
+    for module, imported in imported_modules("runtime").items():
+        package = f"{module}.".split(".")[1]  # or a module beside the packages
+        for name in imported:
+            other = name.split(".")[1]
+            if other in PACKAGES and other not in (package, *PACKAGES.get(package, ())):
+                found.append(f"{module} imports {name}")
+    assert not found, "\n".join(found)
+
+
+def imported_modules(layer: str) -> dict[str, set[str]]:
+    """Every module of a layer, by its full name in `stretto`, with those of the layer that it imports."""
+    files = {}
+    for path in sorted((ROOT / layer).rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        files[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    found: dict[str, set[str]] = {}
+    for module, path in files.items():
+        package = path.relative_to(ROOT).parent.parts
+        found[module] = set()
+        for _, full in imports(path, package if layer == "stretto" else ("stretto", *package)):
+            name = full.removeprefix("stretto.")
+            if layer == "stretto":
+                name = "" if name.split(".")[0] in ALLOWED else full
+            while name and name not in files:
+                name = name.rpartition(".")[0]
+            if name and name != module:
+                found[module].add(name)
+    return found
+
+
+def cycles(graph: dict[str, set[str]]) -> list[tuple[str, ...]]:
+    """Sets of modules that import each other, by way of one another: the strongly connected components."""
+    reached: dict[str, set[str]] = {}
+    for module in graph:
+        seen: set[str] = set()
+        left = [module]
+        while left:
+            for name in graph[left.pop()] - seen:
+                seen.add(name)
+                left.append(name)
+        reached[module] = seen
+    return sorted(
+        {
+            tuple(sorted(m for m in reached[module] if module in reached[m]))
+            for module in graph
+            if module in reached[module]
+        }
+    )
+
+
+@pytest.mark.parametrize("layer", [*sorted(ALLOWED), "stretto"])
+def test_no_modules_import_each_other(layer: str) -> None:
+    graph = imported_modules(layer)
+    known = {(module, name) for module, name in CLOSING if module.split(".")[0] == layer}
+    mended = {
+        (module, name)
+        for module, name in known
+        if not any(module in c and name in c for c in cycles(graph)) or name not in graph[module]
+    }
+    assert not mended
+    without = {
+        module: {name for name in imported if (module, name) not in known}
+        for module, imported in graph.items()
+    }
+    assert not cycles(without)
+
+
+def test_a_cycle_is_found_wherever_the_import_stands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(globals(), "ROOT", tmp_path)
+    folder = tmp_path / "layer" / "inner"
+    folder.mkdir(parents=True)
+    (folder / "__init__.py").write_text("from .b import x")
+    (folder / "a.py").write_text(
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from . import b"
+    )
+    (folder / "b.py").write_text("def f():\n    from stretto.layer.inner.a import y")
+    assert cycles(imported_modules("layer")) == [("layer.inner.a", "layer.inner.b")]
 
 
 def test_every_package_is_installed() -> None:

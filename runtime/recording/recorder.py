@@ -35,14 +35,13 @@ from stretto.collectives.ops import Collective
 
 from ..program import Program
 from .instrument import Instrument, SegmentRun
-from .rows import CollectiveRows, ProgramRows, Rows, SegmentRows
+from .rows import CollectiveRows, MakeRows, ProgramRows, SegmentRows
 from .trace_file import Header, RankTrace, rows_of
 
 if TYPE_CHECKING:
     from ..engines.engine import Engine
     from .statistics import Profiled
 
-MakeRows = Callable[..., Rows]
 # Device, the number there of a segment that runs on it, its output.
 _Running = tuple[int, int, Any]
 
@@ -62,10 +61,10 @@ class Recorder(Instrument):
 
     ``programs``: those that were loaded, their segments without modules, each with the (logical id, ordinal)
     of its local devices. ``sets``: pairs that moved nothing. ``profiles``: programs that were measured.
-    ``rows`` makes the `Rows`.
+    ``rows`` makes the `Rows`: the plugin's ``_capi.Rows``.
     """
 
-    def __init__(self, engine: Engine, local_devices: int, rows: MakeRows = Rows) -> None:
+    def __init__(self, engine: Engine, local_devices: int, rows: MakeRows) -> None:
         self.programs: list[tuple[Program, tuple[tuple[int, int], ...]]] = []
         self.sets: list[frozenset[int]] = []
         self.profiles: list[Profiled] = []

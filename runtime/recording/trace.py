@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import WorldError
-from .recorder import MakeRows, Recorder
-from .rows import Rows
+from .recorder import Recorder
+from .rows import MakeRows
 from .trace_file import Header, beginning, chunk, file_name, head, program_chunk
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ _PARTS = 512  # of one call of the system, which takes 16 at least and 1024 on L
 _log = logging.getLogger("stretto")
 
 
-def begin(world: World, engine: Engine, rows: MakeRows = Rows) -> Trace | None:
+def begin(world: World, engine: Engine, rows: MakeRows) -> Trace | None:
     """The trace of this rank, if ``STRETTO_TRACE`` asks for one. Raises `WorldError`.
 
     ``rows``: as in `Recorder`.
@@ -99,7 +99,7 @@ def _open(path: Path) -> FileIO:
 class Trace(Recorder):
     """Writes ``folder/rank-….trace``; see the head of this file. `close` ends it."""
 
-    def __init__(self, folder: Path, header: Header, engine: Engine, rows: MakeRows = Rows) -> None:
+    def __init__(self, folder: Path, header: Header, engine: Engine, rows: MakeRows) -> None:
         super().__init__(engine, header.local_devices, rows)
         try:
             folder.mkdir(parents=True, exist_ok=True)

@@ -10,6 +10,7 @@ from jax.profiler import ProfileData
 from support.handmade import F32, Rig, block, permute, program, segment
 from support.scripts import reports_of
 
+from stretto.plugin import _capi
 from stretto.plugin.xspace import PLANE, xspace
 from stretto.runtime.program import Run, Start, Wait
 from stretto.runtime.recording.recorder import Recorder
@@ -159,7 +160,7 @@ found = [all(results), min(counts) > 5, singles.count(True) == len(singles) >= 2
 
 
 def test_what_is_skipped() -> None:
-    recorder = Recorder(NullEngine(2), 2)
+    recorder = Recorder(NullEngine(2), 2, _capi.Rows)
     rig = Rig(2, instrument=recorder)
     # Device 0's message is never sent.
     shift = permute((0, 1), (1, 0), valid_iterations=((1, 0), (0, 9)))
@@ -187,7 +188,7 @@ def test_what_is_skipped() -> None:
 
 
 def test_a_second_observer_is_told_beside_the_first() -> None:
-    first, second = Recorder(NullEngine(1), 1), Recorder(NullEngine(1), 1)
+    first, second = (Recorder(NullEngine(1), 1, _capi.Rows) for _ in range(2))
     rig = Rig(1, instrument=first)
     body = block((0,), [Run(0, (0,), (1,))], (1,))
     loaded = rig.executor.load(program([F32] * 2, body, segments=[segment("increment")]), (0,))

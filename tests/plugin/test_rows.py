@@ -14,16 +14,17 @@ from typing import Any
 import numpy as np
 import pytest
 from support.handmade import F32, Rig, all_reduce, block, permute, program, segment
+from support.rows import Rows
 
 from stretto.plugin import _capi
 from stretto.runtime.program import Program, Run, Start, Wait
-from stretto.runtime.recording import rows
 from stretto.runtime.recording.instrument import Instruments
+from stretto.runtime.recording.rows import EVERY, EXACT
 from stretto.runtime.recording.trace import Trace
 from stretto.runtime.recording.trace_file import CALL, WIDTH, Header, Kind, file_name, read, rows_of
 from stretto.testing import NullEngine, Recorder
 
-MAKERS = (rows.Rows, _capi.Rows)
+MAKERS = (Rows, _capi.Rows)
 
 
 class Case:
@@ -133,14 +134,14 @@ def test_ends_are_watched_at_few_of_the_stops(make: Callable[..., Any]) -> None:
     case.rows.segment(case.rows.program(0), 0, 0).handed(0, 0.0, [0])  # runs on
     place.started()
     watched = []
-    for stop in range(2 * rows.EVERY):
+    for stop in range(2 * EVERY):
         case.asked.clear()
         place.awaiting()
         if any(isinstance(asked, list) for asked in case.asked):
             watched.append(stop)
         place.awaited(0.0, 1e9)
-    expected = [rows.EVERY - index, 2 * rows.EVERY - index]
-    assert watched == [*range(rows.EXACT), *expected]
+    expected = [EVERY - index, 2 * EVERY - index]
+    assert watched == [*range(EXACT), *expected]
 
 
 def test_rows_of_many_chunks_come_in_order() -> None:

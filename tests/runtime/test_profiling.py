@@ -24,6 +24,7 @@ from support.handmade import (
 
 from stretto.collectives.ops import Collective, Kind
 from stretto.collectives.order import Schedule
+from stretto.plugin import _capi
 from stretto.runtime.errors import CompileError
 from stretto.runtime.execution.loaded import LoadedProgram
 from stretto.runtime.execution.negotiation import Negotiation
@@ -153,7 +154,9 @@ class Slow:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, seconds: Sequence[float]) -> None:
         self.now = 0.0
         self.seconds = seconds
-        monkeypatch.setattr("stretto.runtime.execution.segment_times.perf_counter", lambda: self.now)
+        monkeypatch.setattr(
+            "stretto.runtime.execution.segment_times.perf_counter", lambda: self.now
+        )
 
     def __call__(self, made: Any, inputs: list[np.ndarray]) -> list[np.ndarray]:
         self.now += self.seconds[["increment", "add"].index(made.name)]
@@ -265,7 +268,7 @@ def test_a_watcher_is_told_of_every_run_and_of_the_outcome(tmp_path: Path) -> No
     segments = [e for e in recorder.events if e[0] == "segment"]
     assert len(segments) == 2 * 2 * (FIRST + 1)
     header = Header(0, 1, "host", 7, 2, "null", 0.0, 0.0)
-    trace = Trace(tmp_path, header, rig.engine)
+    trace = Trace(tmp_path, header, rig.engine, _capi.Rows)
     end = rig.executor.observe(trace)
     results(rig, load(rig, MADE, Kept()), runs=FIRST)
     end()

@@ -16,11 +16,12 @@ from typing import Any
 import numpy as np
 import pytest
 from support.handmade import F32, Rig, all_reduce, block, permute, program, segment
+from support.rows import Rows
 
 from stretto.runtime.errors import StrettoError, WorldError
 from stretto.runtime.job import clock
 from stretto.runtime.program import Program, Run, Start, Wait
-from stretto.runtime.recording.rows import EVERY, EXACT, Rows
+from stretto.runtime.recording.rows import EVERY, EXACT
 from stretto.runtime.recording.trace import Trace
 from stretto.runtime.recording.trace_events import measure
 from stretto.runtime.recording.trace_file import (
@@ -37,6 +38,7 @@ from stretto.runtime.recording.trace_file import (
 from stretto.testing import NullEngine
 
 NAN = float("nan")
+TESTS = str(Path(__file__).parents[1])
 HEADER = Header(0, 1, "here", 1, 2, "null", 0.0, 0.0)
 # Device 0's message is never sent.
 SHIFT = permute((0, 1), (1, 0), valid_iterations=((1, 0), (0, 9)))
@@ -62,7 +64,7 @@ def shifting() -> Program:
 
 def traced(folder: Path) -> tuple[Path, RankTrace]:
     """The trace of one run of `shifting` on two local devices."""
-    trace = Trace(folder, HEADER, NullEngine(2))
+    trace = Trace(folder, HEADER, NullEngine(2), Rows)
     rig = Rig(2, instrument=trace)
     rig.run(shifting(), [0.0, 1.0])
     rig.executor.close()
@@ -103,7 +105,7 @@ def test_programs_of_one_name_are_told_apart(tmp_path: Path) -> None:
     shorter = program(
         [F32] * 2, block((0,), runs[:1], (1,)), devices=2, segments=segments[:1], name="step"
     )
-    trace = Trace(tmp_path, HEADER, NullEngine(2))
+    trace = Trace(tmp_path, HEADER, NullEngine(2), Rows)
     rig = Rig(2, instrument=trace)
     first, _ = (rig.executor.load(made, (0, 1)) for made in (longer, shorter))
     first.walker = first.walker.watched_by(trace)
@@ -118,7 +120,7 @@ def test_programs_of_one_name_are_told_apart(tmp_path: Path) -> None:
 
 
 def test_a_failed_walk_is_marked(tmp_path: Path) -> None:
-    trace = Trace(tmp_path, HEADER, NullEngine(1))
+    trace = Trace(tmp_path, HEADER, NullEngine(1), Rows)
     rig = Rig(1, instrument=trace)
     body = block((0,), [Run(0, (0,), (1,)), Start(0, (1,), (2,), 0, 0), Wait(0)], (2,))
     failing = program([F32] * 3, body, segments=[segment("boom")], collectives=[all_reduce((0,))])
@@ -132,13 +134,14 @@ def test_a_failed_walk_is_marked(tmp_path: Path) -> None:
 
 def test_what_was_written_outlives_a_process_that_is_killed(tmp_path: Path) -> None:
     script = f"""
-import os, signal
+import os, signal, sys
 from pathlib import Path
-from stretto.runtime.recording.rows import EVERY, EXACT, Rows
+sys.path.insert(0, {TESTS!r})
 from stretto.runtime.recording.trace import Trace
 from stretto.runtime.recording.trace_file import Header
 from stretto.testing import NullEngine
-trace = Trace(Path({str(tmp_path)!r}), Header(0, 1, "here", 1, 1, "null", 0.0, 0.0), NullEngine(1))
+from support.rows import Rows
+trace = Trace(Path({str(tmp_path)!r}), Header(0, 1, "here", 1, 1, "null", 0.0, 0.0), NullEngine(1), Rows)
 trace.rows.put(*range(7))
 trace.write()
 os.kill(os.getpid(), signal.SIGKILL)
@@ -149,7 +152,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_a_child_does_not_write_to_its_parents_file(tmp_path: Path) -> None:
-    trace = Trace(tmp_path, HEADER, NullEngine(1))
+    trace = Trace(tmp_path, HEADER, NullEngine(1), Rows)
     trace.rows.put(*range(7))
     child = os.fork()
     if child == 0:
@@ -213,7 +216,7 @@ def test_a_system_that_writes_little_at_once(
 ) -> None:
     write = os.write
     monkeypatch.setattr(os, "writev", lambda file, parts: write(file, b"".join(parts)[:100]))
-    trace = Trace(tmp_path, HEADER, NullEngine(1))
+    trace = Trace(tmp_path, HEADER, NullEngine(1), Rows)
     for number in range(50):
         trace.rows.put(*[number] * 7)
         trace.rows.put_call(0, 0, 0, number, number)
@@ -226,11 +229,13 @@ def test_a_system_that_writes_little_at_once(
 def test_what_a_traced_process_starts_leaves_its_file_alone(tmp_path: Path) -> None:
     script = f"""
 import subprocess, sys
+sys.path.insert(0, {TESTS!r})
 from stretto.runtime.recording import trace
 from stretto.runtime.job import world
 from stretto.runtime.options import Options
 from stretto.testing import NullEngine
-begun = trace.begin(world.bootstrap(Options(trace={str(tmp_path)!r})), NullEngine(1))
+from support.rows import Rows
+begun = trace.begin(world.bootstrap(Options(trace={str(tmp_path)!r})), NullEngine(1), Rows)
 if begun is None: sys.exit("alone")
 begun.rows.put(*range(7))
 begun.write()
@@ -247,7 +252,7 @@ begun.rows.put(*range(7))
     found = read(tmp_path / file_name(0))
     assert len(found.events) == 2 and not found.warning
     # The next job may have the folder.
-    trace = Trace(tmp_path, HEADER, NullEngine(1))
+    trace = Trace(tmp_path, HEADER, NullEngine(1), Rows)
     trace.close()
     assert len(read(tmp_path / file_name(0)).events) == 0
 
@@ -255,7 +260,7 @@ begun.rows.put(*range(7))
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(WorldError, match="STRETTO_TRACE"):
-        Trace(tmp_path / "file", HEADER, NullEngine(1))
+        Trace(tmp_path / "file", HEADER, NullEngine(1), Rows)
 
 
 def test_times_are_told_on_rank_0s_clock(tmp_path: Path) -> None:
@@ -295,7 +300,7 @@ class Slow:
 
 def test_ends_of_segments_are_seen_at_what_comes_next(tmp_path: Path) -> None:
     engine, loaded = Slow(), shifting()
-    trace = Trace(tmp_path, HEADER, engine)  # type: ignore[arg-type]
+    trace = Trace(tmp_path, HEADER, engine, Rows)  # type: ignore[arg-type]
     trace.program_loaded(loaded, ((0, 0), (1, 1)))
     for number in range(3):
         trace.segment_handed(loaded, number % 2, 0, float(number), [number])
@@ -316,7 +321,7 @@ def test_a_thread_waits_for_segments_at_few_of_the_times_that_the_walk_stands(
     tmp_path: Path,
 ) -> None:
     engine, loaded = Slow(), shifting()
-    trace = Trace(tmp_path, HEADER, engine)  # type: ignore[arg-type]
+    trace = Trace(tmp_path, HEADER, engine, Rows)  # type: ignore[arg-type]
     trace.program_loaded(loaded, ((0, 0), (1, 1)))
     waited = trace._pending = Told()  # type: ignore[assignment]
     for time in range(EXACT + 2 * EVERY):
@@ -384,7 +389,7 @@ def test_stretches_whose_end_was_not_seen_are_as_long_as_others(tmp_path: Path) 
 
 def test_no_thread_waits_for_segments_that_a_collective_waits_for(tmp_path: Path) -> None:
     engine, loaded = Slow(), shifting()
-    trace = Trace(tmp_path, HEADER, engine)  # type: ignore[arg-type]
+    trace = Trace(tmp_path, HEADER, engine, Rows)  # type: ignore[arg-type]
     trace.program_loaded(loaded, ((0, 0), (1, 1)))
     trace.segment_handed(loaded, 0, 0, 0.0, [0])
     trace.collective_awaiting(SHIFT, 0)
@@ -404,7 +409,7 @@ def test_no_thread_waits_for_segments_that_a_collective_waits_for(tmp_path: Path
 
 
 def test_a_program_of_one_segment_is_called_without_a_walk_and_told_as_one(tmp_path: Path) -> None:
-    trace = Trace(tmp_path, HEADER, NullEngine(1))
+    trace = Trace(tmp_path, HEADER, NullEngine(1), Rows)
     rig = Rig(1, instrument=trace)
     alone = program(
         [F32] * 2, block((0,), [Run(0, (0,), (1,))], (1,)), segments=[segment("increment")]
@@ -426,7 +431,7 @@ def test_a_program_of_one_segment_is_called_without_a_walk_and_told_as_one(tmp_p
 
 def test_a_program_of_one_segment_that_is_not_over_when_it_was_called(tmp_path: Path) -> None:
     engine = Slow()
-    trace = Trace(tmp_path, HEADER, engine)  # type: ignore[arg-type]
+    trace = Trace(tmp_path, HEADER, engine, Rows)  # type: ignore[arg-type]
     alone = program(
         [F32] * 2, block((0,), [Run(0, (0,), (1,))], (1,)), segments=[segment("increment")]
     )

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -21,9 +24,11 @@ from support.handmade import (
     segment,
 )
 
+from stretto.collectives.hierarchy import create_communicator
 from stretto.collectives.ops import Collective, Kind
 from stretto.runtime.errors import InvalidProgramError, RankFailed, StrettoError
 from stretto.runtime.execution.dispatch import MAX_QUEUED
+from stretto.runtime.execution.executor import Executor
 from stretto.runtime.execution.value import DeletedError
 from stretto.runtime.program import (
     Branch,
@@ -303,6 +308,53 @@ def test_send_and_receive_on_a_ring_of_processes() -> None:
         return firsts(rig.run(ring(3), [1, 2, 3])[0])
 
     assert run_processes(3, main) == [[3], [1], [2]]
+
+
+def test_sends_and_receives_are_told_of_and_counted_like_all_collectives() -> None:
+    class Told(Recorder):
+        def collective_finished(
+            self, collective: Collective, stream: int, nbytes: int, seconds: float
+        ) -> None:
+            self.events.append(("done", collective.name, nbytes))
+
+        def collective_ran(
+            self,
+            collective: Collective,
+            stream: int,
+            began: float,
+            active: Sequence[int],
+            skip: frozenset[int],
+        ) -> None:
+            self.events.append(("ran", collective.name, tuple(active), set(skip)))
+
+    told, rig, made = Told(), Rig(3), ring(3)
+    local = partial(create_communicator, None)  # which says what it moves
+    rig.executor = Executor(rig.engine, rig.world, communicators=local, instrument=told)
+    always, never = (0, 9), (1, 0)
+    skipping = [
+        replace(c, name=f"skipping {c.name}", valid_iterations=(always, never, always))
+        for c in made.collectives
+    ]
+    for each in (made, replace(made, collectives=tuple(skipping))):
+        rig.run(each, [1, 2, 3])
+    rig.executor.close()
+    of = {
+        name: [event for event in told.events if event[1] == name]
+        for name in ("send", "recv", "skipping send", "skipping recv")
+    }
+    everyone, size = (0, 1, 2), F32.nbytes
+    for name, nbytes, skip in (
+        ("send", 3 * size, set()),
+        ("recv", 0, set()),
+        ("skipping send", 2 * size, {1}),
+        ("skipping recv", 0, {1}),
+    ):
+        expected = [("start", name, 0), ("done", name, nbytes), ("ran", name, everyone, skip)]
+        assert of[name] == expected
+    counters = rig.executor.counters()
+    assert counters.collectives == 4
+    assert (counters.messages, counters.skipped, counters.nbytes) == (5, 1, 5 * size)
+    assert counters.seconds > 0
 
 
 def test_collectives_over_processes() -> None:

@@ -122,7 +122,7 @@ class PendingResults:
 
 
 class _Abortable:
-    """A point-to-point collective that minds `Hierarchy.abort`."""
+    """A point-to-point collective that raises after `Hierarchy.abort`."""
 
     def __init__(
         self, communicator: Hierarchy, bound: BoundPermute | BoundSend | BoundReceive

@@ -93,7 +93,7 @@ class Pool:
             return PoolStatistics(self._in_use, self._kept, self._peak)
 
     def trim(self) -> None:
-        """Give the memory that nobody uses back to the system."""
+        """Give unused memory back to the system."""
         with self._lock:
             self._take_back()
             self._free.clear()

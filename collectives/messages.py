@@ -1,8 +1,8 @@
 """Messages between processes that their receiver has not asked for.
 
-A message is a few bytes, its head, which says all there is to know, and after it any number of contents, each
-an array. Messages of one process to another arrive in the order in which they were sent, contents likewise.
-One thread of each process calls everything here; nothing blocks.
+A message is its head, a few bytes that describe it, and any number of contents, each an array. Messages of
+one process to another arrive in the order in which they were sent, and so do contents. One thread of each
+process calls everything here; no call blocks.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ class Delivery(Protocol):
 
 
 class Messages(Protocol):
-    """One process's end of the post."""
+    """Sends and receives the messages of one process."""
 
     def post(self, process: int, head: bytes) -> Delivery:
         """Send a message."""
         ...
 
     def post_content(self, process: int, content: np.ndarray) -> Delivery:
-        """Send a content of the message before; nobody may write to the array until it is through."""
+        """Send a content of the message before; the array must not be written to until it is through."""
         ...
 
     def take(self) -> tuple[int, bytes] | None:
@@ -45,7 +45,7 @@ class Messages(Protocol):
 
 
 class MpiMessages:
-    """The post over MPI. ``comm`` belongs to stretto; two of its tags are used."""
+    """`Messages` over MPI. ``comm`` belongs to stretto; two of its tags are used."""
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         self._comm = comm

@@ -32,7 +32,7 @@ Results = dict[int, list[Array]]
 
 _NOTHING: frozenset[int] = frozenset()
 
-# Buffers of transfers that nobody waited for (the job has failed): MPI may still write to them.
+# Buffers of transfers that were not awaited since the job has failed: MPI may still write to them.
 _abandoned: list[Any] = []
 
 
@@ -166,7 +166,7 @@ class Transfer:
 
 
 class _PointToPoint:
-    """What permutes, sends and receives have in common: who is local, and the payload."""
+    """The common part of permutes, sends and receives: their local pairs, and the bytes they send."""
 
     def __init__(
         self, collective: Collective, owner: Mapping[int, int], process: int, mpi: MpiWorld | None

@@ -1,4 +1,4 @@
-"""What stands in the place of arrays that were not computed, or not sent."""
+"""Arrays that stand in for outputs which a device did not compute."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from ..engines.engine import Engine
 
 
 class Absent:
-    """Arrays for what was not computed: ``content(type)``, made once for each type and device.
+    """Stand-ins with ``content(type)``, made once for each type and device.
 
-    They are shared by all who lack an array of the type: nobody may overwrite them.
+    All outputs of a type that were not computed share one array, which must not be overwritten.
     """
 
     def __init__(self, engine: Engine, content: Callable[[TensorType], np.ndarray]) -> None:
@@ -32,5 +32,5 @@ class Absent:
 
 
 def zeros(type: TensorType) -> np.ndarray:
-    """What stands for an array that nobody has made."""
+    """The content of a stand-in: zeros, as `Run.valid` promises."""
     return np.zeros(type.shape, type.numpy)

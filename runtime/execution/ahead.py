@@ -5,7 +5,7 @@ link would idle from the end of one until a thread has been told of it and has b
 computes and communicates, for as long as the compute that the end has set free.
 
 Invariants: collectives of a stream are posted in its order, at most `stream.LOOK_AHEAD` before their turn;
-they end one after the other, and so do watchdog, counters and instrument see them.
+they end one after the other, and the watchdog, the counters and the instrument see them in that order.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class AheadOfTurn:
         self._error: BaseException | None = None
 
     def prepare(self) -> bool:
-        """Post it if its operands are there. What fails is raised when its turn has come."""
+        """Post it if its operands are there. An error of posting is raised when the turn has come."""
         if self._pending is None and self._error is None:
             try:
                 is_ready = self._engine.is_ready

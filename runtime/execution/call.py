@@ -1,4 +1,4 @@
-"""What every call of a collective has in common: its number, what is told of it, what it counts.
+"""The accounting of calls of collectives: numbers, counters, and reports to watchdog and instrument.
 
 Sends and receives are calls too. A send is over when it is posted; a receive is counted when it is posted,
 and over when its message has been awaited.
@@ -26,8 +26,8 @@ Options = dict[str, frozenset[int]]
 class Call:
     """The calls of one collective on one stream.
 
-    It numbers them, tells the watchdog and the instrument of them, and counts what they move and what is left
-    out. ``bound``: what the communicator made of the collective.
+    It numbers them, reports them to the watchdog and the instrument, and counts the messages that they send
+    and skip. ``bound``: the collective as the communicator has bound it.
     """
 
     def __init__(self, context: Context, start: Start, bound: BoundCollective) -> None:
@@ -53,12 +53,12 @@ class Call:
         return sequence
 
     def enter(self, sequence: int, iteration: int) -> tuple[Options, float]:
-        """The communicator is about to be called, and the watchdog knows: keyword arguments, and the time."""
+        """Report that the communicator is about to be called. Gives its keyword arguments, and the time."""
         self._watch(sequence)
         return self.begin(iteration)
 
     def begin(self, iteration: int) -> tuple[Options, float]:
-        """The same where nobody waits in the communicator: a send or a receive is posted."""
+        """The same for a send or a receive that is posted: the thread cannot hang in it, so no watchdog."""
         if self._started is not None:
             self._started()
         return self._skips(iteration), perf_counter()
@@ -67,7 +67,7 @@ class Call:
         self.lane.progress.begin(self._name, self._source, sequence, self._ranks, self._called)
 
     def wait(self, request: Request) -> dict[int, list[Any]]:
-        """Wait for what was posted, and have the watchdog know unless it is there. Gives what has come."""
+        """Wait for a posted send or receive, under the eyes of the watchdog; gives the received arrays."""
         if request.test():
             return request.wait()
         self._watch(self.lane.sequence)
@@ -87,7 +87,7 @@ class Call:
         return nbytes
 
     def end(self, options: Options, nbytes: int, began: float, active: tuple[int, ...]) -> None:
-        """The call is over for the devices at these positions, and moved so many bytes."""
+        """Report the end of a call that moved ``nbytes``, for the devices at the positions ``active``."""
         seconds = perf_counter() - began
         self.lane.counters.seconds += seconds
         if self._finished is not None:
@@ -96,11 +96,11 @@ class Call:
             self._ran(began, active, options["skip"] if options else _NOTHING)
 
     def account(self, options: Options, began: float, active: tuple[int, ...]) -> None:
-        """The communicator has given its results to the devices at these positions: `count` and `end`."""
+        """`count` and `end`, for a call whose results are there."""
         self.end(options, self.count(options), began, active)
 
     def registers(self, results: Any, active: tuple[int, ...]) -> list[Hosted]:
-        """The outputs' registers from what the communicator gave."""
+        """The registers of the outputs: the communicator's results by position."""
         logical = self._logical
         if len(logical) == 1:
             return [Hosted((array,)) for array in results[logical[0]]]

@@ -1,7 +1,7 @@
-"""Whether a thread is inside of a function that a program has called back.
+"""Whether a thread is inside a function that a program has called back.
 
-What such a function runs is a part of the run that called it, which waits for it: it must not wait for
-its turn.
+A program that such a function runs is part of the run that called the function, and that run waits for it: it
+must not wait for its turn.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def inside() -> bool:
 
 
 def marked(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function; who asks meanwhile is told that it runs."""
+    """The function, wrapped so that `inside` is true in its thread while it runs."""
 
     @wraps(function)
     def call(*arguments: Any) -> Any:

@@ -1,7 +1,7 @@
 """The operations of a program that communicate: collectives, sends and receives.
 
-A collective whose wait follows directly
-runs on the dispatch thread if its lane is idle; one with work in between is a task of the lane's thread.
+A collective whose wait follows directly runs on the dispatch thread if its lane is idle; one with work in
+between is a task of the lane's thread.
 Sends and receives are posted by the lane and never block it: a send-done must not wait for its receiver,
 since on a ring every rank would then wait in it.
 """
@@ -27,7 +27,7 @@ from .context import Context
 from .frame import Frame, Hosted, Operation, named
 from .stream import Task
 
-# What a thread that must not block does of a collective: see `Communication.attempt`.
+# A collective, as far as a thread that must not block can run it: see `Communication.attempt`.
 Attempt = Callable[[Frame, float], Callable[[], None] | None]
 
 
@@ -100,8 +100,8 @@ class Communication:
         return reduce
 
     def _columns(self, start: Start) -> Callable[[Frame], Callable[[], dict[int, list[Any]]]]:
-        """``capture(frame)`` keeps the operands of a collective; what it gives waits for them and makes
-        host arrays by logical id.
+        """``capture(frame)`` keeps the operands of a collective. It gives a function that waits for them, and
+        returns host arrays by logical id.
         """
         context = self.context
         inputs, logical, host_view = start.inputs, context.logical, context.engine.host_view
@@ -247,7 +247,7 @@ class Communication:
         return begin
 
     def _task(self, start: Start) -> Callable[[Frame, Callable[[], Any]], Task]:
-        """``task(frame, views)``: what the stream is to do of a collective."""
+        """``task(frame, views)``: the stream's task for a collective."""
         run = self._post(start) if self.is_split(start) else self._perform(start)
 
         def in_turn(frame: Frame, views: Callable[[], Any]) -> Task:
@@ -336,7 +336,7 @@ class Communication:
         return taken if awaiting is None and awaited is None else watched
 
     def _arrive(self, event: int) -> Operation:
-        """What the iteration before has started, if there was one, goes to the body's parameters."""
+        """Await the start of the previous iteration, if there was one, into the body's parameters."""
         take, targets = self._taker(event), self._carried[event]
 
         def arrive(frame: Frame) -> None:
@@ -348,7 +348,7 @@ class Communication:
         return arrive
 
     def settle(self, loop: Loop) -> Callable[[Frame, list[Any]], None]:
-        """``settle(frame, values)``: await what a loop's last iteration has started, into its carries."""
+        """``settle(frame, values)``: await the starts of a loop's last iteration into its carries."""
         takers = [(c.event, self._taker(c.event), c.carries) for c in loop.carried]
 
         def settle(frame: Frame, values: list[Any]) -> None:

@@ -1,4 +1,4 @@
-"""The segments of a program as an engine has compiled them, and what can be told and kept of that."""
+"""The segments of a program as an engine has compiled them: their machine code and their memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .memory_plan import MemoryPlan, plan
 
 @dataclass(frozen=True)
 class CompiledSegments:
-    """``segments[i]`` is ``program.segments[i]``, compiled; none where this process runs nothing of it."""
+    """``segments[i]`` is ``program.segments[i]``, compiled; empty if the program has no device here."""
 
     program: Program
     engine: Engine
@@ -36,7 +36,7 @@ class CompiledSegments:
         compiled = dict(zip(self.program.segments, self.segments, strict=False))
         code = []
         for segment in wanted:
-            # What calls back is compiled anew: whoever loads it has other functions.
+            # Segments that call back are compiled anew: the process that loads them has other functions.
             wants = segment in compiled and not calls_back(segment.module)
             try:
                 code.append(engine.serialize(compiled[segment]) if wants else b"")
@@ -45,7 +45,7 @@ class CompiledSegments:
         return tuple(code)
 
     def memory(self) -> MemoryPlan:
-        """What a run needs on each device."""
+        """Memory that a run needs on each device."""
         return plan(self.program, [getattr(s, "scratch_bytes", 0) for s in self.segments])
 
 

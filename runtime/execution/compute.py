@@ -1,7 +1,7 @@
-"""The operations of a program that compute: a segment run on the local devices that take part.
+"""The operations of a program that compute: segments run on the local devices that take part.
 
-A device on which nobody reads what a segment gives in some iterations does not run it there (`Run.valid`):
-its outputs are then `Absent` arrays.
+In iterations in which no device reads the outputs that a segment has on one device, that device leaves the
+segment out (`Run.valid`): its outputs are then `Absent` arrays.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Work:
 
 
 def work(program: Program) -> Work:
-    """What one execution of a program computes, by its text; all branches count."""
+    """The `Work` of one execution, from the program's text; all branches count."""
     found = Work()
     for run, iterations, entries in _repeated(program.body, 1, 1):
         flops = max(program.segments[run.segment].flops, 0.0)
@@ -59,7 +59,7 @@ def _pairs(bounds: Bounds) -> list[tuple[int, int]]:
 
 
 def _repeated(block: Block, iterations: int, entries: int) -> Iterator[tuple[Run, int, int]]:
-    """Every run: iterations of the loop around it, and how often that loop is entered."""
+    """Every `Run`, with the iterations of the loop around it and how often that loop is entered."""
     for instruction in block.instructions:
         if isinstance(instruction, Run):
             yield instruction, iterations, entries
@@ -75,7 +75,7 @@ def _repeated(block: Block, iterations: int, entries: int) -> Iterator[tuple[Run
 
 
 def _last_named(block: Block) -> int:
-    """The last iteration that a run of the block names as one that is run."""
+    """The last iteration that a `Run` of the block names in its ``valid``."""
     known = [
         last
         for instruction in block.instructions
@@ -101,7 +101,7 @@ class Compute:
         self.land = land
 
     def operation(self, instruction: Run) -> Operation:
-        """Issue the segment, in the order of the local devices."""
+        """An operation that issues the segment, in the order of the local devices."""
         loaded = self.segments[instruction.segment]
         run_with_end = getattr(loaded, "run_with_end", None) if self.context.with_ends else None
         partly = self._leaves_out(instruction)
@@ -125,7 +125,7 @@ class Compute:
         return issue_noting_ends
 
     def _leaves_out(self, instruction: Run) -> Callable[[int], frozenset[int]] | None:
-        """``f(iteration)``: positions of local devices that leave it out; None if none ever does."""
+        """``f(iteration)``: positions of local devices that leave the run out; None if none ever does."""
         if not instruction.valid:
             return None
         return left_out([instruction.valid[logical] for logical in self.context.logical])
@@ -140,7 +140,7 @@ class Compute:
         times: SegmentTimes,
         partly: Callable[[int], frozenset[int]] | None,
     ) -> Operation:
-        """Alone on the devices, from the moment at which its operands are there until it has ended."""
+        """An operation that waits for the operands, runs the segment alone, and notes its time."""
         some = self._some(instruction, partly or (lambda iteration: frozenset()))
         run, land = self.segments[instruction.segment].run, self.land
         inputs, outputs = instruction.inputs, instruction.outputs
@@ -164,7 +164,7 @@ class Compute:
         return lambda frame: some(frame, run)
 
     def _one(self, instruction: Run) -> Operation:
-        """On the only local device."""
+        """An operation for the only local device."""
         inputs, outputs, donated = instruction.inputs, instruction.outputs, instruction.donated
         land, ordinal = self.land, self.ordinals[0]
         run: SegmentRun = self.segments[instruction.segment].run

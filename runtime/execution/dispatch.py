@@ -1,4 +1,4 @@
-"""`Dispatcher`: the order in which this process walks its programs, and the thread that does.
+"""`Dispatcher`: the order in which this process walks its programs, and the thread that walks them.
 
 Programs are walked one after the other, in the order of the calls, by the dispatch thread or by a caller
 that has its turn. An error in a walk fails the outputs that are not issued yet; those that are arrive. If the
@@ -58,7 +58,7 @@ class Processes(Protocol):
 
 
 class Dispatched(Protocol):
-    """One run of a program, as its dispatcher knows it: `execution.Execution`."""
+    """What the dispatcher needs to know of a run of a program: `execution.Execution`."""
 
     event: Event
 
@@ -73,11 +73,11 @@ class Dispatched(Protocol):
 
 
 class Dispatcher:
-    """Whose turn it is to walk a program, and which executions have not ended.
+    """Keeps the turn to walk a program, and the executions that have not ended.
 
-    ``stream`` has the dispatch thread. ``next_run()`` numbers the executions of programs. ``instrument`` is
-    told what is done; ``observing`` is held to change it, and who knows of it. ``closed``: no run begins any
-    more.
+    ``stream`` has the dispatch thread. ``next_run()`` numbers the executions. ``instrument`` observes them;
+    ``observing`` is held while it is exchanged, also in programs that are loaded. ``closed``: no run may
+    begin.
     """
 
     def __init__(self, world: Processes, instrument: Instrument | None) -> None:
@@ -92,7 +92,7 @@ class Dispatcher:
         world.on_failure(self._fail)
 
     def enqueue(self, execution: Dispatched) -> None:
-        """Have the dispatch thread walk a run; what a host callback asks for runs within its own run."""
+        """Have the dispatch thread walk a run. A run asked for by a host callback is walked at once."""
         nested = called_back.inside()
         if self.closed and not nested:
             raise StrettoError("the executor is closed: the process is ending")
@@ -113,7 +113,7 @@ class Dispatcher:
 
     @property
     def idle(self) -> bool:
-        """Whether all runs are over, but for what the dispatch thread does after their end."""
+        """Whether all runs are over; the dispatch thread may still be tidying up behind the last."""
         return not self._executions
 
     def take_turn(self) -> bool:
@@ -158,6 +158,6 @@ class Dispatcher:
         self.report(event.error)
 
     def _fail(self, error: StrettoError) -> None:
-        """The job has failed: everyone who waits gets the error, whatever the dispatch thread does."""
+        """The job has failed: all outputs that are waited for get the error, at once."""
         for execution in list(self._executions.values()):
             execution.land(error)

@@ -1,6 +1,6 @@
 """`Execution`: one run of a program, from its arguments to its outputs.
 
-It is walked by the executor's dispatch thread, or by whoever has its turn. Invariant: its outputs are
+It is walked by the dispatch thread, or by a caller that has its turn. Invariant: its outputs are
 delivered once, whatever comes first: the end of the walk, an error in it, or the end of the job.
 """
 
@@ -20,11 +20,11 @@ from .walk import Walker
 
 
 class FirstRuns(Protocol):
-    """What is to be done before a program runs: `negotiation.Negotiation`, `profiling.Measuring`."""
+    """The step before each run of a program: `negotiation.Negotiation` or `profiling.Measuring`."""
 
     @property
     def agreed(self) -> bool:
-        """Whether `begin` waits for nobody and may be called by whoever has the turn."""
+        """Whether `begin` never waits, so that any thread that has the turn may call it."""
         ...
 
     def begin(self) -> None:
@@ -84,7 +84,7 @@ class Execution:
         self.finish(frame, error)
 
     def resume(self, frame: Frame, rest: Callable[[], None], index: int) -> None:
-        """Walk on: ``rest`` is left of an operation, ``index`` the next one. Errors go to the outputs."""
+        """Walk on: finish an operation with ``rest``, then go on at ``index``. Errors go to the outputs."""
         error: BaseException | None = None
         try:
             rest()
@@ -114,7 +114,7 @@ class Execution:
         return frame
 
     def finish(self, frame: Frame | None, error: BaseException | None) -> None:
-        """Give the outputs what there is of them. ``frame``: None if it has not come to one."""
+        """Deliver the outputs that were issued, and the error to others. ``frame``: None without a walk."""
         loaded = self.loaded
         walker, dispatcher = loaded.walker, loaded.dispatcher
         results: list[Any] = []
@@ -139,7 +139,7 @@ class Execution:
                 drained.add_callback(partial(dispatcher.report_failure_of, drained))
 
     def _gather(self, column: list[Any], type_: TensorType) -> list[Any]:
-        """A register from what the arguments stood for."""
+        """The register of one argument: engine arrays, or host arrays if all devices have those."""
         column = [entry.result() if type(entry) is Promise else entry for entry in column]
         landed = [type(entry) is Landed for entry in column]
         if all(landed):

@@ -1,4 +1,4 @@
-"""`Lane`: a stream of the executor with all that goes with it."""
+"""`Lane`: a stream of the executor, with its communicator and its accounts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,11 @@ from .stream import Stream
 
 
 class Lane:
-    """A stream of the executor with what goes with it: progress, counters, sends under way."""
+    """A stream of the executor.
+
+    ``number``: of the stream. ``communicator`` moves its data, ``progress`` shows the watchdog what it does,
+    ``counters`` counts it. ``sequence``: calls so far. ``sends``: sends that may be under way.
+    """
 
     __slots__ = ("communicator", "counters", "number", "progress", "sends", "sequence", "stream")
 

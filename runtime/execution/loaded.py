@@ -63,8 +63,8 @@ class LoadedProgram:
         self._choose_single()
 
     def _choose_single(self) -> None:
-        """Whether the engine may be called without a walk. Not where somebody watches several devices: that
-        would be told of as a walk for each."""
+        """Whether the engine may be called without a walk. Not where an instrument observes several devices:
+        it would see a walk for each."""
         program, walker = self.program, self.walker
         self._single = None
         if (
@@ -84,7 +84,7 @@ class LoadedProgram:
                 )
 
     def watch(self) -> None:
-        """Tell the executor's instrument, which has changed, what is done from now on."""
+        """Report to the dispatcher's instrument, which has been exchanged, from now on."""
         if self.walker.prepared:
             self.walker = self.walker.watched_by(self.dispatcher.instrument)
         self._choose_single()
@@ -105,7 +105,7 @@ class LoadedProgram:
 
     @property
     def compiled(self) -> CompiledSegments:
-        """What the engine made of the program, in the order that it runs in."""
+        """The segments as the engine compiled them, of the program in the order that it runs in."""
         walker = self.walker
         return CompiledSegments(
             walker.program, self._engine, walker.context.segments, self.has_host_callbacks

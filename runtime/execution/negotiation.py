@@ -94,7 +94,7 @@ Key = tuple[tuple[int, ...], bytes]
 
 
 class Agreements:
-    """What the processes of the job have agreed on; one for each executor.
+    """The agreements of an executor with other processes.
 
     A program that is loaded anew, the same as before, needs no new agreement: a process may do so when it
     likes, while the others still have it.
@@ -114,7 +114,7 @@ class Agreements:
 
 @dataclass(frozen=True)
 class Agreement:
-    """``identity`` is common to the processes. ``equal``: they had nothing to settle."""
+    """``identity``: a number that all processes compute alike. ``equal``: all digests were equal."""
 
     identity: int
     equal: bool
@@ -152,12 +152,12 @@ class Negotiation:
         self._as_written = as_written
         self._refused: str | None = None
         self._record: Record | None = None
-        # What has been agreed on; None where there was something to settle.
+        # Of the agreement; None where digests differed.
         self.key: Key | None = None
 
     @property
     def agreed(self) -> bool:
-        """Whether it has run before: `begin` waits for nobody."""
+        """Whether it has run before: then `begin` never waits."""
         return self._record is not None
 
     def begin(self) -> None:
@@ -286,7 +286,7 @@ class Negotiation:
 
 
 class _NoAgreementError(Exception):
-    """No order serves all. What the processes have in common afterwards."""
+    """There is no common order. The attributes are the entry that all processes make of it in their logs."""
 
     def __init__(self, text: str, identity: int, number: int, history: int) -> None:
         super().__init__(text)
@@ -312,7 +312,7 @@ def check_rings(
 
 
 def mismatch(text: str) -> CollectiveMismatch:
-    """The error that every process of the program raises: nobody waits, the job need not end."""
+    """The error that every process of the program raises: as all raise it, the job need not end."""
     error = CollectiveMismatch(text)
     error.agreed = True
     return error
@@ -323,7 +323,7 @@ def _offers(assembly: Assembly, own: bytes) -> dict[int, Offer]:
 
 
 def _identity(parts: Sequence[bytes], number: int) -> int:
-    """Of what was agreed on at the run of this number: two programs may communicate the same."""
+    """A number for an agreement. The run's number is part of it: two programs may communicate the same."""
     data = b"".join([*parts, number.to_bytes(8, "big")])
     return int.from_bytes(sha256(data).digest()[:8], "big")
 

@@ -1,8 +1,8 @@
 """``STRETTO_PROFILE=1``: a program's first runs are measured, segment by segment, for the next compilation.
 
 A `Measuring` stands where a loaded program has its agreement (`negotiation`), so that a program without one
-pays nothing, and takes itself out when it is done. `WARM_UP` runs are as ever; `MEASURED` runs are timed
-(`SegmentTimes`); then the times are handed on, to be kept for the job that comes next.
+pays nothing, and takes itself out when it is done. The first `WARM_UP` runs are not timed, the next
+`MEASURED` are (`SegmentTimes`); then the times are handed on, to be kept for the job that comes next.
 
 Invariant: a program never changes once its ranks have agreed on it. What is measured here changes nothing in
 this job, so each process measures, or does not, for itself.
@@ -34,7 +34,7 @@ Keep = Callable[[Program, Seconds], tuple[float, float]]
 class Measuring:
     """Stands for a program's `Negotiation` (None in a process that runs it alone) while it is measured.
 
-    ``keep`` takes what was measured. An error of it is told, and ends the measuring: the program goes on.
+    ``keep`` takes the times. If it raises, the error is logged and the program goes on unmeasured.
     """
 
     agreed = False  # no run takes a short way
@@ -69,7 +69,7 @@ class Measuring:
             loaded.walker = loaded.walker.timed_by(times)
 
     def _leave(self, loaded: LoadedProgram) -> None:
-        """The program runs as it does without this."""
+        """End the measuring: the program runs with its agreement alone, or with none."""
         if loaded.walker.context.times is not None:
             self._time(loaded, None)
         loaded.negotiation = self._negotiation

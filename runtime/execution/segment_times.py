@@ -1,4 +1,4 @@
-"""What the segments of a program take on the devices of this process, measured one by one."""
+"""Measured times of the segments of a program, on the devices of this process."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ Seconds = tuple[float | None, ...]
 
 
 class SegmentTimes:
-    """Times of a program's segments on the devices of this process: one for each run, until all have ended.
+    """Times of a program's segments, from the beginning of a run until it has ended on all local devices.
 
-    Nothing else goes on meanwhile: a run begins when what it reads is there, and what was started on the
-    streams is over. With sends and receives in the program the streams are left alone, since a peer may
-    need what comes after.
+    Nothing else is under way meanwhile: a run begins when its operands are there, and the tasks of the
+    streams are over. With sends and receives in the program the streams are left alone, since a peer may
+    wait for a later one.
     """
 
     def __init__(self, program: Program, engine: Engine, lanes: Sequence[Lane]) -> None:
@@ -48,7 +48,7 @@ class SegmentTimes:
         return perf_counter()
 
     def end(self, segment: int, began: float, registers: Sequence[Any]) -> None:
-        """Wait until a segment that gives these has ended on all devices, and note what it took."""
+        """Wait until a segment with these results has ended on all devices, and note its time."""
         times = self._times[segment]
         if self._await(registers) and len(times) < MOST_TIMES:
             times.append(perf_counter() - began)

@@ -43,8 +43,8 @@ def side_by_side(calls: Sequence[Callable[[], Result]]) -> list[Result]:
 
 
 def await_left() -> None:
-    """Wait at the end of the process for what an error has left behind, as `await_idle` does: it may wait for
-    the one that failed."""
+    """`await_idle` for the threads of `side_by_side`: after an error some may still wait for the call that
+    failed."""
     await_idle(_threads)
 
 

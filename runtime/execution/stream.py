@@ -1,4 +1,4 @@
-"""Streams and events: work done in order, apart from the thread that asks for it.
+"""Streams and events: tasks run in order, on another thread than the one that submits them.
 
 A `Stream` runs its tasks one at a time in the order of submission, on a daemon thread of its own that
 starts with the first task. A thread that needs a result may run the stream's next tasks itself if nobody
@@ -26,7 +26,7 @@ _log = logging.getLogger("stretto")
 class Event:
     """A result that arrives once: ``done``, then ``error`` or ``value``.
 
-    ``since``: the time of ``perf_counter`` at which it was asked for, where somebody wants to know.
+    ``since``: the time of ``perf_counter`` at which its task was submitted, where an instrument asks for it.
     """
 
     __slots__ = ("_callbacks", "_lock", "done", "error", "since", "value")
@@ -124,7 +124,7 @@ class Stream:
     def try_turn(self, patience: float = 0.0) -> bool:
         """Take the turn if the stream is idle: what the caller does until `end_turn` is a task of it.
 
-        With ``patience``, so many seconds are waited for a task that is as good as over.
+        ``patience``: seconds to wait for a task that is about to end.
         """
         if self._tasks or self._closed:
             return False
@@ -154,7 +154,7 @@ class Stream:
         self._wake.put(True)
 
     def wait(self, event: Event) -> None:
-        """Wait for an event of this stream, running queued tasks here if nobody else does."""
+        """Wait for an event of this stream; runs queued tasks here if no other thread does."""
         while not event.done and self._turn.acquire(blocking=False):
             try:
                 if not self._run_next():

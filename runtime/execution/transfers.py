@@ -1,12 +1,12 @@
-"""Arrays that go from a device of one process to a device of another outside of any program.
+"""Transfers: arrays sent from a device of one process to a device of another, outside of any program.
 
-The n-th array that is sent from one device to another is the n-th that is received there from it; what goes
-on between other devices does not matter, so both sides may ask in any order. Asking returns at once. One
-daemon thread makes all calls of MPI, with tags of their own: no collective waits for a transfer, or the other
-way round. It sleeps while nothing is under way, and asks for news every millisecond at least while something
-is.
+The n-th array that is sent from one device to another is the n-th that is received there from it. Transfers
+between other devices do not matter, so both sides may ask for theirs in any order. Asking returns at once.
+One daemon thread makes all calls of MPI, with tags of their own: no collective waits for a transfer, and no
+transfer for a collective. The thread sleeps while no transfer is under way, and polls every millisecond at
+least while one is.
 
-To the watchdog the way from one device to another is a stream of its own, with a negative number: a
+To the watchdog each pair of devices is a stream of its own, with a negative number: a
 transfer that its other end never asks for is an error after ``STRETTO_TIMEOUT``, on all ranks, which names
 both.
 
@@ -47,7 +47,7 @@ _LONGEST_PAUSE = 1e-3
 
 
 class Job(Protocol):
-    """What transfers need to know of the world."""
+    """What transfers need to know of the world: `stretto.runtime.job.world.World`."""
 
     rank: int
     local_devices: int
@@ -124,7 +124,7 @@ class _Route:
 
 
 class Transfers:
-    """The transfers of this process. ``messages()`` makes its end of the post, when it is first needed."""
+    """The transfers of this process. ``messages()`` makes what they are sent with, at the first one."""
 
     def __init__(self, world: Job, messages: Callable[[], Messages]) -> None:
         self._world = world
@@ -155,7 +155,7 @@ class Transfers:
         self._ask(_Asked(source, target, value.type, watchdog.calling_line(), end, value))
 
     def receive(self, type: TensorType, source: int, target: int) -> Promise:
-        """What the other process sends, or will send."""
+        """The array that the other process sends, or will send."""
         promise = Promise(Event())
 
         def end(content: Any, error: BaseException | None) -> None:
@@ -166,7 +166,7 @@ class Transfers:
         return promise
 
     def counters(self) -> Counters:
-        """What this process has sent."""
+        """Messages and bytes that this process has sent."""
         return self._counters
 
     def drain(self) -> None:
@@ -233,7 +233,7 @@ class Transfers:
                 self._changed.wait(seconds)
 
     def _advance(self, messages: Messages) -> bool:
-        """Do what can be done without waiting; whether there was anything."""
+        """Take every step that needs no waiting; whether there was one."""
         moved = bool(self._asked)
         while self._asked:
             asked = self._asked.popleft()
@@ -308,7 +308,7 @@ class Transfers:
         self._route(source, target).arrived.append(_Arrival(type, error, content, delivery))
 
     def _hand_over(self, route: _Route, asked: _Asked, arrival: _Arrival) -> None:
-        """What was expected has arrived, or something else has."""
+        """Give an arrived array to the receive that expects it, or an error if they do not match."""
         sender, receiver = route.ranks
         if arrival.error:
             problem: BaseException | None = StrettoError(
@@ -356,7 +356,7 @@ _made: dict[World, Transfers] = {}
 
 
 def transfers_of(world: World) -> Transfers:
-    """What sends arrays to other processes, and receives them, outside of programs; made once for a world."""
+    """The transfers of a world, made at the first call. They end when the process leaves the job."""
 
     def messages() -> Messages:
         from stretto.collectives.messages import MpiMessages

@@ -3,7 +3,7 @@
 A value is in one of these states; ``_array`` decides, then the class of ``_other``:
 
 - issued: ``_array`` is an engine array (which the engine may still be computing);
-- landed: ``_other`` is a host array, what a collective gave. It becomes an engine array only when a
+- landed: ``_other`` is a host array, the result of a collective. It becomes an engine array only when a
   segment or the user needs one, which copies nothing where the engine can use the host's memory;
 - pending: ``_other`` is a `Promise` of a run that has not been walked to its end;
 - failed: ``_other`` is the exception;
@@ -50,7 +50,7 @@ class Landed:
 
 
 class Promise:
-    """What a run will give at one output of one device, once ``event`` is set."""
+    """One output of one device of a run that is under way: its content is there once ``event`` is set."""
 
     __slots__ = ("content", "error", "event")
 
@@ -152,7 +152,7 @@ class Value:
         return self._other is _DELETED
 
     def capture(self) -> Any:
-        """What the value stands for now: an engine array, `Landed` or a `Promise`. Does not wait.
+        """The present content: an engine array, `Landed` or a `Promise`. Does not wait.
 
         Raises the error of a failed value, `DeletedError`.
         """

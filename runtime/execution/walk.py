@@ -1,9 +1,9 @@
-"""From the instructions of a `Program` to Python closures: what the executor really calls.
+"""`Walker`: the instructions of a `Program` as Python closures, which the executor calls in turn.
 
 `Walker` translates every block once, at load, into a list of operations ``operation(frame)``; walking a
 program calls them in turn, and nothing is looked up by name or class on the way. Host arrays that a
-collective gave become engine arrays where a segment needs them (`Walker.land`); what devices have after
-a divergent loop or branch is merged.
+collective gave become engine arrays where a segment needs them (`Walker.land`); after a divergent loop
+or branch the arrays of all devices are merged into one register.
 """
 
 from __future__ import annotations
@@ -46,23 +46,23 @@ class Walker:
         self.positions = tuple(range(len(context.local)))
         self.lanes = context.lanes
         self.operations: list[Operation] = []
-        # The same for a thread that must not block, where every collective is small and awaited at once.
+        # Operations for a thread that must not block, where every collective is small and awaited at once.
         self.prompt: list[Attempt] | None = None
         self._shared = shared_results(context.program)
         self.prepared = False
         self._tell()
 
     def _tell(self) -> None:
-        """Who is told of a walk's begin, ``started(run)``, and end, ``finished(run, error)``."""
+        """Look up the reports of a walk's begin, ``started(run)``, and end, ``finished(run, error)``."""
         self.started = self.context.told("program_started", self.program)
         self.finished = self.context.told("program_finished", self.program)
 
     def watched_by(self, instrument: Instrument | None) -> Walker:
-        """One that does the same under another instrument, of one that is prepared; waits for nobody."""
+        """A copy that reports to another instrument. For prepared walkers: waits for no process."""
         return self._in(replace(self.context, instrument=instrument))
 
     def timed_by(self, times: SegmentTimes | None) -> Walker:
-        """One that does the same and times its segments, of one that is prepared; None: as ever."""
+        """A copy that times its segments, or with None does not. For prepared walkers."""
         return self._in(replace(self.context, times=times))
 
     def _in(self, context: Context) -> Walker:

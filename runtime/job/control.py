@@ -172,7 +172,7 @@ class Control:
                 self._all_told.set()
 
     def _watch(self) -> None:
-        """What there is to notice without being told."""
+        """Once a second: look for collectives that are overdue, and for ranks that left while others wait."""
         if self.error is not None:
             if monotonic() >= self._deadline:
                 end_process()

@@ -49,7 +49,7 @@ def check(program: Program) -> None:
 
 
 class _Scope:
-    """What is known inside one block while its instructions are checked in order."""
+    """The state of a block's slots and events while its instructions are checked in order."""
 
     def __init__(self, outer: _Scope | None, where: str) -> None:
         self.outer = outer
@@ -422,7 +422,7 @@ class _Checker:
 
 
 def _read_slots(block: Block) -> set[Slot]:
-    """What the instructions of a block read, and its results; not what they free."""
+    """The slots that the instructions of a block read, and its results; not those they free."""
     read = set(block.results)
     for instruction in instructions(block):
         inputs = getattr(instruction, "inputs", ())

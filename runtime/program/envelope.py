@@ -1,4 +1,4 @@
-"""What stands around serialized programs and executables: what they are, which version, and a checksum.
+"""The header of serialized programs and executables: format, version and checksum.
 
 Layout, little-endian: four bytes that name the format, u16 version, u32 CRC-32 of the rest, the rest.
 """

@@ -1,4 +1,4 @@
-"""Valid iterations: what is left out in which iteration.
+"""Valid iterations: which messages and runs are left out in which iteration.
 
 Bounds are as in `Collective.valid_iterations`: first and last iteration of each stretch, in order, both
 included; ``(1, 0)`` is never.

@@ -1,4 +1,4 @@
-"""What can be observed of the executor: the one hook for traces, statistics and tests.
+"""`Instrument`: observes the executor; the one hook for traces, statistics and tests.
 
 An executor made with an `Instrument` calls it as things happen; one made without pays nothing. Methods
 are called from the dispatch thread and from stream threads, and must be quick and raise nothing.
@@ -46,7 +46,7 @@ class Instrument:
     ) -> None:
         """A program that is one segment on one local device was handed to the engine without a walk.
 
-        Told as a walk where this is not overridden; if it failed to be handed over, in any case.
+        Where this is not overridden, it is reported as a walk; if the engine refused it, always.
         """
         self.program_started(program, run)
         self.segment_issued(program, segment, ordinal)
@@ -70,7 +70,7 @@ class Instrument:
         """The same run, with the time before it was handed over, and the engine's arrays."""
 
     def segment_skipped(self, program: Program, segment: int, ordinal: int) -> None:
-        """A segment was not run on a local device, since nobody reads what it gives there."""
+        """A segment was not run on a local device, since its outputs there are not read."""
 
     def collective_started(self, collective: Collective, stream: int) -> None:
         """The operands are computed; the communicator is called."""
@@ -111,9 +111,9 @@ class Instrument:
     # What the executor calls is made once, when a program is translated.
 
     def listener(self, name: str, *known: Any) -> Callable[..., None] | None:
-        """What is called where the method ``name`` is told with ``known`` as its first arguments.
+        """The function that reports the event ``name``, with ``known`` as the first arguments of the method.
 
-        It takes the other arguments. None if nothing is to be done.
+        It takes the other arguments. None if the event is not observed.
         """
         if getattr(type(self), name) is getattr(Instrument, name):
             return None
@@ -121,7 +121,7 @@ class Instrument:
         return partial(method, *known) if known else method
 
     def around_run(self, run: SegmentRun, program: Program, segment: int) -> SegmentRun:
-        """A segment's ``run`` for walks, every call of which is told; ``run`` where nobody wants to know."""
+        """A segment's ``run`` for walks, wrapped to report every call; ``run`` if calls are not observed."""
         issued = self.listener("segment_issued", program, segment)
         handed = self.listener("segment_handed", program, segment)
         if issued is None and handed is None:
@@ -162,12 +162,12 @@ class Instrument:
 
 
 def told(instrument: Instrument | None, name: str, *known: Any) -> Callable[..., None] | None:
-    """`Instrument.listener`; None, too, where there is no instrument."""
+    """`Instrument.listener`, or None where there is no instrument."""
     return None if instrument is None else instrument.listener(name, *known)
 
 
 class Instruments(Instrument):
-    """Several instruments as one: each is told everything, in their order."""
+    """Several instruments as one: every event is reported to each, in their order."""
 
     def __init__(self, *parts: Instrument) -> None:
         self.parts = parts

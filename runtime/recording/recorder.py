@@ -1,23 +1,23 @@
-"""What happens in an executor, written down as rows of numbers: the part that all traces share.
+"""`Recorder`: writes down the events of an executor as rows of numbers; all traces are made of them.
 
 A `Recorder` is an instrument: it knows what is loaded, by number, and gives the executor the methods of
 `Rows` to call as things happen. `trace` writes the rows to files as they come, a profiler of JAX takes them
 at the end of its session.
 
-Nobody is told when a segment ends. Whether it has is looked up whenever something else happens: another
-segment is handed over, a collective begins, a wait is over. A row tells how long before its end the segment
+Engines do not report when a segment ends. The recorder looks it up at every other event: another segment is
+handed over, a collective begins, a wait is over. A row tells how long before its end the segment
 was last seen to run. Where the walk stands at a wait while segments run beside a collective, or comes to its
-end, nothing else may happen for long: there a thread waits for the last of them, and its end is exact. That
+end, the next event may be far off: there a thread waits for the last of them, and its end is exact. That
 thread takes the interpreter and a core from the others when it wakes, which costs more than all the rest. So
 it waits at the first `EXACT` times that the walk stands at each place, and at one in `EVERY` from then on:
-who reads the trace takes the other stretches of compute to be as long as those, within what was seen
+readers of the trace take the other stretches of compute to be as long as those, within what was seen
 (`trace_events`).
 
 Where the walk waits for a collective that has yet to get its operands, the collective's start tells when they
-were computed, and nobody else needs to.
+were computed, and no thread needs to wait for them.
 
-Of a segment that runs the smallest output is kept, to be asked. If it is donated meanwhile, another segment
-came behind, whose end is then that of the stretch.
+Of a running segment the smallest output is kept, and asked whether it is ready. If it is donated meanwhile,
+another segment came behind, whose end is then that of the stretch.
 
 Invariant: nothing here raises into the program.
 """
@@ -84,7 +84,7 @@ class Recorder(Instrument):
         self._watcher: threading.Thread | None = None
 
     def trace(self, header: Header) -> RankTrace:
-        """What there is, as if it had been written to a file and read back."""
+        """The trace so far, as if it had been written to a file and read back."""
         programs = list(self.programs)
         rows = rows_of(*self.rows.take())
         rows[:, 4:6] += header.offset
@@ -168,7 +168,7 @@ class Recorder(Instrument):
     # How segments end.
 
     def _watch_running(self) -> None:
-        """The walk stops here: have a thread see when what still runs ends."""
+        """The walk stops here: have a thread wait for the ends of the segments that still run."""
         for ordinal, watched in enumerate(self._watched):
             last = self.rows.last(ordinal)
             if last is None or last[0] == watched:
@@ -194,7 +194,7 @@ class Recorder(Instrument):
             ended = True
             with suppress(Exception):  # donated meanwhile
                 ended = output is None or engine.is_ready(output)
-            if ended:  # somebody else may have seen it; when, nobody knows
+            if ended:  # another thread may have seen it; the time is not known
                 rows.settle(ordinal)
                 continue
             rows.block_on(ordinal, number)
@@ -205,7 +205,7 @@ class Recorder(Instrument):
             del last, output
 
 
-# What becomes a row: how many of the first arguments say of what it is told, and what writes it.
+# The events that become rows: how many of the first arguments name the object, and its method of `Rows`.
 @dataclass(frozen=True)
 class _Told:
     known: int
@@ -226,7 +226,7 @@ _TOLD = {
 
 
 def _method(told: _Told) -> Callable[..., None]:
-    """The method of `Instrument`, for who calls it with all arguments at once."""
+    """The method of `Instrument`, for callers that give all arguments at once."""
 
     def tell(self: Recorder, *arguments: Any) -> None:
         told.maker(self, *arguments[: told.known])(*arguments[told.known :])

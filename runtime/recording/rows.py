@@ -1,7 +1,7 @@
 """What packs the rows of a trace: the contract between a `Recorder` and the plugin's `_capi.Rows`.
 
 A `Recorder` makes one `Rows`, and of it an object for each program, segment and collective, with a method
-for each thing that the executor tells of it: all that does not change between calls is in the object. The
+for each of its events: all that does not change between calls is in the object. The
 methods are those of `Instrument`, without what the object knows. The plugin's C module implements it
 (`plugin/_rows.pxi`), which makes no Python objects; the same in Python, whose rows are equal byte for byte,
 is in the tests (`tests/support/rows.py`). The head of `recorder` says when ends of segments are looked up.
@@ -47,12 +47,12 @@ class SegmentRows(Protocol):
     def called(self, run: int, ordinal: int, began: float, outputs: Sequence[Any]) -> None: ...
 
     def around_run(self, run: SegmentRun) -> SegmentRun:
-        """The segment's ``run``, every call of which is told."""
+        """The segment's ``run``, wrapped so that every call becomes a row."""
         ...
 
     def around_call(self, run: SegmentRun, next_run: Callable[[], int]) -> SegmentRun:
-        """The same of a segment that is all of its program. ``next_run()`` numbers runs of which more than a
-        row is told."""
+        """The same for a segment that is all of its program. ``next_run()`` numbers runs that need more
+        than one row."""
         ...
 
 

@@ -1,7 +1,7 @@
-"""Counts of what this process has communicated, compiled and measured, over all its executors.
+"""Statistics of this process over all its executors: communication, compilations, measured programs.
 
-Whoever has `Counters` (an executor) is registered by `include`, and kept no longer than it lives: what
-it had counted is then lost, which only a program that makes its devices anew will see.
+An object with `Counters` (an executor) is registered by `include` and referred to weakly: when it is gone,
+its counts are gone too, which only a program that makes its devices anew will see.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from weakref import WeakSet
 
 @dataclass
 class Counters:
-    """Communication of one stream since the start. Written by whoever runs the stream's tasks.
+    """Communication of one stream since the start. Written by the thread that runs the stream's tasks.
 
-    What nobody reads is left out (`docs/pipelines.md`): ``skipped`` messages were not sent,
+    Data that no device reads is left out (`docs/pipelines.md`): ``skipped`` messages were not sent,
     ``skipped_runs`` runs of segments with ``skipped_flops`` floating point operations not made.
     """
 
@@ -41,14 +41,14 @@ class Counters:
 
 
 class Counting(Protocol):
-    """Counts: since the beginning, summed over its streams."""
+    """An object that counts. ``counters()``: since the beginning, summed over its streams."""
 
     def counters(self) -> Counters: ...
 
 
 @dataclass(frozen=True)
 class Compilations:
-    """What was compiled since the process began.
+    """Counts of compilations since the process began.
 
     ``programs``: taken through XLA's partitioner and optimizer; ``segments``: of them, code was generated
     for by the engine; ``restored``: segments whose code was there already, from a compilation cache or a

@@ -1,6 +1,6 @@
 """``STRETTO_TRACE=dir``: each rank writes what its streams do to a file of its own (`trace_file`).
 
-What there is to write is what `recorder` collects. A thread writes it out twice a second, at the end of the
+The rows are collected by `recorder`. A thread writes them out twice a second, at the end of the
 process, and when the job has failed. So a process that is killed loses half a second.
 
 Invariants: nothing here raises into the program; a folder that cannot be written is an error at the start. A
@@ -116,7 +116,7 @@ class Trace(Recorder):
         atexit.register(self.close)
 
     def write(self) -> None:
-        """Write out what there is."""
+        """Write out the rows so far."""
         if os.getpid() != self._owner:
             return
         with self._writing:

@@ -232,7 +232,7 @@ def _ended(
 
 
 def _stretches(runs: Sequence[_Ran]) -> list[list[_Ran]]:
-    """Up to one of which an end is known each. Those behind the last one are taken to end as they begin."""
+    """Stretches of rows, each up to a known end. Rows behind the last are taken to end as they begin."""
     found: list[list[_Ran]] = [[]]
     for ran in runs:
         found[-1].append(ran)

@@ -1,7 +1,7 @@
 """A trace's rows by runs of a program: what each run took, and how much of it was exposed.
 
 Rows do not say to which run they belong. Where every run of a program does the same, each of its segments and
-collectives occurs equally often in all of them, in the order of the runs; where not, nothing is told.
+collectives occurs equally often in all of them, in the order of the runs; where not, there is no result.
 """
 
 from __future__ import annotations

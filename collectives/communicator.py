@@ -18,8 +18,8 @@ Array = Any
 Reducer = Callable[[list[Array], list[Array]], list[Array]]
 
 # Collectives of at most this many bytes for each process are posted and then awaited (`Pending`), so that
-# whoever runs one need not block in it. MPI does not match a collective that blocks with one that does not:
-# the size decides, on all processes alike, never the state of a process.
+# the thread that runs one need not block in it. MPI does not match a collective that blocks with one that
+# does not: the size decides, on all processes alike, never the state of a process.
 PROMPT = 1 << 16
 
 
@@ -41,7 +41,7 @@ class Pending(Protocol):
     """A collective under way. To be used by one thread at a time."""
 
     def test(self) -> bool:
-        """Whether it is done: then `results` are there, and nothing of it must be called again."""
+        """Whether it is done: then `results` are there, and no method may be called again."""
         ...
 
     def wait(self, meanwhile: Callable[[], None] | None = None) -> None:

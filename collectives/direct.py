@@ -1,5 +1,4 @@
-"""Parts of a collective that one exchange between processes serves, from where operands lie to where results
-stay."""
+"""Parts of a collective that are one exchange between processes, from operands to results."""
 
 from __future__ import annotations
 
@@ -38,7 +37,7 @@ class Direct:
 
 
 def posting(parts: Sequence[Direct]) -> Post | None:
-    """What posts all of them at once; None if there is none, or one that cannot be posted."""
+    """A function that posts all parts at once; None if there is no part, or one that cannot be posted."""
     if not parts or not all(isinstance(part.exchange, Postable) for part in parts):
         return None
     if len(parts) == 1:

@@ -1,4 +1,4 @@
-"""Host memory that is used again: fresh pages cost as much as the reduction that fills them.
+"""A pool of host memory, since fresh pages cost as much as the reduction that fills them.
 
 A `Pool` gives C-contiguous numpy arrays aligned to `ALIGNMENT` bytes. Their memory comes back to the pool
 when the array and everything that views it are gone, whichever thread drops the last of them.
@@ -7,7 +7,7 @@ Arrays of a few bytes are slots of shared slabs: a lease would take longer than 
 Slabs are not counted and go back to the heap with the last of their arrays.
 
 Invariants: memory is in one place only, with an array or in a free list; the pool keeps at most
-``keep`` bytes of it that nobody uses. A returned block never takes a lock that its thread may hold: it goes
+``keep`` unused bytes. A returned block never takes a lock that its thread may hold: it goes
 to a queue first, since garbage collection may return one in the middle of `Pool.empty`.
 """
 

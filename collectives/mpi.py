@@ -173,12 +173,12 @@ class Posted:
         self.finish()
 
     def finish(self) -> None:
-        """What is to be done once all has arrived."""
+        """Do the rest, once all messages have arrived."""
         if self._finish is not None:
             self._finish()
 
     def then(self, more: Callable[[], None]) -> Posted:
-        """The same messages, with more to be done after all else."""
+        """The same messages; ``more()`` is called once they have arrived and all else is done."""
 
         def finish() -> None:
             self.finish()
@@ -502,7 +502,7 @@ class MpiWorld:
         self._teams: dict[tuple[int, ...], Team] = {}
 
     def team(self, processes: Sequence[int]) -> Team:
-        """The team of these processes. Making it waits for all of them, and for nobody else."""
+        """The team of these processes. Making it waits for all of them, and for no other."""
         key = tuple(sorted(set(processes)))
         if key not in self._teams:
             world = self.comm.Get_group()

@@ -1,4 +1,4 @@
-"""What a collective is, as data: kind, participants, reducer, dimensions, types.
+"""Collectives as data: kind, participants, reducer, dimensions, types.
 
 Ids are *logical* flattened device ids, ``replica * num_partitions + partition``; whoever loads a program
 maps them to devices of the world. Groups are always explicit and hold only logical ids that take part:
@@ -94,7 +94,7 @@ class Collective:
 
 
 def attributes(c: Collective) -> list[str]:
-    """What a collective does to its operands, and where and when, one word or phrase each."""
+    """The attributes of a collective as text, one word or phrase each: groups, reduction, channel, …."""
     parts: list[str] = []
     if c.groups:
         parts.append(f"groups {nested(c.groups)}")

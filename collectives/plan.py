@@ -1,4 +1,4 @@
-"""What the collectives that span processes are planned with: groups as a team sees them, and messages.
+"""Parts of the plans of collectives that span processes: groups as a team sees them, and messages.
 
 Every process of a team must come to the same plan, so plans depend only on the collective, its groups and
 the owners of their members, never on what is local. Packed data is laid out process by process, and there

@@ -1,7 +1,7 @@
 """For debugging: a communicator whose skipped transfers leave NaN where they should leave zeros.
 
-A transfer is skipped because nobody reads what it would bring. With NaN in its place (the largest number,
-or true, for types without NaN) anybody who does read it gives other results.
+A transfer is skipped because no device reads its data. With NaN in their place (the largest number, or true,
+for types without NaN) a device that does read them gives other results.
 """
 
 from __future__ import annotations

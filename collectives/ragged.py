@@ -1,7 +1,7 @@
-"""What the members of a ragged all-to-all ask for, and whether the rows are there.
+"""The rows that the members of a ragged all-to-all send and receive, checked against what is there.
 
-Offsets and sizes are computed by the program: nobody knows them before, and they may be wrong. Errors say
-which device asks for which rows of what.
+Offsets and sizes are computed by the program, so that they are known only then, and may be wrong. Errors say
+which device asks for which rows.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Whether the ranks run the same programs in the same order: what follows from their accounts.
+"""Compares the ranks' accounts of their runs: do all run the same programs in the same order?
 
-`Audit` is the hub's: it takes in how far each rank has come and notices that two of them contradict each
+`Audit` belongs to the hub: it hears how far each rank has come, and notices that two of them contradict each
 other. `difference` and `unmet` say what the contradiction is, from the ranks' accounts. All are pure: no
 messages, no clock of their own.
 
@@ -23,7 +23,7 @@ _LISTED = 16
 
 @dataclass
 class _Set:
-    """What is known of the runs of one set of processes, from whichever rank said it first."""
+    """The known runs of one set of processes, each from the rank that reported it first."""
 
     history: dict[int, int] = field(default_factory=dict)
     first: dict[int, bool] = field(default_factory=dict)
@@ -87,7 +87,7 @@ class Audit:
 
 
 def explain(accounts: Mapping[int, Mapping[str, Account]]) -> str | None:
-    """What the ranks' accounts, by rank and set, have against each other; None if nothing."""
+    """The contradiction between the ranks' accounts, by rank and set, as text; None if there is none."""
     for name in sorted({name for sets in accounts.values() for name in sets}):
         here = {rank: sets[name] for rank, sets in accounts.items() if name in sets}
         found = unmet(here, name) or difference({rank: a.runs for rank, a in here.items()}, name)

@@ -196,7 +196,7 @@ class Hub:
             self._tell({"type": "account"})
 
     def _compare(self) -> None:
-        """The accounts are here: say what they have against each other."""
+        """The accounts are here: report the contradiction between them, or none."""
         text = audit.explain(self._accounts or {})
         self._accounts = None
         if text is None and self._contradiction:

@@ -1,4 +1,4 @@
-"""What a stream is doing, for whoever has to explain why nothing moves.
+"""The state of a stream, from which the watchdog explains why a job does not go on.
 
 A stream writes its `Progress` around every call that may block; the watchdog reads it from another
 thread. There is no lock: a state is one tuple, replaced by one attribute write, so that a reader sees

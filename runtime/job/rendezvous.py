@@ -2,7 +2,7 @@
 
 `jax.distributed` joins processes and gives such a store to the plugins that it starts. Before MPI is
 touched, which cannot be interrupted, the processes call the roll in the store: each writes what the others
-must know of it, and whoever sees that all are there, or has waited long enough, writes the verdict.
+must know of it, and a process that sees that all are there, or has waited long enough, writes the verdict.
 
 Invariant: of several verdicts the store keeps the first, so that all processes go on, or all raise the
 same `WorldError`, also those that come late.

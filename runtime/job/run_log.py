@@ -1,4 +1,4 @@
-"""What was run: each rank's account of the programs that it runs together with others.
+"""The log of runs: each rank's account of the programs that it runs together with others.
 
 All processes of a set must run the programs that they share in the same order. Every rank counts them, set
 by set, and keeps a rolling hash of which they were, with the last few by name. Nothing of this is sent when a

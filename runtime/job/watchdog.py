@@ -1,4 +1,4 @@
-"""What the watchdog concludes from the states of the ranks. Pure functions of plain data.
+"""The watchdog's conclusions from the states of the ranks. Pure functions of plain data.
 
 The control plane calls them: `overdue` and `abandoned` on every rank once a second, `report` on rank 0
 with what every rank answered.

@@ -1,0 +1,1 @@
+"""What runs programs: see the table of its packages in docs/design.md."""

@@ -29,7 +29,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 import stretto
 from stretto.plugin.client import clients
 from stretto.runtime.execution.negotiation import Proposal
-from stretto.runtime.program.order import strict
+from stretto.runtime.program.communicated import strict
 
 def digest(program):
     return Proposal(program, strict(program), ()).fingerprint().hex()

@@ -28,7 +28,7 @@ from ..job.exits import await_at_exit
 from ..job.run_log import called
 from ..options import Options
 from ..program import Program
-from ..program.order import strict
+from ..program.communicated import strict
 from ..recording import statistics
 from ..recording.instrument import Instrument, Instruments
 from ..recording.statistics import Counters

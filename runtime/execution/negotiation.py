@@ -40,9 +40,9 @@ from stretto.collectives.order import (
 from ..errors import CollectiveMismatch
 from ..job import audit
 from ..job.assembly import Assembly
-from ..job.run_log import Ran, Record, RunLog, called
+from ..job.run_log import LoggedRun, Record, RunLog, called
 from ..program import Program
-from ..program.order import starts, strict, walked
+from ..program.communicated import starts, strict, walked
 from .lane import Lane
 
 
@@ -339,7 +339,7 @@ class Offer:
     digest: bytes
     number: int
     history: int
-    runs: tuple[Ran, ...]
+    runs: tuple[LoggedRun, ...]
     rewritten: bool = False
     problem: str = ""
 
@@ -375,7 +375,7 @@ class Offer:
             bytes.fromhex(plain["digest"]),
             plain["number"],
             plain["history"],
-            tuple(Ran(*ran) for ran in plain["runs"]),
+            tuple(LoggedRun(*ran) for ran in plain["runs"]),
             plain["rewritten"],
             plain["problem"],
         )

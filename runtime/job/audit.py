@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from .run_log import Account, Local, Post, Ran, read
+from .run_log import Account, Local, LoggedRun, Post, read
 
 # A rank that has waited this long for others to agree on a program is asked about.
 PATIENCE = 0.3
@@ -96,9 +96,9 @@ def explain(accounts: Mapping[int, Mapping[str, Account]]) -> str | None:
     return None
 
 
-def difference(runs: Mapping[int, Iterable[Ran]], name: str) -> str | None:
+def difference(runs: Mapping[int, Iterable[LoggedRun]], name: str) -> str | None:
     """The first run that is not the same on all ranks. ``name`` is that of the set of processes."""
-    by_number: dict[int, dict[int, Ran]] = {}
+    by_number: dict[int, dict[int, LoggedRun]] = {}
     for rank, listed in runs.items():
         for ran in listed:
             by_number.setdefault(ran.number, {})[rank] = ran
@@ -125,7 +125,7 @@ def difference(runs: Mapping[int, Iterable[Ran]], name: str) -> str | None:
     return None
 
 
-def _note(ran: Ran, firsts_differ: bool) -> str:
+def _note(ran: LoggedRun, firsts_differ: bool) -> str:
     if not firsts_differ:
         return ""
     return ", for the first time" if ran.first else ", which has run before"

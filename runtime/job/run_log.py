@@ -30,7 +30,7 @@ class Record(NamedTuple):
     identity: int
 
 
-class Ran(NamedTuple):
+class LoggedRun(NamedTuple):
     """One run of a set of processes, the ``number``-th from 1.
 
     ``first``: the processes had to agree on the program. ``identity`` and ``history`` (the hash of all runs
@@ -58,7 +58,7 @@ class Local(NamedTuple):
 
     @property
     def what(self) -> str:
-        """As `Ran.what`."""
+        """As `LoggedRun.what`."""
         return called(self.program, self.line)
 
 
@@ -82,7 +82,7 @@ class Account(NamedTuple):
     ``local`` does not communicate; ``pending`` are names of programs that do and have not run yet.
     """
 
-    runs: tuple[Ran, ...] = ()
+    runs: tuple[LoggedRun, ...] = ()
     local: tuple[Local, ...] = ()
     pending: tuple[str, ...] = ()
 
@@ -158,7 +158,7 @@ class RunLog:
     def account(self) -> Account:
         """The last runs."""
         runs = tuple(
-            Ran(n, r.program, r.line, None if h is None else r.identity, first, h)
+            LoggedRun(n, r.program, r.line, None if h is None else r.identity, first, h)
             for n, r, first, h in self._recent.copy()
         )
         return Account(runs, tuple(self._local.copy()), tuple(self._pending.copy()))
@@ -215,7 +215,9 @@ def read(text: str) -> tuple[int, ...]:
 def read_account(plain: Sequence) -> Account:
     """An `Account` from its JSON form."""
     runs, local, pending = plain
-    return Account(tuple(Ran(*r) for r in runs), tuple(Local(*e) for e in local), tuple(pending))
+    return Account(
+        tuple(LoggedRun(*r) for r in runs), tuple(Local(*e) for e in local), tuple(pending)
+    )
 
 
 def read_post(plain: Sequence) -> Post:

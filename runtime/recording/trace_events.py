@@ -138,7 +138,7 @@ def measure(trace: RankTrace) -> Measured:
     """Resolve a rank's events."""
     found = Measured(trace)
     events = trace.events[np.argsort(trace.events[:, 4], kind="stable")]
-    by_device: dict[int, list[_Ran]] = defaultdict(list)
+    by_device: dict[int, list[_SegmentRow]] = defaultdict(list)
     transfers = []
     for kind, program_number, number, where, begin, end, extra in events.tolist():
         if not 0 <= int(program_number) < len(trace.programs):
@@ -148,9 +148,9 @@ def measure(trace: RankTrace) -> Measured:
         index, place = int(number), int(where)
         match int(kind):
             case Event.SEGMENT:
-                by_device[place].append(_Ran(program, index, begin, end, extra))
+                by_device[place].append(_SegmentRow(program, index, begin, end, extra))
             case Event.CALLED:
-                by_device[place].append(_Ran(program, index, begin, end, 0.0))
+                by_device[place].append(_SegmentRow(program, index, begin, end, 0.0))
                 found.marks.append((program.name, program.name, CALLED, begin, end))
             case Event.LEFT_OUT:
                 found.left_out.append((program.name, program.segments[index], place, begin))
@@ -188,7 +188,7 @@ def measure(trace: RankTrace) -> Measured:
 
 
 @dataclass(slots=True)
-class _Ran:
+class _SegmentRow:
     """A segment's row. ``unseen``: how long before its end it was last seen to run."""
 
     program: Program
@@ -203,7 +203,7 @@ class _Ran:
 
 
 def _ended(
-    by_device: Mapping[int, Sequence[_Ran]],
+    by_device: Mapping[int, Sequence[_SegmentRow]],
 ) -> list[tuple[str, Segment, int, float, float]]:
     """When each segment ran, of the rows of each device in the order in which they were handed over."""
     stretches = {ordinal: _stretches(runs) for ordinal, runs in by_device.items()}
@@ -231,9 +231,9 @@ def _ended(
     return found
 
 
-def _stretches(runs: Sequence[_Ran]) -> list[list[_Ran]]:
+def _stretches(runs: Sequence[_SegmentRow]) -> list[list[_SegmentRow]]:
     """Stretches of rows, each up to a known end. Rows behind the last are taken to end as they begin."""
-    found: list[list[_Ran]] = [[]]
+    found: list[list[_SegmentRow]] = [[]]
     for ran in runs:
         found[-1].append(ran)
         if not isnan(ran.end):
@@ -245,5 +245,5 @@ def _stretches(runs: Sequence[_Ran]) -> list[list[_Ran]]:
     return found
 
 
-def _name(stretch: Sequence[_Ran]) -> tuple[tuple[int, int], ...]:
+def _name(stretch: Sequence[_SegmentRow]) -> tuple[tuple[int, int], ...]:
     return tuple((id(ran.program), ran.index) for ran in stretch)

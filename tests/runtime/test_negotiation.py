@@ -13,7 +13,7 @@ from stretto.collectives.order import CommonOrder, Schedule, entry_of
 from stretto.runtime.errors import CollectiveMismatch, StrettoError, UnsupportedError
 from stretto.runtime.execution.loaded import LoadedProgram
 from stretto.runtime.program import Copy, Program, Start, Wait
-from stretto.runtime.program.order import starts, strict, walked
+from stretto.runtime.program.communicated import starts, strict, walked
 from stretto.testing import MemoryTransport, MemoryWorld, Recorder, run_processes
 
 SUM = all_reduce((0, 1), name="sum")

@@ -30,7 +30,7 @@ from stretto.runtime.execution.loaded import LoadedProgram
 from stretto.runtime.execution.negotiation import Negotiation
 from stretto.runtime.execution.profiling import MEASURED, WARM_UP, Seconds
 from stretto.runtime.program import Block, Loop, Program, Run, Start, Wait
-from stretto.runtime.program.order import starts
+from stretto.runtime.program.communicated import starts
 from stretto.runtime.recording import statistics
 from stretto.runtime.recording.trace import Trace
 from stretto.runtime.recording.trace_file import Header, file_name, read

@@ -20,7 +20,7 @@ from stretto.hlo_frontend.overlap.replay import replay, unscheduled
 from stretto.runtime.errors import InvalidProgramError
 from stretto.runtime.execution.negotiation import streams_of
 from stretto.runtime.program import Block, Loop, Program, Run, Start, Wait, instructions
-from stretto.runtime.program.order import starts
+from stretto.runtime.program.communicated import starts
 from stretto.testing import MemoryTransport, MemoryWorld, NullEngine, Recorder, run_processes
 from stretto.testing_replay import replay_program
 

@@ -26,7 +26,7 @@ from stretto.hlo_frontend.compile import CompiledModule
 from stretto.hlo_frontend.overlap.apply import OverlapPolicy, Planned
 from stretto.hlo_frontend.overlap.staged import LoopReport
 from stretto.runtime.program import Loop, Program, Run, Start, Wait, instructions
-from stretto.runtime.program.order import starts, walked
+from stretto.runtime.program.communicated import starts, walked
 from stretto.testing_replay import ReplayError, replay_program
 
 DEVICES, WIDTH, ROWS = 4, 32, 64

@@ -26,8 +26,8 @@ from stretto.hlo_frontend.schema import (
 from stretto.runtime.errors import InvalidProgramError
 from stretto.runtime.execution.compiled_segments import CompiledSegments, compile_segments
 from stretto.runtime.execution.executor import LoadedProgram
-from stretto.runtime.execution.memory_plan import MemoryPlan
 from stretto.runtime.program import calls_back
+from stretto.runtime.program.memory_plan import MemoryPlan
 from stretto.runtime.recording import statistics
 
 from . import _capi, abi, callbacks, executable_codec, jax_private

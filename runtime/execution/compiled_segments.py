@@ -11,8 +11,8 @@ from typing import Any
 from ..engines.engine import Engine, LoadedSegment, RestoringEngine
 from ..errors import CompileError
 from ..program import Program, calls_back
+from ..program.memory_plan import MemoryPlan, plan
 from ..recording import statistics
-from .memory_plan import MemoryPlan, plan
 
 
 @dataclass(frozen=True)

@@ -21,12 +21,12 @@ from ..program import (
     Free,
     LogicalId,
     Loop,
-    Program,
     Run,
     Slot,
     Start,
     Wait,
 )
+from ..program.memory_plan import shared_results
 from ..recording.instrument import Instrument
 from .communication import Attempt, Communication
 from .compute import Compute
@@ -365,18 +365,3 @@ def _at_once(operation: Operation) -> Attempt:
         operation(frame)
 
     return attempt
-
-
-def shared_results(program: Program) -> tuple[int, ...]:
-    """Positions of results that would share an array with an argument or with an earlier result.
-
-    An output must be an array of its own: donating or deleting one must not take another with it.
-    """
-    donated = {program.body.parameters[index] for index in program.donated}
-    taken = set(program.body.parameters) - donated
-    shared = []
-    for index, slot in enumerate(program.body.results):
-        if slot in taken:
-            shared.append(index)
-        taken.add(slot)
-    return tuple(shared)

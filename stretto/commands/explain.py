@@ -18,9 +18,9 @@ from stretto.hlo_frontend.overlap.apply import OverlapPolicy
 from stretto.hlo_frontend.overlap.costs import CostTable
 from stretto.hlo_frontend.passes.valid.decide import LAST
 from stretto.runtime.errors import StrettoError
-from stretto.runtime.execution.compute import work
 from stretto.runtime.options import in_force
 from stretto.runtime.program import Loop, Program, Run, Start, instructions
+from stretto.runtime.program.work import work
 
 from .explain_costs import ledger_text, schedule_file
 from .hlo_input import CompiledFile, add_file, compile_file, complain, complain_of_output, read_file

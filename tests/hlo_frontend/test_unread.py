@@ -17,8 +17,8 @@ from test_valid import EVERY, mutants
 
 from stretto.hlo_frontend.compile import CompileSpec, compile_hlo, compile_stablehlo
 from stretto.hlo_frontend.passes.valid import ValidPolicy
-from stretto.runtime.execution.compute import work
 from stretto.runtime.program import Loop, Program, Run, instructions
+from stretto.runtime.program.work import work
 
 ALL = ValidPolicy(least_flops=0.0)  # whatever little it saves
 NONE = ValidPolicy(derive=False)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from support.handmade import F32, PRED, S32, Rig, block, program, segment
 
-from stretto.runtime.execution.memory_plan import MemoryPlan, plan
 from stretto.runtime.program import Branch, Copy, Free, Loop, Program, Run
+from stretto.runtime.program.memory_plan import MemoryPlan, plan
 
 STEP, ADD = segment("increment"), segment("add", (F32, F32))
 IN_PLACE = segment("increment", donated=(0,))

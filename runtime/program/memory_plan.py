@@ -11,8 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..program import Block, Branch, Copy, Free, LogicalId, Loop, Program, Run, Slot, Start
-from .walk import shared_results
+from . import Block, Branch, Copy, Free, LogicalId, Loop, Program, Run, Slot, Start
 
 
 @dataclass(frozen=True)
@@ -172,3 +171,18 @@ def plan(program: Program, scratch: Sequence[int] = ()) -> MemoryPlan:
         reused=sum(reused.values()),
         peak=walk.peak,
     )
+
+
+def shared_results(program: Program) -> tuple[int, ...]:
+    """Positions of results that would share an array with an argument or with an earlier result.
+
+    An output must be an array of its own: donating or deleting one must not take another with it.
+    """
+    donated = {program.body.parameters[index] for index in program.donated}
+    taken = set(program.body.parameters) - donated
+    shared = []
+    for index, slot in enumerate(program.body.results):
+        if slot in taken:
+            shared.append(index)
+        taken.add(slot)
+    return tuple(shared)

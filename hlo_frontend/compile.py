@@ -27,10 +27,10 @@ from .overlap.explained import Explained, explained
 from .overlap.measured import key_of
 from .own_options import split
 from .passes.bytes import Rewrite, RewriteReport
-from .passes.interleave import Interleaved
-from .passes.interleave import apply as interleaved
 from .passes.valid import ValidPolicy, ValidReport
 from .pipeline import COMMON, Compilation, Dump, Source, plan_block, policy_for, run
+from .pipelines import Interleaved
+from .pipelines import apply as interleaved
 from .plan_text import plan_text
 from .schedule import reorder, token_edges
 from .schema import HloModuleProto, HloModuleProtoWithConfig
@@ -163,7 +163,7 @@ class CompiledModule:
     became of collectives (see `passes.bytes`); ``rewritten`` is a digest of that, empty if it is nothing.
     ``overlap`` is what was planned to hide communication, where that was asked for and there is some; the
     program that ``with_order`` gives goes without.
-    ``interleaved`` tells what became of pipelines that were to be interleaved (see `passes.interleave`).
+    ``interleaved`` tells what became of pipelines that were to be interleaved (see `pipelines`).
     Layouts are what the caller is told, from minor to major; empty ones are row-major, and if all are there
     are none.
     """
@@ -228,7 +228,7 @@ def compile_stablehlo(
     `passes.bytes`). ``valid``: how iterations are found in which transfers are made (see
     `passes.valid`). ``overlap``: how collectives are scheduled beside compute (see `overlap.apply`); None
     where they are not. ``interleave``: chunks of layers that each device of a pipeline is to have (see
-    `passes.interleave`), where the compile options do not say it. ``dump`` is given what the program was at
+    `pipelines`), where the compile options do not say it. ``dump`` is given what the program was at
     each stage. Raises `InvalidProgramError` or `UnsupportedError`.
     """
     if spec.num_replicas < 1 or spec.num_partitions < 1:

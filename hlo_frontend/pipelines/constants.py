@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ...graph import Instruction
+from ..graph import Instruction
 from .emit import slice_of
 from .refusal import Refusal
 

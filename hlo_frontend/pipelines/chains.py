@@ -14,13 +14,13 @@ from dataclasses import dataclass, replace
 
 from stretto.collectives.ops import Kind
 
-from ...collectives import CollectiveReader
-from ...graph import Instruction, leaf_count
-from ...schema import TUPLE
-from ...values import Node, NodeKind, Value
-from ..valid.known import is_reshape, spread, starts_of
-from ..valid.live import selected
-from ..valid.trace import Forward, LoopTrace, Trace
+from ..collectives import CollectiveReader
+from ..graph import Instruction, leaf_count
+from ..passes.valid.known import is_reshape, spread, starts_of
+from ..passes.valid.live import selected
+from ..passes.valid.trace import Forward, LoopTrace, Trace
+from ..schema import TUPLE
+from ..values import Node, NodeKind, Value
 
 MOST_STEPS = 100_000
 

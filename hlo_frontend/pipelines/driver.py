@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ...collectives import CollectiveReader
-from ...flatten import flatten
-from ...graph import Module
-from ..valid.tensors import MOST_ELEMENTS
-from ..valid.trace import GaveUpError
-from . import pipeline as pipelines
+from ..collectives import CollectiveReader
+from ..flatten import flatten
+from ..graph import Module
+from ..passes.valid.tensors import MOST_ELEMENTS
+from ..passes.valid.trace import GaveUpError
+from . import recognize as pipelines
 from .inline import inlined
 from .parts import Pipeline
 from .refusal import Refusal, about

@@ -1,6 +1,6 @@
 """What of a pipeline's layers anybody reads: which of their runs, and that nobody looks in on the way.
 
-`find_live` finds the runs that matter; `check_alone` is point 3 of `pipeline`: with every run taken to need
+`find_live` finds the runs that matter; `check_alone` is point 3 of `recognize`: with every run taken to need
 nothing but what a microbatch begins with and its weights, no transfer is read, and of what runs give only
 what the last stage gives. Slices that another pipeline's layers read, and those that are summed up, are left
 out.
@@ -12,10 +12,10 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from ...values import BlockGraph, Node
-from ..valid import live as rules
-from ..valid.liveness import Liveness, Mask, Needs
-from ..valid.trace import Forward, Trace, all_nodes
+from ..passes.valid import live as rules
+from ..passes.valid.liveness import Liveness, Mask, Needs
+from ..passes.valid.trace import Forward, Trace, all_nodes
+from ..values import BlockGraph, Node
 from .chains import Execution
 from .constants import Constant
 from .gradients import sum_node
@@ -77,7 +77,7 @@ def find_live(entry: BlockGraph, parts: Sequence[Part], forward: Forward, trace:
 def check_alone(
     entry: BlockGraph, parts: Sequence[Part], num_replicas: int, num_partitions: int
 ) -> None:
-    """Point 3 of the head of `pipeline`. Raises `Refusal`."""
+    """Point 3 of the head of `recognize`. Raises `Refusal`."""
     forward = Forward(num_replicas, num_partitions, follow_zeros=True)
     needs: dict[Node, Needs] = {}
     for part in parts:

@@ -9,10 +9,10 @@ from functools import cache
 
 from stretto.collectives.order import CommonOrder, Schedule
 from stretto.hlo_frontend.compile import CompiledModule, compile_hlo
+from stretto.hlo_frontend.interleaved import Interleaved
 from stretto.hlo_frontend.overlap.apply import OverlapPolicy
 from stretto.hlo_frontend.passes.bytes import Rewrite
 from stretto.hlo_frontend.passes.valid import ValidPolicy, ValidReport
-from stretto.hlo_frontend.pipelines import Interleaved
 from stretto.hlo_frontend.source import HloSource, in_fork, read_hlo
 from stretto.runtime import options
 from stretto.runtime.dump import Dumps, begin

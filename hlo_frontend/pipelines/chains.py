@@ -49,7 +49,7 @@ class Made:
 
 
 class Origins:
-    """Of values in the body of a loop that was followed. ``node``: the loop."""
+    """Where the values in the body of a loop come from, once the loop is traced. ``node``: the loop."""
 
     def __init__(self, forward: Forward, node: Node, trace: LoopTrace) -> None:
         self.forward = forward

@@ -1,4 +1,4 @@
-"""What a pipeline is, and what is known of a loop on the way to showing that it is one."""
+"""The description of a pipeline, and of the loop that `recognize` is proving to be one."""
 
 from __future__ import annotations
 

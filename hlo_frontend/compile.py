@@ -20,6 +20,7 @@ from . import stablehlo, tap
 from .carve import BlockPlan, SegmentPlan
 from .graph import Module
 from .groups import MOST_DEVICES
+from .interleaved import Interleaved
 from .lower import lower
 from .overlap.apply import OverlapPolicy, Planned
 from .overlap.evaluate import prediction
@@ -27,8 +28,6 @@ from .overlap.explained import Explained, explained
 from .overlap.measured import key_of
 from .own_options import split
 from .passes.bytes import Rewrite, RewriteReport
-from .passes.interleave import Interleaved
-from .passes.interleave import apply as interleaved
 from .passes.valid import ValidPolicy, ValidReport
 from .pipeline import COMMON, Compilation, Dump, Source, plan_block, policy_for, run
 from .plan_text import plan_text
@@ -163,7 +162,7 @@ class CompiledModule:
     became of collectives (see `passes.bytes`); ``rewritten`` is a digest of that, empty if it is nothing.
     ``overlap`` is what was planned to hide communication, where that was asked for and there is some; the
     program that ``with_order`` gives goes without.
-    ``interleaved`` tells what became of pipelines that were to be interleaved (see `passes.interleave`).
+    ``interleaved`` tells what became of pipelines that were to be interleaved (see `interleaved`).
     Layouts are what the caller is told, from minor to major; empty ones are row-major, and if all are there
     are none.
     """
@@ -228,7 +227,7 @@ def compile_stablehlo(
     `passes.bytes`). ``valid``: how iterations are found in which transfers are made (see
     `passes.valid`). ``overlap``: how collectives are scheduled beside compute (see `overlap.apply`); None
     where they are not. ``interleave``: chunks of layers that each device of a pipeline is to have (see
-    `passes.interleave`), where the compile options do not say it. ``dump`` is given what the program was at
+    `pipelines`), where the compile options do not say it. ``dump`` is given what the program was at
     each stage. Raises `InvalidProgramError` or `UnsupportedError`.
     """
     if spec.num_replicas < 1 or spec.num_partitions < 1:
@@ -341,12 +340,24 @@ def _partitioned(
 def _interleaved(
     hlo: bytes, num_replicas: int, num_partitions: int, chunks: int, dump: Dump | None
 ) -> tuple[bytes, tuple[Interleaved, ...]]:
-    """The module with its pipelines interleaved; ``dump`` is given both."""
-    made, found = interleaved(hlo, num_replicas, num_partitions, chunks)
+    """The module with its pipelines interleaved; ``dump`` is given both.
+
+    Raises `UnsupportedError` where ``chunks`` is more than 1 and the package that interleaves is missing.
+    """
     if dump is not None:
         _dump_hlo(hlo, "hlo", dump)
-        if made != hlo:
-            _dump_hlo(made, "interleaved", dump)
+    if chunks <= 1:
+        return hlo, ()
+    try:
+        from .pipelines import interleave
+    except ModuleNotFoundError as error:
+        raise UnsupportedError(
+            f"{chunks} chunks of layers a device are asked for (stretto_interleave, STRETTO_INTERLEAVE), and "
+            f"the package that interleaves pipelines is not installed: {error}"
+        ) from error
+    made, found = interleave(hlo, num_replicas, num_partitions, chunks)
+    if dump is not None and made != hlo:
+        _dump_hlo(made, "interleaved", dump)
     return made, found
 
 

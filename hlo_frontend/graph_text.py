@@ -105,12 +105,12 @@ def _cheap(node: Node) -> str:
 
 
 def _scalar(node: Node) -> str:
-    """The value of a constant of one element, or an empty string."""
+    """The value of a constant of one integer or predicate, or an empty string."""
     type = node.results[0].type
-    if type is None or type.shape:
+    if type is None or type.shape or type.numpy.kind not in "biu":
         return ""
     literal = LiteralProto.FromString(node.instruction.proto.literal)
-    field: Any = getattr(literal, {"pred": "preds"}.get(type.dtype, f"{type.dtype}s"), ())
+    field: Any = getattr(literal, {"pred": "preds"}.get(type.dtype, f"{type.dtype}s"))
     if isinstance(field, bytes):
         field = np.frombuffer(field, type.numpy.newbyteorder("<"))
     return str(field[0]) if len(field) == 1 else ""

@@ -2,7 +2,7 @@
 
 A pipeline's loop computes its layers in inner loops. Interleaving replaces these by loops over fewer layers,
 and promises the same bits. That rests on two things: the layers' computation is the same HLO in both, which
-`passes.interleave` proves, and the engine compiles it the same in loops of any length, which is asked of it
+`pipelines` proves, and the engine compiles it the same in loops of any length, which is asked of it
 here. It is asked of pipelines as they are written too, or the two could not be compared.
 """
 

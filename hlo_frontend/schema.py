@@ -120,7 +120,11 @@ TABLE: dict[str, str] = {
     "HloModuleProtoWithConfig": "hlo_module:1:HloModuleProto config:2:HloModuleConfigProto",
     "LiteralProto": (
         "shape:1:ShapeProto preds:2:bool* u8s:3:bytes s32s:4:int32* s64s:5:int64* u32s:6:uint32* "
-        "u64s:7:uint64* s8s:15:bytes u16s:16:bytes s16s:17:bytes"
+        "u64s:7:uint64* f32s:8:float* f64s:9:double* f16s:11:bytes c64s:12:float* bf16s:13:bytes "
+        "s8s:15:bytes u16s:16:bytes s16s:17:bytes c128s:18:double* f8e5m2s:19:bytes "
+        "f8e4m3fns:20:bytes s4s:21:bytes u4s:22:bytes f8e4m3b11fnuzs:23:bytes f8e5m2fnuzs:24:bytes "
+        "f8e4m3fnuzs:25:bytes s2s:26:bytes u2s:27:bytes f8e4m3s:28:bytes f8e3m4s:29:bytes "
+        "s1s:30:bytes u1s:31:bytes f4e2m1fns:32:bytes f8e8m0fnus:33:bytes"
     ),
     "CompileOptionsProto": (
         "argument_layouts:1:bytes* executable_build_options:3:ExecutableBuildOptionsProto "
@@ -148,6 +152,8 @@ _SCALARS = {
     "int64": _Field.TYPE_INT64,
     "uint32": _Field.TYPE_UINT32,
     "uint64": _Field.TYPE_UINT64,
+    "float": _Field.TYPE_FLOAT,
+    "double": _Field.TYPE_DOUBLE,
 }
 
 

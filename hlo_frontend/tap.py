@@ -55,7 +55,8 @@ _STAGE_PRE_SCHEDULER = 0
 _STOP = "stretto has taken the HLO"
 
 _lock = threading.Lock()
-_waiting: dict[str, list[bytes]] = {}  # unique module name -> what the hook took
+# By how a serialized module of a unique name begins: what the hook took.
+_waiting: dict[bytes, list[bytes]] = {}
 _counter = itertools.count()
 _HOOK = "stretto-tap"
 
@@ -68,24 +69,9 @@ def _client(num_devices: int) -> Any:
 _client_lock = threading.Lock()
 
 
-def _module_name(serialized: bytes) -> str:
-    """Field 1 of an HloModuleProto, without parsing the rest."""
-    if not serialized or serialized[0] != 0x0A:
-        return HloModuleProto.FromString(serialized).name
-    length = shift = 0
-    at = 1
-    while True:
-        byte = serialized[at]
-        at += 1
-        length |= (byte & 0x7F) << shift
-        shift += 7
-        if not byte & 0x80:
-            break
-    return serialized[at : at + length].decode("utf-8", "replace")
-
-
 def _hook(serialized: bytes) -> bytes | None:
-    taken = _waiting.get(_module_name(serialized))
+    # Names are field 1, which comes first, and begin with their length: none is the beginning of another.
+    taken = next((t for name, t in list(_waiting.items()) if serialized.startswith(name)), None)
     if taken is None:
         return None
     taken.append(serialized)
@@ -157,7 +143,8 @@ def optimized_hlo(
             else:
                 del attributes["sym_name"]
     taken: list[bytes] = []
-    _expect(unique, taken)
+    beginning = HloModuleProto(name=unique).SerializeToString()
+    _expect(beginning, taken)
     try:
         devices = xla_client.DeviceList(tuple(client.devices()))
         client.compile_and_load(code, devices, compile_options)
@@ -165,7 +152,7 @@ def optimized_hlo(
     except Exception as error:
         failure = error
     finally:
-        _forget(unique)
+        _forget(beginning)
     if taken:
         proto = HloModuleProto.FromString(taken[0])
         proto.name = own_name
@@ -177,15 +164,15 @@ def optimized_hlo(
     raise kind(f"XLA cannot partition or optimize the program: {text}") from failure
 
 
-def _expect(name: str, taken: list[bytes]) -> None:
+def _expect(beginning: bytes, taken: list[bytes]) -> None:
     with _lock:
         if not _waiting:
             _xla.register_xla_transform(_HOOK, _STAGE_PRE_SCHEDULER, _hook)
-        _waiting[name] = taken
+        _waiting[beginning] = taken
 
 
-def _forget(name: str) -> None:
+def _forget(beginning: bytes) -> None:
     with _lock:
-        del _waiting[name]
+        del _waiting[beginning]
         if not _waiting:
             _xla.clear_xla_transform(_HOOK, _STAGE_PRE_SCHEDULER)

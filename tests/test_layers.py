@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -165,6 +167,60 @@ def test_a_cycle_is_found_wherever_the_import_stands(
     )
     (folder / "b.py").write_text("def f():\n    from stretto.layer.inner.a import y")
     assert cycles(imported_modules("layer")) == [("layer.inner.a", "layer.inner.b")]
+
+
+def test_only_compile_imports_the_optional_package_of_pipelines() -> None:
+    optional = "stretto.hlo_frontend.pipelines"
+    own = ROOT / "hlo_frontend" / "pipelines"
+    files = [path for layer in (*ALLOWED, "stretto") for path in (ROOT / layer).rglob("*.py")]
+    found = {
+        (path.relative_to(ROOT).as_posix(), name)
+        for path in files
+        if not path.is_relative_to(own)
+        for _, name in imports(path, ("stretto", *path.relative_to(ROOT).parent.parts))
+        if name == optional or name.startswith(f"{optional}.")
+    }
+    assert found == {("hlo_frontend/compile.py", f"{optional}.interleave")}
+
+
+WITHOUT_PIPELINES = """
+import sys
+
+sys.modules["stretto.hlo_frontend.pipelines"] = None  # importing it fails, as if it was not there
+import stretto.cli
+import stretto.commands.explain
+import stretto.plugin.executable
+from stretto.hlo_frontend.compile import compile_hlo
+from stretto.runtime.errors import UnsupportedError
+
+module = '''HloModule sum
+add {
+  a = f32[] parameter(0)
+  b = f32[] parameter(1)
+  ROOT c = f32[] add(a, b)
+}
+ENTRY e {
+  x = f32[4] parameter(0)
+  ROOT y = f32[4] all-reduce(x), replica_groups={}, to_apply=add
+}
+'''
+print(len(compile_hlo(module, 2, 1).program.collectives))
+try:
+    compile_hlo(module, 2, 1, interleave=3)
+except UnsupportedError as error:
+    print(error)
+"""
+
+
+def test_without_the_package_of_pipelines_only_interleaving_is_missing() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_PIPELINES], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    collectives, reason = done.stdout.splitlines()
+    assert collectives == "1"
+    assert reason.startswith("3 chunks of layers a device are asked for (stretto_interleave")
+    assert "is not installed" in reason and "stretto.hlo_frontend.pipelines" in reason
 
 
 def test_every_package_is_installed() -> None:

@@ -19,9 +19,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
+
+import numpy as np
 
 from stretto.collectives.ops import Kind
 
+from ..schema import LiteralProto
 from ..values import BlockGraph, Node, NodeKind, Value
 
 # Ops that hand on the content of their first operand, moved or converted.
@@ -514,39 +518,16 @@ def _is_zero_constant(node: Node) -> bool:
     return is_zero_literal(node.instruction.proto.literal)
 
 
-_SHAPE_FIELD = 1
-
-
 def is_zero_literal(literal: bytes) -> bool:
     """Whether the data of a serialized ``LiteralProto`` are zero bytes (so minus zero is no zero).
 
-    Whatever the element type, data are a packed or plain bytes field; the shape is field 1.
+    Data of a type that `schema` does not list are taken for something else.
     """
-    at, has_data = 0, False
-    while at < len(literal):
-        tag, at = _varint(literal, at)
-        if tag & 7 == 0:
-            value, at = _varint(literal, at)
-            data = bytes([value != 0])
-        elif tag & 7 == 2:
-            length, at = _varint(literal, at)
-            data = literal[at : at + length]
-            at += length
-        else:
-            return False
-        if tag >> 3 != _SHAPE_FIELD:
-            has_data = True
-            if any(data):
-                return False
-    return has_data
+    fields = LiteralProto.FromString(literal).ListFields()
+    data = [value for field, value in fields if field.name != "shape"]
+    return bool(data) and not any(map(_any_bit, data))
 
 
-def _varint(data: bytes, at: int) -> tuple[int, int]:
-    value = shift = 0
-    while True:
-        byte = data[at]
-        at += 1
-        value |= (byte & 0x7F) << shift
-        shift += 7
-        if byte < 0x80:
-            return value, at
+def _any_bit(data: Any) -> bool:
+    """Whether a field of a literal, bytes or numbers, has a bit that is set."""
+    return any(data if isinstance(data, bytes) else np.array(data).tobytes())

@@ -9,9 +9,9 @@ from functools import cache
 
 from stretto.collectives.order import CommonOrder, Schedule
 from stretto.hlo_frontend.compile import CompiledModule, compile_hlo
+from stretto.hlo_frontend.interleaved import Interleaved
 from stretto.hlo_frontend.overlap.apply import OverlapPolicy
 from stretto.hlo_frontend.passes.bytes import Rewrite
-from stretto.hlo_frontend.passes.interleave import Interleaved
 from stretto.hlo_frontend.passes.valid import ValidPolicy, ValidReport
 from stretto.hlo_frontend.source import HloSource, in_fork, read_hlo
 from stretto.runtime import options

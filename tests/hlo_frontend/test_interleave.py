@@ -27,11 +27,11 @@ from stretto.commands.explain import explain, to_text
 from stretto.commands.hlo_input import compile_file
 from stretto.hlo_frontend.compile import CompiledModule, CompileSpec, compile_hlo, compile_stablehlo
 from stretto.hlo_frontend.graph import Module
-from stretto.hlo_frontend.passes.interleave import decide
-from stretto.hlo_frontend.passes.interleave.sameness import Class, Sameness, parts
-from stretto.hlo_frontend.passes.interleave.timetable import ENTERS, groups, timetable
-from stretto.hlo_frontend.passes.interleave.weights import moves
 from stretto.hlo_frontend.passes.valid import ValidPolicy
+from stretto.hlo_frontend.pipelines import driver
+from stretto.hlo_frontend.pipelines.sameness import Class, Sameness, parts
+from stretto.hlo_frontend.pipelines.timetable import ENTERS, groups, timetable
+from stretto.hlo_frontend.pipelines.weights import moves
 from stretto.runtime import options
 
 LAYERS = 6  # of a device: 1, 2 and 3 chunks
@@ -460,13 +460,13 @@ def test_a_wrong_rewriting_is_seen(broken, monkeypatch):
     def wrong(*arguments):
         return broken(timetable(*arguments))
 
-    monkeypatch.setattr(decide, "timetable", wrong)
+    monkeypatch.setattr(driver, "timetable", wrong)
     why = refused(program(where(2, 3), 2), (weights(2 * 4), inputs(3)), 2)
     assert "could not be verified" in why
 
 
 def test_a_schedule_that_is_too_long_to_be_followed(monkeypatch):
-    monkeypatch.setattr(decide, "MOST_ELEMENTS", 13)
+    monkeypatch.setattr(driver, "MOST_ELEMENTS", 13)
     assert variant() == "7 iterations of 2 stages are too many to be followed"
 
 

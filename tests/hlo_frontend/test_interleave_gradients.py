@@ -23,10 +23,10 @@ from jax import lax
 from stretto.commands.explain import explain, to_text
 from stretto.commands.hlo_input import compile_file
 from stretto.hlo_frontend.compile import CompiledModule, CompileSpec, compile_stablehlo
-from stretto.hlo_frontend.passes.interleave import decide
-from stretto.hlo_frontend.passes.interleave.layers import LayerLoop
-from stretto.hlo_frontend.passes.interleave.timetable import Timetable, timetable
 from stretto.hlo_frontend.passes.valid import ValidPolicy
+from stretto.hlo_frontend.pipelines import driver
+from stretto.hlo_frontend.pipelines.layers import LayerLoop
+from stretto.hlo_frontend.pipelines.timetable import Timetable, timetable
 from stretto.runtime import options
 
 DEAD_ONLY = ValidPolicy(dead_only=True)
@@ -410,7 +410,7 @@ def test_another_order_of_microbatches_is_seen(monkeypatch):
     def wrong(stages, chunks, enters, leaves, trips):
         return timetable(stages, chunks, enters[::-1], leaves[::-1], trips)
 
-    monkeypatch.setattr(decide, "timetable", wrong)
+    monkeypatch.setattr(driver, "timetable", wrong)
     function, _ = step(2, 3)
     assert all(refused(function, (weights(2 * 4), inputs(3)), 2))
 

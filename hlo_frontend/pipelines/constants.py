@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ...graph import Instruction
+from ..graph import Instruction
 from .emit import slice_of
 from .refusal import Refusal
 
@@ -19,7 +19,8 @@ class Constant:
 
 
 class Constants:
-    """Of one loop. ``inits``: by read of its carry that no iteration changes, what it begins as."""
+    """The constants of one loop. ``inits``: the initial value of each element of the carry that no iteration
+    changes, by the instruction that reads it."""
 
     def __init__(self, loop: Instruction) -> None:
         body = loop.called[0]

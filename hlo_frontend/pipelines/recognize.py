@@ -24,14 +24,14 @@ from collections.abc import Sequence
 
 from stretto.collectives.ops import Kind
 
-from ...graph import leaf_types
-from ...schema import TUPLE
-from ...values import BlockGraph, Node, NodeKind
-from ..valid.trace import Forward, LoopTrace, all_nodes, is_transfer
-from .alone import check_alone, find_live
+from ..graph import leaf_types
+from ..passes.valid.trace import Forward, LoopTrace, all_nodes, is_transfer
+from ..schema import TUPLE
+from ..values import BlockGraph, Node, NodeKind
 from .chains import Execution, Followed, Made, chains
 from .constants import Constants
 from .gradients import find_operands, find_sums
+from .independence import check_alone, find_live
 from .inline import communicates, other_communication
 from .layers import layer_loop
 from .parts import Part, Pipeline

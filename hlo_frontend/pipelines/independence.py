@@ -1,9 +1,9 @@
-"""What of a pipeline's layers anybody reads: which of their runs, and that nobody looks in on the way.
+"""Which runs of a pipeline's layers reach a result, and the proof that nothing else reads a microbatch.
 
-`find_live` finds the runs that matter; `check_alone` is point 3 of `pipeline`: with every run taken to need
-nothing but what a microbatch begins with and its weights, no transfer is read, and of what runs give only
-what the last stage gives. Slices that another pipeline's layers read, and those that are summed up, are left
-out.
+`find_live` finds the runs that reach a result. `check_alone` proves point 3 of `recognize`: if every run
+needs only the first input of its microbatch and its weights, then no transfer is read, and the only results
+of runs that are read are those of the last stage. The proof leaves out the slices that another pipeline's
+layers read, and the slices that are summed up.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from ...values import BlockGraph, Node
-from ..valid import live as rules
-from ..valid.liveness import Liveness, Mask, Needs
-from ..valid.trace import Forward, Trace, all_nodes
+from ..passes.valid import live as rules
+from ..passes.valid.liveness import Liveness, Mask, Needs
+from ..passes.valid.trace import Forward, Trace, all_nodes
+from ..values import BlockGraph, Node
 from .chains import Execution
 from .constants import Constant
 from .gradients import sum_node
@@ -77,7 +77,7 @@ def find_live(entry: BlockGraph, parts: Sequence[Part], forward: Forward, trace:
 def check_alone(
     entry: BlockGraph, parts: Sequence[Part], num_replicas: int, num_partitions: int
 ) -> None:
-    """Point 3 of the head of `pipeline`. Raises `Refusal`."""
+    """Prove point 3 of the docstring of `recognize`. Raises `Refusal`."""
     forward = Forward(num_replicas, num_partitions, follow_zeros=True)
     needs: dict[Node, Needs] = {}
     for part in parts:

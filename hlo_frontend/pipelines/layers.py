@@ -17,13 +17,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...collectives import CollectiveReader
-from ...flatten import flatten
-from ...graph import LOGICAL_IDS, Instruction, leaf_types, trip_count
-from ...schema import TUPLE, LiteralProto
-from ...values import BlockGraph, Node, Value
-from ..valid.known import starts_of
-from ..valid.trace import Forward, Trace
+from ..collectives import CollectiveReader
+from ..flatten import flatten
+from ..graph import LOGICAL_IDS, Instruction, leaf_types, trip_count
+from ..passes.valid.known import starts_of
+from ..passes.valid.trace import Forward, Trace
+from ..schema import TUPLE, LiteralProto
+from ..values import BlockGraph, Node, Value
 from .inline import other_communication
 from .refusal import Refusal
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ...graph import Instruction
+from ..graph import Instruction
 from .emit import Builder, Editor, array_shape, resized, tuple_shape
 from .layers import LayerLoop
 from .parts import Kept, Pipeline, Recomputed

@@ -15,12 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...values import Node
-from .again import find_again
+from ..values import Node
 from .chains import Execution, Followed
 from .constants import Constant
 from .operands import operand
 from .parts import Part, Recomputed
+from .recomputed import find_again
 from .refusal import Refusal
 
 

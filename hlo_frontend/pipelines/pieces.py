@@ -1,7 +1,7 @@
 """The body of a written loop, cut at its loop over layers into what comes before it and all else.
 
 What is not run as it is written has stand-ins there: permutes give zeros (what they move is only handed on,
-see `pipeline`), and the loop over layers what it is said to give. Sums of gradients are left out, since
+see `recognize`), and the loop over layers what it is said to give. Sums of gradients are left out, since
 the new loop makes them itself.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from ...graph import Instruction
+from ..graph import Instruction
 from .constants import Constants, behind
 from .emit import Builder, Editor, needed_by, slice_of, tuple_shape
 from .parts import Pipeline

@@ -7,7 +7,7 @@ layers (`pieces`):
 - what comes before it is run where a microbatch is taken in, on the first stage: its input;
 - what comes after it, and all else, is run where the device goes forward. What the stage gives is handed to
   it where that is what the last stage gave for the microbatch then; everywhere else nobody reads it (proved
-  in `pipeline`), and it gets zeros;
+  in `recognize`), and it gets zeros;
 - of the loop over layers each iteration of the new loop runs one chunk (`chunk`).
 
 Both run under a conditional. What is sent goes once round the ring of stages in every iteration; what must
@@ -27,8 +27,8 @@ from typing import Any
 
 import numpy as np
 
-from ...graph import Instruction, Module
-from ..valid.known import keeps_order
+from ..graph import Instruction, Module
+from ..passes.valid.known import keeps_order
 from .chunk import Chunk, again
 from .constants import Constant, Constants
 from .emit import Builder, Editor, array_shape, resized

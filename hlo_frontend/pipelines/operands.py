@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import prod
 
-from ...values import Node
+from ..values import Node
 from .chains import Execution, Followed, Source
 from .constants import Constant
 from .parts import Kept, Part, Recomputed

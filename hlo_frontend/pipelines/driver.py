@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from ...collectives import CollectiveReader
-from ...flatten import flatten
-from ...graph import Module
-from ..valid.tensors import MOST_ELEMENTS
-from ..valid.trace import GaveUpError
-from . import pipeline as pipelines
+from ..collectives import CollectiveReader
+from ..flatten import flatten
+from ..graph import Module
+from ..interleaved import Interleaved
+from ..passes.valid.tensors import MOST_ELEMENTS
+from ..passes.valid.trace import GaveUpError
+from . import recognize as pipelines
 from .inline import inlined
 from .parts import Pipeline
 from .refusal import Refusal, about
@@ -18,56 +19,14 @@ from .timetable import Timetable, timetable
 from .verify import check
 
 
-@dataclass(frozen=True)
-class Interleaved:
-    """What became of a loop that moves data in each of its iterations.
-
-    ``chunks`` of layers a device has, and ``stages``, ``microbatches``, ``layers`` of a device. ``before``
-    and ``after``: its iterations; one of the latter does 1/chunks of the work. ``moved``: bytes of weights
-    that all devices together send before the loop, in every run; ``back``: bytes of their gradients that
-    they send after it; ``taken``: arrays of weights that need not be moved. ``why``: why the loop is left
-    as it is written, or an empty string.
-    """
-
-    name: str
-    source: str
-    chunks: int = 0
-    stages: int = 0
-    microbatches: int = 0
-    layers: int = 0
-    before: int = 0
-    after: int = 0
-    moved: int = 0
-    back: int = 0
-    taken: int = 0
-    why: str = ""
-
-    def describe(self) -> str:
-        """A sentence for people."""
-        where = f"loop %{self.name}{' at ' + self.source if self.source else ''}"
-        if self.why:
-            return f"{where} is not interleaved: {self.why}"
-        bubble = (self.stages - 1) / self.before
-        left = 1 - self.microbatches * self.chunks / self.after
-        gradients = f", {self.back} bytes of their gradients after it" if self.back else ""
-        return (
-            f"{where} is interleaved: {self.stages} stages x {self.chunks} chunks of "
-            f"{self.layers // self.chunks} layers, {self.microbatches} microbatches, {self.before} "
-            f"iterations became {self.after} of 1/{self.chunks} of the work each, bubble {bubble:.0%} "
-            f"became {left:.0%}; {self.moved} bytes of weights are moved before it{gradients}, in each run"
-        )
-
-
-def apply(
+def interleave(
     serialized: bytes, num_replicas: int, num_partitions: int, chunks: int
 ) -> tuple[bytes, tuple[Interleaved, ...]]:
     """The module, where its pipelines have ``chunks`` chunks of layers a device, and what was found.
 
-    A loop that cannot be interleaved stays as it is; so does one that depends on what it keeps. ``chunks`` of
-    1 leaves all as it is.
+    A loop that cannot be interleaved stays as it is; so does one that depends on what it keeps. ``chunks`` is
+    at least 2.
     """
-    if chunks <= 1:
-        return serialized, ()
     written = Module.parse(serialized)
     entry = flatten(written.entry, CollectiveReader(num_replicas, num_partitions))
     candidates = [n.instruction for n in entry.nodes if pipelines.is_candidate(n)]

@@ -1,12 +1,12 @@
-"""What a pipeline is, and what is known of a loop on the way to showing that it is one."""
+"""The description of a pipeline, and of the loop that `recognize` is proving to be one."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from ...graph import Instruction
-from ...values import Node
+from ..graph import Instruction
+from ..values import Node
 from .chains import Execution
 from .constants import Constant, Constants
 from .layers import LayerLoop
@@ -35,7 +35,7 @@ Weights = dict[int, "Constant | Kept | Recomputed"]
 
 @dataclass(frozen=True, eq=False)
 class Again:
-    """A loop over layers that computes again what a stage of another pipeline did (see `again`).
+    """A loop over layers that computes again what a stage of another pipeline did (see `recomputed`).
 
     By position in its carry: ``weights`` and ``shared``; ``inputs``: what it begins with, as what its
     ``leaf`` began with in the other pipeline.

@@ -20,7 +20,7 @@ import numpy as np
 
 from stretto.collectives.types import TensorType
 
-from ...graph import Instruction, leaf_types
+from ..graph import Instruction, leaf_types
 from .emit import Builder, array_shape
 from .parts import Pipeline
 from .sameness import Class, Sameness

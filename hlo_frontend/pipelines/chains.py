@@ -14,13 +14,13 @@ from dataclasses import dataclass, replace
 
 from stretto.collectives.ops import Kind
 
-from ...collectives import CollectiveReader
-from ...graph import Instruction, leaf_count
-from ...schema import TUPLE
-from ...values import Node, NodeKind, Value
-from ..valid.known import is_reshape, spread, starts_of
-from ..valid.live import selected
-from ..valid.trace import Forward, LoopTrace, Trace
+from ..collectives import CollectiveReader
+from ..graph import Instruction, leaf_count
+from ..passes.valid.known import is_reshape, spread, starts_of
+from ..passes.valid.live import selected
+from ..passes.valid.trace import Forward, LoopTrace, Trace
+from ..schema import TUPLE
+from ..values import Node, NodeKind, Value
 
 MOST_STEPS = 100_000
 
@@ -49,7 +49,7 @@ class Made:
 
 
 class Origins:
-    """Of values in the body of a loop that was followed. ``node``: the loop."""
+    """Where the values in the body of a loop come from, once the loop is traced. ``node``: the loop."""
 
     def __init__(self, forward: Forward, node: Node, trace: LoopTrace) -> None:
         self.forward = forward

@@ -12,11 +12,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ...collectives import CollectiveReader
-from ...flatten import flatten
-from ...graph import Module
-from ...values import Node, Value
-from ..valid.trace import Forward, LoopTrace, all_nodes
+from ..collectives import CollectiveReader
+from ..flatten import flatten
+from ..graph import Module
+from ..passes.valid.trace import Forward, LoopTrace, all_nodes
+from ..values import Node, Value
 from .chains import Execution, Followed
 from .parts import Pipeline
 from .refusal import Refusal, about

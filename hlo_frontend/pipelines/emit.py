@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from ...graph import Instruction, Module
-from ...schema import (
+from ..graph import Instruction, Module
+from ..schema import (
     PRIMITIVE_CODES,
     TUPLE,
     HloComputationProto,

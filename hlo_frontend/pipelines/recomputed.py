@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...values import Node
+from ..values import Node
 from .chains import Execution, Followed
 from .constants import Constant
 from .layers import layer_loop

@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from ...graph import COLLECTIVES, Instruction, Module
-from ...schema import OpSharding
+from ..graph import COLLECTIVES, Instruction, Module
+from ..schema import OpSharding
 
 _REPLICATED, _OTHER = 0, 3  # OpSharding.Type
 _MOVES = frozenset(

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 
 class Refusal(Exception):
-    """A loop does not have the shape that can be interleaved. Caught by `apply`, which reports it.
+    """A loop does not have the shape that can be interleaved. Caught by `interleave`, which reports it.
 
     ``loop`` is its name, empty as long as it is not known.
     """

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ...graph import COLLECTIVES, LOGICAL_IDS, Computation, Instruction, Module
-from ...schema import PRIMITIVE_CODES, TOKEN, TUPLE
+from ..graph import COLLECTIVES, LOGICAL_IDS, Computation, Instruction, Module
+from ..schema import PRIMITIVE_CODES, TOKEN, TUPLE
 from .emit import Builder, Editor, array_shape
 
 

@@ -8,12 +8,12 @@ from hashlib import sha256
 
 from stretto.collectives.order import entry_of
 
+from ...edit import Editor
 from ...values import BlockGraph, Node, NodeKind
 from ..order import order
 from .alone import leave_out_alone
 from .context import Context, Rewritten
 from .device_values import DeviceValues
-from .edit import Editor
 from .gathers import take_own
 from .merge import merge
 from .narrow import narrow

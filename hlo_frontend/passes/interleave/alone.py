@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from ...values import BlockGraph, Node
-from ..valid import live as rules
+from ..valid import needs as rules
 from ..valid.liveness import Liveness, Mask, Needs
 from ..valid.trace import Forward, Trace, all_nodes
 from .chains import Execution

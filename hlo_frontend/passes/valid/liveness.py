@@ -20,7 +20,7 @@ from stretto.collectives.ops import Kind
 from ...cost import arithmetic_and_flops
 from ...graph import Instruction
 from ...values import BlockGraph, Node, NodeKind, Value
-from . import live as rules
+from . import needs as rules
 from . import tensors
 from .dependence import Dependence
 from .trace import BranchTrace, Forward, LoopTrace, Trace, Transfer, is_transfer

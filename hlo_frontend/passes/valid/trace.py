@@ -24,7 +24,7 @@ from ...graph import Computation, leaf_count, trip_count
 from ...schema import TUPLE
 from ...values import BlockGraph, Node, NodeKind, Value
 from ..pseudo_tokens import is_zero_literal
-from . import live, tensors
+from . import needs, tensors
 from .known import Known, evaluate, spread
 
 TRANSFERS = (Kind.PERMUTE, Kind.SEND, Kind.RECV)
@@ -234,7 +234,7 @@ class Forward:
         if selector is None:
             return
         called = node.instruction.called
-        chosen = live.selected(selector, len(called))
+        chosen = needs.selected(selector, len(called))
         for i, result in enumerate(node.results):
             rows = np.zeros(1, bool)
             for index, computation in enumerate(called):
@@ -386,7 +386,7 @@ class Forward:
     def _branch(self, trace: Trace, node: Node, trips: int) -> None:
         assert node.selector is not None
         selector = self.known(trace, node.selector)
-        chosen = None if selector is None else live.selected(selector, len(node.blocks))
+        chosen = None if selector is None else needs.selected(selector, len(node.blocks))
         found = BranchTrace([], chosen)
         position = 1
         for index, block in enumerate(node.blocks):

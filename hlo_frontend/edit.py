@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from stretto.collectives.ops import Collective
 
-from ...values import Barrier, BlockGraph, Node, NodeKind, Value
+from .values import Barrier, BlockGraph, Node, NodeKind, Value
 
 
 class Use(NamedTuple):

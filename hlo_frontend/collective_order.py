@@ -22,8 +22,8 @@ from stretto.collectives.order import CommonOrder, Entry, Schedule, entry_of
 from stretto.runtime.errors import InvalidProgramError
 
 from .carve import BlockPlan, RuntimeStep
-from .graph import trip_count
 from .segments import ModuleBuilder
+from .trips import trip_count
 from .values import BlockGraph, Node, NodeKind
 
 
@@ -53,7 +53,7 @@ def _children(block: BlockGraph, plan: BlockPlan) -> dict[Node, tuple[Schedule, 
     for node in block.nodes:
         if node.blocks:
             schedules = tuple(map(schedule_of, node.blocks, plan.blocks[node]))
-            if node.kind is NodeKind.LOOP and trip_count(node.instruction) is not None:
+            if node.kind is NodeKind.LOOP and trip_count(node) is not None:
                 schedules = (Schedule(), *schedules[1:])  # the condition is never evaluated
             children[node] = schedules
     return children
@@ -74,7 +74,7 @@ def _entry(node: Node, after: tuple[int, ...], children: tuple[Schedule, ...]) -
         key="",
         after=after,
         children=children,
-        trip_count=trip_count(node.instruction) if is_loop else None,
+        trip_count=trip_count(node) if is_loop else None,
         name=node.instruction.name,
         source=node.instruction.source,
     )

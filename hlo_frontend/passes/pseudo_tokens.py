@@ -22,21 +22,10 @@ from dataclasses import replace
 
 from stretto.collectives.ops import Kind
 
+from ..ops import op_of
 from ..values import BlockGraph, Node, NodeKind, Value
 
-# Ops that hand on the content of their first operand, moved or converted.
-_MOVES = frozenset(
-    {
-        "bitcast", "broadcast", "convert", "copy", "dynamic-slice", "negate", "reduce-precision",
-        "reshape", "reverse", "slice", "transpose",
-    }
-)  # fmt: skip
 _SUMS = frozenset({"add", "subtract"})
-# Through these, besides moves, an element counts as an element of an earlier result.
-_ELEMENTWISE = frozenset(
-    {"abs", "add", "clamp", "divide", "exponential", "logistic", "maximum", "minimum", "multiply",
-     "rsqrt", "select", "sqrt", "subtract", "tanh"}
-)  # fmt: skip
 _SEPARATE_OPERANDS = (Kind.ALL_REDUCE, Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.PERMUTE)
 
 
@@ -120,7 +109,7 @@ class _Zeros:
         if len(node.results) != 1 or not node.operands:
             return
         (result,) = node.results
-        if opcode in _MOVES:
+        if op_of(opcode).moves:
             thin = self.of(node.operands[0])
             if thin is not None:
                 self.thin[result] = thin or _is_single(result)
@@ -167,9 +156,9 @@ class _Zeros:
                 opcode = node.instruction.opcode
                 if opcode in ("slice", "dynamic-slice") and _size(root) == 1:
                     return True
-                if opcode in _MOVES:
+                if op_of(opcode).moves:
                     todo.append(node.operands[0].root)
-                elif opcode in _ELEMENTWISE:
+                elif op_of(opcode).elementwise:
                     todo += [v.root for v in node.operands]
         return False
 
@@ -224,7 +213,7 @@ def _feeding_collectives(block: BlockGraph) -> set[Node]:
     feeding: set[Node] = set()
     for node in reversed(block.nodes):
         moves = node in feeding and node.kind is NodeKind.COMPUTE
-        moves = moves and node.instruction.opcode in _MOVES
+        moves = moves and op_of(node.instruction.opcode).moves
         taken: Sequence[Value] = ()
         if node.kind is NodeKind.COLLECTIVE:
             taken = node.operands
@@ -292,7 +281,7 @@ class _Liveness:
                 return True
             if node is None or node.kind is not NodeKind.COMPUTE:
                 return False
-            if node.instruction.opcode not in _MOVES:
+            if not op_of(node.instruction.opcode).moves:
                 return False
             value = node.operands[0]
 
@@ -496,7 +485,7 @@ def _is_single(value: Value) -> bool:
     """Whether a value is one element, or copies of one."""
     while _size(value) != 1:
         node = value.root.node
-        if node is None or node.is_runtime or node.instruction.opcode not in _MOVES:
+        if node is None or node.is_runtime or not op_of(node.instruction.opcode).moves:
             return False
         value = node.operands[0]
     return True

@@ -16,8 +16,8 @@ from collections.abc import Collection, Iterator
 
 from stretto.collectives.ops import Kind
 
-from ..cost import arithmetic_and_flops
-from ..graph import trip_count
+from ..flops import flops_of
+from ..trips import trip_count
 from ..values import BlockGraph, Node, NodeKind, Value
 
 # Operations that must be there to hide a transfer behind: about what a core does while a message is
@@ -43,7 +43,7 @@ def rotate(block: BlockGraph, left: Collection[Node] = ()) -> bool:
 
 def _rotate(loop: Node) -> bool:
     condition, body = loop.blocks
-    tested = condition if trip_count(loop.instruction) is None else None
+    tested = condition if trip_count(loop) is None else None
     chosen = crossing(body, tested, (Kind.PERMUTE,))
     while chosen:
         phases = _phases(body, chosen)
@@ -129,7 +129,7 @@ def _phases(body: BlockGraph, chosen: dict[Node, tuple[tuple[int, int], ...]]) -
 def _flops(body: BlockGraph, phases: dict[Node, int], phase: int) -> float:
     """Operations of a phase."""
     own = (n.instruction for n in body.nodes if n.kind is NodeKind.COMPUTE and phases[n] == phase)
-    return arithmetic_and_flops(own)[1]
+    return flops_of(own)
 
 
 def _fold(body: BlockGraph, chosen: Collection[Node], phases: dict[Node, int], phase: int) -> None:

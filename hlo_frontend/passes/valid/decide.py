@@ -17,7 +17,7 @@ from stretto.runtime.errors import InvalidProgramError
 from stretto.runtime.program import ENDLESS
 
 from ...collectives import NEVER, VALIDATION_ATTRIBUTE
-from ...graph import trip_count
+from ...trips import trip_count
 from ...values import BlockGraph, Node, NodeKind
 from .liveness import Liveness, Place
 from .trace import Forward, GaveUpError, Trace, Transfer, all_nodes, is_transfer
@@ -369,7 +369,7 @@ def _own_transfers(block: BlockGraph) -> Iterable[Node]:
 
 def _report(proof: _Proof, loop: Node, own: list[Node]) -> LoopReport:
     bubble = None if proof.liveness is None else proof.liveness.bubbles.get(loop)
-    trips = trip_count(loop.instruction) or 0
+    trips = trip_count(loop) or 0
     if bubble is not None:
         trips = bubble.all.shape[1]
     transfers = sent = 0

@@ -20,8 +20,10 @@ import numpy as np
 from stretto.collectives.ops import Kind, Reduction
 
 from ...collectives import native_reduction
-from ...graph import Computation, leaf_count, trip_count
+from ...graph import Computation, leaf_count
+from ...ops import op_of
 from ...schema import TUPLE
+from ...trips import trip_count
 from ...values import BlockGraph, Node, NodeKind, Value
 from ..pseudo_tokens import is_zero_literal
 from . import needs, tensors
@@ -173,7 +175,7 @@ class Forward:
         if block not in self._sizes:
             size = 0
             for node in block.nodes:
-                times = trip_count(node.instruction) if node.kind is NodeKind.LOOP else 1
+                times = trip_count(node) if node.kind is NodeKind.LOOP else 1
                 inner = sum(self._size(b) for b in node.blocks)
                 follows = any(self.moves(b) for b in node.blocks)
                 size += 1 + inner * ((times or 1) if follows else 1)
@@ -192,10 +194,7 @@ class Forward:
                     len(node.results) == 1
                     and (
                         (node.results[0].type is not None)
-                        and (
-                            node.results[0].type.dtype[0] in "psu"
-                            or node.instruction.opcode in _ZERO
-                        )
+                        and (node.results[0].type.dtype[0] in "psu" or _may_give_zeros(node))
                     )
                 )
             ]
@@ -219,12 +218,9 @@ class Forward:
             value = evaluate(node, operands)
             if value is not None:
                 trace.known[result] = value
-        rule = _ZERO.get(node.instruction.opcode) if self.follow_zeros else None
-        if rule is not None:
+        if self.follow_zeros and _may_give_zeros(node):
             zeros = [self.zero(trace, o) for o in node.operands]
-            if node.instruction.opcode == "map":
-                zeros = list(_mapped(node.instruction.called[0], zeros))
-            found = rule(zeros, self.known(trace, node.operands[0]) if node.operands else None)
+            found = _zero_rows(node, zeros, self.known(trace, node.operands[0]))
             if found is not None and found.any():
                 trace.zero[result] = found
 
@@ -306,7 +302,7 @@ class Forward:
     ) -> LoopTrace | None:
         """The loop iteration by iteration; None where that cannot be done or is too much."""
         condition, body = node.blocks
-        count = trip_count(node.instruction)
+        count = trip_count(node)
         size = max(self._size(body), 1)
         room = (MOST_VISITS - self.visits) // (3 * size)
         if count is None and self.moves(condition):
@@ -376,7 +372,7 @@ class Forward:
         nothing: list[np.ndarray | None] = [None] * len(kept)
         found = LoopTrace(summary=self._enter(body, None, kept, nothing))
         assert found.summary is not None
-        count = trip_count(node.instruction)
+        count = trip_count(node)
         self._walk(found.summary, -1 if count is None else count)
         if count is None:
             found.condition = self._enter(condition, None, kept, nothing)
@@ -447,41 +443,31 @@ _WALK = {
 Zeros = Sequence[np.ndarray | None]
 
 
-def _first(zeros: Zeros, known: Known) -> np.ndarray | None:
-    return zeros[0]
+def _may_give_zeros(node: Node) -> bool:
+    opcode = node.instruction.opcode
+    return opcode == "map" or op_of(opcode).zero_if is not None
 
 
-def _both(zeros: Zeros, known: Known) -> np.ndarray | None:
+def _zero_rows(node: Node, zeros: Zeros, known: Known) -> np.ndarray | None:
+    """Where a node gives zeros; ``known``: its first operand. A sum of positive zeros is one."""
+    opcode = node.instruction.opcode
+    if opcode == "select" and known is not None:
+        on_true, on_false = (np.zeros(1, bool) if rows is None else rows for rows in zeros[1:])
+        axes = tuple(range(1, known.ndim))
+        return (on_true | ~known.any(axes)) & (on_false | known.all(axes))
+    if opcode == "map":
+        return _all(_mapped(node.instruction.called[0], zeros))
+    needed = op_of(opcode).zero_if
+    return None if needed is None else _all(zeros[needed])
+
+
+def _all(zeros: Zeros) -> np.ndarray | None:
     found = np.ones(1, bool)
     for rows in zeros:
         if rows is None:
             return None
         found = found & rows
     return found
-
-
-def _update(zeros: Zeros, known: Known) -> np.ndarray | None:
-    return _both(zeros[:2], None)
-
-
-def _select(zeros: Zeros, known: Known) -> np.ndarray | None:
-    on_true = np.zeros(1, bool) if zeros[1] is None else zeros[1]
-    on_false = np.zeros(1, bool) if zeros[2] is None else zeros[2]
-    if known is None:
-        return on_true & on_false
-    axes = tuple(range(1, known.ndim))
-    return (on_true | ~known.any(axes)) & (on_false | known.all(axes))
-
-
-# How zeros go through ops; a sum of positive zeros is one.
-_ZERO = {
-    **dict.fromkeys(("broadcast", "reshape", "transpose", "slice", "reverse", "bitcast"), _first),
-    **dict.fromkeys(("dynamic-slice", "convert"), _first),
-    **dict.fromkeys(("concatenate", "pad", "add"), _both),
-    "dynamic-update-slice": _update,
-    "select": _select,
-    "map": _both,
-}
 
 
 def _mapped(computation: Computation, zeros: Zeros) -> Zeros:
@@ -499,6 +485,6 @@ def _gives_zeros(computation: Computation, leaf: int) -> bool:
         if part.opcode != "tuple" or leaf_count(part.shape) != len(part.operands):
             return False
         part = part.operands[leaf]
-    while part.opcode in ("broadcast", "copy", "reshape", "bitcast"):
+    while op_of(part.opcode).moves and op_of(part.opcode).zero_if:
         part = part.operands[0]
     return part.opcode == "constant" and is_zero_literal(part.proto.literal)

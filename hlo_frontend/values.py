@@ -199,6 +199,22 @@ class BlockGraph:
         check(self)
 
 
+def all_blocks(block: BlockGraph) -> Iterator[BlockGraph]:
+    """A block and those nested in it, outer ones first. Whoever takes a block may rewrite it."""
+    inner = [nested for node in block.nodes for nested in node.blocks]
+    yield block
+    for nested in inner:
+        yield from all_blocks(nested)
+
+
+def all_nodes(block: BlockGraph) -> Iterator[Node]:
+    """The nodes of a block, each followed by those of the blocks nested in it."""
+    for node in block.nodes:
+        yield node
+        for nested in node.blocks:
+            yield from all_nodes(nested)
+
+
 def operand_shape(node: Node, operand: int = 0) -> tuple[int, ...]:
     """The shape of an operand that is an array."""
     type = node.operands[operand].type

@@ -23,7 +23,7 @@ from dataclasses import replace
 from stretto.collectives.ops import Kind
 
 from ..ops import op_of
-from ..values import BlockGraph, Node, NodeKind, Value
+from ..values import BlockGraph, Node, NodeKind, Value, all_blocks
 
 _SUMS = frozenset({"add", "subtract"})
 _SEPARATE_OPERANDS = (Kind.ALL_REDUCE, Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.PERMUTE)
@@ -39,13 +39,6 @@ def remove_pseudo_tokens(entry: BlockGraph) -> bool:
         return False
     _Rewrite(liveness).block(entry)
     return True
-
-
-def _all_blocks(block: BlockGraph) -> Iterator[BlockGraph]:
-    yield block
-    for node in block.nodes:
-        for inner in node.blocks:
-            yield from _all_blocks(inner)
 
 
 def _branch_parameters(node: Node) -> Iterator[tuple[int, BlockGraph, int]]:
@@ -80,7 +73,7 @@ class _Zeros:
             self._block(entry)
         if self.sums:
             feeding: set[Node] = set()
-            for block in _all_blocks(entry):
+            for block in all_blocks(entry):
                 feeding |= _feeding_collectives(block)
             self.sums = {node: at for node, at in self.sums.items() if node in feeding}
 
@@ -237,7 +230,7 @@ class _Liveness:
         self.sums = dict(zeros.sums)
         self._entry = entry
         self._parameters: dict[Value, tuple[Node, int]] = {}
-        for block in _all_blocks(entry):
+        for block in all_blocks(entry):
             for node in block.nodes:
                 if node.kind is NodeKind.LOOP:
                     for inner in node.blocks:
@@ -293,7 +286,7 @@ class _Liveness:
 
     def _spread(self) -> None:
         todo: list[Value] = []
-        for block in _all_blocks(self._entry):
+        for block in all_blocks(self._entry):
             for node in block.nodes:
                 if node.kind is NodeKind.COLLECTIVE:
                     extra = self.extra.get(node, ())

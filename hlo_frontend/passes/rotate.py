@@ -18,7 +18,7 @@ from stretto.collectives.ops import Kind
 
 from ..flops import flops_of
 from ..trips import trip_count
-from ..values import BlockGraph, Node, NodeKind, Value
+from ..values import BlockGraph, Node, NodeKind, Value, all_nodes
 
 # Operations that must be there to hide a transfer behind: about what a core does while a message is
 # handed to the stream's thread and comes over from the next process.
@@ -32,13 +32,8 @@ def rotate(block: BlockGraph, left: Collection[Node] = ()) -> bool:
     """Pipeline the loops in a block and in those inside it, without those that are ``left`` as they are: set
     ``carried`` of permutes, and ``phase`` of the nodes beside them. Whether there is such a loop.
     """
-    found = False
-    for node in block.nodes:
-        if node.kind is NodeKind.LOOP and node not in left:
-            found |= _rotate(node)
-        for inner in node.blocks:
-            found |= rotate(inner, left)
-    return found
+    loops = [n for n in all_nodes(block) if n.kind is NodeKind.LOOP and n not in left]
+    return any([_rotate(loop) for loop in loops])
 
 
 def _rotate(loop: Node) -> bool:

@@ -18,9 +18,9 @@ from stretto.runtime.program import ENDLESS
 
 from ...collectives import NEVER, VALIDATION_ATTRIBUTE
 from ...trips import trip_count
-from ...values import BlockGraph, Node, NodeKind
+from ...values import BlockGraph, Node, NodeKind, all_blocks, all_nodes
 from .liveness import Liveness, Place
-from .trace import Forward, GaveUpError, Trace, Transfer, all_nodes, is_transfer
+from .trace import Forward, GaveUpError, Trace, Transfer, is_transfer
 
 Bounds = tuple[int, ...]
 LAST = ENDLESS  # the last iteration of a loop whose trip count is not known
@@ -288,8 +288,6 @@ def _ends(block: BlockGraph) -> Iterable[tuple[Node, Node]]:
         c = node.collective
         if c is not None and c.kind in (Kind.SEND, Kind.RECV):
             by_channel.setdefault((c.channel, c.pairs), []).append(node)
-        for inner in node.blocks:
-            yield from _ends(inner)
     for nodes in by_channel.values():
         kinds = [n.collective.kind for n in nodes if n.collective is not None]
         if sorted(kinds) == [Kind.RECV, Kind.SEND]:
@@ -297,7 +295,7 @@ def _ends(block: BlockGraph) -> Iterable[tuple[Node, Node]]:
 
 
 def _check_ends(entry: BlockGraph) -> None:
-    for send, receive in _ends(entry):
+    for send, receive in (ends for block in all_blocks(entry) for ends in _ends(block)):
         if _given(send) != _given(receive):
             raise receive.instruction.invalid(
                 f"its valid iterations are {_given(receive) or 'all'}, but those of "

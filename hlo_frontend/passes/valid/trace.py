@@ -12,7 +12,7 @@ bit for bit; those that arrive because a device receives nothing count as well.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -24,7 +24,7 @@ from ...graph import Computation, leaf_count
 from ...ops import op_of
 from ...schema import TUPLE
 from ...trips import trip_count
-from ...values import BlockGraph, Node, NodeKind, Value
+from ...values import BlockGraph, Node, NodeKind, Value, all_nodes
 from ..pseudo_tokens import is_zero_literal
 from . import needs, tensors
 from .known import Known, evaluate, spread
@@ -88,14 +88,6 @@ class Transfer:
     last: int | None = -1
     live: list[set[int]] = field(default_factory=list)
     always: list[bool] = field(default_factory=list)
-
-
-def all_nodes(block: BlockGraph) -> Iterator[Node]:
-    """The nodes of a block and of the blocks nested in it."""
-    for node in block.nodes:
-        yield node
-        for inner in node.blocks:
-            yield from all_nodes(inner)
 
 
 def is_transfer(node: Node) -> bool:

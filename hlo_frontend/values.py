@@ -10,15 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING
 
 from stretto.collectives.ops import Collective
 from stretto.collectives.types import TensorType
 
 from .graph import Computation, Instruction
-
-if TYPE_CHECKING:
-    from .passes.unread import Unread
+from .iterations import Unread
 
 
 class Value:
@@ -135,13 +132,18 @@ class NodeKind(Enum):
 
 @dataclass(eq=False, slots=True)
 class Node:
-    """An instruction of a block. ``operands`` are its leaves, tokens included.
+    """An instruction in one place of a block.
 
-    ``order`` lists nodes that come before it though it reads nothing of theirs. ``called`` replaces the
-    instruction's called computations where a call was inlined around it. ``unread``: where nobody reads
-    it (`passes.unread`). ``phase``: of a loop's body that is pipelined, and ``carried``: of a collective
-    that is awaited in the next iteration, (result, carry) pairs; ``apart``: on a stream of its own
-    (`passes.rotate`).
+    ``kind``: how it is run. ``position``: its number in the block, in topological order.
+    ``operands``: what it reads, tuples taken apart into their leaves, tokens included; ``results``: likewise.
+    ``order``: nodes that come before it though it reads nothing of theirs.
+    ``collective``: what it communicates; ``reducer``: the computation that reduces there, where that is none
+    of the native ones.
+    ``blocks``: a loop's condition and body; of a branch one for each choice, which ``selector`` makes.
+
+    Passes leave for those behind them: ``unread``, where nobody reads it (`passes.unread`); ``phase``, of a
+    node of a loop's body that is pipelined (`passes.rotate`); ``carried``, (result, carry) pairs of a
+    collective that is awaited in the next iteration, and ``apart``, whether that runs on a stream of its own.
     """
 
     kind: NodeKind

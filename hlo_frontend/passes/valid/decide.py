@@ -14,16 +14,14 @@ import numpy as np
 
 from stretto.collectives.ops import Kind
 from stretto.runtime.errors import InvalidProgramError
-from stretto.runtime.program import ENDLESS
 
-from ...collectives import NEVER, VALIDATION_ATTRIBUTE
+from ...collectives import VALIDATION_ATTRIBUTE
+from ...iterations import LAST, Bounds, intervals
 from ...trips import trip_count
 from ...values import BlockGraph, Node, NodeKind, all_blocks, all_nodes
 from .liveness import Liveness, Place
 from .trace import Forward, GaveUpError, Trace, Transfer, is_transfer
 
-Bounds = tuple[int, ...]
-LAST = ENDLESS  # the last iteration of a loop whose trip count is not known
 MOST_STEPS = 12  # of a path that an error names
 # Floating point operations that must be saved on average each time that a segment could be left out, or it
 # is no segment of its own: about what a processor does while another segment is dispatched.
@@ -268,17 +266,6 @@ def _bounds(transfer: Transfer) -> tuple[Bounds, ...]:
             found.append(intervals(sorted(live)))
             everything = everything and len(live) == transfer.trips and transfer.followed
     return () if everything else tuple(found)
-
-
-def intervals(iterations: Iterable[int]) -> Bounds:
-    """First and last of each run of consecutive iterations."""
-    bounds: list[int] = []
-    for iteration in iterations:
-        if bounds and bounds[-1] == iteration - 1:
-            bounds[-1] = iteration
-        else:
-            bounds += [iteration, iteration]
-    return tuple(bounds) or NEVER
 
 
 def _ends(block: BlockGraph) -> Iterable[tuple[Node, Node]]:

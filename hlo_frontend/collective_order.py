@@ -13,7 +13,6 @@ for byte, in every process.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
 from dataclasses import dataclass
 from hashlib import sha256
 from itertools import pairwise
@@ -24,7 +23,7 @@ from stretto.runtime.errors import InvalidProgramError
 from .carve import BlockPlan, RuntimeStep
 from .segments import ModuleBuilder
 from .trips import trip_count
-from .values import BlockGraph, Node, NodeKind
+from .values import BlockGraph, Node, NodeKind, number
 
 
 def schedule_of(block: BlockGraph, plan: BlockPlan) -> Schedule:
@@ -88,17 +87,6 @@ def _reducer(node: Node) -> str:
     return sha256(module.SerializeToString(deterministic=True)).hexdigest()[:16]
 
 
-def _above(node: Node) -> Iterator[tuple[Node, bool]]:
-    """The nodes that come right before this one, and whether that is so by order alone."""
-    for value in node.operands:
-        if value.node is not None and value.node.kind is not NodeKind.CHEAP:
-            yield value.node, False
-        for other in value.comes_after():
-            yield other, True
-    for other in node.order:
-        yield other, True
-
-
 @dataclass(frozen=True)
 class _Before:
     """Positions of the entries right before an entry; ``tokens``: those it is ordered after, by tokens."""
@@ -120,11 +108,11 @@ def _before(block: BlockGraph, listed: list[Node]) -> dict[Node, _Before]:
     found: dict[Node, _Before] = {}
     for node in block.nodes:
         near = by_order = 0
-        for other, is_order in _above(node):
+        for other, operand in node.before():
             i = position.get(other)
             reached = nearest.get(other, 0) if i is None else 1 << i
             near |= reached
-            by_order |= reached if is_order else ordered.get(other, 0)
+            by_order |= reached if operand is None else ordered.get(other, 0)
         i = position.get(node)
         if i is None:
             nearest[node], ordered[node] = near, by_order
@@ -171,8 +159,7 @@ def reorder(
     for earlier, later in pairwise(wanted):
         later.order = tuple(dict.fromkeys((*later.order, earlier)))
     block.nodes[:] = _topological(block.nodes)
-    for number, node in enumerate(block.nodes):
-        node.position = number
+    number(block.nodes)
 
 
 def _topological(nodes: list[Node]) -> list[Node]:
@@ -181,7 +168,7 @@ def _topological(nodes: list[Node]) -> list[Node]:
     followers: dict[Node, list[Node]] = {node: [] for node in nodes}
     waiting: dict[Node, int] = {}
     for node in nodes:
-        above = {other for other, _ in _above(node) if other in inside}
+        above = {other for other, _ in node.before() if other in inside}
         waiting[node] = len(above)
         for other in above:
             followers[other].append(node)

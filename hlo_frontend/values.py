@@ -7,7 +7,7 @@ makes nodes anew. Nodes of a block are numbered in topological order by ``positi
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -161,6 +161,17 @@ class Node:
     carried: tuple[tuple[int, int], ...] = ()
     apart: bool = False
 
+    def before(self) -> Iterator[tuple[Node, Value | None]]:
+        """The nodes that come right before it, each with the operand that comes of it, None where that is so
+        by order alone."""
+        for value in self.operands:
+            if value.node is not None and value.node.kind is not NodeKind.CHEAP:
+                yield value.node, value
+            for other in value.comes_after():
+                yield other, None
+        for other in self.order:
+            yield other, None
+
     @property
     def is_runtime(self) -> bool:
         """Whether the executor runs it itself, so that it cuts compute into segments."""
@@ -199,6 +210,12 @@ class BlockGraph:
         from .graph_check import check
 
         check(self)
+
+
+def number(nodes: Sequence[Node]) -> None:
+    """Give the nodes of a block, in their order, their positions."""
+    for position, node in enumerate(nodes):
+        node.position = position
 
 
 def all_blocks(block: BlockGraph) -> Iterator[BlockGraph]:

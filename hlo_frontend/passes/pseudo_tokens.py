@@ -23,7 +23,7 @@ from dataclasses import replace
 from stretto.collectives.ops import Kind
 
 from ..ops import op_of
-from ..values import BlockGraph, Node, NodeKind, Value, all_blocks
+from ..values import BlockGraph, Node, NodeKind, Value, all_blocks, number
 
 _SUMS = frozenset({"add", "subtract"})
 _SEPARATE_OPERANDS = (Kind.ALL_REDUCE, Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.PERMUTE)
@@ -146,12 +146,12 @@ class _Zeros:
             elif node.is_runtime:
                 return True
             elif node.kind is NodeKind.COMPUTE:
-                opcode = node.instruction.opcode
-                if opcode in ("slice", "dynamic-slice") and _size(root) == 1:
+                op = op_of(node.instruction.opcode)
+                if op.reads_part and _size(root) == 1:
                     return True
-                if op_of(opcode).moves:
+                if op.moves:
                     todo.append(node.operands[0].root)
-                elif op_of(opcode).elementwise:
+                elif op.elementwise:
                     todo += [v.root for v in node.operands]
         return False
 
@@ -355,8 +355,7 @@ class _Rewrite:
                 self.block(inner)
             self._leave_out(node)
         block.nodes = kept
-        for position, node in enumerate(kept):
-            node.position = position
+        number(kept)
         block.results = [self._resolved(v) for v in block.results]
 
     def _is_kept(self, node: Node) -> bool:

@@ -12,7 +12,7 @@ nor anything in the first phase; what is decided follows from the text of the mo
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 
 from stretto.collectives.ops import Kind
 
@@ -92,27 +92,18 @@ def crossing(
     return found
 
 
-def _before(node: Node) -> Iterator[Node]:
-    for value in node.operands:
-        producer = value.root.node
-        if producer is not None and producer.kind is not NodeKind.CHEAP:
-            yield producer
-        yield from value.comes_after()
-    yield from node.order
-
-
 def _phases(body: BlockGraph, chosen: dict[Node, tuple[tuple[int, int], ...]]) -> dict[Node, int]:
     arriving = {body.parameters[k] for carries in chosen.values() for _, k in carries}
     needed: set[Node] = set(chosen)
     for node in reversed(body.nodes):
         if node in needed:
-            needed.update(_before(node))
+            needed.update(before for before, _ in node.before())
     phases: dict[Node, int] = {}
     for node in body.nodes:
         phase = 0
         if any(v.root in arriving for v in node.operands) or node in chosen:
             phase = 1
-        for before in _before(node):
+        for before, _ in node.before():
             after_start = before in chosen and node not in chosen
             phase = max(phase, 2 if after_start else phases.get(before, 0))
         if phase == 1 and node not in needed:
@@ -130,7 +121,7 @@ def _flops(body: BlockGraph, phases: dict[Node, int], phase: int) -> float:
 def _fold(body: BlockGraph, chosen: Collection[Node], phases: dict[Node, int], phase: int) -> None:
     """Make a phase part of the one between, unless collectives or their order keep it apart."""
     own = [node for node in body.nodes if phases[node] == phase]
-    if any(node.is_runtime or any(b in chosen for b in _before(node)) for node in own):
+    if any(node.is_runtime or any(b in chosen for b, _ in node.before()) for node in own):
         return
     for node in own:
         phases[node] = 1

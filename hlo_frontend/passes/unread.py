@@ -14,7 +14,7 @@ dispatch (`least_flops`); all follows from the text of the module.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -115,21 +115,13 @@ def _place(nodes: Sequence[Node], levels: Levels, chosen: dict[Node, int]) -> Pa
     parts: Parts = {}
     for node in nodes:
         stage, own = 0, chosen.get(node, 0)
-        for before in _before(node):
+        for before, _ in node.before():
             if levels[before] == levels[node] and not before.is_runtime:
                 first, k = parts.get(before, (0, 0))
                 stage = max(stage, first + (k > own))
         if stage or own:
             parts[node] = (stage, own)
     return parts
-
-
-def _before(node: Node) -> Iterator[Node]:
-    for value in node.operands:
-        if value.root.node is not None and value.root.node.kind is not NodeKind.CHEAP:
-            yield value.root.node
-        yield from value.comes_after()
-    yield from node.order
 
 
 def _poor(

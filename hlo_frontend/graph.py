@@ -6,7 +6,6 @@ never computed with; instructions of a computation are in topological order; pro
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -283,14 +282,3 @@ def leaf_count(shape: Any) -> int:
     if shape.element_type == TUPLE:
         return sum(leaf_count(part) for part in shape.tuple_shapes)
     return 1
-
-
-def trip_count(loop: Instruction) -> int | None:
-    """The number of iterations XLA found for a while, or None."""
-    config = loop.proto.backend_config
-    if not config.startswith(b"{"):
-        return None
-    try:
-        return int(json.loads(config)["known_trip_count"]["n"])
-    except (KeyError, ValueError, TypeError):
-        return None

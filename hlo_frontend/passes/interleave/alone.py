@@ -12,10 +12,10 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from ...values import BlockGraph, Node
-from ..valid import live as rules
+from ...values import BlockGraph, Node, all_nodes
+from ..valid import needs as rules
 from ..valid.liveness import Liveness, Mask, Needs
-from ..valid.trace import Forward, Trace, all_nodes
+from ..valid.trace import Forward, Trace
 from .chains import Execution
 from .constants import Constant
 from .gradients import sum_node

@@ -19,7 +19,7 @@ from ...graph import Instruction, leaf_count
 from ...schema import TUPLE
 from ...values import Node, NodeKind, Value
 from ..valid.known import is_reshape, spread, starts_of
-from ..valid.live import selected
+from ..valid.needs import selected
 from ..valid.trace import Forward, LoopTrace, Trace
 
 MOST_STEPS = 100_000

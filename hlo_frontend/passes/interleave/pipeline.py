@@ -26,8 +26,8 @@ from stretto.collectives.ops import Kind
 
 from ...graph import leaf_types
 from ...schema import TUPLE
-from ...values import BlockGraph, Node, NodeKind
-from ..valid.trace import Forward, LoopTrace, all_nodes, is_transfer
+from ...values import BlockGraph, Node, NodeKind, all_nodes
+from ..valid.trace import Forward, LoopTrace, is_transfer
 from .alone import check_alone, find_live
 from .chains import Execution, Followed, Made, chains
 from .constants import Constants

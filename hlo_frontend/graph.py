@@ -14,6 +14,7 @@ from typing import Any
 from stretto.collectives.types import TensorType
 from stretto.runtime.errors import InvalidProgramError, UnsupportedError
 
+from .ops import op_of
 from .schema import PRIMITIVE_TYPES, TOKEN, TUPLE, HloModuleProto
 
 # Opcodes that move data between devices, or are the wrapper or the end of such an op.
@@ -56,6 +57,15 @@ class Instruction:
     @property
     def shape(self) -> Any:
         return self.proto.shape
+
+    @property
+    def has_side_effect(self) -> bool:
+        """Whether it does something besides giving results, itself or in what it calls."""
+        return (
+            self.proto.custom_call_has_side_effect
+            or op_of(self.opcode).stateful
+            or any(called.has_side_effect for called in self.called)
+        )
 
     @property
     def source(self) -> str:
@@ -121,12 +131,8 @@ class Computation:
 
     @cached_property
     def has_side_effect(self) -> bool:
-        """Whether it does, here or in what it calls, something that shows elsewhere than in its result."""
-        return any(
-            instruction.proto.custom_call_has_side_effect
-            or any(called.has_side_effect for called in instruction.called)
-            for instruction in self.instructions
-        )
+        """Whether one of its instructions does something besides giving results."""
+        return any(instruction.has_side_effect for instruction in self.instructions)
 
 
 class Module:

@@ -1,9 +1,9 @@
 """What the front end knows of each opcode: one table, `OPS`, read through `op_of`.
 
 To teach the front end a new op, add its row. A row is made of facts that make something possible: to move
-the op, to leave it out, to fuse it. The defaults of `Op` hold for any op, so an opcode without a row is
-treated like one that reads all of its operands for every element of its results, computes, is a kernel of its
-own, and gives no zeros.
+the op, to leave it out, to fuse it. An opcode without a row is `UNKNOWN`: it reads all of its operands for
+every element of its results, computes, is a kernel of its own, gives no zeros, and is run even where nothing
+reads its results.
 
 Four modules have rules in code for what a row cannot say, each in a table by opcode; an op without a rule is
 treated by its row alone: `passes.valid.needs` (which elements of the operands are read, where that depends
@@ -50,7 +50,7 @@ class Op:
     stateful: bool = False
 
 
-UNKNOWN = Op()
+UNKNOWN = Op(stateful=True)
 
 _FIRST, _BOTH, _ALL = slice(0, 1), slice(0, 2), slice(None)
 _NONE, _ONE, _TWO, _THREE, _SOME = (0, 0), (1, 1), (2, 2), (3, 3), (1, MANY)

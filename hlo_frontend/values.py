@@ -180,12 +180,7 @@ class Node:
     @property
     def has_side_effect(self) -> bool:
         """Whether it must be run though nobody may want its results."""
-        instruction = self.instruction
-        return (
-            self.is_runtime
-            or instruction.proto.custom_call_has_side_effect
-            or any(called.has_side_effect for called in instruction.called)
-        )
+        return self.is_runtime or self.instruction.has_side_effect
 
 
 _RUNTIME = (NodeKind.COLLECTIVE, NodeKind.LOOP, NodeKind.BRANCH)

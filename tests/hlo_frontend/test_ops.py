@@ -57,6 +57,7 @@ def test_an_op_without_a_row_has_no_property_that_makes_anything_possible() -> N
     row = op_of(MADE_UP)
     assert row is UNKNOWN
     assert row.arithmetic
+    assert row.stateful
     possible = (
         "elementwise",
         "moves",
@@ -159,6 +160,26 @@ def aliases(opcode: str) -> dict[int, int]:
 def test_an_op_without_a_row_overwrites_no_operand() -> None:
     assert aliases("abs") == {0: 0}
     assert aliases(MADE_UP) == {}
+
+
+def is_run(opcode: str) -> bool:
+    """Whether a program runs an op whose result nothing reads."""
+    graph = described(
+        opcode,
+        """HloModule m
+        ENTRY e {
+          p = f32[8] parameter(0)
+          q = f32[8] abs(p)
+          ROOT r = (f32[8]) tuple(p)
+        }""",
+    )
+    return bool(carve(graph, order(graph)).steps)
+
+
+def test_an_op_without_a_row_is_run_though_nothing_reads_it() -> None:
+    assert not is_run("abs")
+    assert is_run("rng")
+    assert is_run(MADE_UP)
 
 
 def is_order(opcode: str) -> bool:

@@ -18,7 +18,6 @@ class Dependence:
 
     def __init__(self) -> None:
         self._results: dict[Computation, Leaves] = {}
-        self._effects: dict[Computation, bool] = {}
         self._controls: dict[Computation, frozenset[int]] = {}
         self._steering: dict[Instruction, frozenset[int]] = {}
 
@@ -32,17 +31,6 @@ class Dependence:
         if computation not in self._results:
             self._results[computation] = self._computed(computation)
         return self._results[computation]
-
-    def has_effect(self, instruction: Instruction) -> bool:
-        """Whether it does something besides giving results, itself or in what it calls."""
-        if instruction.proto.custom_call_has_side_effect or op_of(instruction.opcode).stateful:
-            return True
-        for called in instruction.called:
-            if called not in self._effects:
-                self._effects[called] = any(map(self.has_effect, called.instructions))
-            if self._effects[called]:
-                return True
-        return False
 
     def control(self, instruction: Instruction) -> frozenset[int]:
         """Operand leaves that decide how long a loop inside runs, where its text does not tell.

@@ -236,7 +236,7 @@ class _Walk:
     def compute(self, node: Node) -> None:
         masks = [self.live.get(r) for r in node.results]
         some = any(m is not None for m in masks)
-        has_effect = self.of._dependence.has_effect(node.instruction)
+        has_effect = node.has_side_effect
         self._count(node, masks, has_effect)
         if node in self.of.needs:
             self._as_said(node, masks)

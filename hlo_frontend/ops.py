@@ -130,6 +130,7 @@ OPS: dict[str, Op] = {
     "topk": Op(operands=_ONE),
     "triangular-solve": Op(operands=_TWO),
     # Shapes and state.
+    "dynamic-reshape": Op(operands=_SOME, arithmetic=False),
     **_rows("get-dimension-size set-dimension-size", Op(operands=(1, 2), arithmetic=False, fuses=True)),
     **_rows("infeed outfeed", Op(arithmetic=False, stateful=True)),
     "rng": Op(stateful=True),

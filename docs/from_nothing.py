@@ -222,7 +222,7 @@ def order(graph: Graph) -> list[Step]:
     return steps
 
 
-# The real thing: `hlo_frontend/schedule.py` makes the order, also from tokens and control
+# The real thing: `hlo_frontend/collective_order.py` makes the order, also from tokens and control
 # dependencies. `hlo_frontend/overlap/` plans with costs: what hides what, and how much memory is in
 # flight. `collectives/order.py` and `runtime/execution/negotiation.py` compare the order of all ranks at the
 # first run, since ranks may have been given different programs.

@@ -10,23 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from .carve import SegmentPlan
+from .ops import op_of
 from .values import Node, NodeKind, Value
 
 # Smaller arrays are not worth the bookkeeping.
 SMALLEST_BYTES = 1024
 _MAX_STEPS = 64
-
-# Ops that update an operand in place: opcode -> index of that operand.
-_UPDATES = {"dynamic-update-slice": 0}
-_ELEMENTWISE = frozenset(
-    {
-        "add", "subtract", "multiply", "divide", "maximum", "minimum", "power", "remainder", "and",
-        "or", "xor", "not", "negate", "abs", "sign", "exponential", "log", "sqrt", "rsqrt", "tanh",
-        "select", "clamp", "floor", "ceil", "sine", "cosine", "logistic", "exponential-minus-one",
-        "log-plus-one", "cbrt", "reduce-precision", "shift-left", "shift-right-logical",
-        "shift-right-arithmetic", "copy",
-    }
-)  # fmt: skip
 
 
 def find_aliases(plan: SegmentPlan, dying: Iterable[Value]) -> dict[int, int]:
@@ -64,13 +53,7 @@ def _updated(value: Value, inside: set[Value], free: set[Value]) -> Value | None
 
 def _updated_operand(node: Node, index: int) -> Value | None:
     opcode = node.instruction.opcode
-    if opcode == "while":
-        return node.operands[index]
-    if opcode == "scatter":
-        return node.operands[index]
-    if opcode in _UPDATES:
-        return node.operands[_UPDATES[opcode]]
-    return None
+    return node.operands[index] if opcode == "while" or op_of(opcode).in_place else None
 
 
 def _elementwise_source(value: Value, inside: set[Value], free: set[Value]) -> Value | None:
@@ -82,10 +65,9 @@ def _elementwise_source(value: Value, inside: set[Value], free: set[Value]) -> V
         node = at.node
         if node is None or at not in inside:
             continue
-        opcode = node.instruction.opcode
         updated = _updated_operand(node, at.index)
         candidates = [updated] if updated is not None else []
-        if opcode in _ELEMENTWISE:
+        if op_of(node.instruction.opcode).elementwise:
             candidates = list(node.operands)
         for operand in reversed(candidates):
             root = operand.root

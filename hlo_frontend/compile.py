@@ -18,6 +18,7 @@ from stretto.runtime.program import Block, Program, Run, Segment
 
 from . import stablehlo, tap
 from .carve import BlockPlan, SegmentPlan
+from .collective_order import reorder, token_edges
 from .graph import Module
 from .groups import MOST_DEVICES
 from .interleaved import Interleaved
@@ -31,7 +32,6 @@ from .passes.bytes import Rewrite, RewriteReport
 from .passes.valid import ValidPolicy, ValidReport
 from .pipeline import COMMON, Compilation, Dump, Source, plan_block, policy_for, run
 from .plan_text import plan_text
-from .schedule import reorder, token_edges
 from .schema import HloModuleProto, HloModuleProtoWithConfig
 from .text import parse_hlo_text
 from .topk import spell_out_topk

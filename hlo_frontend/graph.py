@@ -6,7 +6,6 @@ never computed with; instructions of a computation are in topological order; pro
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -15,6 +14,7 @@ from typing import Any
 from stretto.collectives.types import TensorType
 from stretto.runtime.errors import InvalidProgramError, UnsupportedError
 
+from .ops import op_of
 from .schema import PRIMITIVE_TYPES, TOKEN, TUPLE, HloModuleProto
 
 # Opcodes that move data between devices, or are the wrapper or the end of such an op.
@@ -57,6 +57,15 @@ class Instruction:
     @property
     def shape(self) -> Any:
         return self.proto.shape
+
+    @property
+    def has_side_effect(self) -> bool:
+        """Whether it does something besides giving results, itself or in what it calls."""
+        return (
+            self.proto.custom_call_has_side_effect
+            or op_of(self.opcode).stateful
+            or any(called.has_side_effect for called in self.called)
+        )
 
     @property
     def source(self) -> str:
@@ -122,12 +131,8 @@ class Computation:
 
     @cached_property
     def has_side_effect(self) -> bool:
-        """Whether it does, here or in what it calls, something that shows elsewhere than in its result."""
-        return any(
-            instruction.proto.custom_call_has_side_effect
-            or any(called.has_side_effect for called in instruction.called)
-            for instruction in self.instructions
-        )
+        """Whether one of its instructions does something besides giving results."""
+        return any(instruction.has_side_effect for instruction in self.instructions)
 
 
 class Module:
@@ -283,14 +288,3 @@ def leaf_count(shape: Any) -> int:
     if shape.element_type == TUPLE:
         return sum(leaf_count(part) for part in shape.tuple_shapes)
     return 1
-
-
-def trip_count(loop: Instruction) -> int | None:
-    """The number of iterations XLA found for a while, or None."""
-    config = loop.proto.backend_config
-    if not config.startswith(b"{"):
-        return None
-    try:
-        return int(json.loads(config)["known_trip_count"]["n"])
-    except (KeyError, ValueError, TypeError):
-        return None

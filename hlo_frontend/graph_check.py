@@ -19,7 +19,8 @@ from typing import NoReturn
 
 from stretto.collectives.types import TensorType
 
-from .graph import leaf_types, trip_count
+from .graph import leaf_types
+from .trips import trip_count
 from .values import BlockGraph, Node, NodeKind, Value
 
 Types = Sequence[TensorType | None]
@@ -170,7 +171,7 @@ def _check_loop(node: Node, carries: Types, results: Types) -> None:
     _agree(node, "parameters of the body", _types(body.parameters), carries)
     _agree(node, "results of the body", _types(body.results), carries)
     _agree(node, "results", results, carries)
-    counted = trip_count(node.instruction) is not None
+    counted = trip_count(node) is not None
     if counted and not (condition.parameters or condition.nodes or condition.results):
         return  # a loop that a pass has made: nobody evaluates its condition
     _agree(node, "parameters of the condition", _types(condition.parameters), carries)

@@ -30,8 +30,8 @@ import numpy as np
 from stretto.collectives.ops import attributes, nested
 from stretto.collectives.types import TensorType
 
-from .graph import trip_count
 from .schema import LiteralProto
+from .trips import trip_count
 from .values import BlockGraph, Node, NodeKind, Value
 
 _INDENT = "  "
@@ -145,7 +145,7 @@ def _facts(node: Node) -> Iterator[str]:
             yield f"as {node.collective.kind}"
         yield from attributes(node.collective)
     if node.kind is NodeKind.LOOP:
-        trips = trip_count(node.instruction)
+        trips = trip_count(node)
         yield "trips ?" if trips is None else f"trips {trips}"
     if node.unread is not None:  # the iterations in which it is read, for each device
         yield f"read {nested(node.unread.bounds(node.unread.cells))}"

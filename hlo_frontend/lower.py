@@ -41,12 +41,13 @@ from stretto.runtime.program import (
 
 from .aliases import find_aliases
 from .carve import AwaitStep, BlockPlan, RuntimeStep, SegmentPlan
-from .graph import LOGICAL_IDS, Computation, trip_count
+from .graph import LOGICAL_IDS, Computation
 from .offsets import share
 from .passes.rotate import STREAMS
 from .reproducible import marked
 from .segments import SegmentPool
 from .streams import Streams
+from .trips import trip_count
 from .values import Node, NodeKind, Value
 
 
@@ -336,7 +337,7 @@ class _Emitter:
         node = step.node
         self.await_(step.inputs)
         condition_plan, body_plan = self.plan.blocks[node]
-        count = trip_count(node.instruction)
+        count = trip_count(node)
         # With a known trip count nobody evaluates the condition.
         condition = _EMPTY if count is not None else _emit(self.state, condition_plan, ()).block
         body, ownable, consumed = _loop_body(self.state, body_plan)

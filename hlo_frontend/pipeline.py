@@ -19,6 +19,7 @@ from typing import Protocol
 from stretto.collectives.order import Schedule
 
 from .carve import BlockPlan, carve
+from .collective_order import schedule_of
 from .collectives import CollectiveReader
 from .flatten import flatten
 from .graph import Module
@@ -30,7 +31,6 @@ from .passes import bytes as fewer_bytes
 from .passes import pseudo_tokens, rotate, unread, valid
 from .passes.order import order
 from .passes.valid.decide import LEAST_FLOPS
-from .schedule import schedule_of
 from .values import BlockGraph
 
 # The variable that has every pass's graph checked. Not an option: nothing but a mistake of stretto's is

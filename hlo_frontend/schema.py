@@ -37,7 +37,7 @@ TABLE: dict[str, str] = {
         "name:1:string opcode:2:string shape:3:ShapeProto metadata:7:OpMetadata literal:8:bytes "
         "parameter_number:9:int64 fusion_kind:11:string tuple_index:13:int64 dimensions:14:int64* "
         "slice_dimensions:17:SliceDimensions* padding_config:21:PaddingConfig "
-        "convolution_dimension_numbers:16:ConvolutionDimensionNumbers "
+        "window:15:Window convolution_dimension_numbers:16:ConvolutionDimensionNumbers "
         "dynamic_slice_sizes:20:int64* channel_id:26:int64 custom_call_target:28:string "
         "dot_dimension_numbers:30:DotDimensionNumbers comparison_direction:63:string "
         "comparison_type:72:string is_stable:60:bool k:81:int64 largest:85:bool "
@@ -57,7 +57,16 @@ TABLE: dict[str, str] = {
         "lhs_contracting_dimensions:1:int64* rhs_contracting_dimensions:2:int64* "
         "lhs_batch_dimensions:3:int64* rhs_batch_dimensions:4:int64*"
     ),
-    "ConvolutionDimensionNumbers": "kernel_output_feature_dimension:4:int64",
+    "ConvolutionDimensionNumbers": (
+        "kernel_input_feature_dimension:3:int64 output_batch_dimension:9:int64 "
+        "output_feature_dimension:10:int64 input_spatial_dimensions:11:int64* "
+        "output_spatial_dimensions:12:int64*"
+    ),
+    "Window": "dimensions:1:WindowDimension*",
+    "WindowDimension": (
+        "size:1:int64 stride:2:int64 padding_low:3:int64 padding_high:4:int64 window_dilation:5:int64 "
+        "base_dilation:6:int64"
+    ),
     "OpSharding": (
         "type:1:int32 tile_assignment_dimensions:3:int64* tile_assignment_devices:4:int64* "
         "tuple_shardings:5:OpSharding* replicate_on_last_tile_dim:6:bool metadata:7:OpMetadata* "

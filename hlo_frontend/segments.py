@@ -18,7 +18,7 @@ from stretto.runtime.program import Segment
 
 from . import stablehlo
 from .carve import SegmentPlan
-from .cost import arithmetic_and_flops
+from .flops import arithmetic, flops_of
 from .graph import Computation, Instruction
 from .schema import PRIMITIVE_CODES, PRIMITIVE_TYPES, TUPLE, HloModuleProto, LiteralProto
 from .values import Barrier, Node, NodeKind, Value, operand_shape
@@ -68,7 +68,6 @@ class SegmentPool:
         serialized = hlo.SerializeToString(deterministic=True)
         key = (serialized, tuple(sorted(aliases.items())))
         if key not in self._index:
-            arithmetic, flops = arithmetic_and_flops(instructions)
             self._index[key] = len(self.segments)
             self.segments.append(
                 Segment(
@@ -76,8 +75,8 @@ class SegmentPool:
                     tuple(outputs),
                     _to_stablehlo(serialized, instructions, aliases, plan),
                     donated=tuple(sorted(aliases)),
-                    arithmetic=arithmetic,
-                    flops=flops,
+                    arithmetic=arithmetic(instructions),
+                    flops=flops_of(instructions),
                     name=name,
                 )
             )

@@ -7,18 +7,15 @@ makes nodes anew. Nodes of a block are numbered in topological order by ``positi
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING
 
 from stretto.collectives.ops import Collective
 from stretto.collectives.types import TensorType
 
 from .graph import Computation, Instruction
-
-if TYPE_CHECKING:
-    from .passes.unread import Unread
+from .iterations import Unread
 
 
 class Value:
@@ -135,13 +132,18 @@ class NodeKind(Enum):
 
 @dataclass(eq=False, slots=True)
 class Node:
-    """An instruction of a block. ``operands`` are its leaves, tokens included.
+    """An instruction in one place of a block.
 
-    ``order`` lists nodes that come before it though it reads nothing of theirs. ``called`` replaces the
-    instruction's called computations where a call was inlined around it. ``unread``: where nobody reads
-    it (`passes.unread`). ``phase``: of a loop's body that is pipelined, and ``carried``: of a collective
-    that is awaited in the next iteration, (result, carry) pairs; ``apart``: on a stream of its own
-    (`passes.rotate`).
+    ``kind``: how it is run. ``position``: its number in the block, in topological order.
+    ``operands``: what it reads, tuples taken apart into their leaves, tokens included; ``results``: likewise.
+    ``order``: nodes that come before it though it reads nothing of theirs.
+    ``collective``: what it communicates; ``reducer``: the computation that reduces there, where that is none
+    of the native ones.
+    ``blocks``: a loop's condition and body; of a branch one for each choice, which ``selector`` makes.
+
+    Passes leave for those behind them: ``unread``, where nobody reads it (`passes.unread`); ``phase``, of a
+    node of a loop's body that is pipelined (`passes.rotate`); ``carried``, (result, carry) pairs of a
+    collective that is awaited in the next iteration, and ``apart``, whether that runs on a stream of its own.
     """
 
     kind: NodeKind
@@ -159,6 +161,17 @@ class Node:
     carried: tuple[tuple[int, int], ...] = ()
     apart: bool = False
 
+    def before(self) -> Iterator[tuple[Node, Value | None]]:
+        """The nodes that come right before it, each with the operand that comes of it, None where that is so
+        by order alone."""
+        for value in self.operands:
+            if value.node is not None and value.node.kind is not NodeKind.CHEAP:
+                yield value.node, value
+            for other in value.comes_after():
+                yield other, None
+        for other in self.order:
+            yield other, None
+
     @property
     def is_runtime(self) -> bool:
         """Whether the executor runs it itself, so that it cuts compute into segments."""
@@ -167,12 +180,7 @@ class Node:
     @property
     def has_side_effect(self) -> bool:
         """Whether it must be run though nobody may want its results."""
-        instruction = self.instruction
-        return (
-            self.is_runtime
-            or instruction.proto.custom_call_has_side_effect
-            or any(called.has_side_effect for called in instruction.called)
-        )
+        return self.is_runtime or self.instruction.has_side_effect
 
 
 _RUNTIME = (NodeKind.COLLECTIVE, NodeKind.LOOP, NodeKind.BRANCH)
@@ -197,6 +205,28 @@ class BlockGraph:
         from .graph_check import check
 
         check(self)
+
+
+def number(nodes: Sequence[Node]) -> None:
+    """Give the nodes of a block, in their order, their positions."""
+    for position, node in enumerate(nodes):
+        node.position = position
+
+
+def all_blocks(block: BlockGraph) -> Iterator[BlockGraph]:
+    """A block and those nested in it, outer ones first. Whoever takes a block may rewrite it."""
+    inner = [nested for node in block.nodes for nested in node.blocks]
+    yield block
+    for nested in inner:
+        yield from all_blocks(nested)
+
+
+def all_nodes(block: BlockGraph) -> Iterator[Node]:
+    """The nodes of a block, each followed by those of the blocks nested in it."""
+    for node in block.nodes:
+        yield node
+        for nested in node.blocks:
+            yield from all_nodes(nested)
 
 
 def operand_shape(node: Node, operand: int = 0) -> tuple[int, ...]:

@@ -35,7 +35,6 @@ PACKAGES: dict[str, tuple[str, ...]] = {
 CLOSING: set[tuple[str, str]] = {
     ("hlo_frontend.values", "hlo_frontend.graph_text"),
     ("hlo_frontend.values", "hlo_frontend.graph_check"),
-    ("hlo_frontend.values", "hlo_frontend.passes.unread"),
 }
 
 # Layers that import nothing of JAX.

@@ -19,14 +19,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from math import log2, prod
+from math import log2
 from pathlib import Path
 from typing import Any
 
 from stretto.collectives.ops import Collective, Kind
 from stretto.runtime.errors import InvalidProgramError
 
-from ..graph import Instruction, trip_count
+from ..graph import Instruction
 from . import cost_file
 from .measured import Measured
 
@@ -218,61 +218,3 @@ def wire_bytes(collective: Collective, size: int) -> float:
         case Kind.RECV:
             return result
     return operand
-
-
-def flops(instruction: Instruction) -> float:
-    """Floating point operations of one run of a compute instruction.
-
-    A dot or convolution counts two for each multiplication; a reduction one for each element it
-    reads; a sort n log n; other ops one for each element of their result. Called computations of
-    calls, fusions, loops (times their trips, once where unknown) and branches (the first) are added up.
-    """
-    opcode = instruction.opcode
-    size = _elements(instruction.shape)
-    match opcode:
-        case "dot":
-            left = instruction.operands[0].shape.dimensions
-            contracted = instruction.proto.dot_dimension_numbers.lhs_contracting_dimensions
-            return 2.0 * size * prod(left[d] for d in contracted)
-        case "convolution":
-            return 2.0 * size * _multiplications_per_output(instruction)
-        case "reduce" | "reduce-window" | "select-and-scatter" | "map":
-            return float(sum(_elements(o.shape) for o in instruction.operands))
-        case "sort":
-            return float(size) * max(1.0, log2(max(2, size)))
-        case "call" | "fusion" | "while" | "conditional":
-            return _called_flops(instruction)
-    return 0.0 if opcode in DATA_MOVEMENT else float(size)
-
-
-def _called_flops(instruction: Instruction) -> float:
-    totals = [sum(flops(inner) for inner in called.instructions) for called in instruction.called]
-    if instruction.opcode == "while":
-        return sum(totals) * (trip_count(instruction) or 1)
-    if instruction.opcode == "conditional":
-        return max(totals, default=0.0)
-    return sum(totals)
-
-
-def _multiplications_per_output(convolution: Instruction) -> float:
-    """Kernel elements that one output element reads: all but its output feature dimension."""
-    kernel = convolution.operands[1].shape.dimensions
-    numbers = convolution.proto.convolution_dimension_numbers
-    return prod(kernel) / max(1, kernel[numbers.kernel_output_feature_dimension])
-
-
-def _elements(shape: Any) -> int:
-    if shape.tuple_shapes:
-        return sum(_elements(part) for part in shape.tuple_shapes)
-    return prod(shape.dimensions)
-
-
-# Ops without arithmetic: all they cost is the memory they touch.
-DATA_MOVEMENT = frozenset(
-    {
-        "parameter", "constant", "iota", "tuple", "get-tuple-element", "copy", "bitcast", "broadcast",
-        "reshape", "transpose", "slice", "dynamic-slice", "dynamic-update-slice", "concatenate", "pad",
-        "reverse", "gather", "after-all", "opt-barrier", "add-dependency", "partition-id", "replica-id",
-        "bitcast-convert", "convert", "reduce-precision",
-    }
-)  # fmt: skip

@@ -13,11 +13,12 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from ..passes.order import order
+from ..trips import trip_count
 from ..values import BlockGraph, Node, NodeKind
 from .apply import Order, OverlapPolicy, Planned, kept_steps, plan
 from .floor import Floor
 from .kernels import build
-from .loops import blocks_of, control_flow_seconds, trips_of
+from .loops import blocks_of, control_flow_seconds
 from .model import Graph
 from .program_floor import BlockFloor, floor_of
 from .replay import Step, Timeline, replay, unscheduled
@@ -59,7 +60,7 @@ class Explained:
                 longest = max(range(len(parts)), key=lambda i: parts[i].timeline.seconds)
                 yield from ((node, int(i == longest), part) for i, part in enumerate(parts))
                 continue
-            trips = trips_of(node)
+            trips = trip_count(node)
             condition, body = parts
             yield node, int(trips is None), condition
             yield node, 1 if trips is None else trips, body

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..trips import trip_count
 from ..values import NodeKind
 from .explained import Explained
 from .ledger import Entry, ledger, summary
-from .loops import trips_of
 from .model import Task
 from .pricing import kernel_cost
 from .replay import Phase
@@ -112,7 +112,7 @@ def _kernel(task: Task, launch: float, plan: Explained) -> dict[str, Any]:
     }
     if node.blocks:
         names = ("condition", "body") if node.kind is NodeKind.LOOP else None
-        found["trips"] = trips_of(node) if names else None
+        found["trips"] = trip_count(node) if names else None
         found["blocks"] = [
             {"block": names[i] if names else f"branch {i}"} | to_json(part)
             for i, part in enumerate(plan.inner[node])

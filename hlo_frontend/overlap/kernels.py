@@ -23,20 +23,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from heapq import heapify, heappop, heappush
 
+from ..ops import op_of
 from ..values import BlockGraph, Node, NodeKind
 from .costs import CostTable
 from .layout import lay_out
-from .model import IN_PLACE, Buffer, Graph, Op, Task
+from .model import Buffer, Graph, Op, Task
 from .pricing import price
-
-# Ops that are kernels of their own.
-_KERNELS = frozenset(
-    {
-        "dot", "convolution", "scatter", "sort", "fft", "cholesky", "triangular-solve", "custom-call",
-        "reduce-window", "select-and-scatter", "while", "conditional", "call", "fusion", "topk",
-        "rng-bit-generator", "rng", "scaled-dot", "dynamic-update-slice",
-    }
-)  # fmt: skip
 
 # Ops that write no more compute indices, for all that matters to where updates can be placed.
 _SCALAR_BYTES = 8
@@ -84,7 +76,7 @@ def _tasks(
 
 def _is_single(op: Op) -> bool:
     return op.node.kind is not NodeKind.COMPUTE or (
-        op.instruction.opcode in _KERNELS or op.node.has_side_effect
+        not op_of(op.instruction.opcode).fuses or op.node.has_side_effect
     )
 
 
@@ -243,7 +235,7 @@ def _is_placeable(op: Op) -> bool:
         and producer.node.kind is NodeKind.COMPUTE
         and not producer.node.has_side_effect
         and producer.writes == (made,)
-        and producer.instruction.opcode not in IN_PLACE
+        and not op_of(producer.instruction.opcode).in_place
         and not made.kept
         and made.nbytes == update.nbytes
     )

@@ -12,12 +12,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from ..graph import Instruction
+from ..ops import op_of
 from ..values import Barrier, BlockGraph, Node, NodeKind, Value
-from .model import IN_PLACE, Buffer, Op, Ref
-
-# Ops that rename data. A slice is one where it is contiguous, a transposition where the layouts agree.
-_VIEWS = frozenset({"reshape", "bitcast", "bitcast-convert"})
-_SLICES = frozenset({"slice", "dynamic-slice"})
+from .model import Buffer, Op, Ref
 
 
 def lay_out(block: BlockGraph, donated: Iterable[int]) -> tuple[list[Op], list[Buffer]]:
@@ -110,7 +107,7 @@ class _Layout:
         """The buffer of a result. An update in place stays where it is unless that is an input to be kept."""
         assert result.type is not None
         opcode = op.instruction.opcode
-        if opcode in IN_PLACE and reads and not _is_kept_input(reads[0].buffer):
+        if op_of(opcode).in_place and reads and not _is_kept_input(reads[0].buffer):
             op.writes = (*op.writes, reads[0].buffer)
             op.written_bytes += sum(r.nbytes for r in reads[1:])
             return reads[0].buffer
@@ -187,9 +184,9 @@ def _renames(node: Node, materialized: bool) -> bool:
         return False
     instruction = node.instruction
     opcode = instruction.opcode
-    if opcode in _VIEWS:
+    if op_of(opcode).renames:
         return True
-    if opcode in _SLICES:
+    if op_of(opcode).reads_part and op_of(opcode).moves:  # and so a slice
         return _is_contiguous_slice(instruction)
     if opcode == "broadcast":
         return not materialized

@@ -19,9 +19,6 @@ from stretto.collectives.ops import Collective
 from ..graph import Instruction
 from ..values import Node
 
-# Ops whose result takes the place of their first operand.
-IN_PLACE = ("dynamic-update-slice", "scatter")
-
 
 @dataclass(eq=False, slots=True)
 class Buffer:

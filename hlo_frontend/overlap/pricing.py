@@ -9,10 +9,12 @@ from collections.abc import Callable
 
 from stretto.collectives.ops import Collective
 
+from ..flops import flops
+from ..ops import op_of
 from ..streams import stream_key
 from ..values import Node
-from .costs import CostTable, flops, span
-from .model import IN_PLACE, Buffer, Graph, Task
+from .costs import CostTable, span
+from .model import Buffer, Graph, Task
 
 
 def price(graph: Graph, costs: CostTable, opaque: Callable[[Node], float]) -> None:
@@ -82,16 +84,15 @@ def kernel_cost(task: Task) -> tuple[float, float]:
     moved = 0
     inside = {op.index for op in task.ops}
     for op in task.ops:
-        partial = op.instruction.opcode in ("gather", "slice", "dynamic-slice")
-        in_place = op.instruction.opcode in IN_PLACE
+        row = op_of(op.instruction.opcode)
         for position, ref in enumerate(op.reads):
             producer = ref.buffer.producer
             if producer is not None and producer.index in inside and producer is not op:
                 continue
             nbytes = ref.nbytes
-            if partial and position == 0:
+            if row.reads_part and position == 0:
                 nbytes = min(nbytes, op.written_bytes)
-            elif in_place and position == 0:
+            elif row.in_place and position == 0:
                 nbytes = 0
             whole = max(ref.buffer.nbytes, nbytes)
             read[ref.buffer] = min(whole, read.get(ref.buffer, 0) + nbytes)

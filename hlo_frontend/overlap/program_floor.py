@@ -20,13 +20,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from ..streams import stream_key
+from ..trips import trip_count
 from ..values import BlockGraph, Node, NodeKind
 from .bounds import longest_way
 from .buckets import bucket_key
 from .costs import CostTable
 from .floor import Floor, floor
 from .kernels import build
-from .loops import control_flow_seconds, trips_of
+from .loops import control_flow_seconds
 from .model import Graph, Task
 from .pricing import kernel_cost
 from .uncombine import uncombine
@@ -77,7 +78,7 @@ def floor_of(
         arithmetic += control_flow_seconds(node, [p.arithmetic for p in parts])
     streams, latency = _streams(graph, inner)
     movable = any(
-        (node.kind is NodeKind.LOOP and trips_of(node) is not None and parts[-1].streams)
+        (node.kind is NodeKind.LOOP and trip_count(node) is not None and parts[-1].streams)
         or any(p.movable for p in parts)
         for node, parts in inner.items()
     )

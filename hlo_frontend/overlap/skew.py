@@ -20,8 +20,9 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from ..edit import Editor
 from ..graph import Instruction
-from ..values import Barrier, BlockGraph, Node, NodeKind, Value
+from ..values import Barrier, BlockGraph, Node, NodeKind, Value, number
 from .stages import MAIN, LoopBody, Stages
 
 # A register: a carry of the module's loop, or a value of its body, and how many iterations it is old.
@@ -49,43 +50,12 @@ def skew(loop: Node, loop_body: LoopBody, stages: Stages, trips: int) -> Skewed:
 
 def substitute(block: BlockGraph, at: Node, new: Skewed) -> None:
     """Put ``new`` in the place of a loop of this block."""
-    values = dict(zip(at.results, new.results, strict=True))
-    ends = tuple(node for node in new.nodes if node.is_runtime)
-
-    def order(nodes: tuple[Node, ...]) -> tuple[Node, ...]:
-        return tuple(dict.fromkeys(n for node in nodes for n in (ends if node is at else (node,))))
-
-    def value(old: Value) -> Value:
-        root = values.get(old.root)
-        ordered = order(old.order) if at in old.order else old.order
-        if root is None and ordered is old.order:
-            return old
-        if root is None:
-            old.order = ordered  # a view of its own: nobody else is ordered by it
-            return old
-        return root.view(ordered, old.barrier) if ordered or old.barrier else root
-
-    barriers: list[Barrier | None] = []
-    for node in block.nodes:
-        node.operands = [value(v) for v in node.operands]
-        node.order = order(node.order)
-        if node.selector is not None:
-            node.selector = value(node.selector)
-        barriers += [v.barrier for v in node.operands]
-    block.results[:] = [value(v) for v in block.results]
-    barriers += [v.barrier for v in block.results]
-    settled: set[Barrier | None] = {None}
-    while barriers:
-        barrier = barriers.pop()
-        if barrier is None or barrier in settled:
-            continue
-        settled.add(barrier)
-        barrier.operands = tuple(value(v) for v in barrier.operands)
-        barriers += [v.barrier for v in barrier.operands]
-    position = block.nodes.index(at)
-    block.nodes[position : position + 1] = new.nodes
-    for number, node in enumerate(block.nodes):
-        node.position = number
+    editor = Editor(block)
+    editor.put_behind(at, new.nodes)
+    for old, result in zip(at.results, new.results, strict=True):
+        editor.replace(old, result)
+    editor.remove(at, instead=[node for node in new.nodes if node.is_runtime])
+    editor.commit()
 
 
 class _LogicalIds:
@@ -247,8 +217,7 @@ class _Skewer:
             results.append(kernel.next_of(register))
         initial = [self._initial(register) for register in registers]
         parameters = [kernel.registers[register] for register in registers]
-        for number, node in enumerate(nodes):
-            node.position = number
+        number(nodes)
         body = BlockGraph(parameters, nodes, results)
         loop = Node(
             NodeKind.LOOP,

@@ -19,12 +19,13 @@ from functools import partial
 from stretto.collectives.ops import Kind
 
 from ..passes.rotate import crossing
+from ..trips import trip_count
 from ..values import BlockGraph, Node
 from .bounds import least_merged_seconds, least_seconds
 from .buckets import Bucketed, bucket
 from .costs import CostTable
 from .kernels import build
-from .loops import carries_of, trips_of
+from .loops import carries_of
 from .model import Graph
 from .refine import LEAST_STEP, refine
 from .replay import Timeline, handed_over, replay, unscheduled
@@ -184,7 +185,7 @@ class _Try:
 def stage(loop: Node, judge: Judge) -> Staged | LoopReport:
     """The loop staged, or why it is not."""
     condition, body = loop.blocks
-    trips = trips_of(loop)
+    trips = trip_count(loop)
     plain = judge.plain
 
     def kept(why: str) -> LoopReport:

@@ -19,8 +19,9 @@ from dataclasses import dataclass, field
 
 from stretto.collectives.ops import Kind
 
+from ..flops import flops
 from ..values import BlockGraph, Node, NodeKind, Value
-from .costs import CostTable, flops
+from .costs import CostTable
 
 EARLY, MAIN, LATE = 0, 1, 2
 

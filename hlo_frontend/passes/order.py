@@ -43,11 +43,12 @@ def order(block: BlockGraph, least_flops: float = LEAST_FLOPS) -> Ordered:
     return Ordered(nodes, parts, valid)
 
 
-def _gap(before: Node, after: Node, *, reads: bool) -> int:
-    """How many levels ``after`` must be below ``before``.
+def _gap(before: Node, after: Node, value: Value | None) -> int:
+    """How many levels ``after`` must be below ``before``, which it reads ``value`` of.
 
     Runtime nodes that are only ordered share a level: they are started in order of position.
     """
+    reads = value is not None and value.type is not None
     return int(before.is_runtime and (reads or not after.is_runtime))
 
 
@@ -55,15 +56,8 @@ def _earliest(nodes: Sequence[Node]) -> Levels:
     levels: Levels = {}
     for node in nodes:
         level = 0
-        for value in node.operands:
-            first = value.node
-            if first is not None and first.kind is not NodeKind.CHEAP:
-                reads = value.type is not None
-                level = max(level, levels[first] + _gap(first, node, reads=reads))
-            for before in value.comes_after():
-                level = max(level, levels[before] + _gap(before, node, reads=False))
-        for before in node.order:
-            level = max(level, levels[before] + _gap(before, node, reads=False))
+        for before, value in node.before():
+            level = max(level, levels[before] + _gap(before, node, value))
         levels[node] = level
     return levels
 
@@ -78,15 +72,8 @@ def _put_off(nodes: Sequence[Node], levels: Levels) -> None:
     for node in reversed(nodes):
         if node in floating:
             levels[node] = max(levels[node], latest.get(node, levels[node]))
-        for value in node.operands:
-            first = value.node
-            if first is not None and first.kind is not NodeKind.CHEAP:
-                reads = value.type is not None
-                bound(first, levels[node] - _gap(first, node, reads=reads))
-            for before in value.comes_after():
-                bound(before, levels[node] - _gap(before, node, reads=False))
-        for before in node.order:
-            bound(before, levels[node] - _gap(before, node, reads=False))
+        for before, value in node.before():
+            bound(before, levels[node] - _gap(before, node, value))
 
 
 # Parameters up to this size (loop counters, offsets) do not count.

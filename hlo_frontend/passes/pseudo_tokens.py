@@ -25,22 +25,11 @@ import numpy as np
 
 from stretto.collectives.ops import Kind
 
+from ..ops import op_of
 from ..schema import LiteralProto
-from ..values import BlockGraph, Node, NodeKind, Value
+from ..values import BlockGraph, Node, NodeKind, Value, all_blocks, number
 
-# Ops that hand on the content of their first operand, moved or converted.
-_MOVES = frozenset(
-    {
-        "bitcast", "broadcast", "convert", "copy", "dynamic-slice", "negate", "reduce-precision",
-        "reshape", "reverse", "slice", "transpose",
-    }
-)  # fmt: skip
 _SUMS = frozenset({"add", "subtract"})
-# Through these, besides moves, an element counts as an element of an earlier result.
-_ELEMENTWISE = frozenset(
-    {"abs", "add", "clamp", "divide", "exponential", "logistic", "maximum", "minimum", "multiply",
-     "rsqrt", "select", "sqrt", "subtract", "tanh"}
-)  # fmt: skip
 _SEPARATE_OPERANDS = (Kind.ALL_REDUCE, Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.PERMUTE)
 
 
@@ -54,13 +43,6 @@ def remove_pseudo_tokens(entry: BlockGraph) -> bool:
         return False
     _Rewrite(liveness).block(entry)
     return True
-
-
-def _all_blocks(block: BlockGraph) -> Iterator[BlockGraph]:
-    yield block
-    for node in block.nodes:
-        for inner in node.blocks:
-            yield from _all_blocks(inner)
 
 
 def _branch_parameters(node: Node) -> Iterator[tuple[int, BlockGraph, int]]:
@@ -95,7 +77,7 @@ class _Zeros:
             self._block(entry)
         if self.sums:
             feeding: set[Node] = set()
-            for block in _all_blocks(entry):
+            for block in all_blocks(entry):
                 feeding |= _feeding_collectives(block)
             self.sums = {node: at for node, at in self.sums.items() if node in feeding}
 
@@ -124,7 +106,7 @@ class _Zeros:
         if len(node.results) != 1 or not node.operands:
             return
         (result,) = node.results
-        if opcode in _MOVES:
+        if op_of(opcode).moves:
             thin = self.of(node.operands[0])
             if thin is not None:
                 self.thin[result] = thin or _is_single(result)
@@ -168,12 +150,12 @@ class _Zeros:
             elif node.is_runtime:
                 return True
             elif node.kind is NodeKind.COMPUTE:
-                opcode = node.instruction.opcode
-                if opcode in ("slice", "dynamic-slice") and _size(root) == 1:
+                op = op_of(node.instruction.opcode)
+                if op.reads_part and _size(root) == 1:
                     return True
-                if opcode in _MOVES:
+                if op.moves:
                     todo.append(node.operands[0].root)
-                elif opcode in _ELEMENTWISE:
+                elif op.elementwise:
                     todo += [v.root for v in node.operands]
         return False
 
@@ -228,7 +210,7 @@ def _feeding_collectives(block: BlockGraph) -> set[Node]:
     feeding: set[Node] = set()
     for node in reversed(block.nodes):
         moves = node in feeding and node.kind is NodeKind.COMPUTE
-        moves = moves and node.instruction.opcode in _MOVES
+        moves = moves and op_of(node.instruction.opcode).moves
         taken: Sequence[Value] = ()
         if node.kind is NodeKind.COLLECTIVE:
             taken = node.operands
@@ -252,7 +234,7 @@ class _Liveness:
         self.sums = dict(zeros.sums)
         self._entry = entry
         self._parameters: dict[Value, tuple[Node, int]] = {}
-        for block in _all_blocks(entry):
+        for block in all_blocks(entry):
             for node in block.nodes:
                 if node.kind is NodeKind.LOOP:
                     for inner in node.blocks:
@@ -296,7 +278,7 @@ class _Liveness:
                 return True
             if node is None or node.kind is not NodeKind.COMPUTE:
                 return False
-            if node.instruction.opcode not in _MOVES:
+            if not op_of(node.instruction.opcode).moves:
                 return False
             value = node.operands[0]
 
@@ -308,7 +290,7 @@ class _Liveness:
 
     def _spread(self) -> None:
         todo: list[Value] = []
-        for block in _all_blocks(self._entry):
+        for block in all_blocks(self._entry):
             for node in block.nodes:
                 if node.kind is NodeKind.COLLECTIVE:
                     extra = self.extra.get(node, ())
@@ -377,8 +359,7 @@ class _Rewrite:
                 self.block(inner)
             self._leave_out(node)
         block.nodes = kept
-        for position, node in enumerate(kept):
-            node.position = position
+        number(kept)
         block.results = [self._resolved(v) for v in block.results]
 
     def _is_kept(self, node: Node) -> bool:
@@ -500,7 +481,7 @@ def _is_single(value: Value) -> bool:
     """Whether a value is one element, or copies of one."""
     while _size(value) != 1:
         node = value.root.node
-        if node is None or node.is_runtime or node.instruction.opcode not in _MOVES:
+        if node is None or node.is_runtime or not op_of(node.instruction.opcode).moves:
             return False
         value = node.operands[0]
     return True

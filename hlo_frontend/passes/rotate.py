@@ -12,13 +12,13 @@ nor anything in the first phase; what is decided follows from the text of the mo
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 
 from stretto.collectives.ops import Kind
 
-from ..cost import arithmetic_and_flops
-from ..graph import trip_count
-from ..values import BlockGraph, Node, NodeKind, Value
+from ..flops import flops_of
+from ..trips import trip_count
+from ..values import BlockGraph, Node, NodeKind, Value, all_nodes
 
 # Operations that must be there to hide a transfer behind: about what a core does while a message is
 # handed to the stream's thread and comes over from the next process.
@@ -32,18 +32,13 @@ def rotate(block: BlockGraph, left: Collection[Node] = ()) -> bool:
     """Pipeline the loops in a block and in those inside it, without those that are ``left`` as they are: set
     ``carried`` of permutes, and ``phase`` of the nodes beside them. Whether there is such a loop.
     """
-    found = False
-    for node in block.nodes:
-        if node.kind is NodeKind.LOOP and node not in left:
-            found |= _rotate(node)
-        for inner in node.blocks:
-            found |= rotate(inner, left)
-    return found
+    loops = [n for n in all_nodes(block) if n.kind is NodeKind.LOOP and n not in left]
+    return any([_rotate(loop) for loop in loops])
 
 
 def _rotate(loop: Node) -> bool:
     condition, body = loop.blocks
-    tested = condition if trip_count(loop.instruction) is None else None
+    tested = condition if trip_count(loop) is None else None
     chosen = crossing(body, tested, (Kind.PERMUTE,))
     while chosen:
         phases = _phases(body, chosen)
@@ -97,27 +92,18 @@ def crossing(
     return found
 
 
-def _before(node: Node) -> Iterator[Node]:
-    for value in node.operands:
-        producer = value.root.node
-        if producer is not None and producer.kind is not NodeKind.CHEAP:
-            yield producer
-        yield from value.comes_after()
-    yield from node.order
-
-
 def _phases(body: BlockGraph, chosen: dict[Node, tuple[tuple[int, int], ...]]) -> dict[Node, int]:
     arriving = {body.parameters[k] for carries in chosen.values() for _, k in carries}
     needed: set[Node] = set(chosen)
     for node in reversed(body.nodes):
         if node in needed:
-            needed.update(_before(node))
+            needed.update(before for before, _ in node.before())
     phases: dict[Node, int] = {}
     for node in body.nodes:
         phase = 0
         if any(v.root in arriving for v in node.operands) or node in chosen:
             phase = 1
-        for before in _before(node):
+        for before, _ in node.before():
             after_start = before in chosen and node not in chosen
             phase = max(phase, 2 if after_start else phases.get(before, 0))
         if phase == 1 and node not in needed:
@@ -129,13 +115,13 @@ def _phases(body: BlockGraph, chosen: dict[Node, tuple[tuple[int, int], ...]]) -
 def _flops(body: BlockGraph, phases: dict[Node, int], phase: int) -> float:
     """Operations of a phase."""
     own = (n.instruction for n in body.nodes if n.kind is NodeKind.COMPUTE and phases[n] == phase)
-    return arithmetic_and_flops(own)[1]
+    return flops_of(own)
 
 
 def _fold(body: BlockGraph, chosen: Collection[Node], phases: dict[Node, int], phase: int) -> None:
     """Make a phase part of the one between, unless collectives or their order keep it apart."""
     own = [node for node in body.nodes if phases[node] == phase]
-    if any(node.is_runtime or any(b in chosen for b in _before(node)) for node in own):
+    if any(node.is_runtime or any(b in chosen for b, _ in node.before()) for node in own):
         return
     for node in own:
         phases[node] = 1

@@ -14,41 +14,16 @@ dispatch (`least_flops`); all follows from the text of the module.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from ..iterations import Bounds, Unread
 from ..values import BlockGraph, Node, NodeKind
-from .valid.decide import LAST, LEAST_FLOPS, Bounds, intervals
+from .valid.decide import LEAST_FLOPS
 from .valid.liveness import Liveness, Reads
 
 MOST_CLASSES = 8
-
-
-@dataclass(frozen=True)
-class Unread:
-    """Where nobody reads a node: bit ``device * iterations + iteration`` of ``cells``.
-
-    ``flops``: operations in these places together. ``everywhere``: iterations are not told apart.
-    """
-
-    cells: int
-    devices: int
-    iterations: int
-    flops: float
-    everywhere: bool
-
-    def bounds(self, cells: int) -> tuple[Bounds, ...]:
-        """For each device the iterations that are not in these cells."""
-        return tuple(
-            self._bounds(cells >> device * self.iterations) for device in range(self.devices)
-        )
-
-    def _bounds(self, cells: int) -> Bounds:
-        if self.everywhere:
-            return (1, 0) if cells & 1 else (0, LAST)
-        return intervals(i for i in range(self.iterations) if not cells >> i & 1)
 
 
 Levels = dict[Node, int]  # by node, collectives on the longest path above it (see `order`)
@@ -140,21 +115,13 @@ def _place(nodes: Sequence[Node], levels: Levels, chosen: dict[Node, int]) -> Pa
     parts: Parts = {}
     for node in nodes:
         stage, own = 0, chosen.get(node, 0)
-        for before in _before(node):
+        for before, _ in node.before():
             if levels[before] == levels[node] and not before.is_runtime:
                 first, k = parts.get(before, (0, 0))
                 stage = max(stage, first + (k > own))
         if stage or own:
             parts[node] = (stage, own)
     return parts
-
-
-def _before(node: Node) -> Iterator[Node]:
-    for value in node.operands:
-        if value.root.node is not None and value.root.node.kind is not NodeKind.CHEAP:
-            yield value.root.node
-        yield from value.comes_after()
-    yield from node.order
 
 
 def _poor(

@@ -17,7 +17,7 @@ from stretto.collectives.ops import Kind
 from ..collectives import CollectiveReader
 from ..graph import Instruction, leaf_count
 from ..passes.valid.known import is_reshape, spread, starts_of
-from ..passes.valid.live import selected
+from ..passes.valid.needs import selected
 from ..passes.valid.trace import Forward, LoopTrace, Trace
 from ..schema import TUPLE
 from ..values import Node, NodeKind, Value

@@ -12,10 +12,10 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from ..passes.valid import live as rules
+from ..passes.valid import needs as rules
 from ..passes.valid.liveness import Liveness, Mask, Needs
-from ..passes.valid.trace import Forward, Trace, all_nodes
-from ..values import BlockGraph, Node
+from ..passes.valid.trace import Forward, Trace
+from ..values import BlockGraph, Node, all_nodes
 from .chains import Execution
 from .constants import Constant
 from .gradients import sum_node

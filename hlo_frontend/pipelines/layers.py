@@ -19,10 +19,11 @@ import numpy as np
 
 from ..collectives import CollectiveReader
 from ..flatten import flatten
-from ..graph import LOGICAL_IDS, Instruction, leaf_types, trip_count
+from ..graph import LOGICAL_IDS, Instruction, leaf_types
 from ..passes.valid.known import starts_of
 from ..passes.valid.trace import Forward, Trace
 from ..schema import TUPLE, LiteralProto
+from ..trips import annotated_trips
 from ..values import BlockGraph, Node, Value
 from .inline import other_communication
 from .refusal import Refusal
@@ -58,7 +59,7 @@ def layer_loop(loop: Instruction, reader: CollectiveReader) -> LayerLoop:
     """The loop taken apart. Raises `Refusal`."""
     name = f"the loop %{loop.name}"
     body = loop.called[0]
-    count = trip_count(loop)
+    count = annotated_trips(loop)
     if count is None or count > MOST_LAYERS:
         raise Refusal(f"{name} over layers has no known number of iterations up to {MOST_LAYERS}")
     other = next(filter(None, map(other_communication, loop.called)), None)

@@ -25,9 +25,9 @@ from collections.abc import Sequence
 from stretto.collectives.ops import Kind
 
 from ..graph import leaf_types
-from ..passes.valid.trace import Forward, LoopTrace, all_nodes, is_transfer
+from ..passes.valid.trace import Forward, LoopTrace, is_transfer
 from ..schema import TUPLE
-from ..values import BlockGraph, Node, NodeKind
+from ..values import BlockGraph, Node, NodeKind, all_nodes
 from .chains import Execution, Followed, Made, chains
 from .constants import Constants
 from .gradients import find_operands, find_sums

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from ..collectives import CollectiveReader
 from ..flatten import flatten
 from ..graph import Module
-from ..passes.valid.trace import Forward, LoopTrace, all_nodes
-from ..values import Node, Value
+from ..passes.valid.trace import Forward, LoopTrace
+from ..values import Node, Value, all_nodes
 from .chains import Execution, Followed
 from .parts import Pipeline
 from .refusal import Refusal, about

@@ -13,8 +13,8 @@ Source of the rules: XLA's ``hlo_verifier`` and ``shape_inference``.
 from __future__ import annotations
 
 from ..graph import Module
+from ..ops import op_of
 from . import arrays, calls, transfers
-from .operands import OPERANDS
 from .partitioned import check_partitioned as check_partitioned
 from .shapes import check_possible
 from .transfers import check_alone, in_flight, may_read
@@ -34,7 +34,7 @@ def verify(module: Module) -> None:
     for computation in module.computations:
         for instruction in computation.instructions:
             check_possible(instruction.shape, instruction)
-            count = OPERANDS.get(instruction.opcode)
+            count = op_of(instruction.opcode).operands
             if count is not None and not count[0] <= len(instruction.operands) <= count[1]:
                 expected = str(count[0]) if count[0] == count[1] else f"at least {count[0]}"
                 raise instruction.invalid(

@@ -9,8 +9,8 @@ from typing import Any
 from stretto.collectives.types import ELEMENT_TYPES
 
 from ..graph import Instruction
+from ..ops import OPS
 from ..schema import PRIMITIVE_TYPES, TUPLE
-from .operands import BINARY, UNARY
 from .shapes import (
     PRED,
     array_operand,
@@ -275,7 +275,7 @@ _OWN_TYPE = {
 }
 
 RULES: dict[str, Callable[[Instruction], None]] = {
-    **dict.fromkeys((*UNARY, *BINARY, "select", "clamp"), _elementwise),
+    **{opcode: _elementwise for opcode, op in OPS.items() if op.elementwise},
     **dict.fromkeys(("copy", "opt-barrier", "add-dependency"), same_as_operand),
     **dict.fromkeys(("bitcast", "bitcast-convert"), _bitcast),
     "tuple": _tuple,

@@ -14,9 +14,9 @@ from stretto.collectives.order import Schedule, certificate
 from stretto.collectives.types import TensorType
 from stretto.hlo_frontend.collectives import NEVER
 from stretto.hlo_frontend.compile import CompiledModule
+from stretto.hlo_frontend.iterations import LAST
 from stretto.hlo_frontend.overlap.apply import OverlapPolicy
 from stretto.hlo_frontend.overlap.costs import CostTable
-from stretto.hlo_frontend.passes.valid.decide import LAST
 from stretto.runtime.errors import StrettoError
 from stretto.runtime.options import in_force
 from stretto.runtime.program import Loop, Program, Run, Start, instructions

@@ -17,7 +17,7 @@ Counts (``--json``), summed over ranks. ``collectives``: by kind, how often each
 its devices. ``messages``: transfers along a permute's or send's pairs between two different devices;
 ``skipped``: such transfers outside of the iterations in which their pair is valid. ``bytes``: the payload of
 those messages, and what each device gives to other collectives with groups of more than one.
-``arithmetic``: arithmetic instructions run, on each device, by segments (see `hlo_frontend.cost`); the
+``arithmetic``: arithmetic instructions run, on each device, by segments (see `hlo_frontend.flops`); the
 reducers of collectives count as no instructions. ``skipped_runs`` and ``skipped_arithmetic``: runs of
 segments, with their instructions, that were not made on a device where nobody reads what they give.
 ``order``: the collectives of rank 0 by name, in the order in which it first ran them.

@@ -17,8 +17,8 @@ from stretto.hlo_frontend.collectives import CollectiveReader
 from stretto.hlo_frontend.flatten import flatten
 from stretto.hlo_frontend.graph import Module
 from stretto.hlo_frontend.passes.valid import ValidPolicy, apply
-from stretto.hlo_frontend.passes.valid.trace import all_nodes
 from stretto.hlo_frontend.text import parse_hlo_text
+from stretto.hlo_frontend.values import all_nodes
 
 WIDTH = 2
 PROVED = ValidPolicy()

@@ -90,7 +90,7 @@ PRINTED = """\
   1 %scaled = multiply f32[8] (fence(%total), f32[8](f32[](half))) after (%total)
   2 %there = all-reduce f32[8] (%scaled) groups {{0,1}} reduction add
   3 %there@2 = all-reduce f32[8] (%there) groups {{0,1}} reduction add
-  4 %loop = while (s32[], f32[8]) (0, %there@2) trips ?
+  4 %loop = while (s32[], f32[8]) (0, %there@2) trips 3
     condition (%0: s32[], %1: f32[8]) {
       0 %less = compare pred[] (%0, 3)
       yield (%less)

@@ -23,8 +23,8 @@ from stretto.hlo_frontend.collectives import CollectiveReader
 from stretto.hlo_frontend.compile import CompileSpec, compile_hlo, compile_stablehlo
 from stretto.hlo_frontend.flatten import flatten
 from stretto.hlo_frontend.graph import Module
+from stretto.hlo_frontend.iterations import LAST
 from stretto.hlo_frontend.passes.valid import ValidPolicy
-from stretto.hlo_frontend.passes.valid.decide import LAST
 from stretto.hlo_frontend.passes.valid.trace import Forward
 from stretto.hlo_frontend.text import parse_hlo_text
 from stretto.runtime.errors import InvalidProgramError

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from stretto.collectives.ops import Collective, Kind
 
+from ...edit import Editor
 from ...values import Node
 from .context import Context, Rewritten
-from .edit import Editor
 
 _IDENTITIES = frozenset(
     {Kind.ALL_REDUCE, Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.ALL_TO_ALL, Kind.BROADCAST}

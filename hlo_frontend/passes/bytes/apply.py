@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
 
 from stretto.collectives.order import entry_of
 
-from ...values import BlockGraph, Node, NodeKind
+from ...edit import Editor
+from ...values import BlockGraph, Node, NodeKind, all_blocks
 from ..order import order
 from .alone import leave_out_alone
 from .context import Context, Rewritten
 from .device_values import DeviceValues
-from .edit import Editor
 from .gathers import take_own
 from .merge import merge
 from .narrow import narrow
@@ -47,7 +47,7 @@ def rewrite(entry: BlockGraph, num_replicas: int, num_partitions: int) -> Rewrit
     done: list[Rewrite] = []
     digests: list[bytes] = []
     context: Context | None = None
-    for number, block in enumerate(_blocks(entry)):
+    for number, block in enumerate(all_blocks(entry)):
         collectives = [n for n in block.nodes if n.kind is NodeKind.COLLECTIVE]
         if not collectives:
             continue
@@ -62,14 +62,6 @@ def rewrite(entry: BlockGraph, num_replicas: int, num_partitions: int) -> Rewrit
     if not done:
         return RewriteReport()
     return RewriteReport(tuple(done), sha256(b"".join(digests)).digest())
-
-
-def _blocks(block: BlockGraph) -> Iterator[BlockGraph]:
-    """The block and those in it; the list of a block's nodes is taken before it is rewritten."""
-    inner = [b for node in block.nodes for b in node.blocks]
-    yield block
-    for one in inner:
-        yield from _blocks(one)
 
 
 def _each(

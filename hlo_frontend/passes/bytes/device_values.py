@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ...values import BlockGraph, Node, NodeKind, Value
+from ...values import BlockGraph, Node, NodeKind, Value, all_nodes
 from ..valid.known import Known, evaluate
 
 # Nodes between a value and the constants it comes from, at most.
@@ -31,7 +31,7 @@ class DeviceValues:
         self._connect(entry)
 
     def _connect(self, block: BlockGraph) -> None:
-        for node in block.nodes:
+        for node in all_nodes(block):
             if node.kind is NodeKind.LOOP:
                 condition, body = node.blocks
                 for i, operand in enumerate(node.operands):
@@ -43,8 +43,6 @@ class DeviceValues:
                 for inner in node.blocks:
                     for parameter in inner.parameters:
                         self._outer[parameter] = next(operands)
-            for inner in node.blocks:
-                self._connect(inner)
 
     def of(self, value: Value) -> Known:
         """What the devices have, or None where that is not known."""

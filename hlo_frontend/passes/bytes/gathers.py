@@ -9,9 +9,9 @@ from dataclasses import replace
 
 from stretto.collectives.ops import Kind
 
+from ...edit import Editor
 from ...values import Node
 from .context import Context, Rewritten
-from .edit import Editor
 from .own_parts import give_parts, own_parts, places
 
 

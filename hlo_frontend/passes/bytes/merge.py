@@ -11,9 +11,9 @@ from collections.abc import Hashable, Sequence
 
 from stretto.collectives.ops import Kind
 
+from ...edit import Editor
 from ...values import Node
 from .context import Rewritten
-from .edit import Editor
 
 
 def merge(editor: Editor, nodes: Sequence[Node]) -> dict[Node, Rewritten]:

@@ -13,9 +13,9 @@ from dataclasses import replace
 from stretto.collectives.ops import Collective, Kind, Reduction
 from stretto.collectives.types import ELEMENT_TYPES, TensorType
 
+from ...edit import Editor
 from ...values import Node, Value
 from .context import Context, Rewritten
-from .edit import Editor
 from .steps import Step, emit, of_type, steps_of
 
 _MOVES = frozenset({Kind.ALL_GATHER, Kind.ALL_TO_ALL, Kind.PERMUTE, Kind.BROADCAST})

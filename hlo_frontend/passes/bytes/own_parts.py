@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 from stretto.collectives.ops import Collective
 
+from ...edit import Editor
 from ...values import Node, NodeKind, Value
 from ..valid.known import starts_of
 from .device_values import DeviceValues
-from .edit import Editor
 from .steps import Step, backward, emit, of_part, steps_of
 
 # Steps between a collective and a slice, at most.

@@ -14,9 +14,9 @@ from dataclasses import replace
 
 from stretto.collectives.ops import Collective, Kind
 
+from ...edit import Editor
 from ...values import Node, Value
 from .context import Context, Rewritten
-from .edit import Editor
 from .own_parts import OwnPart, give_parts, own_parts, places
 from .steps import part_of
 

@@ -14,16 +14,14 @@ import numpy as np
 
 from stretto.collectives.ops import Kind
 from stretto.runtime.errors import InvalidProgramError
-from stretto.runtime.program import ENDLESS
 
-from ...collectives import NEVER, VALIDATION_ATTRIBUTE
-from ...graph import trip_count
-from ...values import BlockGraph, Node, NodeKind
+from ...collectives import VALIDATION_ATTRIBUTE
+from ...iterations import LAST, Bounds, intervals
+from ...trips import trip_count
+from ...values import BlockGraph, Node, NodeKind, all_blocks, all_nodes
 from .liveness import Liveness, Place
-from .trace import Forward, GaveUpError, Trace, Transfer, all_nodes, is_transfer
+from .trace import Forward, GaveUpError, Trace, Transfer, is_transfer
 
-Bounds = tuple[int, ...]
-LAST = ENDLESS  # the last iteration of a loop whose trip count is not known
 MOST_STEPS = 12  # of a path that an error names
 # Floating point operations that must be saved on average each time that a segment could be left out, or it
 # is no segment of its own: about what a processor does while another segment is dispatched.
@@ -270,17 +268,6 @@ def _bounds(transfer: Transfer) -> tuple[Bounds, ...]:
     return () if everything else tuple(found)
 
 
-def intervals(iterations: Iterable[int]) -> Bounds:
-    """First and last of each run of consecutive iterations."""
-    bounds: list[int] = []
-    for iteration in iterations:
-        if bounds and bounds[-1] == iteration - 1:
-            bounds[-1] = iteration
-        else:
-            bounds += [iteration, iteration]
-    return tuple(bounds) or NEVER
-
-
 def _ends(block: BlockGraph) -> Iterable[tuple[Node, Node]]:
     """Sends and receives of the same block that are each other's only match."""
     by_channel: dict[object, list[Node]] = {}
@@ -288,8 +275,6 @@ def _ends(block: BlockGraph) -> Iterable[tuple[Node, Node]]:
         c = node.collective
         if c is not None and c.kind in (Kind.SEND, Kind.RECV):
             by_channel.setdefault((c.channel, c.pairs), []).append(node)
-        for inner in node.blocks:
-            yield from _ends(inner)
     for nodes in by_channel.values():
         kinds = [n.collective.kind for n in nodes if n.collective is not None]
         if sorted(kinds) == [Kind.RECV, Kind.SEND]:
@@ -297,7 +282,7 @@ def _ends(block: BlockGraph) -> Iterable[tuple[Node, Node]]:
 
 
 def _check_ends(entry: BlockGraph) -> None:
-    for send, receive in _ends(entry):
+    for send, receive in (ends for block in all_blocks(entry) for ends in _ends(block)):
         if _given(send) != _given(receive):
             raise receive.instruction.invalid(
                 f"its valid iterations are {_given(receive) or 'all'}, but those of "
@@ -369,7 +354,7 @@ def _own_transfers(block: BlockGraph) -> Iterable[Node]:
 
 def _report(proof: _Proof, loop: Node, own: list[Node]) -> LoopReport:
     bubble = None if proof.liveness is None else proof.liveness.bubbles.get(loop)
-    trips = trip_count(loop.instruction) or 0
+    trips = trip_count(loop) or 0
     if bubble is not None:
         trips = bubble.all.shape[1]
     transfers = sent = 0

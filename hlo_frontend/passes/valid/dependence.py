@@ -6,13 +6,11 @@ a result is given the parameter leaves that it may depend on, through values or 
 
 from __future__ import annotations
 
-from ...graph import Computation, Instruction, leaf_count, trip_count
+from ...graph import Computation, Instruction, leaf_count
+from ...ops import op_of
+from ...trips import annotated_trips
 
 Leaves = list[frozenset[int]]  # for each leaf of a value: positions of parameter leaves
-
-# Ops that leave something behind, or take what others left.
-_STATEFUL = frozenset({"rng", "rng-get-and-update-state", "infeed", "outfeed"})
-_HANDS_ON = frozenset({"tuple", "opt-barrier", "copy"})
 
 
 class Dependence:
@@ -20,7 +18,6 @@ class Dependence:
 
     def __init__(self) -> None:
         self._results: dict[Computation, Leaves] = {}
-        self._effects: dict[Computation, bool] = {}
         self._controls: dict[Computation, frozenset[int]] = {}
         self._steering: dict[Instruction, frozenset[int]] = {}
 
@@ -34,17 +31,6 @@ class Dependence:
         if computation not in self._results:
             self._results[computation] = self._computed(computation)
         return self._results[computation]
-
-    def has_effect(self, instruction: Instruction) -> bool:
-        """Whether it does something besides giving results, itself or in what it calls."""
-        if instruction.proto.custom_call_has_side_effect or instruction.opcode in _STATEFUL:
-            return True
-        for called in instruction.called:
-            if called not in self._effects:
-                self._effects[called] = any(map(self.has_effect, called.instructions))
-            if self._effects[called]:
-                return True
-        return False
 
     def control(self, instruction: Instruction) -> frozenset[int]:
         """Operand leaves that decide how long a loop inside runs, where its text does not tell.
@@ -81,7 +67,7 @@ class Dependence:
         if opcode == "while":
             body, condition = instruction.called
             inner = self._inner_control(body) | self._inner_control(condition)
-            if trip_count(instruction) is None:
+            if annotated_trips(instruction) is None:
                 inner |= self.branch(condition)[0]
             return _union(self._loop(instruction, operands), inner) if inner else frozenset()
         return frozenset()
@@ -114,7 +100,7 @@ class Dependence:
     def _apply(self, instruction: Instruction, operands: Leaves) -> Leaves:
         """Dependences of an instruction's leaves, where its operands' leaves have these."""
         opcode = instruction.opcode
-        if opcode in _HANDS_ON:
+        if op_of(opcode).hands_on:
             return operands
         if opcode in ("call", "fusion"):
             return _through(self.branch(instruction.called[0]), operands)

@@ -17,10 +17,10 @@ import numpy as np
 
 from stretto.collectives.ops import Kind
 
-from ...cost import arithmetic_and_flops
+from ...flops import flops, flops_of
 from ...graph import Instruction
 from ...values import BlockGraph, Node, NodeKind, Value
-from . import live as rules
+from . import needs as rules
 from . import tensors
 from .dependence import Dependence
 from .trace import BranchTrace, Forward, LoopTrace, Trace, Transfer, is_transfer
@@ -127,7 +127,7 @@ class Liveness:
 
     def cost(self, instruction: Instruction) -> float:
         if instruction not in self._costs:
-            self._costs[instruction] = arithmetic_and_flops([instruction])[1]
+            self._costs[instruction] = flops(instruction)
         return self._costs[instruction]
 
 
@@ -236,7 +236,7 @@ class _Walk:
     def compute(self, node: Node) -> None:
         masks = [self.live.get(r) for r in node.results]
         some = any(m is not None for m in masks)
-        has_effect = self.of._dependence.has_effect(node.instruction)
+        has_effect = node.has_side_effect
         self._count(node, masks, has_effect)
         if node in self.of.needs:
             self._as_said(node, masks)
@@ -294,7 +294,7 @@ class _Walk:
 
     def _conditional_cost(self, node: Node) -> np.ndarray:
         called = node.instruction.called
-        branches = np.array([arithmetic_and_flops(c.instructions)[1] for c in called])
+        branches = np.array([flops_of(c.instructions) for c in called])
         selector = self.forward.known(self.trace, node.operands[0])
         if selector is None:
             return np.full(self.forward.num_devices, branches.max(initial=0.0))

@@ -12,7 +12,7 @@ bit for bit; those that arrive because a device receives nothing count as well.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -20,11 +20,13 @@ import numpy as np
 from stretto.collectives.ops import Kind, Reduction
 
 from ...collectives import native_reduction
-from ...graph import Computation, leaf_count, trip_count
+from ...graph import Computation, leaf_count
+from ...ops import op_of
 from ...schema import TUPLE
-from ...values import BlockGraph, Node, NodeKind, Value
+from ...trips import trip_count
+from ...values import BlockGraph, Node, NodeKind, Value, all_nodes
 from ..pseudo_tokens import is_zero_literal
-from . import live, tensors
+from . import needs, tensors
 from .known import Known, evaluate, spread
 
 TRANSFERS = (Kind.PERMUTE, Kind.SEND, Kind.RECV)
@@ -86,14 +88,6 @@ class Transfer:
     last: int | None = -1
     live: list[set[int]] = field(default_factory=list)
     always: list[bool] = field(default_factory=list)
-
-
-def all_nodes(block: BlockGraph) -> Iterator[Node]:
-    """The nodes of a block and of the blocks nested in it."""
-    for node in block.nodes:
-        yield node
-        for inner in node.blocks:
-            yield from all_nodes(inner)
 
 
 def is_transfer(node: Node) -> bool:
@@ -173,7 +167,7 @@ class Forward:
         if block not in self._sizes:
             size = 0
             for node in block.nodes:
-                times = trip_count(node.instruction) if node.kind is NodeKind.LOOP else 1
+                times = trip_count(node) if node.kind is NodeKind.LOOP else 1
                 inner = sum(self._size(b) for b in node.blocks)
                 follows = any(self.moves(b) for b in node.blocks)
                 size += 1 + inner * ((times or 1) if follows else 1)
@@ -192,10 +186,7 @@ class Forward:
                     len(node.results) == 1
                     and (
                         (node.results[0].type is not None)
-                        and (
-                            node.results[0].type.dtype[0] in "psu"
-                            or node.instruction.opcode in _ZERO
-                        )
+                        and (node.results[0].type.dtype[0] in "psu" or _may_give_zeros(node))
                     )
                 )
             ]
@@ -219,12 +210,9 @@ class Forward:
             value = evaluate(node, operands)
             if value is not None:
                 trace.known[result] = value
-        rule = _ZERO.get(node.instruction.opcode) if self.follow_zeros else None
-        if rule is not None:
+        if self.follow_zeros and _may_give_zeros(node):
             zeros = [self.zero(trace, o) for o in node.operands]
-            if node.instruction.opcode == "map":
-                zeros = list(_mapped(node.instruction.called[0], zeros))
-            found = rule(zeros, self.known(trace, node.operands[0]) if node.operands else None)
+            found = _zero_rows(node, zeros, self.known(trace, node.operands[0]))
             if found is not None and found.any():
                 trace.zero[result] = found
 
@@ -234,7 +222,7 @@ class Forward:
         if selector is None:
             return
         called = node.instruction.called
-        chosen = live.selected(selector, len(called))
+        chosen = needs.selected(selector, len(called))
         for i, result in enumerate(node.results):
             rows = np.zeros(1, bool)
             for index, computation in enumerate(called):
@@ -306,7 +294,7 @@ class Forward:
     ) -> LoopTrace | None:
         """The loop iteration by iteration; None where that cannot be done or is too much."""
         condition, body = node.blocks
-        count = trip_count(node.instruction)
+        count = trip_count(node)
         size = max(self._size(body), 1)
         room = (MOST_VISITS - self.visits) // (3 * size)
         if count is None and self.moves(condition):
@@ -376,7 +364,7 @@ class Forward:
         nothing: list[np.ndarray | None] = [None] * len(kept)
         found = LoopTrace(summary=self._enter(body, None, kept, nothing))
         assert found.summary is not None
-        count = trip_count(node.instruction)
+        count = trip_count(node)
         self._walk(found.summary, -1 if count is None else count)
         if count is None:
             found.condition = self._enter(condition, None, kept, nothing)
@@ -386,7 +374,7 @@ class Forward:
     def _branch(self, trace: Trace, node: Node, trips: int) -> None:
         assert node.selector is not None
         selector = self.known(trace, node.selector)
-        chosen = None if selector is None else live.selected(selector, len(node.blocks))
+        chosen = None if selector is None else needs.selected(selector, len(node.blocks))
         found = BranchTrace([], chosen)
         position = 1
         for index, block in enumerate(node.blocks):
@@ -447,41 +435,31 @@ _WALK = {
 Zeros = Sequence[np.ndarray | None]
 
 
-def _first(zeros: Zeros, known: Known) -> np.ndarray | None:
-    return zeros[0]
+def _may_give_zeros(node: Node) -> bool:
+    opcode = node.instruction.opcode
+    return opcode == "map" or op_of(opcode).zero_if is not None
 
 
-def _both(zeros: Zeros, known: Known) -> np.ndarray | None:
+def _zero_rows(node: Node, zeros: Zeros, known: Known) -> np.ndarray | None:
+    """Where a node gives zeros; ``known``: its first operand. A sum of positive zeros is one."""
+    opcode = node.instruction.opcode
+    if opcode == "select" and known is not None:
+        on_true, on_false = (np.zeros(1, bool) if rows is None else rows for rows in zeros[1:])
+        axes = tuple(range(1, known.ndim))
+        return (on_true | ~known.any(axes)) & (on_false | known.all(axes))
+    if opcode == "map":
+        return _all(_mapped(node.instruction.called[0], zeros))
+    needed = op_of(opcode).zero_if
+    return None if needed is None else _all(zeros[needed])
+
+
+def _all(zeros: Zeros) -> np.ndarray | None:
     found = np.ones(1, bool)
     for rows in zeros:
         if rows is None:
             return None
         found = found & rows
     return found
-
-
-def _update(zeros: Zeros, known: Known) -> np.ndarray | None:
-    return _both(zeros[:2], None)
-
-
-def _select(zeros: Zeros, known: Known) -> np.ndarray | None:
-    on_true = np.zeros(1, bool) if zeros[1] is None else zeros[1]
-    on_false = np.zeros(1, bool) if zeros[2] is None else zeros[2]
-    if known is None:
-        return on_true & on_false
-    axes = tuple(range(1, known.ndim))
-    return (on_true | ~known.any(axes)) & (on_false | known.all(axes))
-
-
-# How zeros go through ops; a sum of positive zeros is one.
-_ZERO = {
-    **dict.fromkeys(("broadcast", "reshape", "transpose", "slice", "reverse", "bitcast"), _first),
-    **dict.fromkeys(("dynamic-slice", "convert"), _first),
-    **dict.fromkeys(("concatenate", "pad", "add"), _both),
-    "dynamic-update-slice": _update,
-    "select": _select,
-    "map": _both,
-}
 
 
 def _mapped(computation: Computation, zeros: Zeros) -> Zeros:
@@ -499,6 +477,6 @@ def _gives_zeros(computation: Computation, leaf: int) -> bool:
         if part.opcode != "tuple" or leaf_count(part.shape) != len(part.operands):
             return False
         part = part.operands[leaf]
-    while part.opcode in ("broadcast", "copy", "reshape", "bitcast"):
+    while op_of(part.opcode).moves and op_of(part.opcode).zero_if:
         part = part.operands[0]
     return part.opcode == "constant" and is_zero_literal(part.proto.literal)

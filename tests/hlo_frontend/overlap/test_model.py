@@ -7,10 +7,11 @@ from overlap_support import DOT, NEAR, SUM, block, loop_module, module, table
 
 from stretto.hlo_frontend.graph import Module
 from stretto.hlo_frontend.overlap.kernels import build
-from stretto.hlo_frontend.overlap.loops import carries_of, trips_of
+from stretto.hlo_frontend.overlap.loops import carries_of
 from stretto.hlo_frontend.overlap.model import Graph
 from stretto.hlo_frontend.overlap.replay import replay, unscheduled
 from stretto.hlo_frontend.text import parse_hlo_text
+from stretto.hlo_frontend.trips import trip_count
 from stretto.hlo_frontend.values import NodeKind
 
 
@@ -194,18 +195,28 @@ def test_trip_counts_are_those_of_running_the_loop(
         for n in block(loop_module(f"constant({start})", bound, step, direction)).nodes
         if n.kind is NodeKind.LOOP
     ]
-    assert trips_of(node) == trips
+    assert trip_count(node) == trips
     swapped = {"LT": "GT", "GT": "LT", "LE": "GE", "GE": "LE"}[direction]
     flipped = loop_module(f"constant({start})", bound, step, swapped, "%n, %j")
     (node,) = [n for n in block(flipped).nodes if n.kind is NodeKind.LOOP]
-    assert trips_of(node) == trips
+    assert trip_count(node) == trips
+
+
+def test_a_counter_that_wraps_around_tells_no_trip_count() -> None:
+    def trips(bound: int, direction: str) -> int | None:
+        found = block(loop_module("constant(0)", bound, 1, direction))
+        (node,) = [n for n in found.nodes if n.kind is NodeKind.LOOP]
+        return trip_count(node)
+
+    assert trips(2**31 - 1, "LT") == 2**31 - 1
+    assert trips(2**31 - 1, "LE") is None
 
 
 @pytest.mark.parametrize("start", ["constant(0)", "parameter(1)"])
 def test_a_loop_is_one_task_and_a_fence(start) -> None:
     found = loop_module(start, 3, 1, "LT")
     (node,) = [n for n in block(found).nodes if n.kind is NodeKind.LOOP]
-    assert trips_of(node) == (3 if start == "constant(0)" else None)
+    assert trip_count(node) == (3 if start == "constant(0)" else None)
     graph = build(block(found), table(), opaque=lambda node: 7.0)
     assert kernels(graph) == [["loop"]]
     assert graph.compute_seconds == 7.0

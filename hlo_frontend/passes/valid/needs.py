@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from ...graph import leaf_count
+from ...ops import op_of
 from ...values import Node, operand_shape, result_shape
 from . import tensors
 from .dependence import Dependence
@@ -33,7 +34,7 @@ def needs(node: Node, known: Sequence[Known], live: Masks, dependence: Dependenc
         yield from _CALLERS[opcode](node, known, live, dependence)
         return
     if len(node.results) == 1 and (mask := live[0]) is not None:
-        rule = _RULES.get(opcode)
+        rule = _RULES.get(opcode, _elementwise if op_of(opcode).elementwise else None)
         if rule is not None:
             yield from rule(node, known, mask)
             return
@@ -284,64 +285,7 @@ def _dot(node: Node, known: Sequence[Known], mask: np.ndarray) -> Needs:
         yield operand, moved.reshape(shape)
 
 
-_ELEMENTWISE = [
-    "abs",
-    "add",
-    "and",
-    "atan2",
-    "cbrt",
-    "ceil",
-    "clamp",
-    "compare",
-    "complex",
-    "convert",
-    "cosine",
-    "divide",
-    "erf",
-    "exponential",
-    "exponential-minus-one",
-    "floor",
-    "imag",
-    "is-finite",
-    "log",
-    "log-plus-one",
-    "logistic",
-    "maximum",
-    "minimum",
-    "multiply",
-    "negate",
-    "not",
-    "or",
-    "popcnt",
-    "power",
-    "real",
-    "reduce-precision",
-    "remainder",
-    "round-nearest-afz",
-    "round-nearest-even",
-    "rsqrt",
-    "shift-left",
-    "shift-right-arithmetic",
-    "shift-right-logical",
-    "sign",
-    "sine",
-    "sqrt",
-    "subtract",
-    "tan",
-    "tanh",
-    "xor",
-    "count-leading-zeros",
-    "acos",
-    "acosh",
-    "asin",
-    "asinh",
-    "atanh",
-    "cosh",
-    "sinh",
-]
-
 _RULES: dict[str, Rule] = {
-    **dict.fromkeys(_ELEMENTWISE, _elementwise),
     "select": _select,
     "broadcast": _broadcast,
     "reshape": _reshape,

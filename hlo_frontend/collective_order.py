@@ -13,7 +13,6 @@ for byte, in every process.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
 from dataclasses import dataclass
 from hashlib import sha256
 from itertools import pairwise
@@ -22,9 +21,9 @@ from stretto.collectives.order import CommonOrder, Entry, Schedule, entry_of
 from stretto.runtime.errors import InvalidProgramError
 
 from .carve import BlockPlan, RuntimeStep
-from .graph import trip_count
 from .segments import ModuleBuilder
-from .values import BlockGraph, Node, NodeKind
+from .trips import trip_count
+from .values import BlockGraph, Node, NodeKind, number
 
 
 def schedule_of(block: BlockGraph, plan: BlockPlan) -> Schedule:
@@ -53,7 +52,7 @@ def _children(block: BlockGraph, plan: BlockPlan) -> dict[Node, tuple[Schedule, 
     for node in block.nodes:
         if node.blocks:
             schedules = tuple(map(schedule_of, node.blocks, plan.blocks[node]))
-            if node.kind is NodeKind.LOOP and trip_count(node.instruction) is not None:
+            if node.kind is NodeKind.LOOP and trip_count(node) is not None:
                 schedules = (Schedule(), *schedules[1:])  # the condition is never evaluated
             children[node] = schedules
     return children
@@ -74,7 +73,7 @@ def _entry(node: Node, after: tuple[int, ...], children: tuple[Schedule, ...]) -
         key="",
         after=after,
         children=children,
-        trip_count=trip_count(node.instruction) if is_loop else None,
+        trip_count=trip_count(node) if is_loop else None,
         name=node.instruction.name,
         source=node.instruction.source,
     )
@@ -86,17 +85,6 @@ def _reducer(node: Node) -> str:
         return ""
     module = ModuleBuilder().reducer(node.reducer, node.collective.operands)
     return sha256(module.SerializeToString(deterministic=True)).hexdigest()[:16]
-
-
-def _above(node: Node) -> Iterator[tuple[Node, bool]]:
-    """The nodes that come right before this one, and whether that is so by order alone."""
-    for value in node.operands:
-        if value.node is not None and value.node.kind is not NodeKind.CHEAP:
-            yield value.node, False
-        for other in value.comes_after():
-            yield other, True
-    for other in node.order:
-        yield other, True
 
 
 @dataclass(frozen=True)
@@ -120,11 +108,11 @@ def _before(block: BlockGraph, listed: list[Node]) -> dict[Node, _Before]:
     found: dict[Node, _Before] = {}
     for node in block.nodes:
         near = by_order = 0
-        for other, is_order in _above(node):
+        for other, operand in node.before():
             i = position.get(other)
             reached = nearest.get(other, 0) if i is None else 1 << i
             near |= reached
-            by_order |= reached if is_order else ordered.get(other, 0)
+            by_order |= reached if operand is None else ordered.get(other, 0)
         i = position.get(node)
         if i is None:
             nearest[node], ordered[node] = near, by_order
@@ -171,8 +159,7 @@ def reorder(
     for earlier, later in pairwise(wanted):
         later.order = tuple(dict.fromkeys((*later.order, earlier)))
     block.nodes[:] = _topological(block.nodes)
-    for number, node in enumerate(block.nodes):
-        node.position = number
+    number(block.nodes)
 
 
 def _topological(nodes: list[Node]) -> list[Node]:
@@ -181,7 +168,7 @@ def _topological(nodes: list[Node]) -> list[Node]:
     followers: dict[Node, list[Node]] = {node: [] for node in nodes}
     waiting: dict[Node, int] = {}
     for node in nodes:
-        above = {other for other, _ in _above(node) if other in inside}
+        above = {other for other, _ in node.before() if other in inside}
         waiting[node] = len(above)
         for other in above:
             followers[other].append(node)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from stretto.collectives.ops import Collective
 
-from ...values import Barrier, BlockGraph, Node, NodeKind, Value
+from .values import Barrier, BlockGraph, Node, NodeKind, Value, number
 
 
 class Use(NamedTuple):
@@ -221,6 +221,5 @@ def _drop_unread(block: BlockGraph, nodes: list[Node]) -> None:
         for node in kept:
             _resolve(node, resolver)
         block.results[:] = [resolver.value(v) for v in block.results]
-    for position, node in enumerate(kept):
-        node.position = position
+    number(kept)
     block.nodes = kept

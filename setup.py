@@ -1,4 +1,4 @@
-"""Builds the one extension module, the C face of the plugin; all else is in pyproject.toml.
+"""Builds the extension modules: the C face of the plugin, collectives inside of compiled code; all else is in pyproject.toml.
 
 The C declarations of the PJRT API are written here, from the table in ``plugin/abi.py``.
 """
@@ -34,6 +34,12 @@ setup(
             include_dirs=["plugin"],
             depends=[str(p.relative_to(PLUGIN.parent)) for p in PLUGIN.glob("*.pxi")]
             + ["plugin/_pjrt_abi.h", "plugin/abi.py"],
-        )
+        ),
+        Extension(
+            "stretto.collectives._native",
+            ["collectives/_native.pyx"],
+            # A product and a sum are rounded one by one, as NumPy does.
+            extra_compile_args=["-O3", "-ffp-contract=off"],
+        ),
     ]
 )

@@ -23,6 +23,7 @@ from .graph import Module
 from .groups import MOST_DEVICES
 from .interleaved import Interleaved
 from .lower import lower
+from .native import native
 from .overlap.apply import OverlapPolicy, Planned
 from .overlap.evaluate import prediction
 from .overlap.explained import Explained, explained
@@ -218,6 +219,7 @@ def compile_stablehlo(
     valid: ValidPolicy = _PROVED,
     overlap: OverlapPolicy | None = None,
     interleave: int = 1,
+    calls: bool = False,
     dump: Dump | None = None,
 ) -> CompiledModule:
     """Partition and lower StableHLO (text, bytecode, portable artifact).
@@ -227,7 +229,8 @@ def compile_stablehlo(
     `passes.bytes`). ``valid``: how iterations are found in which transfers are made (see
     `passes.valid`). ``overlap``: how collectives are scheduled beside compute (see `overlap.apply`); None
     where they are not. ``interleave``: chunks of layers that each device of a pipeline is to have (see
-    `pipelines`), where the compile options do not say it. ``dump`` is given what the program was at
+    `pipelines`), where the compile options do not say it. ``calls``: whether segments may call collectives
+    themselves (see `native`): where all devices are of one process. ``dump`` is given what the program was at
     each stage. Raises `InvalidProgramError` or `UnsupportedError`.
     """
     if spec.num_replicas < 1 or spec.num_partitions < 1:
@@ -255,6 +258,11 @@ def compile_stablehlo(
     hlo, found = _interleaved(hlo, *counts, own.interleave or interleave, dump)
     partitioned = PartitionedModule(hlo, *counts, pseudo_tokens, valid, rewrites)
     compiled = partitioned.compiled(overlap, dump)
+    if calls and compiled.program.communicates:
+        made = native(compiled.program)
+        if dump is not None and made.regions:
+            _dump_program(made.program, dump)
+        compiled = replace(compiled, program=made.program)
     return replace(
         compiled,
         input_memory_kinds=_padded(signature.input_memory_kinds, len(compiled.program.inputs)),

@@ -25,7 +25,7 @@ PORTABLE = b"StableHLO_v"
 
 _TOKEN = "!stablehlo.token"
 
-_MLIR_TYPES = {
+MLIR_TYPES = {
     "i1": "pred",
     **{f"i{bits}": f"s{bits}" for bits in (2, 4, 8, 16, 32, 64)},
     **{f"ui{bits}": f"u{bits}" for bits in (2, 4, 8, 16, 32, 64)},
@@ -149,7 +149,7 @@ def tensor_type(type: ir.Type) -> TensorType:
         raise UnsupportedError(
             f"a parameter or result of main is of type {type}; only dense tensors are supported"
         ) from None
-    element = _MLIR_TYPES.get(str(ranked.element_type))
+    element = MLIR_TYPES.get(str(ranked.element_type))
     if element is None:
         raise UnsupportedError(f"element type {ranked.element_type} is not supported")
     if not ranked.has_static_shape:

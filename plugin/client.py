@@ -18,6 +18,7 @@ from stretto.collectives.types import TensorType
 from stretto.runtime import dump
 from stretto.runtime.engines.engine import create_engine
 from stretto.runtime.execution.executor import Executor
+from stretto.runtime.execution.regions import can_call
 from stretto.runtime.execution.value import Value
 from stretto.runtime.job.rendezvous import Rendezvous
 from stretto.runtime.job.world import bootstrap
@@ -59,6 +60,7 @@ class Client(_capi.Handle):  # type: ignore[misc]
         self.overlap = policy_of(chosen, self.world.costs, (p.host for p in self.world.peers))
         if self.overlap is not None and chosen.profile:
             self.overlap = replace(self.overlap, measured=known(self.world.measured, rank))
+        self.calls = can_call(self.engine, chosen, size)
         self.devices = make_devices(size, local, rank)
         for device in self.devices:
             device.serve(self, on_host=getattr(self.engine, "host_memory", False))

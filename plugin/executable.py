@@ -204,6 +204,7 @@ def compile_module(maker: Maker, source: bytes, options: bytes) -> CompiledModul
         valid=ValidPolicy.of(maker.options),
         overlap=maker.overlap,
         interleave=maker.options.interleave,
+        calls=maker.calls,
         dump=None if maker.dumps is None else maker.dumps.program(),
     )
 

@@ -19,6 +19,7 @@ from stretto.hlo_frontend.overlap.apply import OverlapPolicy
 from stretto.runtime import dump
 from stretto.runtime.dump import Dumps
 from stretto.runtime.engines.engine import Engine, create_engine
+from stretto.runtime.execution.regions import can_call
 from stretto.runtime.job import cost_tables
 from stretto.runtime.options import Options, in_force
 
@@ -69,6 +70,11 @@ class Maker(Protocol):
     @property
     def overlap(self) -> OverlapPolicy | None:
         """How they are scheduled; None if they are not."""
+        ...
+
+    @property
+    def calls(self) -> bool:
+        """Whether segments may call collectives themselves."""
         ...
 
     @property
@@ -126,6 +132,10 @@ class Elsewhere:
             return None
         costs = cost_tables.find(chosen.costs, hosts, self._local_devices, chosen.engine)
         return policy_of(chosen, costs, hosts)
+
+    @cached_property
+    def calls(self) -> bool:
+        return can_call(self.engine, self.options, self._processes)
 
     def array_type(self, type: TensorType, order: tuple[int, ...] = ()) -> _capi.ArrayType:
         return _capi.ArrayType(type, order)

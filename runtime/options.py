@@ -48,6 +48,7 @@ class Options:
     ``overlap``: whether collectives are scheduled to run beside compute where that saves time.
     ``costs``: file of the table of costs to schedule by, read on rank 0; empty: what was measured for these
     machines, if anything (`docs/overlap.md`).
+    ``native``: whether loops and programs of small collectives become compiled code that calls them itself.
     ``profile``: whether the first runs of each program are measured, for the next job to plan by.
     ``skip_compute``: do not run segments on devices where nobody reads what they give.
     ``pipeline_loops``: await a permute that only the next iteration of its loop reads there.
@@ -77,6 +78,7 @@ class Options:
     rewrite: bool = True
     trace: str = ""
     interleave: int = 1
+    native: bool = True
     profile: bool = False
     dump: str = ""
     origins: Mapping[str, str] = field(
@@ -137,6 +139,7 @@ VARIABLES: dict[str, tuple[str, Callable[[str], Any]]] = {
     "poison_skipped": ("STRETTO_POISON_SKIPPED", _switch),
     "overlap": ("STRETTO_OVERLAP", _switch),
     "costs": ("STRETTO_COSTS", str),
+    "native": ("STRETTO_NATIVE", _switch),
     "profile": ("STRETTO_PROFILE", _switch),
     "skip_compute": ("STRETTO_SKIP_COMPUTE", _switch),
     "trace": ("STRETTO_TRACE", str),
@@ -163,6 +166,7 @@ _EXPECTED = {
     "poison_skipped": "expected 0 or 1",
     "overlap": "expected 0 or 1",
     "costs": "expected the name of a file",
+    "native": "expected 0 or 1",
     "profile": "expected 0 or 1",
     "trace": "expected the name of a folder",
     "dump": "expected the name of a folder",
@@ -190,6 +194,7 @@ def _problem(name: str, value: Any) -> str:
         "poison_skipped": lambda v: isinstance(v, bool),
         "overlap": lambda v: isinstance(v, bool),
         "costs": lambda v: isinstance(v, str),
+        "native": lambda v: isinstance(v, bool),
         "profile": lambda v: isinstance(v, bool),
         "trace": lambda v: isinstance(v, str),
         "dump": lambda v: isinstance(v, str),

@@ -20,7 +20,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "plugin": ("collectives", "runtime", "hlo_frontend"),
 }
 # Checks and passes of programs: data in, data out, like the program itself.
-ALLOWED["hlo_frontend"] += ("collectives.order",)
+ALLOWED["hlo_frontend"] += ("collectives.order", "collectives.native")
 
 # What the packages of runtime/ may import of it, besides the modules beside them (errors, options, …).
 PACKAGES: dict[str, tuple[str, ...]] = {

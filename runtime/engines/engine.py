@@ -133,6 +133,37 @@ class RestoringEngine(Protocol):
         ...
 
 
+class LoadedTogether(Protocol):
+    """A segment compiled for several devices that run it at once."""
+
+    def run_together(self, columns: Sequence[Sequence[Array]]) -> list[list[Array]]:
+        """Enqueue one run on all devices. ``columns[k][i]`` is parameter k of device i; gives results in the same
+        form. A context comes first (`stretto.runtime.program.CONTEXT`). Otherwise as `LoadedSegment.run`."""
+        ...
+
+
+@runtime_checkable
+class CallingEngine(Protocol):
+    """What an engine has beside `Engine` if its compiled code can call collectives itself: custom calls of XLA's FFI
+    on memory of the host. Without it the executor makes all of them.
+    """
+
+    def register_handler(self, target: str, handler: object) -> None:
+        """Have custom calls of ``target`` (version 4 of their API) call the function in this capsule.
+
+        It may be called from any thread, and may leave a device's run unfinished by XLA's futures; that must not
+        keep the runs of other devices from going on.
+        """
+        ...
+
+    def compile_together(
+        self, segment: Segment, ordinals: Sequence[int], *, name: str = "", code: bytes = b""
+    ) -> LoadedTogether:
+        """Compile a segment with sites for these devices, or restore what `RestoringEngine.serialize` gave of
+        it. Raises ``CompileError``."""
+        ...
+
+
 def counted(given: object, results: int) -> list[Array]:
     """What `LoadedSegment.run` gave. Raises `StrettoError` unless it is a list, an array for each result."""
     if type(given) is list and len(given) == results:

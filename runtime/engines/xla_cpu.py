@@ -27,19 +27,20 @@ from jax._src import core
 from jax._src.interpreters import mlir
 from jax._src.lib import xla_client
 from jax.errors import JaxRuntimeError
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 from jaxlib import _jax
 from jaxlib.mlir import ir
 
 from stretto.collectives.types import TensorType
 
 from ..errors import CompileError, StrettoError
-from ..program import Segment, calls_back
+from ..program import CONTEXT, Segment, calls_back
 
 Array = Any
 _STATUS = re.compile(r"^([A-Z_]{2,}): ", re.ASCII)
 # XLA compiles a loop whose carries are small into one kernel, with dots as plain loops; in larger ones its
 # libraries make the dots, with other roundings on some processors (AVX2 without AVX-512, AVX, SSE4).
+_registered: set[str] = set()
 _BY_SIZE = "small-while-loop-hoisting"
 # Transfer guards are about a program's own transfers. jaxlib checks those of the thread that calls, be it the
 # program's or one of ours, and of all threads.
@@ -205,6 +206,59 @@ class XlaCpuSegment:
         return self._code
 
 
+class XlaCpuTogether:
+    """A segment compiled for several devices, which run it at once. See `CallingEngine`."""
+
+    def __init__(
+        self,
+        engine: XlaCpuEngine,
+        segment: Segment,
+        name: str,
+        ordinals: Sequence[int],
+        code: bytes = b"",
+    ) -> None:
+        self._engine = engine
+        self._name = name
+        self._code = code
+        self._devices, options = engine.together(ordinals, segment.reproducible)
+        # As far as jaxlib knows every array of all devices has the same content everywhere.
+        mesh = Mesh(np.array(list(self._devices)), ("device",))
+        self._sharding = NamedSharding(mesh, PartitionSpec())
+        self._avals = [_aval(type) for type in (CONTEXT, *segment.inputs)]
+        self.executable = (
+            engine.load_together(code, self._devices, options)
+            if code
+            else engine.compile_together_for(segment, name, self._devices, options)
+        )
+
+    def run_together(self, columns: Sequence[Sequence[Array]]) -> list[list[Array]]:
+        sharding = self._sharding
+        joined = [
+            _jax.ArrayImpl(aval, sharding, list(column), True, _skip_checks=True)
+            for aval, column in zip(self._avals, columns, strict=True)
+        ]
+        try:
+            results = self.executable.execute_sharded(joined)
+        except JaxRuntimeError as error:
+            raise _translate(error, XlaError) from error
+        return results.disassemble_into_single_device_arrays()
+
+    @property
+    def scratch_bytes(self) -> int:
+        """As of `XlaCpuSegment`."""
+        return self.executable.get_compiled_memory_stats().temp_size_in_bytes
+
+    def cost_analysis(self) -> dict[str, float]:
+        """As of `XlaCpuSegment`."""
+        return self.executable.cost_analysis()
+
+    def serialize(self) -> bytes:
+        """The machine code. Raises ``JaxRuntimeError`` where XLA cannot."""
+        if not self._code:
+            self._code = self._engine.serialize_executable(self.executable)
+        return self._code
+
+
 class XlaCpuEngine:
     """``num_devices`` CPU devices of one jaxlib client. See `stretto.runtime.engines.engine.Engine`."""
 
@@ -239,6 +293,12 @@ class XlaCpuEngine:
         options.device_assignment = xla_client.DeviceAssignment.create(np.array([[device_id]]))
         return options
 
+    def register_handler(self, target: str, handler: object) -> None:
+        """See `stretto.runtime.engines.engine.CallingEngine`. Registered once in a process, for all its clients."""
+        if target not in _registered:
+            _registered.add(target)
+            xla_client.register_custom_call_target(target, handler, platform="cpu", api_version=1)
+
     def compile(
         self, segment: Segment, *, name: str = "", host_callbacks: Sequence[Any] = ()
     ) -> XlaCpuSegment:
@@ -260,11 +320,42 @@ class XlaCpuEngine:
             prefix = f"segment {name or '(unnamed)'} does not compile on engine {self.name}: "
             raise _translate(error, CompileError, prefix) from error
 
+    def together(self, ordinals: Sequence[int], reproducible: bool) -> tuple[Any, Any]:
+        """jaxlib's devices with these ordinals, and options to compile for all of them."""
+        devices = [self._device_lists[ordinal][0] for ordinal in ordinals]
+        ids = np.array([[device.id] for device in devices])
+        options = self._compile_options(devices[0].id, reproducible)
+        options.num_replicas = len(devices)
+        options.device_assignment = xla_client.DeviceAssignment.create(ids)
+        return xla_client.DeviceList(tuple(devices)), options
+
+    def compile_together(
+        self, segment: Segment, ordinals: Sequence[int], *, name: str = "", code: bytes = b""
+    ) -> XlaCpuTogether:
+        """See `stretto.runtime.engines.engine.CallingEngine`."""
+        return XlaCpuTogether(self, segment, name or segment.name, ordinals, code)
+
+    def compile_together_for(self, segment: Segment, name: str, devices: Any, options: Any) -> Any:
+        """jaxlib's executable for several devices. Raises `CompileError`."""
+        try:
+            return self._client.compile_and_load(segment.module, devices, options)
+        except (JaxRuntimeError, ValueError) as error:
+            prefix = f"segment {name or '(unnamed)'} does not compile on engine {self.name}: "
+            raise _translate(error, CompileError, prefix) from error
+
+    def load_together(self, code: bytes, devices: Any, options: Any) -> Any:
+        """jaxlib's executable for several devices, from machine code. Raises `CompileError`."""
+        try:
+            return self._client.deserialize_executable(code, devices, options)
+        except JaxRuntimeError as error:
+            prefix = f"a segment cannot be restored on engine {self.name}: "
+            raise _translate(error, CompileError, prefix) from error
+
     @property
     def target(self) -> str:
         return _target()
 
-    def serialize(self, segment: XlaCpuSegment) -> bytes:
+    def serialize(self, segment: XlaCpuSegment | XlaCpuTogether) -> bytes:
         try:
             return segment.serialize()
         except JaxRuntimeError as error:

@@ -8,7 +8,7 @@ since on a ring every rank would then wait in it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from os import sched_yield
 from time import perf_counter
 from typing import Any, cast
@@ -20,7 +20,7 @@ from stretto.collectives.communicator import (
 )
 from stretto.collectives.ops import Collective, Kind
 
-from ..program import Loop, Start, Wait, instructions
+from ..program import Loop, Run, Start, Wait, instructions
 from .ahead import AheadOfTurn
 from .call import Call, describe
 from .context import Context
@@ -64,21 +64,31 @@ class Communication:
 
     def _bind(self) -> dict[tuple[int, int], BoundCollective]:
         bound: dict[tuple[int, int], BoundCollective] = {}
-        for instruction in instructions(self.program.body):
-            if not isinstance(instruction, Start):
-                continue
-            key = (instruction.collective, instruction.stream)
+        for key in self._keys():
             if key in bound:
                 continue
-            collective = self.program.collectives[instruction.collective]
+            collective = self.program.collectives[key[0]]
             reducer = None if collective.reducer is None else self._reducer(collective)
             try:
-                bound[key] = self.lanes[instruction.stream].communicator.bind(
+                bound[key] = self.lanes[key[1]].communicator.bind(
                     collective, self.context.owner, reducer
                 )
             except Exception as error:
                 raise named(error, describe(collective)) from error
         return bound
+
+    def _keys(self) -> Iterator[tuple[int, int]]:
+        """Collective and stream of every start; collectives that segments call are the first stream's."""
+        for instruction in instructions(self.program.body):
+            if isinstance(instruction, Start):
+                yield instruction.collective, instruction.stream
+            elif isinstance(instruction, Run):
+                for site in self.program.segments[instruction.segment].sites:
+                    yield site, 0
+
+    def bound_site(self, site: int) -> BoundCollective:
+        """What the communicator made of a collective that a segment calls."""
+        return self._bound[site, 0]
 
     def _call(self, start: Start) -> Call:
         return Call(self.context, start, self._bound[start.collective, start.stream])

@@ -8,11 +8,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from ..engines.engine import Engine, LoadedSegment, RestoringEngine
+from ..engines.engine import CallingEngine, Engine, LoadedSegment, RestoringEngine
 from ..errors import CompileError
 from ..program import Program, calls_back
 from ..program.memory_plan import MemoryPlan, plan
 from ..recording import statistics
+from .regions import register
 
 
 @dataclass(frozen=True)
@@ -54,13 +55,27 @@ def compile_segments(
     engine: Engine,
     host_callbacks: Sequence[Any] = (),
     code: Sequence[bytes] = (),
+    ordinals: Sequence[int] | None = None,
 ) -> CompiledSegments:
-    """Compile the segments, those with ``code`` excepted, which are restored. Raises `CompileError`."""
+    """Compile the segments, those with ``code`` excepted, which are restored. Raises `CompileError`.
+
+    ``ordinals``: the local devices of the program, by default the first ones.
+    """
+    together = range(program.num_devices) if ordinals is None else ordinals
+    if any(segment.sites for segment in program.segments) and not register(engine):
+        raise CompileError(
+            f"program {program.name} has segments that call their collectives, which engine {engine.name} "
+            "cannot run"
+        )
     restoring = engine if isinstance(engine, RestoringEngine) else None
 
     def compile_one(index: int) -> LoadedSegment:
         segment = program.segments[index]
         name = segment.name or f"{program.name}.{index}"
+        kept = code[index] if restoring is not None and code else b""
+        if segment.sites:
+            assert isinstance(engine, CallingEngine)
+            return engine.compile_together(segment, together, name=name, code=kept)
         if restoring is not None and code and code[index]:
             return restoring.restore(code[index], segment, name=name)
         return engine.compile(segment, name=name, host_callbacks=host_callbacks)

@@ -223,7 +223,9 @@ class Executor:
     ) -> Walker:
         segments: Sequence[LoadedSegment] = ()
         if local:
-            segments = compile_segments(program, self.engine, host_callbacks, code).segments
+            ordinals = [ordinal for _, ordinal in local]
+            compiled = compile_segments(program, self.engine, host_callbacks, code, ordinals)
+            segments = compiled.segments
         with self._lock:
             while local and len(self._lanes) < program.num_streams:
                 self._lanes.append(self._lane(len(self._lanes)))

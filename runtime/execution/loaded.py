@@ -15,7 +15,7 @@ from typing import Any
 
 from ..engines.engine import counted
 from ..errors import InvalidProgramError
-from ..program import Block, Branch, Loop, Run, Start, instructions
+from ..program import Block, Branch, Loop, Run
 from .compiled_segments import CompiledSegments
 from .dispatch import PATIENCE, Dispatcher
 from .execution import Execution, FirstRuns
@@ -47,9 +47,7 @@ class LoadedProgram:
         self.local = local
         self.walker = walker
         self.has_host_callbacks = has_host_callbacks
-        self.communicates = must_agree or any(
-            isinstance(i, Start) for i in instructions(program.body)
-        )
+        self.communicates = must_agree or program.communicates
         self.input_types = program.inputs
         self.output_types = program.outputs
         self.donates = bool(program.donated)

@@ -32,6 +32,7 @@ from .communication import Attempt, Communication
 from .compute import Compute
 from .context import Context
 from .frame import Frame, Hosted, Operation, named
+from .regions import Region
 from .segment_times import SegmentTimes
 
 
@@ -83,9 +84,9 @@ class Walker:
     def _translate(self, communication: Communication) -> None:
         self._communication = communication
         self._tell()
-        compute = Compute(self.context, self.land)
+        self._compute = Compute(self.context, self.land)
         self._translators: dict[type, Callable[[Any], Operation]] = {
-            Run: compute.operation,
+            Run: self._run,
             Start: communication.start,
             Wait: communication.wait,
             Loop: self._loop,
@@ -160,11 +161,20 @@ class Walker:
                     started = None
                 case Free():
                     attempts.append(_at_once(self._free(instruction)))
+                case Run() if self.program.segments[instruction.segment].sites:
+                    return None
                 case Run() | Copy() | LogicalId() if started is None:
                     attempts.append(_at_once(self._translators[type(instruction)](instruction)))
                 case _:
                     return None
         return attempts if any(isinstance(i, Start) for i in block.instructions) else None
+
+    def _run(self, run: Run) -> Operation:
+        segment = self.program.segments[run.segment]
+        if not segment.sites:
+            return self._compute.operation(run)
+        bound = [self._communication.bound_site(site) for site in segment.sites]
+        return Region(self.context, run, bound).operation(self.land)
 
     def _loop(self, loop: Loop) -> Operation:
         return self._counted_loop(loop) if loop.trip_count is not None else self._while(loop)

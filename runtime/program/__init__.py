@@ -51,6 +51,11 @@ Slot = int
 ENDLESS = (1 << 63) - 1  # in valid iterations: the last one where there is no last one
 
 
+# What a segment with sites takes first: the address of the table of its sites, the device's position among
+# the local ones, its partition and its replica.
+CONTEXT = TensorType("u64", (4,))
+
+
 def calls_back(module: bytes) -> bool:
     """Whether a serialized module calls Python functions, whose targets MLIR's bytecode has as they are."""
     return b"python_cpu_callback" in module or b"python_gpu_callback" in module
@@ -65,6 +70,8 @@ class Segment:
     the arithmetic HLO instructions one run executes (a loop inside of unknown length once), -1 if not known.
     ``reproducible``: a loop in it must give the same bits whatever its trip count and the sizes of what it
     carries. Segments of a pipeline's loop are: a chunk of a device's layers computes what all of them do.
+    ``sites``: collectives of the program that the module calls itself, as custom calls (see
+    `hlo_frontend.native`); ``main`` then takes a `CONTEXT` before its inputs, and all devices run it at once.
     Segments are equal when their modules and types are: names and source lines are stripped before.
     """
 
@@ -76,6 +83,7 @@ class Segment:
     flops: float = -1.0
     name: str = field(default="", compare=False)
     reproducible: bool = False
+    sites: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -250,6 +258,14 @@ class Program:
         return tuple(self.slot_types[s] for s in self.body.results)
 
     @property
+    def communicates(self) -> bool:
+        """Whether it has collectives, started by the walk or called by segments."""
+        return any(
+            isinstance(i, Start) or (isinstance(i, Run) and self.segments[i.segment].sites)
+            for i in instructions(self.body)
+        )
+
+    @property
     def single_segment(self) -> Segment | None:
         """The segment, where the whole program is one run of it on the inputs as they come."""
         if len(self.body.instructions) != 1:
@@ -260,6 +276,7 @@ class Program:
             and not run.valid
             and run.inputs == self.body.parameters
             and run.outputs == self.body.results
+            and not self.segments[run.segment].sites
         ):
             return self.segments[run.segment]
         return None
@@ -317,6 +334,7 @@ class _Printer:
             + (f" arithmetic {segment.arithmetic}" if segment.arithmetic != -1 else "")
             + (f" flops {segment.flops!r}" if segment.flops != -1.0 else "")
             + (" reproducible" if segment.reproducible else "")
+            + _option("sites", segment.sites, _numbers)
             + f" module {self.module(segment.module)}"
         )
 

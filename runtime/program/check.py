@@ -130,6 +130,9 @@ class _Checker:
         for type_ in (*segment.inputs, *segment.outputs):
             self._type(type_, what)
         self._positions(segment.donated, len(segment.inputs), f"{what}: donated inputs")
+        for site in segment.sites:
+            if not 0 <= site < len(self.program.collectives):
+                self._fail(f"{what}: there is no collective {site}")
 
     def _collective(self, collective: Collective, what: str) -> None:
         what = f"{what} ({collective.kind} %{collective.name})"

@@ -109,9 +109,12 @@ class _Parser:
         arithmetic = self.option("arithmetic", self.number, -1)
         flops = self.option("flops", self.real, -1.0)
         reproducible = self.accept("reproducible")
+        sites = self.option("sites", lambda: self.items(self.number), ())
         self.expect("module")
         module = self.module()
-        return Segment(inputs, outputs, module, donated, arithmetic, flops, name, reproducible)
+        return Segment(
+            inputs, outputs, module, donated, arithmetic, flops, name, reproducible, sites
+        )
 
     def module(self) -> bytes:
         if self.accept("text"):

@@ -1,0 +1,464 @@
+"""Regions of a program that compiled code runs whole: their collectives are custom calls of one module.
+
+`native` finds the loops, branches and whole programs that have little to hide: each of their collectives is
+small and can be called by compiled code (`collectives.native`). Such a region becomes one segment whose
+collectives are its ``sites``. Its module takes what the region reads behind a *context*, a ``u64[4]`` with the address of the table of its sites, the device's position, its
+partition and its replica. Custom calls hand on a chain, so that XLA keeps them in the program's order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from jaxlib.mlir import ir
+
+from stretto.collectives.native import TARGET, refusal
+from stretto.collectives.types import TensorType
+from stretto.runtime.program import (
+    CONTEXT,
+    Block,
+    Branch,
+    Copy,
+    Free,
+    Instruction,
+    LogicalId,
+    Loop,
+    Program,
+    Run,
+    Segment,
+    Slot,
+    Start,
+    Wait,
+    calls_back,
+    instructions,
+)
+
+from . import stablehlo
+
+# Bytes of a collective's operands up to which moving them takes no longer than letting go of a device.
+SMALL = 1 << 16
+# Collectives in a row, outside of loops, from which on compiled code is faster than the walk.
+MANY = 8
+
+_END = -1
+
+_MLIR = {name: text for text, name in stablehlo.MLIR_TYPES.items()}
+
+
+@dataclass(frozen=True)
+class Native:
+    """``program`` with its regions as segments with sites, and why other control flow has none, by name."""
+
+    program: Program
+    regions: tuple[str, ...] = ()
+    refused: tuple[tuple[str, str], ...] = ()
+
+
+def native(program: Program) -> Native:
+    """The program with its outermost regions as segments. All its devices must be of one process."""
+    if program.predicted is not None:
+        return Native(program, refused=((program.name, "a plan hides its collectives"),))
+    state = _Rewriting(program)
+    why = _refusal(program, program.body)
+    if not why and _is_worth_it(program.body):
+        return state.finished(state.whole())
+    body = state.block(program.body)
+    return state.finished(body) if state.regions else Native(program, refused=tuple(state.refused))
+
+
+class _Rewriting:
+    """Puts runs of segments with sites in the place of control flow that communicates."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.segments: list[Segment] = list(program.segments)
+        self.regions: list[str] = []
+        self.refused: list[tuple[str, str]] = []
+
+    def whole(self) -> Block:
+        body, program = self.program.body, self.program
+        donated = tuple(body.parameters[i] for i in program.donated)
+        run = self.region(program.name, body.parameters, body.results, donated, body.instructions)
+        return Block(body.parameters, (run,), body.results)
+
+    def block(self, block: Block) -> Block:
+        return replace(block, instructions=tuple(map(self.instruction, block.instructions)))
+
+    def instruction(self, instruction: Instruction) -> Instruction:
+        if not isinstance(instruction, Loop | Branch) or not _communicates(instruction):
+            return instruction
+        name = instruction.name or type(instruction).__name__.lower()
+        why = next(filter(None, (_refusal(self.program, b) for b in _blocks(instruction))), "")
+        if isinstance(instruction, Loop):
+            if instruction.carried:
+                why = why or "it carries collectives into its next iteration"
+            if not why:
+                return self.region(
+                    name,
+                    instruction.inputs,
+                    instruction.outputs,
+                    instruction.donated,
+                    [instruction],
+                )
+            self.refused.append((name, why))
+            # In a loop that devices leave one by one there may be some that do not take part.
+            if instruction.trip_count is None:
+                return instruction
+            return replace(instruction, body=self.block(instruction.body))
+        if not why:
+            read = (instruction.selector, *(s for taken in instruction.inputs for s in taken))
+            return self.region(
+                name, tuple(dict.fromkeys(read)), instruction.outputs, (), [instruction]
+            )
+        self.refused.append((name, why))
+        return instruction
+
+    def region(
+        self,
+        name: str,
+        inputs: tuple[Slot, ...],
+        outputs: tuple[Slot, ...],
+        donated: tuple[Slot, ...],
+        body: Sequence[Instruction],
+    ) -> Run:
+        program, types = self.program, self.program.slot_types
+        emitter = _Emitter(program)
+        text = emitter.main(inputs, outputs, donated, body)
+        parts = [program.segments[i] for i in emitter.segments]
+        module = _merged(text, parts, list(emitter.segments))
+        segment = Segment(
+            tuple(types[s] for s in inputs),
+            tuple(types[s] for s in outputs),
+            module,
+            donated=tuple(sorted(inputs.index(s) for s in donated)),
+            name=name,
+            reproducible=any(part.reproducible for part in parts),
+            sites=tuple(emitter.sites),
+        )
+        self.regions.append(name)
+        self.segments.append(segment)
+        return Run(len(self.segments) - 1, inputs, outputs, donated)
+
+    def finished(self, body: Block) -> Native:
+        """The program with this body, and with the segments that it still needs."""
+        program = self.program
+        used = {i.segment for i in instructions(body) if isinstance(i, Run)}
+        started = {i.collective for i in instructions(body) if isinstance(i, Start)}
+        used |= {
+            c.reducer
+            for i, c in enumerate(program.collectives)
+            if c.reducer is not None and i in started
+        }
+        number = {old: new for new, old in enumerate(sorted(used))}
+
+        def renumbered(block: Block) -> Block:
+            return replace(block, instructions=tuple(map(moved, block.instructions)))
+
+        def moved(instruction: Instruction) -> Instruction:
+            match instruction:
+                case Run():
+                    return replace(instruction, segment=number[instruction.segment])
+                case Loop():
+                    return replace(
+                        instruction,
+                        condition=renumbered(instruction.condition),
+                        body=renumbered(instruction.body),
+                    )
+                case Branch():
+                    return replace(
+                        instruction, branches=tuple(map(renumbered, instruction.branches))
+                    )
+            return instruction
+
+        made = replace(
+            program,
+            segments=tuple(self.segments[i] for i in sorted(used)),
+            collectives=tuple(
+                c if c.reducer is None else replace(c, reducer=number.get(c.reducer, c.reducer))
+                for c in program.collectives
+            ),
+            body=renumbered(body),
+        )
+        return Native(made, tuple(self.regions), tuple(self.refused))
+
+
+def _communicates(instruction: Loop | Branch) -> bool:
+    return any(isinstance(i, Start) for b in _blocks(instruction) for i in instructions(b))
+
+
+def _is_worth_it(body: Block) -> bool:
+    direct = sum(isinstance(i, Start) for i in body.instructions)
+    flow = [i for i in body.instructions if isinstance(i, Loop | Branch)]
+    return direct >= MANY or any(map(_communicates, flow))
+
+
+def _blocks(instruction: Loop | Branch) -> tuple[Block, ...]:
+    if isinstance(instruction, Loop):
+        return instruction.condition, instruction.body
+    return instruction.branches
+
+
+def _refusal(program: Program, block: Block) -> str:
+    """Why a block cannot be part of a region, empty if it can."""
+    for instruction in instructions(block):
+        if isinstance(instruction, Start):
+            collective = program.collectives[instruction.collective]
+            why = refusal(collective)
+            nbytes = sum(t.nbytes for t in collective.operands)
+            if not why and nbytes > SMALL:
+                why = f"it moves {nbytes} bytes, more than {SMALL}"
+            if why:
+                return f"{collective.kind} %{collective.name}: {why}"
+        elif isinstance(instruction, Run):
+            segment = program.segments[instruction.segment]
+            if instruction.valid:
+                return f"segment {segment.name} is left out in some iterations"
+            if calls_back(segment.module):
+                return f"segment {segment.name} calls back into Python"
+        elif isinstance(instruction, Loop) and instruction.carried:
+            return f"loop {instruction.name} carries collectives into its next iteration"
+    return ""
+
+
+def _tensor(type_: TensorType) -> str:
+    return f"tensor<{''.join(f'{d}x' for d in type_.shape)}{_MLIR[type_.dtype]}>"
+
+
+def _layout(type_: TensorType) -> str:
+    order = list(range(len(type_.shape)))[::-1]
+    return f"dense<{order or ''}> : tensor<{len(order)}xindex>"
+
+
+_CHAIN = TensorType("s32", ())
+
+
+class _Emitter:
+    """Writes a region as the text of a StableHLO function that calls the segments."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.segments: dict[int, None] = {}
+        self.sites: list[int] = []
+        self.lines: list[str] = []
+        self.names: dict[Slot, str] = {}
+        self.count = 0
+        self.context = "%context"
+        self.chain = ""
+
+    def main(
+        self,
+        inputs: Sequence[Slot],
+        outputs: Sequence[Slot],
+        donated: Sequence[Slot],
+        body: Sequence[Instruction],
+    ) -> str:
+        types = self.program.slot_types
+        aliases = self._aliases(inputs, outputs, donated)
+        parameters = [f"{self.context}: {_tensor(CONTEXT)}"]
+        for slot in inputs:
+            name = self.names[slot] = self._new()
+            alias = f" {{tf.aliasing_output = {aliases[slot]} : i32}}" if slot in aliases else ""
+            if slot in donated and slot not in aliases:
+                alias = " {jax.buffer_donor = true}"
+            parameters.append(f"{name}: {_tensor(types[slot])}{alias}")
+        self.chain = self._constant("0", "tensor<i32>")
+        for instruction in body:
+            self._instruction(instruction)
+        self._call(_END, (), ())
+        results = ", ".join(self.names[s] for s in outputs)
+        result_types = ", ".join(_tensor(types[s]) for s in outputs)
+        self._add(f"return {results} : {result_types}" if outputs else "return")
+        signature = f"({', '.join(parameters)}) -> ({result_types})"
+        lines = [f"func.func public @main{signature} {{", *self.lines, "}"]
+        for index in self.segments:
+            segment = self.program.segments[index]
+            taken, given = (", ".join(map(_tensor, t)) for t in (segment.inputs, segment.outputs))
+            lines.append(f"func.func private @{_prefix(index)}main({taken}) -> ({given})")
+        return "module {\n" + "\n".join(lines) + "\n}\n"
+
+    def _aliases(
+        self, inputs: Sequence[Slot], outputs: Sequence[Slot], donated: Sequence[Slot]
+    ) -> dict[Slot, int]:
+        """For each donated input the first output of its type that no other has; a loop's own carry first."""
+        types, found = self.program.slot_types, dict[Slot, int]()
+        for slot in donated:
+            own = list(inputs).index(slot)
+            order = [own, *range(len(outputs))] if own < len(outputs) else range(len(outputs))
+            for k in order:
+                if types[outputs[k]] == types[slot] and k not in found.values():
+                    found[slot] = k
+                    break
+        return found
+
+    # Lines.
+
+    def _new(self) -> str:
+        self.count += 1
+        return f"%v{self.count}"
+
+    def _add(self, line: str) -> None:
+        self.lines.append(line)
+
+    def _value(self, text: str) -> str:
+        name = self._new()
+        self._add(f"{name} = {text}")
+        return name
+
+    def _constant(self, value: str, type_: str) -> str:
+        return self._value(f"stablehlo.constant dense<{value}> : {type_}")
+
+    def _element(self, index: int) -> str:
+        """A number of the context."""
+        one = self._value(
+            f"stablehlo.slice {self.context} [{index}:{index + 1}] : (tensor<4xui64>) -> tensor<1xui64>"
+        )
+        return self._value(f"stablehlo.reshape {one} : (tensor<1xui64>) -> tensor<ui64>")
+
+    # Instructions.
+
+    def _instruction(self, instruction: Instruction) -> None:
+        match instruction:
+            case Run():
+                self._run(instruction)
+            case Start():
+                self.sites.append(instruction.collective)
+                self._call(len(self.sites) - 1, instruction.inputs, instruction.outputs)
+            case Loop():
+                self._loop(instruction)
+            case Branch():
+                self._branch(instruction)
+            case Copy():
+                self.names[instruction.output] = self.names[instruction.input]
+            case LogicalId():
+                number = self._element(2 if instruction.kind == "partition" else 3)
+                self.names[instruction.output] = self._value(
+                    f"stablehlo.convert {number} : (tensor<ui64>) -> tensor<ui32>"
+                )
+            case Wait() | Free():
+                pass
+
+    def _block(self, block: Block, given: Sequence[str]) -> list[str]:
+        """Write a block whose parameters have these names; the names of its results."""
+        self.names |= zip(block.parameters, given, strict=True)
+        for instruction in block.instructions:
+            self._instruction(instruction)
+        return [self.names[slot] for slot in block.results]
+
+    def _results(self, slots: Sequence[Slot], name: str, first: int = 0, more: int = 0) -> None:
+        """Have an operation's results be these slots; it has ``more`` besides."""
+        single = len(slots) + more == 1
+        for index, slot in enumerate(slots):
+            self.names[slot] = name if single else f"{name}#{first + index}"
+
+    def _run(self, run: Run) -> None:
+        self.segments[run.segment] = None
+        segment = self.program.segments[run.segment]
+        name, count = self._new(), len(segment.outputs)
+        taken, given = (", ".join(map(_tensor, t)) for t in (segment.inputs, segment.outputs))
+        operands = ", ".join(self.names[s] for s in run.inputs)
+        left = f"{name}:{count} = " if count > 1 else f"{name} = " if count else ""
+        self._add(
+            f"{left}func.call @{_prefix(run.segment)}main({operands}) : ({taken}) -> ({given})"
+        )
+        self._results(run.outputs, name)
+
+    def _call(self, site: int, inputs: Sequence[Slot], outputs: Sequence[Slot]) -> None:
+        types = self.program.slot_types
+        operands = [CONTEXT, _CHAIN, *(types[s] for s in inputs)]
+        results = [_CHAIN, *(types[s] for s in outputs)]
+        names = ", ".join([self.context, self.chain, *(self.names[s] for s in inputs)])
+        name = self._new()
+        left = f"{name}:{len(results)}" if len(results) > 1 else name
+        self._add(
+            f"{left} = stablehlo.custom_call @{TARGET}({names}) {{api_version = 4 : i32, "
+            f"has_side_effect = true, backend_config = {{site = {site} : i64}}, "
+            f"operand_layouts = [{', '.join(map(_layout, operands))}], "
+            f"result_layouts = [{', '.join(map(_layout, results))}]}} : "
+            f"({', '.join(map(_tensor, operands))}) -> ({', '.join(map(_tensor, results))})"
+        )
+        self.chain = f"{name}#0" if len(results) > 1 else name
+        self._results(outputs, name, 1, 1)
+
+    def _loop(self, loop: Loop) -> None:
+        types = self.program.slot_types
+        counts = loop.trip_count is not None
+        kinds = [CONTEXT, _CHAIN, *([_CHAIN] if counts else []), *(types[s] for s in loop.inputs)]
+        initial = [self.context, self.chain]
+        if counts:
+            initial.append(self._constant("0", "tensor<i32>"))
+        fixed = len(initial)
+        initial += [self.names[s] for s in loop.inputs]
+        listed = ", ".join(map(_tensor, kinds))
+        name, outer = self._new(), self.context
+        carried = [self._new() for _ in kinds]
+        pairs = ", ".join(f"{c} = {i}" for c, i in zip(carried, initial, strict=True))
+        self._add(f"{name}:{len(kinds)} = stablehlo.while({pairs}) : {listed}")
+        self._add("cond {")
+        self.context, self.chain = carried[:2]
+        if counts:
+            limit = self._constant(str(loop.trip_count), "tensor<i32>")
+            stays = self._value(
+                f"stablehlo.compare LT, {carried[2]}, {limit} : (tensor<i32>, tensor<i32>) -> tensor<i1>"
+            )
+        else:
+            (stays,) = self._block(loop.condition, carried[fixed:])
+        self._add(f"stablehlo.return {stays} : tensor<i1>")
+        self._add("} do {")
+        self.context, self.chain = carried[:2]
+        results = self._block(loop.body, carried[fixed:])
+        last = [self.context, self.chain]
+        if counts:
+            one = self._constant("1", "tensor<i32>")
+            last.append(self._value(f"stablehlo.add {carried[2]}, {one} : tensor<i32>"))
+        self._add(f"stablehlo.return {', '.join([*last, *results])} : {listed}")
+        self._add("}")
+        self.context, self.chain = outer, f"{name}#1"
+        self._results(loop.outputs, name, fixed, fixed)
+
+    def _branch(self, branch: Branch) -> None:
+        types = self.program.slot_types
+        selector, is_pred = self.names[branch.selector], types[branch.selector].dtype == "pred"
+        listed = ", ".join(map(_tensor, [_CHAIN, *(types[s] for s in branch.outputs)]))
+        name, chain = self._new(), self.chain
+        count = 1 + len(branch.outputs)
+        left = f"{name}:{count}" if count > 1 else name
+        self._add(f'{left} = "stablehlo.{"if" if is_pred else "case"}"({selector}) ({{')
+        for number, (block, slots) in enumerate(zip(branch.branches, branch.inputs, strict=True)):
+            if number:
+                self._add("}, {")
+            self.chain = chain
+            results = self._block(block, [self.names[s] for s in slots])
+            self._add(f"stablehlo.return {', '.join([self.chain, *results])} : {listed}")
+        chosen = _tensor(types[branch.selector])
+        self._add(f"}}) : ({chosen}) -> ({listed})")
+        self.chain = f"{name}#0" if count > 1 else name
+        self._results(branch.outputs, name, 1, 1)
+
+
+def _prefix(segment: int) -> str:
+    return f"s{segment}_"
+
+
+def _merged(text: str, segments: Sequence[Segment], numbers: Sequence[int]) -> bytes:
+    """The module of ``text`` with the functions of these segments, whose declarations it has."""
+    with stablehlo.parsed(text) as module, module.context, ir.Location.unknown():
+        for operation in list(module.body.operations):
+            if "private" in str(operation.attributes.get("sym_visibility", "")):
+                operation.operation.erase()
+        for number, segment in zip(numbers, segments, strict=True):
+            part = stablehlo.parse(segment.module, module.context)
+            functions = [o for o in part.body.operations if o.operation.name == "func.func"]
+            for function in functions:
+                old = ir.StringAttr(function.attributes["sym_name"]).value
+                new = f"{_prefix(number)}{old}"
+                ir.SymbolTable.replace_all_symbol_uses(old, new, part.operation)
+                ir.SymbolTable.set_symbol_name(function, new)
+                function.attributes["sym_visibility"] = ir.StringAttr.get("private")
+                for key in ("arg_attrs", "res_attrs"):
+                    if key in function.attributes:
+                        del function.attributes[key]
+            for function in functions:
+                function.operation.detach_from_parent()
+                module.body.append(function)
+        return stablehlo.bytecode(module)

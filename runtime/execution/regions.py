@@ -1,0 +1,153 @@
+"""The operations of a program that are regions: compiled code that calls its collectives itself.
+
+All devices run the region's segment at once, each on a thread of the engine's; the walk goes on when all have
+ended. The collectives count, and are told of, as those of a walk, after the run.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from stretto.collectives.communicator import BoundCollective
+from stretto.collectives.native import TARGET, handler, start_helpers, table_of
+
+from ..engines.engine import CallingEngine, Engine, LoadedTogether
+from ..errors import StrettoError
+from ..options import Options
+from ..program import CONTEXT, Run, Slot
+from .context import Context
+from .frame import Frame, Hosted, Operation, named
+
+# Seconds between two looks at devices that may have failed.
+_LOOK = 0.05
+_NOTHING: frozenset[int] = frozenset()
+
+
+def can_call(engine: Engine, options: Options, processes: int) -> bool:
+    """Whether segments may call collectives: between devices of one process, and unless segments are measured
+    one by one."""
+    return (
+        processes == 1
+        and options.native
+        and not options.profile
+        and isinstance(engine, CallingEngine)
+    )
+
+
+def register(engine: Engine) -> bool:
+    """Make the handler known to the engine, and its helping threads; False if it takes none."""
+    if not isinstance(engine, CallingEngine):
+        return False
+    engine.register_handler(TARGET, handler())
+    start_helpers(min(os.cpu_count() or 1, engine.num_devices) - 1)
+    return True
+
+
+class Region:
+    """A run of a segment with sites, on the local devices, which are all of the program's.
+
+    ``bound[i]``: what the communicator made of site i's collective.
+    """
+
+    def __init__(self, context: Context, run: Run, bound: Sequence[BoundCollective]) -> None:
+        program, engine, local = context.program, context.engine, context.local
+        segment = program.segments[run.segment]
+        self.context = context
+        self.instruction = run
+        self.loaded: LoadedTogether = context.segments[run.segment]  # type: ignore[assignment]
+        self.lane = context.lanes[0]
+        self.bound = bound
+        self.collectives = [program.collectives[site] for site in segment.sites]
+        self.table = table_of(
+            self.collectives, {logical: i for i, logical in enumerate(context.logical)}
+        )
+        partitions = program.num_partitions
+        # What each device's code is given first.
+        self.first = [
+            engine.put(
+                np.array(
+                    [self.table.address, i, logical % partitions, logical // partitions], np.uint64
+                ),
+                CONTEXT,
+                ordinal,
+            )
+            for i, (logical, ordinal) in enumerate(local)
+        ]
+        self.what = f"segment {segment.name} of {program.name}"
+
+    def operation(self, land: Callable[[list[Any], Slot], list[Any]]) -> Operation:
+        """Run it, and wait until all devices have ended."""
+        table, progress, watched = (
+            self.table,
+            self.lane.progress,
+            self.context.instrument is not None,
+        )
+        inputs, outputs = self.instruction.inputs, self.instruction.outputs
+        donated, everyone = self.instruction.donated, len(self.first)
+        source = next((c.source for c in self.collectives if c.source), "")
+
+        def run_region(frame: Frame) -> None:
+            registers = frame.registers
+            assert len(frame.active) == everyone
+            columns = [self.first]
+            for slot in inputs:
+                register = registers[slot]
+                columns.append(land(registers, slot) if type(register) is Hosted else register)
+            table.begin(watched)
+            progress.begin(self.what, source, self.lane.sequence, (), "")
+            try:
+                results = self.loaded.run_together(columns)
+                columns.clear()
+                for slot in donated:
+                    registers[slot] = None
+                self._await(results)
+            except BaseException as error:
+                table.abort(str(error))
+                raise named(error, self.what) from error
+            finally:
+                progress.end()
+            self._account(frame.active)
+            for slot, result in zip(outputs, results, strict=True):
+                registers[slot] = result
+
+        return run_region
+
+    def _await(self, results: Sequence[Sequence[Any]]) -> None:
+        """Wait until the devices have ended; raise the error of the first that failed.
+
+        One that fails by itself is seen now and then; those that wait for it are then turned away.
+        """
+        table, block = self.table, self.context.engine.block
+        while not table.wait(_LOOK):
+            for array in (column for result in results[:1] for column in result):
+                if self.context.engine.is_ready(array):
+                    block(array)
+        if table.failure:
+            raise StrettoError(table.failure)
+        for array in (column for result in results[:1] for column in result):
+            block(array)
+
+    def _account(self, active: tuple[int, ...]) -> None:
+        counters = self.lane.counters
+        for calls, bound in zip(self.table.calls(), self.bound, strict=True):
+            counters.collectives += calls
+            counters.messages += calls * bound.messages
+            counters.nbytes += calls * bound.bytes
+            self.lane.sequence += calls
+        if self.context.instrument is None:
+            return
+        rows, _ = self.table.rows()
+        for site, _, began, ended in rows:
+            collective, stream = self.collectives[site], self.lane.number
+            for name, arguments in (
+                ("collective_started", ()),
+                ("collective_finished", (self.bound[site].bytes, ended - began)),
+                ("collective_ran", (began, active, _NOTHING)),
+            ):
+                tell = self.context.told(name, collective, stream)
+                if tell is not None:
+                    tell(*arguments)

@@ -1,4 +1,6 @@
-"""Builds the extension modules: the C face of the plugin, collectives inside of compiled code; all else is in pyproject.toml.
+"""Builds the extension modules: the C face of the plugin, and collectives inside of compiled code.
+
+All else is in pyproject.toml.
 
 The C declarations of the PJRT API are written here, from the table in ``plugin/abi.py``.
 """

@@ -1,7 +1,7 @@
-"""Collectives that compiled code calls itself, between devices of one process: what can be one, and its table.
+"""Collectives that compiled code calls itself, between devices of one process: which can be, and their table.
 
-`refusal` says why a collective cannot. `table_of` describes collectives to the compiled handler (`_native`), whose
-address `handler` gives for an engine to register under `TARGET`.
+`refusal` says why one cannot. `table_of` describes them to the compiled handler (`_native`), whose address
+`handler` gives for an engine to register under `TARGET`.
 """
 
 from __future__ import annotations
@@ -13,11 +13,22 @@ from ._native import Table, can_reduce, handler, start_helpers
 from .ops import Collective, Kind
 from .types import TensorType
 
-__all__ = ["TARGET", "Table", "handler", "refusal", "start_helpers", "table_of"]
+__all__ = [
+    "ALWAYS",
+    "NEVER",
+    "TARGET",
+    "Table",
+    "handler",
+    "refusal",
+    "skipped",
+    "start_helpers",
+    "table_of",
+]
 
 # The name under which compiled code calls the handler, with the number of the site as attribute ``site``.
 TARGET = "stretto_collective"
 
+NEVER, ALWAYS = (1, 0), (0, (1 << 63) - 1)  # bounds of valid iterations
 _SPLIT = (Kind.REDUCE_SCATTER, Kind.ALL_TO_ALL)
 
 
@@ -30,7 +41,7 @@ def refusal(collective: Collective) -> str:
         return "its reducer is a program of its own"
     if collective.dynamic_root:
         return "its root is known at run time only"
-    if collective.valid_iterations:
+    if any(bounds not in (NEVER, ALWAYS) for bounds in collective.valid_iterations):
         return "it is skipped in some iterations"
     for type_ in (*collective.operands, *collective.results):
         if type_.element.bits < 8 and type_.dtype != "pred":
@@ -54,7 +65,9 @@ def table_of(collectives: Sequence[Collective], position: Mapping[int, int]) -> 
         if why:
             raise ValueError(f"{collective.kind}: {why}")
         point_to_point = collective.kind is Kind.PERMUTE
-        groups = connected(collective.pairs) if point_to_point else collective.groups
+        left_out = skipped(collective)
+        pairs = [p for i, p in enumerate(collective.pairs) if i not in left_out]
+        groups = connected(pairs) if point_to_point else collective.groups
         where = f" at {collective.source}" if collective.source else ""
         kind = "all-to-all of tuples" if collective.tuple_form else str(collective.kind)
         table.add(
@@ -63,9 +76,14 @@ def table_of(collectives: Sequence[Collective], position: Mapping[int, int]) -> 
             len(collective.results),
             [[position[i] for i in group] for group in groups],
             f"{collective.kind} %{collective.name}{where}",
-            [(position[s], position[t]) for s, t in collective.pairs] if point_to_point else None,
+            [(position[s], position[t]) for s, t in pairs] if point_to_point else None,
         )
     return table
+
+
+def skipped(collective: Collective) -> frozenset[int]:
+    """Positions of the pairs that never move anything."""
+    return frozenset(i for i, b in enumerate(collective.valid_iterations) if b == NEVER)
 
 
 def connected(pairs: Sequence[tuple[int, int]]) -> list[tuple[int, ...]]:

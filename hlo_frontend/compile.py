@@ -164,6 +164,8 @@ class CompiledModule:
     ``overlap`` is what was planned to hide communication, where that was asked for and there is some; the
     program that ``with_order`` gives goes without.
     ``interleaved`` tells what became of pipelines that were to be interleaved (see `interleaved`).
+    ``walked`` says of control flow that communicates, by name, why it is no segment that calls its
+    collectives, where segments might (see `native`).
     Layouts are what the caller is told, from minor to major; empty ones are row-major, and if all are there
     are none.
     """
@@ -178,6 +180,7 @@ class CompiledModule:
     rewritten: bytes = b""
     overlap: Planned | None = field(repr=False, default=None)
     interleaved: tuple[Interleaved, ...] = ()
+    walked: tuple[tuple[str, str], ...] = ()
     input_layouts: stablehlo.Layouts = ()
     output_layouts: stablehlo.Layouts = ()
 
@@ -262,7 +265,7 @@ def compile_stablehlo(
         made = native(compiled.program)
         if dump is not None and made.regions:
             _dump_program(made.program, dump)
-        compiled = replace(compiled, program=made.program)
+        compiled = replace(compiled, program=made.program, walked=made.refused)
     return replace(
         compiled,
         input_memory_kinds=_padded(signature.input_memory_kinds, len(compiled.program.inputs)),

@@ -2,8 +2,9 @@
 
 `native` finds the loops, branches and whole programs that have little to hide: each of their collectives is
 small and can be called by compiled code (`collectives.native`). Such a region becomes one segment whose
-collectives are its ``sites``. Its module takes what the region reads behind a *context*, a ``u64[4]`` with the address of the table of its sites, the device's position, its
-partition and its replica. Custom calls hand on a chain, so that XLA keeps them in the program's order.
+collectives are its ``sites``. Its module takes a `CONTEXT` and what the region reads; the segments that the
+region ran before are functions in it. Custom calls hand on a chain, so that XLA keeps them in the program's
+order.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from jaxlib.mlir import ir
 
-from stretto.collectives.native import TARGET, refusal
+from stretto.collectives.native import ALWAYS, NEVER, TARGET, refusal
 from stretto.collectives.types import TensorType
 from stretto.runtime.program import (
     CONTEXT,
@@ -59,12 +60,45 @@ def native(program: Program) -> Native:
     """The program with its outermost regions as segments. All its devices must be of one process."""
     if program.predicted is not None:
         return Native(program, refused=((program.name, "a plan hides its collectives"),))
+    program = _with_plain_bounds(program)
     state = _Rewriting(program)
-    why = _refusal(program, program.body)
-    if not why and _is_worth_it(program.body):
+    if not _refusal(program, program.body) and _is_worth_it(program.body):
         return state.finished(state.whole())
     body = state.block(program.body)
     return state.finished(body) if state.regions else Native(program, refused=tuple(state.refused))
+
+
+def _with_plain_bounds(program: Program) -> Program:
+    """The program with valid iterations said without trip counts, where a pair moves always or never."""
+    plain = list(program.collectives)
+
+    def visit(block: Block, iterations: int | None) -> None:
+        for instruction in block.instructions:
+            if isinstance(instruction, Start):
+                collective = program.collectives[instruction.collective]
+                bounds = tuple(_plain(b, iterations) for b in collective.valid_iterations)
+                if all(b == ALWAYS for b in bounds):
+                    bounds = ()
+                plain[instruction.collective] = replace(collective, valid_iterations=bounds)
+            elif isinstance(instruction, Loop):
+                visit(instruction.condition, None)
+                visit(instruction.body, instruction.trip_count)
+            elif isinstance(instruction, Branch):
+                for branch in instruction.branches:
+                    visit(branch, iterations)
+
+    visit(program.body, 1)
+    return replace(program, collectives=tuple(plain))
+
+
+def _plain(bounds: tuple[int, ...], iterations: int | None) -> tuple[int, ...]:
+    last = ALWAYS[1] if iterations is None else iterations - 1
+    stretches = list(zip(bounds[::2], bounds[1::2], strict=True))
+    if any(lo <= 0 and hi >= last for lo, hi in stretches):
+        return ALWAYS
+    if all(lo > min(hi, last) for lo, hi in stretches):
+        return NEVER
+    return bounds
 
 
 class _Rewriting:
@@ -262,7 +296,7 @@ class _Emitter:
             if slot in donated and slot not in aliases:
                 alias = " {jax.buffer_donor = true}"
             parameters.append(f"{name}: {_tensor(types[slot])}{alias}")
-        self.chain = self._constant("0", "tensor<i32>")
+        self._begin()
         for instruction in body:
             self._instruction(instruction)
         self._call(_END, (), ())
@@ -314,6 +348,39 @@ class _Emitter:
             f"stablehlo.slice {self.context} [{index}:{index + 1}] : (tensor<4xui64>) -> tensor<1xui64>"
         )
         return self._value(f"stablehlo.reshape {one} : (tensor<1xui64>) -> tensor<ui64>")
+
+    def _begin(self) -> None:
+        """The chain's first value, made so that XLA hands the devices over to threads of its own.
+
+        What XLA takes for cheap it runs while it starts the devices, and if one of them fails there it ends
+        the process unless the others come to their end. Its estimate counts the branch here, which is never
+        taken: no position is as large.
+        """
+        position, limit = self._element(1), self._constant("4611686018427387904", "tensor<ui64>")
+        never = self._value(
+            f"stablehlo.compare GT, {position}, {limit} : (tensor<ui64>, tensor<ui64>) -> tensor<i1>"
+        )
+        many, scalar = "tensor<1024xf32>", "tensor<f32>"
+        name = self._new()
+        self._add(f'{name} = "stablehlo.if"({never}) ({{')
+        number = self._value(f"stablehlo.convert {position} : (tensor<ui64>) -> {scalar}")
+        spread = self._value(
+            f"stablehlo.broadcast_in_dim {number}, dims = [] : ({scalar}) -> {many}"
+        )
+        counted = self._value(f"stablehlo.iota dim = 0 : {many}")
+        products = self._value(f"stablehlo.multiply {spread}, {counted} : {many}")
+        first = self._constant("0.0", scalar)
+        flat = self._value(
+            f"stablehlo.reduce({products} init: {first}) applies stablehlo.maximum across dimensions = [0] "
+            f": ({many}, {scalar}) -> {scalar}"
+        )
+        whole = self._value(f"stablehlo.convert {flat} : ({scalar}) -> tensor<i32>")
+        self._add(f"stablehlo.return {whole} : tensor<i32>")
+        self._add("}, {")
+        zero = self._constant("0", "tensor<i32>")
+        self._add(f"stablehlo.return {zero} : tensor<i32>")
+        self._add("}) : (tensor<i1>) -> tensor<i32>")
+        self.chain = name
 
     # Instructions.
 

@@ -13,10 +13,17 @@ from typing import Any
 
 import numpy as np
 
+from stretto.collectives.native import TARGET, handler, table_of
+from stretto.collectives.ops import Collective, Kind, Reduction
 from stretto.collectives.types import ELEMENT_TYPES, TensorType
-from stretto.runtime.engines.engine import Engine, LoadedSegment, RestoringEngine
+from stretto.runtime.engines.engine import (
+    CallingEngine,
+    Engine,
+    LoadedSegment,
+    RestoringEngine,
+)
 from stretto.runtime.errors import CompileError
-from stretto.runtime.program import Segment
+from stretto.runtime.program import CONTEXT, Segment
 
 F32 = TensorType("f32", (16,))
 
@@ -76,6 +83,36 @@ module @layers {{
   }}
 }}
 """
+# Every device adds up what all of them have, three times over.
+_SUMS = f"""
+module @sums {{
+  func.func public @main(%context: tensor<4xui64>, %a: tensor<16xf32>) -> tensor<16xf32> {{
+    %zero = stablehlo.constant dense<0> : tensor<i32>
+    %one = stablehlo.constant dense<1> : tensor<i32>
+    %count = stablehlo.constant dense<3> : tensor<i32>
+    %r:4 = stablehlo.while(%i = %zero, %n = %zero, %c = %context, %x = %a)
+        : tensor<i32>, tensor<i32>, tensor<4xui64>, tensor<16xf32>
+    cond {{
+      %more = stablehlo.compare LT, %i, %count : (tensor<i32>, tensor<i32>) -> tensor<i1>
+      stablehlo.return %more : tensor<i1>
+    }} do {{
+      %s:2 = stablehlo.custom_call @{TARGET}(%c, %n, %x) {{api_version = 4 : i32,
+          has_side_effect = true, backend_config = {{site = 0 : i64}},
+          operand_layouts = [dense<0> : tensor<1xindex>, dense<> : tensor<0xindex>,
+                             dense<0> : tensor<1xindex>],
+          result_layouts = [dense<> : tensor<0xindex>, dense<0> : tensor<1xindex>]}}
+          : (tensor<4xui64>, tensor<i32>, tensor<16xf32>) -> (tensor<i32>, tensor<16xf32>)
+      %j = stablehlo.add %i, %one : tensor<i32>
+      stablehlo.return %j, %s#0, %c, %s#1 : tensor<i32>, tensor<i32>, tensor<4xui64>, tensor<16xf32>
+    }}
+    %end = stablehlo.custom_call @{TARGET}(%context, %r#1) {{api_version = 4 : i32,
+        has_side_effect = true, backend_config = {{site = -1 : i64}},
+        operand_layouts = [dense<0> : tensor<1xindex>, dense<> : tensor<0xindex>],
+        result_layouts = [dense<> : tensor<0xindex>]}} : (tensor<4xui64>, tensor<i32>) -> tensor<i32>
+    return %r#3 : tensor<16xf32>
+  }}
+}}
+""".encode()
 DOUBLE = Segment((F32,), (F32,), _DOUBLE, name="double")
 SUM_AND_DIFFERENCE = Segment((F32, F32), (F32, F32), _SUM_AND_DIFFERENCE, name="sum_and_difference")
 DONATED = Segment((F32,), (F32,), _DONATED, donated=(0,), name="double_donated")
@@ -107,6 +144,9 @@ def check_engine(
         if getattr(engine, "reproducible", False):
             checks.append(_reproducible)
             names.append("reproducible")
+        if isinstance(engine, CallingEngine):
+            checks.append(_calls)
+            names.append("calls")
         if isinstance(engine, RestoringEngine):
             checks.append(lambda e: _restores(e, factory(2)))
             names.append("restores")
@@ -275,6 +315,30 @@ def _threads(engine: Engine) -> None:
     for ordinal in range(engine.num_devices):
         _expect(ordinal in results, "a segment can be run from several threads")
         _same(results[ordinal], 256 * _ramp(ordinal), "runs from several threads")
+
+
+def _calls(engine: Engine) -> None:
+    """A loop whose compiled code meets the other device, in one run of both, again and again."""
+    assert isinstance(engine, CallingEngine)
+    engine.register_handler(TARGET, handler())
+    add, groups = Reduction.SUM, ((0, 1),)
+    sums = Collective(Kind.ALL_REDUCE, (F32,), (F32,), groups=groups, reduction=add, name="sums")
+    table = table_of([sums], {0: 0, 1: 1})
+    segment = Segment((F32,), (F32,), _SUMS, name="sums", sites=(0,))
+    loaded = engine.compile_together(segment, (0, 1), name="sums")
+    contexts = [
+        engine.put(np.array([table.address, i, i, 0], np.uint64), CONTEXT, i) for i in range(2)
+    ]
+    for begin in (0.0, 10.0):
+        table.begin()
+        given = [engine.put(_ramp(begin + i), F32, i) for i in range(2)]
+        (results,) = loaded.run_together([contexts, given])
+        while not table.wait(1.0):
+            pass
+        _expect(not table.failure, f"devices that call collectives meet: {table.failure}")
+        for array in results:
+            expected = 4 * (_ramp(begin) + _ramp(begin + 1))
+            _same(engine.host_view(array), expected, "a loop that calls a collective")
 
 
 def layers(count: int, kept: int, *, reproducible: bool) -> Segment:

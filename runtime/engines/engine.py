@@ -137,22 +137,23 @@ class LoadedTogether(Protocol):
     """A segment compiled for several devices that run it at once."""
 
     def run_together(self, columns: Sequence[Sequence[Array]]) -> list[list[Array]]:
-        """Enqueue one run on all devices. ``columns[k][i]`` is parameter k of device i; gives results in the same
-        form. A context comes first (`stretto.runtime.program.CONTEXT`). Otherwise as `LoadedSegment.run`."""
+        """Enqueue one run on all devices. ``columns[k][i]`` is parameter k of device i; gives results in the
+        same form. A `stretto.runtime.program.CONTEXT` comes first. Otherwise as `LoadedSegment.run`.
+        """
         ...
 
 
 @runtime_checkable
 class CallingEngine(Protocol):
-    """What an engine has beside `Engine` if its compiled code can call collectives itself: custom calls of XLA's FFI
-    on memory of the host. Without it the executor makes all of them.
+    """What an engine has beside `Engine` if its compiled code can call collectives itself, as custom calls of
+    XLA's FFI on memory of the host. Without it the executor makes all of them.
     """
 
     def register_handler(self, target: str, handler: object) -> None:
         """Have custom calls of ``target`` (version 4 of their API) call the function in this capsule.
 
-        It may be called from any thread, and may leave a device's run unfinished by XLA's futures; that must not
-        keep the runs of other devices from going on.
+        It may be called from any thread, and may leave a device's run unfinished by XLA's futures; that must
+        not keep the runs of other devices from going on.
         """
         ...
 

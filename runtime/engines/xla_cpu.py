@@ -294,7 +294,7 @@ class XlaCpuEngine:
         return options
 
     def register_handler(self, target: str, handler: object) -> None:
-        """See `stretto.runtime.engines.engine.CallingEngine`. Registered once in a process, for all its clients."""
+        """See `stretto.runtime.engines.engine.CallingEngine`. It is the process's, whatever the client."""
         if target not in _registered:
             _registered.add(target)
             xla_client.register_custom_call_target(target, handler, platform="cpu", api_version=1)

@@ -69,7 +69,7 @@ def compile_segments(
         )
     restoring = engine if isinstance(engine, RestoringEngine) else None
 
-    def compile_one(index: int) -> LoadedSegment:
+    def compile_one(index: int) -> Any:  # a `LoadedSegment`, of those with sites a `LoadedTogether`
         segment = program.segments[index]
         name = segment.name or f"{program.name}.{index}"
         kept = code[index] if restoring is not None and code else b""

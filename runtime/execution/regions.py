@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from stretto.collectives.communicator import BoundCollective
-from stretto.collectives.native import TARGET, handler, start_helpers, table_of
+from stretto.collectives.native import TARGET, handler, skipped, start_helpers, table_of
+from stretto.collectives.ops import Collective
 
 from ..engines.engine import CallingEngine, Engine, LoadedTogether
 from ..errors import StrettoError
@@ -60,8 +61,9 @@ class Region:
         self.instruction = run
         self.loaded: LoadedTogether = context.segments[run.segment]  # type: ignore[assignment]
         self.lane = context.lanes[0]
-        self.bound = bound
         self.collectives = [program.collectives[site] for site in segment.sites]
+        # Of each site: messages and bytes that a call moves, and messages that it leaves out.
+        self.payload = list(map(_payload, self.collectives, bound))
         self.table = table_of(
             self.collectives, {logical: i for i, logical in enumerate(context.logical)}
         )
@@ -133,10 +135,13 @@ class Region:
 
     def _account(self, active: tuple[int, ...]) -> None:
         counters = self.lane.counters
-        for calls, bound in zip(self.table.calls(), self.bound, strict=True):
+        for calls, (messages, left_out, nbytes) in zip(
+            self.table.calls(), self.payload, strict=True
+        ):
             counters.collectives += calls
-            counters.messages += calls * bound.messages
-            counters.nbytes += calls * bound.bytes
+            counters.messages += calls * messages
+            counters.skipped += calls * left_out
+            counters.nbytes += calls * nbytes
             self.lane.sequence += calls
         if self.context.instrument is None:
             return
@@ -145,9 +150,16 @@ class Region:
             collective, stream = self.collectives[site], self.lane.number
             for name, arguments in (
                 ("collective_started", ()),
-                ("collective_finished", (self.bound[site].bytes, ended - began)),
+                ("collective_finished", (self.payload[site][2], ended - began)),
                 ("collective_ran", (began, active, _NOTHING)),
             ):
                 tell = self.context.told(name, collective, stream)
                 if tell is not None:
                     tell(*arguments)
+
+
+def _payload(collective: Collective, bound: Any) -> tuple[int, int, int]:
+    """Messages that a call sends and leaves out, and bytes that it sends."""
+    never = skipped(collective)
+    messages, nbytes = bound.payload(never) if never else (bound.messages, bound.bytes)
+    return messages, bound.messages - messages, nbytes

@@ -98,6 +98,7 @@ def explain_program(
     program = compiled.program
     by_name = {(c.name, str(c.kind)): c for c in program.collectives}
     later = _awaited_later(program)
+    called = {program.collectives[i].name for s in program.segments for i in s.sites}
     return {
         "name": program.name,
         "replicas": program.num_replicas,
@@ -109,13 +110,16 @@ def explain_program(
         "distinct_segments": len(program.segments),
         "order": [e.name for e in compiled.schedule.walk() if (e.name, e.kind) in by_name],
         "collectives": [
-            entry | ({"awaited": "next iteration"} if entry["name"] in later else {})
+            entry
+            | ({"awaited": "next iteration"} if entry["name"] in later else {})
+            | ({"called_by": "compiled code"} if entry["name"] in called else {})
             for entry in _entries(compiled.schedule, by_name, tokens, [])
         ],
         "compute": asdict(work(program)),
         "loops": [asdict(loop) for loop in compiled.valid.loops],
         "interleaved": [asdict(i) | {"text": i.describe()} for i in compiled.interleaved],
         "rewrites": [asdict(rewrite) for rewrite in compiled.rewrites],
+        "walked": dict(getattr(compiled, "walked", ())),
     }
 
 
@@ -206,6 +210,8 @@ def to_text(explanation: dict[str, Any]) -> str:
             extras += " valid " + ",".join(map(spelled, c["valid_iterations"]))
         if "awaited" in c:
             extras += f" awaited in the {c['awaited']}"
+        if "called_by" in c:
+            extras += f" called by {c['called_by']}"
         lines.append(
             f"{indent}{number}: {c['kind']} %{c['name']} {types}{extras} {what} [{shown}] "
             f"{c['bytes']} bytes{_reasons(c)}"
@@ -217,6 +223,7 @@ def to_text(explanation: dict[str, Any]) -> str:
             f"{c['skipped_runs']} of {c['runs']} runs of segments, with {share:.0%} of the arithmetic, are "
             "left out on devices where nobody reads what they give"
         )
+    lines += [f"%{name} is walked by the executor: {why}" for name, why in e["walked"].items()]
     lines += [found["text"] for found in e["interleaved"]]
     for loop in e["loops"]:
         lines += loop_lines(loop)

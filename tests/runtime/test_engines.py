@@ -29,7 +29,7 @@ def xla() -> xla_cpu.XlaCpuEngine:
 
 @pytest.mark.bits
 def test_xla_cpu_conforms() -> None:
-    assert len(check_engine(xla_cpu.create)) == 10
+    assert len(check_engine(xla_cpu.create)) == 11
 
 
 def test_null_conforms() -> None:

@@ -1,0 +1,293 @@
+"""Loops and programs of small collectives, which run as compiled code that calls them itself.
+
+Expected values are NumPy's: what each device holds is a row, and what a collective does to rows is written
+here by hand. That a program is native is asserted of its printed form, so that none passes by the walk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import stretto
+from stretto.collectives.native import can_reduce, connected, refusal
+from stretto.collectives.ops import Collective, Kind, Reduction
+from stretto.collectives.types import TensorType
+
+pytestmark = pytest.mark.usefixtures("on_stretto")
+
+N = 4
+STEPS = 3
+RING = [(i, (i + 1) % N) for i in range(N)]
+PAIRS = [(0, 2), (3, 1)]  # 0 and 3 receive nothing
+Rows = np.ndarray  # [device, ...]
+
+
+@pytest.fixture
+def mesh(devices: list[jax.Device]) -> Mesh:
+    return Mesh(np.array(devices), ("x",))
+
+
+def on_rows(mesh: Mesh, f: Callable[..., Any], *rows: Rows) -> tuple[Any, Any]:
+    """Results of ``f`` on every device, as rows, and the executable. ``f`` takes a device's row."""
+    spec = PartitionSpec("x")
+    whole = jax.jit(
+        jax.shard_map(
+            lambda *blocks: jax.tree.map(lambda a: a[None], f(*(b[0] for b in blocks))),
+            mesh=mesh,
+            in_specs=spec,
+            out_specs=spec,
+            check_vma=False,
+        )
+    )
+    placed = [jax.device_put(a, NamedSharding(mesh, spec)) for a in rows]
+    compiled = whole.lower(*placed).compile()
+    return jax.tree.map(np.asarray, compiled(*placed)), compiled
+
+
+def is_native(compiled: Any) -> bool:
+    """Whether all collectives are called by segments, so that the walk starts none."""
+    text = str(stretto.explain(compiled).program)
+    return "sites (" in text and "start " not in text
+
+
+def in_loop(step: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda x: lax.fori_loop(0, STEPS, lambda _, a: step(a), x)
+
+
+def reduced(rows: Rows, combine: Callable[[Rows, Rows], Rows]) -> Rows:
+    total = rows[0]
+    for row in rows[1:]:
+        total = combine(total, row)
+    return np.stack([total] * len(rows))
+
+
+DTYPES = [
+    "int8",
+    "int16",
+    "int32",
+    "int64",
+    "uint8",
+    "uint16",
+    "uint32",
+    "uint64",
+    "float32",
+    "float64",
+]
+
+
+@pytest.mark.parametrize(
+    "dtype", [*DTYPES, "complex64", "complex128", "bool", "float16", "bfloat16"]
+)
+def test_sums(mesh: Mesh, dtype: str) -> None:
+    """Integers wrap. Floats of 16 bits have no compiled form, and are summed by the walk."""
+    kind = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+    with jax.enable_x64(True):
+        rows = np.random.default_rng(1).integers(0, 100, (N, 5)).astype(kind)
+        reduce = lax.pmax if dtype == "bool" else lax.psum
+        got, compiled = on_rows(mesh, in_loop(lambda a: reduce(a, "x")), rows)
+    want = rows
+    with np.errstate(all="ignore"):
+        for _ in range(STEPS):
+            want = reduced(want, np.logical_or if dtype == "bool" else lambda a, b: a + b)
+    assert got.dtype == kind
+    np.testing.assert_array_equal(got, want)
+    assert is_native(compiled) == (dtype not in ("float16", "bfloat16"))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("name", "combine"), [("pmin", np.minimum), ("pmax", np.maximum)])
+def test_extremes(mesh: Mesh, name: str, combine: Any, dtype: str) -> None:
+    """NaN wherever a device has it."""
+    with jax.enable_x64(True):
+        rows = np.random.default_rng(2).integers(-100, 100, (N, 6)).astype(dtype)
+        if np.dtype(dtype).kind == "f":
+            rows[2, 1] = rows[0, 4] = np.nan
+        got, compiled = on_rows(mesh, in_loop(lambda a: getattr(lax, name)(a, "x")), rows)
+    np.testing.assert_array_equal(got, reduced(rows, combine))
+    assert is_native(compiled)
+
+
+@pytest.mark.parametrize("dtype", ["int32", "bfloat16", "bool", "complex64", "float8_e4m3fn"])
+@pytest.mark.parametrize("axis", [0, 1])
+def test_data_that_moves(mesh: Mesh, dtype: str, axis: int) -> None:
+    """Gather, exchange and permute, along the leading and an inner dimension; every type of whole bytes."""
+    kind = np.dtype(getattr(ml_dtypes, dtype, dtype))
+    rows = np.random.default_rng(3).integers(0, 2, (N, N, 2 * N)).astype(kind)
+
+    def step(a: jax.Array) -> jax.Array:
+        lost = lax.ppermute(lax.ppermute(a, "x", RING), "x", PAIRS)
+        gathered = lax.all_gather(lost, "x", axis=axis, tiled=True)
+        begin = (lax.axis_index("x") ^ 2) * a.shape[axis]
+        other = lax.dynamic_slice_in_dim(gathered, begin, a.shape[axis], axis)
+        return lax.all_to_all(other, "x", axis, axis, tiled=True)
+
+    got, compiled = on_rows(mesh, in_loop(step), rows)
+    want = rows
+    for _ in range(STEPS):
+        round_ = np.roll(want, 1, axis=0)
+        lost = np.zeros_like(round_)
+        for source, target in PAIRS:
+            lost[target] = round_[source]
+        parts = [np.split(lost[d ^ 2], N, axis) for d in range(N)]
+        want = np.stack([np.concatenate([p[d] for p in parts], axis) for d in range(N)])
+    np.testing.assert_array_equal(got.view(np.uint8), want.view(np.uint8))
+    assert is_native(compiled)
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_reduce_scatter(mesh: Mesh, axis: int) -> None:
+    rows = np.random.default_rng(4).integers(0, 50, (N, 8, 12)).astype(np.int32)
+
+    def step(a: jax.Array) -> jax.Array:
+        part = lax.psum_scatter(a, "x", scatter_dimension=axis, tiled=True)
+        return a + jnp.concatenate([part] * N, axis)
+
+    got, compiled = on_rows(mesh, in_loop(step), rows)
+    want = rows
+    for _ in range(STEPS):
+        parts = np.split(want.sum(0, dtype=np.int32), N, axis)
+        want = want + np.stack([np.concatenate([p] * N, axis) for p in parts])
+    np.testing.assert_array_equal(got, want)
+    assert is_native(compiled)
+
+
+def test_several_operands_and_groups(devices: list[jax.Device]) -> None:
+    """A reduction of several arrays at once, over each axis of a mesh in turn: groups differ by site."""
+    mesh = Mesh(np.array(devices).reshape(2, 2), ("a", "b"))
+    spec = PartitionSpec(("a", "b"))
+
+    def f(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
+        def step(_: Any, c: Any) -> Any:
+            first, second = lax.psum(c, "a")
+            return second + lax.axis_index("a"), lax.psum(first, "b")
+
+        return lax.fori_loop(0, STEPS, step, (x, y))
+
+    whole = jax.jit(
+        jax.shard_map(f, mesh=mesh, in_specs=(spec, spec), out_specs=(spec, spec), check_vma=False)
+    )
+    x, y = np.arange(4, dtype=np.int32), np.arange(4, dtype=np.int32) * 10
+    compiled = whole.lower(x, y).compile()
+    got = jax.tree.map(np.asarray, compiled(x, y))
+    for _ in range(STEPS):
+        first, second = (np.tile(v.reshape(2, 2).sum(0), 2) for v in (x, y))
+        x, y = second + np.array([0, 0, 1, 1]), np.repeat(first.reshape(2, 2).sum(1), 2)
+    np.testing.assert_array_equal(got[0], x)
+    np.testing.assert_array_equal(got[1], y)
+    assert is_native(compiled)
+
+
+def test_groups_that_leave_a_loop_at_different_times(devices: list[jax.Device]) -> None:
+    """A group goes round as often as its own sum says, and takes its branch by it."""
+    mesh = Mesh(np.array(devices).reshape(2, 2), ("a", "b"))
+    spec = PartitionSpec(("a", "b"))
+
+    def f(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        def step(c: Any) -> Any:
+            total, n = c
+            return lax.psum(total, "b"), n + 1
+
+        total, n = lax.while_loop(lambda c: c[0][0] < 100, step, (x, jnp.zeros(1, jnp.int32)))
+        total = lax.cond(
+            total[0] > 120, lambda t: lax.psum(t, "b"), lambda t: lax.pmax(t, "b") - 1, total
+        )
+        return total, n
+
+    whole = jax.jit(jax.shard_map(f, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
+    compiled = whole.lower(np.zeros(4, np.int32)).compile()
+    total, n = compiled(np.array([3, 3, 32, 32], np.int32))
+    # 3, 6, 12, …, 192 in six rounds; 32, 64, 128 in two.
+    np.testing.assert_array_equal(np.asarray(n), [6, 6, 2, 2])
+    np.testing.assert_array_equal(np.asarray(total), [384, 384, 256, 256])
+    assert is_native(compiled)
+
+
+def test_a_device_that_leaves_a_group_behind_is_an_error(mesh: Mesh) -> None:
+    """Nobody waits for ever, and the devices can be used again."""
+
+    def f(x: jax.Array) -> jax.Array:
+        rounds = lax.axis_index("x") + 1
+        return lax.fori_loop(0, rounds, lambda _, a: lax.psum(a, "x"), x)
+
+    with pytest.raises(Exception, match=r"all-reduce .*devices came"):
+        on_rows(mesh, f, np.ones((N, 2), np.float32))
+    got, _ = on_rows(mesh, in_loop(lambda a: lax.psum(a, "x")), np.ones((N, 2), np.float32))
+    np.testing.assert_array_equal(got, np.full((N, 2), 4.0**STEPS))
+
+
+def test_counts_are_those_of_a_walk(mesh: Mesh) -> None:
+    """A sum of 12 bytes: each device sends to the others; a permute: one message each. Seven of both."""
+
+    def f(x: jax.Array) -> jax.Array:
+        return lax.fori_loop(0, 7, lambda _, a: lax.ppermute(lax.psum(a, "x"), "x", RING), x)
+
+    before = stretto.stats()
+    _, compiled = on_rows(mesh, f, np.ones((N, 3), np.float32))
+    after = stretto.stats()
+    assert is_native(compiled)
+    assert after.collectives - before.collectives == 14
+    assert after.messages - before.messages == 7 * (N + N)
+    assert after.nbytes - before.nbytes == 7 * (N + N) * 12
+
+
+def test_a_donated_argument_is_used_up(mesh: Mesh) -> None:
+    spec = PartitionSpec("x")
+    f = jax.shard_map(in_loop(lambda a: lax.psum(a, "x")), mesh=mesh, in_specs=spec, out_specs=spec,
+                      check_vma=False)  # fmt: skip
+    given = jax.device_put(np.ones(4 * N, np.float32), NamedSharding(mesh, spec))
+    got = jax.jit(f, donate_argnums=0)(given)
+    np.testing.assert_array_equal(np.asarray(got), np.full(4 * N, 4.0**STEPS))
+    assert given.is_deleted()
+
+
+def test_native_and_walk_beside_each_other(mesh: Mesh) -> None:
+    """A loop of large collectives keeps the walk; the small loop inside of it is one segment."""
+
+    def f(x: jax.Array) -> jax.Array:
+        def outer(_: Any, a: jax.Array) -> jax.Array:
+            large = lax.psum(jnp.tile(a, 40_000), "x")[: a.size] * 0.25
+            return lax.fori_loop(0, 5, lambda _, b: lax.psum(b, "x") * 0.25, large + 1)
+
+        return lax.fori_loop(0, STEPS, outer, x)
+
+    rows = np.arange(N, dtype=np.float32)[:, None]
+    got, compiled = on_rows(mesh, f, rows)
+    want = rows.mean() + 1 + (STEPS - 1)
+    np.testing.assert_allclose(got, np.full((N, 1), want), rtol=1e-6)
+    explained = stretto.explain(compiled)
+    assert "sites (" in str(explained.program) and "start " in str(explained.program)
+    by_size = {
+        c["bytes"]: c.get("called_by") for c in explained.data["collectives"] if "bytes" in c
+    }
+    assert by_size == {160_000: None, 4: "compiled code"}
+    (why,) = explained.data["walked"].values()
+    assert "160000 bytes" in why and why in str(explained)
+
+
+def test_what_is_refused_says_why() -> None:
+    def collective(kind: Kind, dtype: str, **what: Any) -> Collective:
+        type_ = TensorType(dtype, (4,))
+        return Collective(kind, (type_,), (type_,), **what)
+
+    add = Reduction.SUM
+    assert refusal(collective(Kind.ALL_REDUCE, "f32", groups=((0, 1),), reduction=add)) == ""
+    assert "bf16" in refusal(collective(Kind.ALL_REDUCE, "bf16", groups=((0, 1),), reduction=add))
+    assert "packed" in refusal(collective(Kind.PERMUTE, "s4", pairs=((0, 1),)))
+    assert "executor" in refusal(collective(Kind.SEND, "f32", pairs=((0, 1),)))
+    skipped = collective(Kind.PERMUTE, "f32", pairs=((0, 1),), valid_iterations=((0, 3),))
+    assert "skipped" in refusal(skipped)
+    assert "program" in refusal(collective(Kind.ALL_REDUCE, "f32", groups=((0, 1),), reducer=0))
+    assert not can_reduce("minimum", "c64") and not can_reduce("and", "f32")
+
+
+def test_devices_that_pairs_join() -> None:
+    assert connected([(0, 1), (1, 2), (5, 4), (3, 3)]) == [(0, 1, 2), (3,), (4, 5)]

@@ -26,7 +26,10 @@ cdef extern from *:
     static volatile sig_atomic_t stretto_again = 0;  /* how often Ctrl-C came while one was held, */
     static volatile time_t stretto_first = 0;        /* and when that was */
 
+    static volatile sig_atomic_t stretto_ctrl_c = 0;     /* how often it came at all */
+
     static void stretto_on_signal(int number) {
+        if (number == SIGINT) stretto_ctrl_c++;
         if (stretto_depth > 0 && !stretto_held[number]) {
             stretto_held[number] = 1;
             stretto_any = 1;
@@ -179,6 +182,7 @@ cdef extern from *:
     void keep_raised "stretto_keep"(object raised)
     void hold_signals "stretto_hold"()
     void stretto_guard(int number)
+    int stretto_ctrl_c
 
 
 def guard(int number):
@@ -186,3 +190,8 @@ def guard(int number):
     which calls this, while it is in the plugin. Handlers that are set later wait too.
     """
     stretto_guard(number)
+
+
+def interrupts():
+    """How often Ctrl-C came since signals are guarded."""
+    return stretto_ctrl_c

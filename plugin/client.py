@@ -56,7 +56,13 @@ class Client(_capi.Handle):  # type: ignore[misc]
         self.engine = create_engine(chosen.engine, local, cores=self.world.cores)
         self.dumps = dump.begin(chosen.dump, rank)
         self.trace = trace.begin(self.world, self.engine, _capi.Rows)
-        self.executor = Executor(self.engine, self.world, chosen, instrument=self.trace)
+        self.executor = Executor(
+            self.engine,
+            self.world,
+            chosen,
+            instrument=self.trace,
+            signals=_capi.interrupts,
+        )
         self.overlap = policy_of(chosen, self.world.costs, (p.host for p in self.world.peers))
         if self.overlap is not None and chosen.profile:
             self.overlap = replace(self.overlap, measured=known(self.world.measured, rank))

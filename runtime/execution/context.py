@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -14,6 +14,7 @@ from ..program import Program
 from ..recording.instrument import Instrument, told
 from ..recording.statistics import Counters
 from .absent import Absent
+from .interrupts import Interrupts
 from .lane import Lane
 from .segment_times import SegmentTimes
 
@@ -28,7 +29,7 @@ class Context:
     outputs of segments that are not run, and ``counters`` counts those. ``called`` names the program and the
     line it is called from, for the watchdog. ``with_ends``: frames collect the ends of runs of segments, for
     programs that call back. ``instrument`` is told what happens; ``times`` measures the segments, while
-    somebody wants to know.
+    somebody wants to know. ``interrupts`` end walks that nobody waits for any more.
     """
 
     program: Program
@@ -43,6 +44,7 @@ class Context:
     with_ends: bool = False
     instrument: Instrument | None = None
     times: SegmentTimes | None = None
+    interrupts: Interrupts = field(default_factory=Interrupts)
 
     @cached_property
     def logical(self) -> tuple[int, ...]:

@@ -106,7 +106,7 @@ class Execution:
             loaded.negotiation.begin()
         walker = loaded.walker  # the first run may have given it another order
         program = walker.program
-        frame = Frame(len(program.slot_types), walker.positions)
+        frame = walker.new_frame()
         for index, slot in enumerate(program.body.parameters):
             frame.registers[slot] = arguments[index]
         if walker.started is not None:

@@ -37,6 +37,7 @@ from .absent import Absent, zeros
 from .compiled_segments import compile_segments
 from .context import Context
 from .dispatch import Dispatcher, Processes
+from .interrupts import Interrupts
 from .lane import Lane
 from .loaded import LoadedProgram
 from .negotiation import Agreements, AsWritten, Negotiation, Proposal, check_rings
@@ -61,6 +62,7 @@ class Executor:
         *,
         communicators: Callable[[int], Communicator] | None = None,
         instrument: Instrument | None = None,
+        signals: Callable[[], int] | None = None,
     ) -> None:
         self.engine = engine
         self.world = world
@@ -75,6 +77,12 @@ class Executor:
         self._lock = threading.Lock()
         self._loaded: WeakSet[LoadedProgram] = WeakSet()
         self._agreements = Agreements(world.assembly)
+        # Where the job has other processes, they would wait for this one: nothing is ended there.
+        self._interrupts = (
+            Interrupts(signals, self.options.grace)
+            if signals is not None and world.size == 1
+            else Interrupts()
+        )
         statistics.include(self)
         atexit.register(_close_at_exit, weakref.ref(self))
 
@@ -242,6 +250,7 @@ class Executor:
                 called(program.name, line),
                 bool(host_callbacks),
                 self.dispatcher.instrument,
+                interrupts=self._interrupts,
             )
         )
 

@@ -29,14 +29,15 @@ class Hosted(list):
 class Frame:
     """One walk of a program: its registers and what changes on the way."""
 
-    __slots__ = ("active", "ends", "events", "iteration", "registers")
+    __slots__ = ("active", "ends", "events", "interrupts", "iteration", "registers")
 
-    def __init__(self, num_slots: int, active: tuple[int, ...]) -> None:
+    def __init__(self, num_slots: int, active: tuple[int, ...], interrupts: int = 0) -> None:
         self.registers: list[Any] = [None] * num_slots
         self.active = active
         self.iteration = 0  # of the innermost loop
         self.events: dict[int, Event] = {}
         self.ends: list[Any] = []  # of runs that call back into Python, to be waited for
+        self.interrupts = interrupts  # how many there were when the walk began
 
 
 def named(error: BaseException, what: str) -> BaseException:

@@ -257,7 +257,7 @@ class LoadedProgram:
     def _frame_of(self, arguments: Sequence[Sequence[Value]]) -> Frame | None:
         """The frame of a walk with these arguments, if they are all there."""
         program = self.walker.program
-        frame = Frame(len(program.slot_types), self.walker.positions)
+        frame = self.walker.new_frame()
         registers, count = frame.registers, len(self.local)
         if len(arguments) != count or any(len(row) != self._num_inputs for row in arguments):
             return None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -101,14 +102,16 @@ class Region:
                 columns.append(land(registers, slot) if type(register) is Hosted else register)
             table.begin(watched)
             progress.begin(self.what, source, self.lane.sequence, (), "")
+            results: list[list[Any]] = []
             try:
                 results = self.loaded.run_together(columns)
                 columns.clear()
                 for slot in donated:
                     registers[slot] = None
-                self._await(results)
+                self._await(results, frame)
             except BaseException as error:
                 table.abort(str(error))
+                self._settle(results)
                 raise named(error, self.what) from error
             finally:
                 progress.end()
@@ -118,13 +121,20 @@ class Region:
 
         return run_region
 
-    def _await(self, results: Sequence[Sequence[Any]]) -> None:
+    def _settle(self, results: Sequence[Sequence[Any]]) -> None:
+        """Wait until no device of a run that has failed is in the table any more."""
+        for array in (column for result in results[:1] for column in result):
+            with suppress(BaseException):
+                self.context.engine.block(array)
+
+    def _await(self, results: Sequence[Sequence[Any]], frame: Frame) -> None:
         """Wait until the devices have ended; raise the error of the first that failed.
 
         One that fails by itself is seen now and then; those that wait for it are then turned away.
         """
         table, block = self.table, self.context.engine.block
         while not table.wait(_LOOK):
+            self.context.interrupts.check(frame.interrupts)
             for array in (column for result in results[:1] for column in result):
                 if self.context.engine.is_ready(array):
                     block(array)

@@ -99,6 +99,11 @@ class Walker:
         self.prompt = self._prompt(self.program.body)
         self.prepared = True
 
+    def new_frame(self) -> Frame:
+        """The frame of a walk that begins."""
+        interrupts = self.context.interrupts.signals()
+        return Frame(len(self.program.slot_types), self.positions, interrupts)
+
     def results(self, frame: Frame) -> list[Any]:
         """The registers of the program's results, each with arrays of its own."""
         results = [frame.registers[slot] for slot in self.program.body.results]
@@ -210,7 +215,8 @@ class Walker:
             loop.donated,
         )
         iterations = range(loop.trip_count)
-        settle = self._communication.settle(loop)
+        settle, interrupts = self._communication.settle(loop), self.context.interrupts
+        signals = interrupts.signals
 
         def walk(frame: Frame) -> None:
             registers, outer = frame.registers, frame.iteration
@@ -218,6 +224,8 @@ class Walker:
             for slot in donated:
                 registers[slot] = None
             for frame.iteration in iterations:
+                if frame.interrupts != signals():
+                    interrupts.check(frame.interrupts)
                 values = enter(frame, values)
             settle(frame, values)
             frame.iteration = outer
@@ -231,6 +239,7 @@ class Walker:
         inputs, outputs, donated = loop.inputs, loop.outputs, loop.donated
         what = f"loop {loop.name or '(unnamed)'}{f' at {loop.source}' if loop.source else ''}"
         host_view, settle = self.engine.host_view, self._communication.settle(loop)
+        interrupts, signals = self.context.interrupts, self.context.interrupts.signals
 
         def staying(frame: Frame, predicate: Any) -> tuple[int, ...]:
             hosted = type(predicate) is Hosted
@@ -251,6 +260,8 @@ class Walker:
             final: list[Any] | None = None
             frame.iteration = 0
             while True:
+                if frame.interrupts != signals():
+                    interrupts.check(frame.interrupts)
                 remaining = staying(frame, *test(frame, list(values)))
                 if len(remaining) != len(frame.active):
                     settle(frame, values)

@@ -148,3 +148,31 @@ def test_the_third_ctrl_c_ends_a_process_whose_main_thread_does_not_come_back() 
     """
     status, errors = _interrupted("size = 1" + ENDLESS + textwrap.dedent(calling), again=True)
     assert (status, errors) == (-signal.SIGINT, "")
+
+
+@pytest.mark.parametrize("native", ["1", "0"])
+def test_after_ctrl_c_the_devices_can_be_used_again(native: str) -> None:
+    """A loop without end over several devices is ended; what is short goes on to its end."""
+    out = passes(
+        f"import os\nos.environ |= dict(STRETTO_NATIVE={native!r}, STRETTO_GRACE='0.5')\n"
+        + PRELUDE
+        + textwrap.dedent("""
+        from threading import Timer
+        endless = mapped(lambda v: lax.while_loop(
+            lambda c: lax.psum(c, "x").sum() >= 0, lambda c: lax.psum(c, "x") * 0, v), P("x"))
+        running = endless(x)
+        Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+        try:
+            running.block_until_ready()
+        except KeyboardInterrupt:
+            print("interrupted")
+        after = psum(x)  # behind it, and begun after the interrupt
+        print(np.array_equal(np.asarray(after), np.asarray(x).sum(0, keepdims=True)))
+        try:
+            running.block_until_ready()
+        except jax.errors.JaxRuntimeError as error:
+            print("CANCELLED" in str(error), "STRETTO_GRACE" in str(error))
+        """),
+        devices=4,
+    )
+    assert out.split() == ["interrupted", "True", "True", "True"]

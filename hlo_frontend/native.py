@@ -353,27 +353,26 @@ class _Emitter:
         """The chain's first value, made so that XLA hands the devices over to threads of its own.
 
         What XLA takes for cheap it runs while it starts the devices, and if one of them fails there it ends
-        the process unless the others come to their end. Its estimate counts the branch here, which is never
-        taken: no position is as large.
+        the process unless the others come to their end. Cheap is what it estimates at less than 1,000 operations,
+        and it counts the branch here, which is never taken: no position is as large.
         """
         position, limit = self._element(1), self._constant("4611686018427387904", "tensor<ui64>")
         never = self._value(
             f"stablehlo.compare GT, {position}, {limit} : (tensor<ui64>, tensor<ui64>) -> tensor<i1>"
         )
-        many, scalar = "tensor<1024xf32>", "tensor<f32>"
+        square, scalar = "tensor<8x8xi8>", "tensor<i8>"
         name = self._new()
         self._add(f'{name} = "stablehlo.if"({never}) ({{')
         number = self._value(f"stablehlo.convert {position} : (tensor<ui64>) -> {scalar}")
         spread = self._value(
-            f"stablehlo.broadcast_in_dim {number}, dims = [] : ({scalar}) -> {many}"
+            f"stablehlo.broadcast_in_dim {number}, dims = [] : ({scalar}) -> {square}"
         )
-        counted = self._value(f"stablehlo.iota dim = 0 : {many}")
-        products = self._value(f"stablehlo.multiply {spread}, {counted} : {many}")
-        first = self._constant("0.0", scalar)
-        flat = self._value(
-            f"stablehlo.reduce({products} init: {first}) applies stablehlo.maximum across dimensions = [0] "
-            f": ({many}, {scalar}) -> {scalar}"
+        product = self._value(
+            f"stablehlo.dot_general {spread}, {spread}, contracting_dims = [0] x [0] : "
+            f"({square}, {square}) -> {square}"
         )
+        one = self._value(f"stablehlo.slice {product} [0:1, 0:1] : ({square}) -> tensor<1x1xi8>")
+        flat = self._value(f"stablehlo.reshape {one} : (tensor<1x1xi8>) -> {scalar}")
         whole = self._value(f"stablehlo.convert {flat} : ({scalar}) -> tensor<i32>")
         self._add(f"stablehlo.return {whole} : tensor<i32>")
         self._add("}, {")

@@ -294,7 +294,7 @@ class TestWhatJaxAsks:
         f = jax.jit(lambda a: lax.fori_loop(0, 9, lambda i, b: b + b.sum(), a), donate_argnums=0)
         memory = f.lower(placed).compile().memory_analysis()
         assert memory.alias_size_in_bytes == 4096
-        assert 4096 <= memory.peak_memory_in_bytes <= 4096 + 512
+        assert 4096 <= memory.peak_memory_in_bytes < 2 * 4096  # the carry is updated in place
 
     def test_fingerprints(self) -> None:
         def fingerprint(k: int) -> bytes:

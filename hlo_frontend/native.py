@@ -353,8 +353,8 @@ class _Emitter:
         """The chain's first value, made so that XLA hands the devices over to threads of its own.
 
         What XLA takes for cheap it runs while it starts the devices, and if one of them fails there it ends
-        the process unless the others come to their end. Cheap is what it estimates at less than 1,000 operations,
-        and it counts the branch here, which is never taken: no position is as large.
+        the process unless the others come to their end. Cheap is what it estimates at less than 1,000
+        operations, and it counts the branch here, which is never taken: no position is as large.
         """
         position, limit = self._element(1), self._constant("4611686018427387904", "tensor<ui64>")
         never = self._value(

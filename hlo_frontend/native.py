@@ -264,7 +264,7 @@ def _layout(type_: TensorType) -> str:
     return f"dense<{order or ''}> : tensor<{len(order)}xindex>"
 
 
-_CHAIN = TensorType("s32", ())
+_CHAIN, _COUNTER, _PRED = (TensorType(dtype, ()) for dtype in ("s32", "s64", "pred"))
 
 
 class _Emitter:
@@ -447,13 +447,24 @@ class _Emitter:
         self._results(outputs, name, 1, 1)
 
     def _loop(self, loop: Loop) -> None:
+        """Carries are context, chain, what tells whether to go on, and the loop's own.
+
+        That is a counter where the trip count is known. Where the condition communicates it is the condition's
+        value, which the body computes: what a ``while``'s own condition does to the chain would be lost.
+        """
         types = self.program.slot_types
+        kinds, initial = [CONTEXT, _CHAIN], [self.context, self.chain]
         counts = loop.trip_count is not None
-        kinds = [CONTEXT, _CHAIN, *([_CHAIN] if counts else []), *(types[s] for s in loop.inputs)]
-        initial = [self.context, self.chain]
+        communicates = any(isinstance(i, Start) for i in instructions(loop.condition))
         if counts:
-            initial.append(self._constant("0", "tensor<i32>"))
+            kinds.append(_COUNTER)
+            initial.append(self._constant("0", _tensor(_COUNTER)))
+        elif communicates:
+            kinds.append(_PRED)
+            (stays,) = self._block(loop.condition, [self.names[s] for s in loop.inputs])
+            initial = [self.context, self.chain, stays]
         fixed = len(initial)
+        kinds += [types[s] for s in loop.inputs]
         initial += [self.names[s] for s in loop.inputs]
         listed = ", ".join(map(_tensor, kinds))
         name, outer = self._new(), self.context
@@ -463,21 +474,27 @@ class _Emitter:
         self._add("cond {")
         self.context, self.chain = carried[:2]
         if counts:
-            limit = self._constant(str(loop.trip_count), "tensor<i32>")
+            counter = _tensor(_COUNTER)
+            limit = self._constant(str(loop.trip_count), counter)
             stays = self._value(
-                f"stablehlo.compare LT, {carried[2]}, {limit} : (tensor<i32>, tensor<i32>) -> tensor<i1>"
+                f"stablehlo.compare LT, {carried[2]}, {limit} : ({counter}, {counter}) -> tensor<i1>"
             )
+        elif communicates:
+            stays = carried[2]
         else:
             (stays,) = self._block(loop.condition, carried[fixed:])
         self._add(f"stablehlo.return {stays} : tensor<i1>")
         self._add("} do {")
         self.context, self.chain = carried[:2]
         results = self._block(loop.body, carried[fixed:])
-        last = [self.context, self.chain]
+        more = []
         if counts:
-            one = self._constant("1", "tensor<i32>")
-            last.append(self._value(f"stablehlo.add {carried[2]}, {one} : tensor<i32>"))
-        self._add(f"stablehlo.return {', '.join([*last, *results])} : {listed}")
+            one = self._constant("1", counter)
+            more.append(self._value(f"stablehlo.add {carried[2]}, {one} : {counter}"))
+        elif communicates:
+            more += self._block(loop.condition, results)
+        last = ", ".join([self.context, self.chain, *more, *results])
+        self._add(f"stablehlo.return {last} : {listed}")
         self._add("}")
         self.context, self.chain = outer, f"{name}#1"
         self._results(loop.outputs, name, fixed, fixed)

@@ -211,6 +211,23 @@ def test_groups_that_leave_a_loop_at_different_times(devices: list[jax.Device]) 
     assert is_native(compiled)
 
 
+def test_a_condition_that_communicates_alone(mesh: Mesh) -> None:
+    """The body has no collective, the devices have different values, and all leave together every time."""
+
+    def f(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        def stays(c: Any) -> jax.Array:
+            return lax.pmax(c[0].max(), "x") < 50
+
+        return lax.while_loop(stays, lambda c: (c[0] + 1, c[1] + 1), (x, jnp.int32(0)))
+
+    rows = np.random.default_rng(5).random((N, 16), np.float32)
+    for _ in range(20):
+        (got, rounds), compiled = on_rows(mesh, f, rows)
+        np.testing.assert_array_equal(rounds, [50] * N)
+        np.testing.assert_allclose(got, rows + 50, rtol=1e-6)
+    assert is_native(compiled)
+
+
 def test_a_device_that_leaves_a_group_behind_is_an_error(mesh: Mesh) -> None:
     """Nobody waits for ever, and the devices can be used again."""
 

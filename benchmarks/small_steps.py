@@ -1,8 +1,8 @@
 """Programs that loop over small steps, on 8 devices of one process: stretto and JAX's CPU backend in turns.
 
-*sums*: a ``fori_loop`` of ``psum``s of 8 floats. *gradient*: the conjugate gradient method, a ``while_loop`` with
-two sums and two permutes an iteration. *halo*: two permutes of edges an iteration of a diffusion. *while*:
-a condition that is a maximum over all devices. Times are of one iteration.
+*sums*: a ``fori_loop`` of ``psum``s of 8 floats. *gradient*: the conjugate gradient method, a ``while_loop``
+with two sums and two permutes an iteration. *halo*: two permutes of edges an iteration of a diffusion.
+*while*: a condition that is a maximum over all devices. Times are of one iteration.
 """
 
 from __future__ import annotations

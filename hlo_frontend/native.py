@@ -449,8 +449,8 @@ class _Emitter:
     def _loop(self, loop: Loop) -> None:
         """Carries are context, chain, what tells whether to go on, and the loop's own.
 
-        That is a counter where the trip count is known. Where the condition communicates it is the condition's
-        value, which the body computes: what a ``while``'s own condition does to the chain would be lost.
+        That is a counter where the trip count is known. Where the condition communicates it is its value,
+        which the body computes: what a ``while``'s own condition does to the chain would be lost.
         """
         types = self.program.slot_types
         kinds, initial = [CONTEXT, _CHAIN], [self.context, self.chain]

@@ -83,9 +83,12 @@ def test_declarations_are_those_of_the_header(tmp_path: Path) -> None:
         '_Static_assert(FFI_INTERNAL == XLA_FFI_Error_Code_INTERNAL, "code");',
         '_Static_assert(XLA_FFI_API_MAJOR == 0, "version");',
     ]
+    # From version 0.5 of the header on, jaxlib 0.12, it has this name.
+    renamed = "XLA_FFI_InternalExtension" in HEADER.read_text()
+    prelude = "#define XLA_FFI_Extension_Base XLA_FFI_InternalExtension\n" if renamed else ""
     source = tmp_path / "check.c"
     source.write_text(
-        f'#include <stddef.h>\n#include "{HEADER}"\n{declared[1]}\n' + "\n".join(checks) + "\n"
+        f'#include <stddef.h>\n#include "{HEADER}"\n{prelude}{declared[1]}\n' + "\n".join(checks)
     )
     done = subprocess.run(
         [compiler, "-fsyntax-only", source], capture_output=True, text=True, check=False

@@ -19,6 +19,7 @@ from .graph import (
     LOGICAL_IDS,
     Computation,
     Instruction,
+    all_instructions,
     leaf_count,
     leaf_types,
 )
@@ -94,13 +95,8 @@ class _Builder:
 
     def check_supported(self, computation: Computation) -> None:
         """Raise `UnsupportedError` for what is refused in a computation, or in one that it calls."""
-        if computation in self.supported:
-            return
-        self.supported.add(computation)
-        for instruction in computation.instructions:
+        for instruction in all_instructions(computation, self.supported):
             _refuse(instruction, _REFUSED_INSIDE)
-            for called in instruction.called:
-                self.check_supported(called)
 
     def order(self, instruction: Instruction, env: Env) -> tuple[Node, ...]:
         """Nodes that come first because of control dependencies."""

@@ -121,18 +121,31 @@ class Computation:
 
         Such computations cannot be given to an engine as they are.
         """
-        for instruction in self.instructions:
-            opcode = instruction.opcode
-            if opcode in COLLECTIVES or opcode in LOGICAL_IDS:
-                return True
-            if any(called.needs_runtime for called in instruction.called):
-                return True
-        return False
+        return any(
+            i.opcode in COLLECTIVES or i.opcode in LOGICAL_IDS for i in all_instructions(self)
+        )
 
     @cached_property
     def has_side_effect(self) -> bool:
         """Whether one of its instructions does something besides giving results."""
         return any(instruction.has_side_effect for instruction in self.instructions)
+
+
+def all_instructions(
+    computation: Computation, seen: set[Computation] | None = None
+) -> Iterator[Instruction]:
+    """The instructions of a computation, each followed by those of what it calls, no computation twice.
+
+    ``seen``: computations to leave out; those that are walked are added.
+    """
+    seen = set() if seen is None else seen
+    if computation in seen:
+        return
+    seen.add(computation)
+    for instruction in computation.instructions:
+        yield instruction
+        for called in instruction.called:
+            yield from all_instructions(called, seen)
 
 
 class Module:

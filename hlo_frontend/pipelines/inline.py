@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ..graph import COLLECTIVES, LOGICAL_IDS, Computation, Instruction, Module
+from ..graph import COLLECTIVES, LOGICAL_IDS, Computation, Instruction, Module, all_instructions
 from ..schema import PRIMITIVE_CODES, TOKEN, TUPLE
 from .emit import Builder, Editor, array_shape
 
@@ -61,22 +61,13 @@ def _stands_alone(computation: Computation) -> bool:
 
 def other_communication(computation: Computation) -> Instruction | None:
     """What in it, or in what it calls, communicates otherwise than `GROUPED`, or reads the device's id."""
-    for i in computation.instructions:
-        if i.opcode in LOGICAL_IDS or (i.opcode in COLLECTIVES and i.opcode not in GROUPED):
-            return i
-        for called in i.called:
-            found = other_communication(called)
-            if found is not None:
-                return found
-    return None
+    refused = (COLLECTIVES | LOGICAL_IDS.keys()) - GROUPED
+    return next((i for i in all_instructions(computation) if i.opcode in refused), None)
 
 
 def communicates(computation: Computation) -> bool:
     """Whether a collective is in it or in what it calls."""
-    return computation.needs_runtime and any(
-        i.opcode in COLLECTIVES or any(map(communicates, i.called))
-        for i in computation.instructions
-    )
+    return any(i.opcode in COLLECTIVES for i in all_instructions(computation))
 
 
 def _has_loop(computation: Computation) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from ..graph import COLLECTIVES, Instruction, Module
+from ..graph import COLLECTIVES, Instruction, Module, all_instructions
 from ..schema import OpSharding
 
 _REPLICATED, _OTHER = 0, 3  # OpSharding.Type
@@ -182,7 +182,4 @@ def _by_device(devices: np.ndarray | None, axes: Sequence[int]) -> Callable[[int
 
 def _draws(computation: Any) -> bool:
     """Whether something in a called computation is not a function of its operands alone."""
-    return any(
-        i.opcode in _NEVER_SAME or any(_draws(c) for c in i.called)
-        for i in computation.instructions
-    )
+    return any(i.opcode in _NEVER_SAME for i in all_instructions(computation))

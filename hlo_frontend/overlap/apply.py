@@ -37,7 +37,7 @@ from .measured import Measured
 from .model import Graph
 from .place import place
 from .replay import Phase, Step, Timeline, handed_over, replay, unscheduled
-from .schedule import MOST_PASSES, Schedule, schedule
+from .search import MOST_PASSES, IssueOrder, search
 from .shared_cores import replay_shared, timeline_of
 from .skew import substitute
 from .staged import BUCKET_PASSES, GOOD_ENOUGH, Judge, LoopReport, stage
@@ -213,10 +213,10 @@ def _plan(
             undo()
         return kept
 
-    def search(
-        candidate: Graph, share: float, passes: int, like: Schedule | None = None
-    ) -> Schedule:
-        found = schedule(
+    def searched(
+        candidate: Graph, share: float, passes: int, like: IssueOrder | None = None
+    ) -> IssueOrder:
+        found = search(
             candidate,
             launch_s=launch,
             memory_limit=limit,
@@ -227,11 +227,11 @@ def _plan(
         )
         return tidy(candidate, found, launch, limit)
 
-    first = search(graph, 1.0, MOST_PASSES)
-    bucketed = bucket(graph, first, costs, lambda g: search(g, 0.25, BUCKET_PASSES, first), limit)
-    best = bucketed.schedule
+    first = searched(graph, 1.0, MOST_PASSES)
+    bucketed = bucket(graph, first, costs, lambda g: searched(g, 0.25, BUCKET_PASSES, first), limit)
+    best = bucketed.order
     if bucketed.graph is not graph:
-        last = search(bucketed.graph, 0.5, MOST_PASSES, best)
+        last = searched(bucketed.graph, 0.5, MOST_PASSES, best)
         if last.timeline.peak_bytes <= limit:
             best = min(best, last, key=lambda s: (s.timeline.seconds, s.timeline.peak_bytes))
     graph = bucketed.graph
@@ -262,8 +262,8 @@ def _stage(
     found = stage(loop, judge)
     if isinstance(found, LoopReport):
         return [found] if found.why else []
-    steps = found.schedule.steps
-    timeline = timeline_of(found.graph, found.schedule, policy.costs.compute.launch_s)
+    steps = found.order.steps
+    timeline = timeline_of(found.graph, found.order, policy.costs.compute.launch_s)
     if found.new is None:
         planned = replace(
             body,

@@ -27,7 +27,7 @@ from stretto.collectives.ops import Kind
 
 from .costs import CostTable
 from .model import Graph, Task
-from .schedule import Schedule
+from .search import IssueOrder
 
 MERGED_KINDS = frozenset({Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.ALL_REDUCE})
 # Floats that are summed in a wider type, whose partial sums travel as one or the other by their size.
@@ -45,16 +45,16 @@ class Bucketed:
     """A graph with buckets, its schedule, and the tasks of the original graph in each new task."""
 
     graph: Graph
-    schedule: Schedule
+    order: IssueOrder
     members: list[tuple[int, ...]]
 
 
-Scheduler = Callable[[Graph], Schedule]
+Scheduler = Callable[[Graph], IssueOrder]
 
 
 def bucket(
     graph: Graph,
-    first: Schedule,
+    first: IssueOrder,
     costs: CostTable,
     scheduler: Scheduler,
     memory_limit: float = float("inf"),
@@ -75,8 +75,8 @@ def bucket(
             found = Bucketed(bucketed, scheduler(bucketed), members)
             worse = exposed_by_merging(graph, found, first)
             # Late in the search, exposure only moves from one collective to the next.
-            timeline = found.schedule.timeline
-            lower = timeline.seconds < best.schedule.timeline.seconds
+            timeline = found.order.timeline
+            lower = timeline.seconds < best.order.timeline.seconds
             if lower and timeline.peak_bytes <= memory_limit and (not worse or not left):
                 best = found
             if not worse:
@@ -85,7 +85,7 @@ def bucket(
     return best
 
 
-def exposed_by_merging(graph: Graph, found: Bucketed, first: Schedule) -> set[tuple[int, ...]]:
+def exposed_by_merging(graph: Graph, found: Bucketed, first: IssueOrder) -> set[tuple[int, ...]]:
     """Buckets, as tasks of ``graph``, that are exposed for longer than their members were, some of which were
     hidden. What crosses is exposed where it arrives."""
     worse = set()
@@ -97,15 +97,15 @@ def exposed_by_merging(graph: Graph, found: Bucketed, first: Schedule) -> set[tu
                 seconds <= HIDDEN * graph.tasks[m].seconds
                 for m, seconds in zip(members, exposed, strict=True)
             )
-            now = found.schedule.timeline.exposed[arrived.get(task.index, task.index)]
+            now = found.order.timeline.exposed[arrived.get(task.index, task.index)]
             if hidden and now > sum(exposed) + HIDDEN * task.seconds:
                 worse.add(members)
     return worse
 
 
-def plan(graph: Graph, schedule: Schedule, costs: CostTable, size: float) -> list[tuple[int, ...]]:
+def plan(graph: Graph, found: IssueOrder, costs: CostTable, size: float) -> list[tuple[int, ...]]:
     """Groups of tasks to merge, each about as long as ``size`` latencies of its link."""
-    begin = schedule.timeline.begin
+    begin = found.timeline.begin
     queues: dict[object, list[int]] = {}
     for task in graph.tasks:
         key = bucket_key(task)

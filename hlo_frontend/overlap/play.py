@@ -106,12 +106,12 @@ class Player:
         limit = memory_limit if self.forward else _LATER
         if feeding not in self._leads:
             self._leads[feeding] = _leads(self.graph, feeding)
-        run = _Run(self, urgency, limit, patience, window, self._leads[feeding])
-        run.play()
-        return run.steps, run.end
+        one = _Pass(self, urgency, limit, patience, window, self._leads[feeding])
+        one.play()
+        return one.steps, one.end
 
 
-class _Run:
+class _Pass:
     """State of one pass."""
 
     def __init__(

@@ -26,7 +26,7 @@ from .buckets import (
 )
 from .costs import CostTable
 from .model import Graph
-from .schedule import Schedule
+from .search import IssueOrder
 
 # The share of its time that a schedule must gain by a step.
 LEAST_STEP = 1e-3
@@ -34,7 +34,7 @@ LEAST_STEP = 1e-3
 
 def refine(
     graph: Graph,
-    first: Schedule,
+    first: IssueOrder,
     found: Bucketed,
     costs: CostTable,
     scheduler: Scheduler,
@@ -53,7 +53,7 @@ def refine(
     again = True
     while again:
         again = False
-        enough = best.schedule.timeline.seconds * (1.0 - LEAST_STEP)
+        enough = best.order.timeline.seconds * (1.0 - LEAST_STEP)
         if least > enough:
             break
         for groups in _neighbours(graph, best, costs, above):
@@ -64,7 +64,7 @@ def refine(
             if max(tried.stream_seconds(), default=0.0) > enough:
                 continue
             now = Bucketed(tried, scheduler(tried), members)
-            timeline = now.schedule.timeline
+            timeline = now.order.timeline
             if timeline.peak_bytes > memory_limit:
                 continue
             if timeline.seconds > enough:
@@ -80,7 +80,7 @@ def _neighbours(
     graph: Graph, found: Bucketed, costs: CostTable, above: list[int]
 ) -> Iterator[list[tuple[int, ...]]]:
     """Plans that are one step away: groups of tasks of ``graph``, acyclic together."""
-    begin = found.schedule.timeline.begin
+    begin = found.order.timeline.begin
     queues: dict[object, list[tuple[int, ...]]] = {}
     pairs = zip(found.graph.tasks, found.members, strict=True)
     for _, members in sorted(pairs, key=lambda pair: begin[pair[0].index]):

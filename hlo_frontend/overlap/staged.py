@@ -28,7 +28,7 @@ from .loops import carries_of, trips_of
 from .model import Graph
 from .refine import LEAST_STEP, refine
 from .replay import Timeline, handed_over, replay, unscheduled
-from .schedule import LEAST_PASSES, MOST_PASSES, Schedule, schedule
+from .search import LEAST_PASSES, MOST_PASSES, IssueOrder, search
 from .shared_cores import timeline_of
 from .skew import Skewed, skew
 from .stages import EARLY, LoopBody, Stages, is_plain, stages_of
@@ -71,7 +71,7 @@ class Staged:
 
     new: Skewed | None
     graph: Graph
-    schedule: Schedule
+    order: IssueOrder
     report: LoopReport
     under_way: float
 
@@ -107,32 +107,32 @@ class Judge:
         if self._is_settled(plan, limit):
             return plan
         graph, found = plan.source, plan.found
-        quick = partial(self._search, limit=limit, passes=LEAST_PASSES, like=found.schedule)
+        quick = partial(self._search, limit=limit, passes=LEAST_PASSES, like=found.order)
         found = refine(graph, plan.first, found, self.costs, quick, limit, self.budget)
         if found.graph is not graph:
-            last = self._search(found.graph, limit, MOST_PASSES, found.schedule)
-            if _rank(last, limit) < _rank(found.schedule, limit):
-                found = replace(found, schedule=last)
+            last = self._search(found.graph, limit, MOST_PASSES, found.order)
+            if _rank(last, limit) < _rank(found.order, limit):
+                found = replace(found, order=last)
         return replace(plan, found=found)
 
     def _is_settled(self, plan: BodyPlan, limit: float) -> bool:
         """Whether no bucket could gain, or it does not fit: nor would it then, as buckets take memory too."""
-        timeline = plan.found.schedule.timeline
+        timeline = plan.found.order.timeline
         least = least_merged_seconds(plan.source, self.costs.compute.launch_s)
         return timeline.seconds <= least * (1.0 + LEAST_STEP) or timeline.peak_bytes > limit
 
     def _search(
-        self, graph: Graph, limit: float, passes: int, like: Schedule | None = None
-    ) -> Schedule:
+        self, graph: Graph, limit: float, passes: int, like: IssueOrder | None = None
+    ) -> IssueOrder:
         """The best of the schedules of a body, each made with what the last one leaves under way.
 
         One that takes longer than ``like`` by more than `FAR` will hardly be better than that.
         """
         launch = self.costs.compute.launch_s
         bound = least_seconds(graph, launch)
-        best: Schedule | None = None
+        best: IssueOrder | None = None
         for number in range(ROUNDS):
-            found = schedule(
+            found = search(
                 graph,
                 launch_s=launch,
                 memory_limit=limit,
@@ -159,7 +159,7 @@ class BodyPlan:
     """How an iteration runs. ``first`` is the schedule of ``source``, its graph without buckets."""
 
     source: Graph
-    first: Schedule
+    first: IssueOrder
     found: Bucketed
 
     @property
@@ -167,8 +167,8 @@ class BodyPlan:
         return self.found.graph
 
     @property
-    def schedule(self) -> Schedule:
-        return self.found.schedule
+    def order(self) -> IssueOrder:
+        return self.found.order
 
 
 @dataclass(frozen=True)
@@ -213,8 +213,8 @@ def stage(loop: Node, judge: Judge) -> Staged | LoopReport:
         )
 
     def total(plan: BodyPlan, span: int) -> float:
-        each = _seconds_of(plan, launch) + launch * handed_over(plan.schedule.steps)
-        under_way = _under_way(plan.graph, plan.schedule.timeline)
+        each = _seconds_of(plan, launch) + launch * handed_over(plan.order.steps)
+        under_way = _under_way(plan.graph, plan.order.timeline)
         return each * (trips - span) + plain * span + under_way
 
     tries: list[_Try] = []
@@ -236,7 +236,7 @@ def stage(loop: Node, judge: Judge) -> Staged | LoopReport:
             why = too_little(least, span, "at least ")
             continue
         plan = judge.plan(graph, limit)
-        if plan.schedule.timeline.peak_bytes > limit:
+        if plan.order.timeline.peak_bytes > limit:
             why = "what would be under way or kept for the next iteration does not fit into memory"
             continue
         tries.append(_Try(stages, new, plan, total(plan, span)))
@@ -254,8 +254,8 @@ def stage(loop: Node, judge: Judge) -> Staged | LoopReport:
         early = tuple(n.instruction.name for n in stages.moved if stages[n] == EARLY)
         late = tuple(n.instruction.name for n in stages.moved if stages[n] != EARLY)
         report = LoopReport(loop.instruction.name, trips, plain, takes / trips, early, late)
-        under_way = _under_way(plan.graph, plan.schedule.timeline)
-        best = Staged(tried.new, plan.graph, plan.schedule, report, under_way)
+        under_way = _under_way(plan.graph, plan.order.timeline)
+        best = Staged(tried.new, plan.graph, plan.order, report, under_way)
     return kept(why) if best is None else best
 
 
@@ -272,7 +272,7 @@ def _as_it_stands(
         node.carried = carried
     graph = build(body, judge.costs, carries_of(body), judge.opaque)
     plan = judge.better(judge.plan(graph, limit), limit)
-    graph, best = plan.graph, plan.schedule
+    graph, best = plan.graph, plan.order
     launch = judge.costs.compute.launch_s
     each = _seconds_of(plan, launch)
     more = launch * handed_over(best.steps)
@@ -295,10 +295,10 @@ def _choices(loop_body: LoopBody, costs: CostTable) -> Iterator[Stages]:
 
 def _seconds_of(plan: BodyPlan, launch_s: float) -> float:
     """Seconds of an iteration, with what its collectives take from compute."""
-    return timeline_of(plan.graph, plan.schedule, launch_s).seconds
+    return timeline_of(plan.graph, plan.order, launch_s).seconds
 
 
-def _rank(found: Schedule, limit: float) -> tuple[bool, float, int]:
+def _rank(found: IssueOrder, limit: float) -> tuple[bool, float, int]:
     timeline = found.timeline
     return timeline.peak_bytes > limit, timeline.seconds, timeline.peak_bytes
 

@@ -55,7 +55,7 @@ BLENDS = (0.0, 1.0, 0.5, 0.9, 0.75)
 
 
 @dataclass
-class Schedule:
+class IssueOrder:
     """An issue order and what it does.
 
     ``blend`` is the share of the module's own order that served best, ``window`` how far ahead it looked,
@@ -71,7 +71,7 @@ class Schedule:
     feeding: Feeding = Feeding.NONE
 
 
-def schedule(
+def search(
     graph: Graph,
     *,
     launch_s: float = 0.0,
@@ -79,9 +79,9 @@ def schedule(
     good_enough: float = 0.0,
     budget: int = DEFAULT_BUDGET,
     most_passes: int = MOST_PASSES,
-    like: Schedule | None = None,
+    like: IssueOrder | None = None,
     seed: int = 0,
-) -> Schedule:
+) -> IssueOrder:
     """The best order found: least time, to a ten-thousandth, within ``memory_limit`` bytes.
 
     Where no order within the limit is found, the module's own order is kept. ``good_enough`` seconds end
@@ -89,7 +89,7 @@ def schedule(
     small graphs cannot make more. ``like`` is the schedule of a similar graph.
     """
     steps = unscheduled(graph)
-    best = Schedule(steps, replay(graph, steps, launch_s))
+    best = IssueOrder(steps, replay(graph, steps, launch_s))
     if not any(task.is_collective for task in graph.tasks) or not best.timeline.seconds:
         return best
     own = best.timeline
@@ -129,7 +129,7 @@ def schedule(
             return ends, False
         if over and best.timeline.peak_bytes <= memory_limit:
             return ends, True
-        best = Schedule(steps, timeline, blend, missed, looks, feeds)
+        best = IssueOrder(steps, timeline, blend, missed, looks, feeds)
         leading, patience, window, feeding = urgency, patient, looks, feeds
         return ends, False
 

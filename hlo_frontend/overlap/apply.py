@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heappush
+from types import MappingProxyType
 
 from stretto.collectives.ops import Kind
 
@@ -36,6 +37,7 @@ from .loosen import loosen
 from .measured import Measured
 from .model import Graph
 from .place import place
+from .pricing import price_blocks
 from .replay import Phase, Step, Timeline, handed_over, replay, unscheduled
 from .search import MOST_PASSES, IssueOrder, search
 from .shared_cores import replay_shared, timeline_of
@@ -51,6 +53,7 @@ LEAST_LAUNCHES = 2.0
 # Tasks that the passes of one block may visit in all. It bounds compile time.
 BUDGET = 20_000
 MEMORY_FACTOR = 1.1
+NOTHING_BUILT: Mapping[BlockGraph, Graph] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -125,11 +128,16 @@ Order = Callable[[BlockGraph], Ordered]
 
 
 def plan(
-    block: BlockGraph, policy: OverlapPolicy, donated: Iterable[int] = (), ordered: Order = order
+    block: BlockGraph,
+    policy: OverlapPolicy,
+    donated: Iterable[int] = (),
+    ordered: Order = order,
+    built: Mapping[BlockGraph, Graph] = NOTHING_BUILT,
 ) -> Planned | None:
     """Plan a block and those inside it; None where nothing of it communicates.
 
-    ``ordered`` is the order that blocks keep without a plan.
+    ``ordered`` is the order that blocks keep without a plan, ``built`` has graphs of blocks as they stand, by
+    this table; their loops and branches are priced anew in place.
 
     Combined collectives of blocks that get a plan are taken apart, for good: a block that is to be lowered
     as it was must be carved before.
@@ -138,7 +146,7 @@ def plan(
     """
     if not any(node.is_runtime for node in block.nodes):
         return None
-    return _plan(block, policy, donated, ordered, inside=False)
+    return _plan(block, policy, donated, ordered, built, inside=False)
 
 
 def carve_planned(block: BlockGraph, planned: Planned | None, ordered: Order = order) -> BlockPlan:
@@ -164,16 +172,18 @@ def _plan(
     policy: OverlapPolicy,
     donated: Iterable[int],
     ordered: Order,
+    built: Mapping[BlockGraph, Graph],
     *,
     inside: bool = True,
 ) -> Planned:
     """``inside``: whether a block around this one asks what it takes."""
     costs = policy.costs
     inner = {
-        node: tuple(_plan(b, policy, carries, ordered) for b, carries in blocks_of(node))
+        node: tuple(_plan(b, policy, carries, ordered, built) for b, carries in blocks_of(node))
         for node in block.nodes
         if node.blocks
     }
+    given = list(block.nodes)
     reports: list[LoopReport] = []
     for node in [node for node in inner if node.kind is NodeKind.LOOP]:
         reports += _stage(block, node, policy, inner)
@@ -183,17 +193,20 @@ def _plan(
     # A block inside another one is worth what it costs there, but that is the same share of both.
     worthwhile = communication > LEAST_LAUNCHES * costs.compute.launch_s and communication > 0.0
     fixed = any(c.kind in (Kind.SEND, Kind.RECV) for c in collectives)
-    if worthwhile and not fixed:
-        fixed = bool(ordered(block).valid)
-    if not worthwhile or fixed:
+    own_order = ordered(block) if worthwhile and not fixed else Ordered((), {}, {})
+    if not worthwhile or fixed or own_order.valid:
         compute = 0.0
         if inside or any(p.considered for plans in inner.values() for p in plans):
             compute = _compute_seconds(block, costs, lambda node: seconds[node])
         took = compute + communication
         return Planned(took, took, inner=inner, loops=reports, exposed=communication)
-    graph = build(block, costs, donated, lambda node: seconds[node])
+    if block in built and block.nodes == given:  # no loop of it is another by now
+        graph = built[block]
+        price_blocks(graph, seconds.__getitem__)
+    else:
+        graph = build(block, costs, donated, seconds.__getitem__)
     launch = costs.compute.launch_s
-    steps = unpassed(ordered(block), graph)
+    steps = unpassed(own_order, graph)
     without = replay_shared(graph, steps, launch)
     compute_seconds = graph.compute_seconds
     # What keeps the cores busy takes as long beside compute; of several that merge, the latency once.
@@ -207,7 +220,7 @@ def _plan(
     limit = policy.memory_factor * replay(graph, unscheduled(graph), launch).peak_bytes
     undo = uncombine(block, costs)
     if undo is not None:
-        graph = build(block, costs, donated, lambda node: seconds[node])
+        graph = build(block, costs, donated, seconds.__getitem__)
     if least_merged_seconds(graph, launch) >= most:  # not before: combined ones make ways longer
         if undo is not None:
             undo()

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from heapq import heapify, heappop, heappush
 from types import MappingProxyType
 
@@ -38,15 +39,16 @@ from .measured import Measured
 from .model import Graph
 from .place import place
 from .pricing import price_blocks
+from .refine import refine
 from .replay import Phase, Step, Timeline, handed_over, replay, unscheduled
-from .search import MOST_PASSES, IssueOrder, search
+from .search import LEAST_PASSES, MOST_PASSES, IssueOrder, search
 from .shared_cores import replay_shared, timeline_of
 from .skew import substitute
 from .staged import BUCKET_PASSES, GOOD_ENOUGH, Judge, LoopReport, stage
 from .tidy import tidy
 from .uncombine import uncombine
 
-# The share of a block's time that a plan must save.
+# The share of a block's own time, without the loops and branches inside it, that a plan must save.
 LEAST_GAIN = 0.03
 # Launches that the collectives of a block must cost in all to be worth a look.
 LEAST_LAUNCHES = 2.0
@@ -58,7 +60,8 @@ NOTHING_BUILT: Mapping[BlockGraph, Graph] = MappingProxyType({})
 
 @dataclass(frozen=True)
 class OverlapPolicy:
-    """How blocks are judged and planned. ``least_gain`` is a share of the time without a plan.
+    """How blocks are judged and planned. ``least_gain`` is a share of the time without a plan,
+    loops and branches inside the block apart.
 
     ``measured``: by key of a module (`measured.key_of`), what its compute takes where that is known.
     """
@@ -214,7 +217,9 @@ def _plan(
     bound = max([compute_seconds + moving, *graph.stream_seconds()])
     took = without.seconds
     kept = Planned(took, took, graph, timeline=without, inner=inner, loops=reports)
-    most = took * (1.0 - policy.least_gain)
+    # What is inside loops and branches takes what it takes, however this block is planned.
+    inside_blocks = sum(task.seconds for task in graph.tasks if task.ops[0].node.blocks)
+    most = took - policy.least_gain * (took - inside_blocks)
     if bound >= most:
         return kept
     limit = policy.memory_factor * replay(graph, unscheduled(graph), launch).peak_bytes
@@ -241,7 +246,10 @@ def _plan(
         return tidy(candidate, found, launch, limit)
 
     first = searched(graph, 1.0, MOST_PASSES)
-    bucketed = bucket(graph, first, costs, lambda g: searched(g, 0.25, BUCKET_PASSES, first), limit)
+    shorter = partial(searched, share=0.25, passes=BUCKET_PASSES, like=first)
+    bucketed = bucket(graph, first, costs, shorter, limit)
+    quick = partial(searched, share=0.25, passes=LEAST_PASSES, like=bucketed.order)
+    bucketed = refine(graph, first, bucketed, costs, quick, limit, policy.budget // 2)
     best = bucketed.order
     if bucketed.graph is not graph:
         last = searched(bucketed.graph, 0.5, MOST_PASSES, best)
@@ -267,6 +275,7 @@ def _stage(
     judge = Judge(
         policy.costs,
         body.seconds,
+        body.without,
         lambda node: _control_flow_seconds(node, body.inner[node]),
         policy.least_gain,
         policy.memory_factor,

@@ -33,7 +33,7 @@ MERGED_KINDS = frozenset({Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.ALL_REDUCE}
 # Floats that are summed in a wider type, whose partial sums travel as one or the other by their size.
 NARROW = ("bf16", "f16", "f8", "f4")
 # Sizes of buckets tried, in multiples of the time that a link's latency takes.
-SIZES = (32.0, 8.0)
+SIZES = (32.0, 8.0, 4.0)
 # How often a plan is scheduled anew after buckets that expose what was hidden were dissolved.
 ROUNDS = 3
 # What is exposed for less than this share of its time counts as hidden.
@@ -72,6 +72,8 @@ def bucket(
                 break
             tried.append(merged)
             bucketed, members = merge(graph, merged, costs)
+            if max(bucketed.stream_seconds()) >= best.order.timeline.seconds:
+                break  # in no order, and with fewer buckets a stream has more to do
             found = Bucketed(bucketed, scheduler(bucketed), members)
             worse = exposed_by_merging(graph, found, first)
             # Late in the search, exposure only moves from one collective to the next.

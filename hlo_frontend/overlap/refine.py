@@ -1,5 +1,6 @@
-"""Buckets of small graphs, bettered step by step: two that follow each other are joined, or a first or last
-member is let go, while that lowers the predicted time and exposes nothing that was hidden.
+"""Buckets bettered step by step: two that follow each other are joined, or a first or last member is let
+go, while that lowers the predicted time and exposes nothing that was hidden. A budget of tasks ends that; it
+goes far in small graphs.
 
 That finds plans between those of `buckets`, whose buckets are all about as long: in the body of a loop, a
 small first bucket that the iteration waits for and a large one behind it.

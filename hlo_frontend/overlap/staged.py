@@ -34,6 +34,8 @@ from .skew import Skewed, skew
 from .stages import EARLY, LoopBody, Stages, is_plain, stages_of
 from .tidy import tidy
 
+# The share of its time that a loop must gain over the plan of its body as it stands.
+GAIN_OVER_PLAN = 0.01
 # How often the plan of a body is made, each time with what the last one leaves under way.
 ROUNDS = 3
 # A first plan that takes longer than one of a similar body by this share is the last one.
@@ -80,17 +82,25 @@ class Staged:
 class Judge:
     """By what a loop is judged.
 
-    ``plain``: seconds of its body as it is planned; ``opaque``: those of nodes with blocks in it;
-    ``least_gain``: the share of its time that must be gained; ``memory_factor``: how far above the body's own
-    peak memory may go; ``budget``: tasks that each search may visit.
+    ``plain``: seconds of its body as it is planned, ``without`` a plan; ``opaque``: those of nodes with
+    blocks in it; ``least_gain``: the share of its time without a plan that must be gained;
+    ``memory_factor``: how far above the body's own peak memory may go; ``budget``: tasks that each search
+    may visit.
     """
 
     costs: CostTable
     plain: float
+    without: float
     opaque: Callable[[Node], float]
     least_gain: float
     memory_factor: float
     budget: int
+
+    @property
+    def most(self) -> float:
+        """What an iteration may take at most."""
+        over_plan = min(self.least_gain, GAIN_OVER_PLAN)
+        return min(self.without * (1.0 - self.least_gain), self.plain * (1.0 - over_plan))
 
     def plan(self, graph: Graph, limit: float) -> BodyPlan:
         """The plan of a body, its collectives as they are or in buckets of about one size."""
@@ -203,7 +213,7 @@ def stage(loop: Node, judge: Judge) -> Staged | LoopReport:
     limit = judge.memory_factor * replay(own, unscheduled(own), launch).peak_bytes
     if trips is None:
         return _as_it_stands(loop, condition, judge, limit)
-    most = plain * trips * (1.0 - judge.least_gain)
+    most = judge.most * trips
     why = "none of its collectives can move to another iteration"
 
     def too_little(each: float, span: int, least: str = "") -> str:
@@ -276,7 +286,7 @@ def _as_it_stands(
     launch = judge.costs.compute.launch_s
     each = _seconds_of(plan, launch)
     more = launch * handed_over(best.steps)
-    if best.timeline.peak_bytes <= limit and each + more <= plain * (1.0 - judge.least_gain):
+    if best.timeline.peak_bytes <= limit and each + more <= judge.most:
         report = LoopReport(name, None, plain, each)
         return Staged(None, graph, best, report, _under_way(graph, best.timeline))
     for node in found:

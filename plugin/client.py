@@ -15,6 +15,7 @@ from weakref import WeakSet
 import numpy as np
 
 from stretto.collectives.types import TensorType
+from stretto.hlo_frontend.overlap.policy import policy_of
 from stretto.runtime import dump
 from stretto.runtime.engines.engine import create_engine
 from stretto.runtime.execution.executor import Executor
@@ -27,7 +28,6 @@ from stretto.runtime.recording.instrument import Instrument
 
 from . import _capi, abi, store
 from .device import PLATFORM, make_devices
-from .overlap import policy_of
 from .profile import known
 from .structs import NamedValues, read_int64s
 from .table import entry
@@ -56,7 +56,10 @@ class Client(_capi.Handle):  # type: ignore[misc]
         self.dumps = dump.begin(chosen.dump, rank)
         self.trace = trace.begin(self.world, self.engine, _capi.Rows)
         self.executor = Executor(self.engine, self.world, chosen, instrument=self.trace)
-        self.overlap = policy_of(chosen, self.world.costs, (p.host for p in self.world.peers))
+        costs, hosts = self.world.costs, [p.host for p in self.world.peers]
+        self.overlap = policy_of(
+            costs.text, hosts, origin=costs.origin, named=costs.named, enabled=chosen.overlap
+        )
         if self.overlap is not None and chosen.profile:
             self.overlap = replace(self.overlap, measured=known(self.world.measured, rank))
         self.devices = make_devices(size, local, rank)

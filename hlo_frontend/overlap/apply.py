@@ -249,7 +249,7 @@ def _plan(
     shorter = partial(searched, share=0.25, passes=BUCKET_PASSES, like=first)
     bucketed = bucket(graph, first, costs, shorter, limit)
     quick = partial(searched, share=0.25, passes=LEAST_PASSES, like=bucketed.order)
-    bucketed = refine(graph, first, bucketed, costs, quick, limit, policy.budget // 2)
+    bucketed = refine(graph, bucketed, costs, quick, limit, policy.budget // 2)
     best = bucketed.order
     if bucketed.graph is not graph:
         last = searched(bucketed.graph, 0.5, MOST_PASSES, best)

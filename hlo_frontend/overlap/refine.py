@@ -1,6 +1,5 @@
 """Buckets bettered step by step: two that follow each other are joined, or a first or last member is let
-go, while that lowers the predicted time and exposes nothing that was hidden. A budget of tasks ends that; it
-goes far in small graphs.
+go, while that lowers the predicted time. A budget of tasks ends that; it goes far in small graphs.
 
 That finds plans between those of `buckets`, whose buckets are all about as long: in the body of a loop, a
 small first bucket that the iteration waits for and a large one behind it.
@@ -21,13 +20,11 @@ from .buckets import (
     are_apart,
     bucket_key,
     close,
-    exposed_by_merging,
     is_worth_copies,
     merge,
 )
 from .costs import CostTable
 from .model import Graph
-from .search import IssueOrder
 
 # The share of its time that a schedule must gain by a step.
 LEAST_STEP = 1e-3
@@ -35,7 +32,6 @@ LEAST_STEP = 1e-3
 
 def refine(
     graph: Graph,
-    first: IssueOrder,
     found: Bucketed,
     costs: CostTable,
     scheduler: Scheduler,
@@ -44,9 +40,8 @@ def refine(
 ) -> Bucketed:
     """The buckets after as many steps as lower the predicted time.
 
-    ``first`` is the schedule without buckets, ``scheduler`` a quick one, ``memory_limit`` bytes, ``budget``
-    the number of tasks that may be scheduled in all. What could not take less time in any order is not
-    scheduled.
+    ``scheduler`` is a quick one, ``memory_limit`` bytes, ``budget`` the number of tasks that may be scheduled
+    in all. What could not take less time in any order is not scheduled.
     """
     above = ancestors(graph)
     least = least_merged_seconds(graph)
@@ -69,8 +64,6 @@ def refine(
             if timeline.peak_bytes > memory_limit:
                 continue
             if timeline.seconds > enough:
-                continue
-            if exposed_by_merging(graph, now, first) - exposed_by_merging(graph, best, first):
                 continue
             best, again = now, True
             break

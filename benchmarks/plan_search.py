@@ -96,7 +96,7 @@ def no_buckets(graph: Graph, first: IssueOrder, *_: Any) -> Bucketed:
 
 Patch = tuple[Any, str, Callable[..., Any]]
 BUCKETS: list[Patch] = [(module, "bucket", no_buckets) for module in (apply, staged)]
-REFINE: list[Patch] = [(staged, "refine", lambda graph, first, found, *_: found)]
+REFINE: list[Patch] = [(m, "refine", lambda graph, found, *_: found) for m in (apply, staged)]
 TIDY: list[Patch] = [(module, "tidy", lambda graph, found, *_: found) for module in (apply, staged)]
 APART: list[Patch] = [(apply, "uncombine", lambda block, costs: None)]
 LOOPS: list[Patch] = [(apply, "_stage", lambda block, loop, policy, inner: [])]

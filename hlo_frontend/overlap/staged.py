@@ -4,7 +4,7 @@ What the iterations of a loop take is the time of one among others (`replay`), i
 begin in one iteration and end in the next. The loop is staged (`stages`, `skew`) where that takes less time
 than the plan of its body as it stands, with the iterations counted in full that then stand around it. Where
 memory is short, fewer of the early collectives move; each share of them is planned without much search, and
-those that come out best are bettered. In every loop, staged or not, collectives cross whose
+the one that comes out best is bettered. In every loop, staged or not, collectives cross whose
 results are nothing but carries.
 
 Invariant: what is chosen follows from the module and the table of costs.
@@ -41,8 +41,6 @@ GAIN_OVER_PLAN = 1e-3
 ROUNDS = 3
 # A first plan that takes longer than one of a similar body by this share is the last one.
 FAR = 0.02
-# Of the choices of what moves, those for which more buckets are looked for.
-FINALISTS = 3
 # Passes of the search for each plan of buckets, and for each but the first of those rounds.
 BUCKET_PASSES = 12
 # A plan this close to what bounds an iteration is not searched further.
@@ -250,23 +248,20 @@ def stage(loop: Node, judge: Judge) -> Staged | LoopReport:
             why = "what would be under way or kept for the next iteration does not fit into memory"
             continue
         tries.append(_Try(stages, new, plan, total(plan, span)))
-    best: Staged | None = None
-    for tried in sorted(tries, key=lambda t: t.total)[:FINALISTS]:
-        stages = tried.stages
-        span = stages.last - stages.first
-        plan = judge.better(tried.plan, limit)
-        takes = total(plan, span)
-        if best is not None and takes >= best.report.seconds * trips:
-            continue
-        if takes > most:
-            why = too_little(_seconds_of(plan, launch), span)
-            continue
-        early = tuple(n.instruction.name for n in stages.moved if stages[n] == EARLY)
-        late = tuple(n.instruction.name for n in stages.moved if stages[n] != EARLY)
-        report = LoopReport(loop.instruction.name, trips, plain, takes / trips, early, late)
-        under_way = _under_way(plan.graph, plan.order.timeline)
-        best = Staged(tried.new, plan.graph, plan.order, report, under_way)
-    return kept(why) if best is None else best
+    if not tries:
+        return kept(why)
+    tried = min(tries, key=lambda t: t.total)
+    stages = tried.stages
+    span = stages.last - stages.first
+    plan = judge.better(tried.plan, limit)
+    takes = total(plan, span)
+    if takes > most:
+        return kept(too_little(_seconds_of(plan, launch), span))
+    early = tuple(n.instruction.name for n in stages.moved if stages[n] == EARLY)
+    late = tuple(n.instruction.name for n in stages.moved if stages[n] != EARLY)
+    report = LoopReport(loop.instruction.name, trips, plain, takes / trips, early, late)
+    under_way = _under_way(plan.graph, plan.order.timeline)
+    return Staged(tried.new, plan.graph, plan.order, report, under_way)
 
 
 def _as_it_stands(

@@ -30,22 +30,22 @@ from stretto.hlo_frontend.overlap.buckets import Bucketed
 from stretto.hlo_frontend.overlap.costs import CostTable
 from stretto.hlo_frontend.overlap.model import Graph
 from stretto.hlo_frontend.overlap.replay import Phase, Step, replay, unscheduled
-from stretto.hlo_frontend.overlap.schedule import Schedule
+from stretto.hlo_frontend.overlap.search import IssueOrder
 from stretto.hlo_frontend.source import read_hlo
 
 DATA = Path(__file__).parents[1] / "tests" / "hlo_frontend" / "overlap" / "data"
 
 
-def plain(graph: Graph, *, launch_s: float = 0.0, memory_limit: float, **_: Any) -> Schedule:
+def plain(graph: Graph, *, launch_s: float = 0.0, memory_limit: float, **_: Any) -> IssueOrder:
     """The plain rule, with the widest window of tasks to look ahead that fits into memory."""
     steps = unscheduled(graph)
-    best = Schedule(steps, replay(graph, steps, launch_s))
+    best = IssueOrder(steps, replay(graph, steps, launch_s))
     window = len(graph.tasks)
     while window:
         steps = early_starts(graph, window)
         timeline = replay(graph, steps, launch_s)
         if timeline.peak_bytes <= memory_limit:
-            return Schedule(steps, timeline) if timeline.seconds < best.timeline.seconds else best
+            return IssueOrder(steps, timeline) if timeline.seconds < best.timeline.seconds else best
         window //= 2
     return best
 
@@ -90,17 +90,17 @@ def early_starts(graph: Graph, window: int) -> list[Step]:
     return steps
 
 
-def no_buckets(graph: Graph, first: Schedule, *_: Any) -> Bucketed:
+def no_buckets(graph: Graph, first: IssueOrder, *_: Any) -> Bucketed:
     return Bucketed(graph, first, [(task.index,) for task in graph.tasks])
 
 
 Patch = tuple[Any, str, Callable[..., Any]]
 BUCKETS: list[Patch] = [(module, "bucket", no_buckets) for module in (apply, staged)]
-REFINE: list[Patch] = [(staged, "refine", lambda graph, first, found, *_: found)]
+REFINE: list[Patch] = [(m, "refine", lambda graph, found, *_: found) for m in (apply, staged)]
 TIDY: list[Patch] = [(module, "tidy", lambda graph, found, *_: found) for module in (apply, staged)]
 APART: list[Patch] = [(apply, "uncombine", lambda block, costs: None)]
 LOOPS: list[Patch] = [(apply, "_stage", lambda block, loop, policy, inner: [])]
-PLAIN: list[Patch] = [(module, "schedule", plain) for module in (apply, staged)]
+PLAIN: list[Patch] = [(module, "search", plain) for module in (apply, staged)]
 WITHOUT: dict[str, list[Patch]] = {
     "all": [],
     "plain rule": [*PLAIN, *BUCKETS, *REFINE, *TIDY, *APART, *LOOPS],

@@ -24,14 +24,14 @@ from .groups import MOST_DEVICES
 from .interleaved import Interleaved
 from .lower import lower
 from .native import native
-from .overlap.apply import OverlapPolicy, Planned
+from .overlap.apply import OverlapPolicy, Planned, carve_planned
 from .overlap.evaluate import prediction
 from .overlap.explained import Explained, explained
 from .overlap.measured import key_of
 from .own_options import split
 from .passes.bytes import Rewrite, RewriteReport
 from .passes.valid import ValidPolicy, ValidReport
-from .pipeline import COMMON, Compilation, Dump, Source, plan_block, policy_for, run
+from .pipeline import COMMON, SETTLING, Compilation, Dump, Source, policy_for, run
 from .plan_text import plan_text
 from .schema import HloModuleProto, HloModuleProtoWithConfig
 from .text import parse_hlo_text
@@ -59,7 +59,9 @@ class PartitionedModule(Source):
     def passed(self) -> tuple[Compilation, BlockPlan]:
         """The module after the passes that all ranks' programs go through, and its graph carved."""
         compilation = Compilation.of(self, Module.parse(self.hlo))
-        return compilation, run(compilation, COMMON)
+        run(compilation, COMMON)
+        assert compilation.carved is not None
+        return compilation, compilation.carved
 
     def lower(
         self,
@@ -78,7 +80,7 @@ class PartitionedModule(Source):
         contradicts its data or tokens."""
         compilation, plan = self.passed()
         reorder(compilation.entry, plan, order)
-        plan = plan_block(compilation.entry, self.valid.least_flops)
+        plan = carve_planned(compilation.entry, None, self.ordered)
         return self.lower(compilation.module, plan)
 
     def tokens(self) -> dict[str, tuple[str, ...]]:
@@ -90,11 +92,13 @@ class PartitionedModule(Source):
         """By what measured times of its compute are kept (see `overlap.measured`)."""
         return key_of(Module.parse(self.hlo), self.num_replicas, self.num_partitions)
 
-    def explained(self, overlap: OverlapPolicy) -> Explained:
-        """How the collectives of the program are scheduled that `compiled` makes with this policy."""
-        c, _ = self.passed()
+    def explained(self, overlap: OverlapPolicy, parsed: Module | None = None) -> Explained:
+        """How the collectives of the program are scheduled that `compiled` makes with this policy.
+        ``parsed`` is the module, if the caller has it."""
+        c = Compilation.of(self, parsed or Module.parse(self.hlo))
+        run(c, SETTLING)
         return explained(
-            c.entry, policy_for(self, c.module, overlap), _donated(c.module), self.ordered
+            c.entry, policy_for(self, c.module, overlap), _donated(c.module), c.ordered
         )
 
     def lowered(
@@ -104,10 +108,11 @@ class PartitionedModule(Source):
         given what it was at each stage."""
         module = Module.parse(self.hlo)
         c = Compilation.of(self, module, _donated(module), overlap)
-        carved = run(c, dump=dump)
+        run(c, dump=dump)
+        assert c.carved is not None
         planned = c.planned is not None and c.planned.changed
         homes: dict[SegmentPlan, int] = {}
-        program = self.lower(module, carved, streams=planned, homes=homes)
+        program = self.lower(module, c.carved, streams=planned, homes=homes)
         if c.planned is not None:
             program = replace(program, predicted=prediction(c.planned))
         if dump is not None:
@@ -115,7 +120,7 @@ class PartitionedModule(Source):
                 dump(module.name, "plan", plan_text(c.planned))
             _dump_program(program, dump)
         return LoweredModule(
-            program, c.entry, carved, homes, c.schedule, c.valid, c.rewritten, c.planned
+            program, c.entry, c.carved, homes, c.schedule, c.valid, c.rewritten, c.planned
         )
 
     def compiled(
@@ -300,7 +305,7 @@ def compile_hlo(
     `compile_stablehlo`. Raises `InvalidProgramError` where it contradicts itself, `UnsupportedError`.
     """
     counts = num_replicas, num_partitions
-    module, found = _partitioned(hlo, *counts, pseudo_tokens, rewrites, valid, interleave, dump)
+    module, _, found = _partitioned(hlo, *counts, pseudo_tokens, rewrites, valid, interleave, dump)
     return replace(module.compiled(overlap, dump), interleaved=found)
 
 
@@ -314,11 +319,17 @@ def explained_hlo(
     rewrites: bool = False,
     valid: ValidPolicy = _PROVED,
     interleave: int = 1,
+    parsed: Module | None = None,
 ) -> Explained:
-    """The plan of the program that `compile_hlo` makes of the same arguments, which raises the same."""
+    """The plan of the program that `compile_hlo` makes of the same arguments, which raises the same.
+
+    ``parsed`` is the module of ``hlo``, if the caller has it.
+    """
     counts = num_replicas, num_partitions
-    module, _ = _partitioned(hlo, *counts, pseudo_tokens, rewrites, valid, interleave)
-    return module.explained(overlap)
+    module, parsed, _ = _partitioned(
+        hlo, *counts, pseudo_tokens, rewrites, valid, interleave, parsed=parsed
+    )
+    return module.explained(overlap, parsed)
 
 
 def _partitioned(
@@ -330,8 +341,10 @@ def _partitioned(
     valid: ValidPolicy,
     interleave: int,
     dump: Dump | None = None,
-) -> tuple[PartitionedModule, tuple[Interleaved, ...]]:
-    """HLO that somebody hands in, verified, its pipelines interleaved, and what became of these."""
+    parsed: Module | None = None,
+) -> tuple[PartitionedModule, Module, tuple[Interleaved, ...]]:
+    """HLO that somebody hands in, verified, its pipelines interleaved; the same parsed; and what became of
+    the pipelines."""
     if num_replicas < 1 or num_partitions < 1:
         raise InvalidProgramError("a program needs at least one replica and one partition")
     if num_replicas * num_partitions > MOST_DEVICES:
@@ -340,12 +353,14 @@ def _partitioned(
             f"{MOST_DEVICES} devices"
         )
     serialized = parse_hlo_text(hlo) if isinstance(hlo, str) else hlo
-    parsed = Module.parse(serialized)
+    parsed = parsed or Module.parse(serialized)
     verify(parsed)
     check_partitioned(parsed, num_partitions)
     counts = num_replicas, num_partitions
-    serialized, found = _interleaved(spell_out_topk(serialized), *counts, interleave, dump)
-    return PartitionedModule(serialized, *counts, pseudo_tokens, valid, rewrites), found
+    made, found = _interleaved(spell_out_topk(serialized), *counts, interleave, dump)
+    if made is not serialized:
+        parsed = Module.parse(made)
+    return PartitionedModule(made, *counts, pseudo_tokens, valid, rewrites), parsed, found
 
 
 def _interleaved(

@@ -18,7 +18,7 @@ from typing import Protocol
 
 from stretto.collectives.order import Schedule
 
-from .carve import BlockPlan, carve
+from .carve import BlockPlan
 from .collective_order import schedule_of
 from .collectives import CollectiveReader
 from .flatten import flatten
@@ -30,8 +30,7 @@ from .overlap.measured import key_of
 from .passes import bytes as fewer_bytes
 from .passes import pseudo_tokens, rotate, unread, valid
 from .passes.order import order
-from .passes.valid.decide import LEAST_FLOPS
-from .values import BlockGraph
+from .values import BlockGraph, Node
 
 # The variable that has every pass's graph checked. Not an option: nothing but a mistake of stretto's is
 # found.
@@ -86,6 +85,9 @@ class Compilation:
     schedule: Schedule = field(default_factory=Schedule)
     planned: Planned | None = None
     rotated: bool = False
+    _orders: dict[BlockGraph, tuple[list[Node], unread.Ordered]] = field(
+        default_factory=dict, repr=False
+    )
 
     @classmethod
     def of(
@@ -98,6 +100,14 @@ class Compilation:
         """The beginning: the module's graph as it is written."""
         reader = CollectiveReader(source.num_replicas, source.num_partitions)
         return cls(source, module, flatten(module.entry, reader), donated, overlap)
+
+    def ordered(self, block: BlockGraph) -> unread.Ordered:
+        """The order of a block without a plan, which is looked for anew when its nodes are others."""
+        nodes, found = self._orders.get(block, (None, None))
+        if found is None or nodes != block.nodes:
+            found = self.source.ordered(block)
+            self._orders[block] = list(block.nodes), found
+        return found
 
 
 Pass = Callable[[Compilation], None]
@@ -135,7 +145,7 @@ def _schedule(c: Compilation) -> None:
     """Needs the collectives that the program is to have. Leaves the graph as it is, its default order,
     and the schedule that ranks compare: passes behind this one change when collectives start and are
     awaited, and ranks that differ come back to the program without them."""
-    c.carved = plan_block(c.entry, c.source.valid.least_flops)
+    c.carved = carve_planned(c.entry, None, c.ordered)
     c.schedule = schedule_of(c.entry, c.carved)
 
 
@@ -145,7 +155,7 @@ def _overlap(c: Compilation) -> None:
     if c.overlap is None:
         return
     policy = policy_for(c.source, c.module, c.overlap)
-    c.planned = plan_overlap(c.entry, policy, c.donated, c.source.ordered)
+    c.planned = plan_overlap(c.entry, policy, c.donated, c.ordered)
 
 
 def policy_for(source: Source, module: Module, overlap: OverlapPolicy) -> OverlapPolicy:
@@ -160,24 +170,28 @@ def _rotate(c: Compilation) -> None:
     of the others, and ``Node.carried`` of permutes that only the next iteration reads."""
     if c.source.valid.pipeline:
         c.rotated = rotate.rotate(c.entry, planned_loops(c.planned))
+        if c.rotated:
+            c._orders.clear()  # which follow phases
 
 
 def _carve(c: Compilation) -> None:
     """Needs the plans and the phases. Leaves the graph as it is, and the order and the segments of all
     blocks."""
     if c.planned is not None and c.planned.changed:
-        c.carved = carve_planned(c.entry, c.planned, c.source.ordered)
+        c.carved = carve_planned(c.entry, c.planned, c.ordered)
     elif c.rotated or c.carved is None:
-        c.carved = plan_block(c.entry, c.source.valid.least_flops)
+        c.carved = carve_planned(c.entry, None, c.ordered)
 
 
+# What settles which collectives a program has.
+SETTLING: tuple[Pass, ...] = (_pseudo_tokens, _valid, _unread, _bytes)
 # What every program goes through, however its collectives are scheduled: what ranks compare.
-COMMON: tuple[Pass, ...] = (_pseudo_tokens, _valid, _unread, _bytes, _schedule)
+COMMON: tuple[Pass, ...] = (*SETTLING, _schedule)
 PASSES: tuple[Pass, ...] = (*COMMON, _overlap, _rotate, _carve)
 
 
-def run(c: Compilation, passes: Sequence[Pass] = PASSES, dump: Dump | None = None) -> BlockPlan:
-    """Take a module through the passes, in place; what came of it, carved.
+def run(c: Compilation, passes: Sequence[Pass] = PASSES, dump: Dump | None = None) -> None:
+    """Take a module through the passes, in place.
 
     Raises `GraphError` where graphs are checked and a pass leaves one that does not hold together.
     """
@@ -186,8 +200,6 @@ def run(c: Compilation, passes: Sequence[Pass] = PASSES, dump: Dump | None = Non
     for one in passes:
         one(c)
         _look(c, one.__name__.strip("_"), checked, dump)
-    assert c.carved is not None
-    return c.carved
 
 
 def _look(c: Compilation, stage: str, checked: bool, dump: Dump | None) -> None:
@@ -199,12 +211,3 @@ def _look(c: Compilation, stage: str, checked: bool, dump: Dump | None) -> None:
             c.entry.check()
         except GraphError as error:
             raise GraphError(f"{c.module.name}, after pass {stage}: {error}") from None
-
-
-def plan_block(block: BlockGraph, least_flops: float = LEAST_FLOPS) -> BlockPlan:
-    """Order and carve a block and the blocks nested in it. ``least_flops``: see `passes.unread`."""
-    plan = carve(block, order(block, least_flops))
-    for node in block.nodes:
-        if node.blocks:
-            plan.blocks[node] = tuple(plan_block(inner, least_flops) for inner in node.blocks)
-    return plan

@@ -15,6 +15,7 @@ from weakref import WeakSet
 import numpy as np
 
 from stretto.collectives.types import TensorType
+from stretto.hlo_frontend.overlap.policy import policy_of
 from stretto.runtime import dump
 from stretto.runtime.engines.engine import create_engine
 from stretto.runtime.execution.executor import Executor
@@ -28,7 +29,6 @@ from stretto.runtime.recording.instrument import Instrument
 
 from . import _capi, abi, store
 from .device import PLATFORM, make_devices
-from .overlap import policy_of
 from .profile import known
 from .structs import NamedValues, read_int64s
 from .table import entry
@@ -63,7 +63,10 @@ class Client(_capi.Handle):  # type: ignore[misc]
             instrument=self.trace,
             signals=_capi.interrupts,
         )
-        self.overlap = policy_of(chosen, self.world.costs, (p.host for p in self.world.peers))
+        costs, hosts = self.world.costs, [p.host for p in self.world.peers]
+        self.overlap = policy_of(
+            costs.text, hosts, origin=costs.origin, named=costs.named, enabled=chosen.overlap
+        )
         if self.overlap is not None and chosen.profile:
             self.overlap = replace(self.overlap, measured=known(self.world.measured, rank))
         self.calls = can_call(self.engine, chosen, size)

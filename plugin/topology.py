@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 from stretto.collectives.types import TensorType
 from stretto.hlo_frontend.overlap.apply import OverlapPolicy
+from stretto.hlo_frontend.overlap.policy import policy_of
 from stretto.runtime import dump
 from stretto.runtime.dump import Dumps
 from stretto.runtime.engines.engine import Engine, create_engine
@@ -25,7 +26,6 @@ from stretto.runtime.options import Options, in_force
 
 from . import _capi
 from .device import PLATFORM, make_devices
-from .overlap import policy_of
 from .structs import NamedValues, read_bytes, read_named_values
 from .table import entry
 from .target import difference, measured, target
@@ -131,7 +131,7 @@ class Elsewhere:
         if not chosen.overlap:
             return None
         costs = cost_tables.find(chosen.costs, hosts, self._local_devices, chosen.engine)
-        return policy_of(chosen, costs, hosts)
+        return policy_of(costs.text, hosts, origin=costs.origin, named=costs.named)
 
     @cached_property
     def calls(self) -> bool:

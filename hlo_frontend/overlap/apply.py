@@ -19,7 +19,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from heapq import heapify, heappop, heappush
+from types import MappingProxyType
 
 from stretto.collectives.ops import Kind
 
@@ -36,26 +38,30 @@ from .loosen import loosen
 from .measured import Measured
 from .model import Graph
 from .place import place
+from .pricing import price_blocks
+from .refine import refine
 from .replay import Phase, Step, Timeline, handed_over, replay, unscheduled
-from .schedule import MOST_PASSES, Schedule, schedule
+from .search import LEAST_PASSES, MOST_PASSES, IssueOrder, search
 from .shared_cores import replay_shared, timeline_of
 from .skew import substitute
 from .staged import BUCKET_PASSES, GOOD_ENOUGH, Judge, LoopReport, stage
 from .tidy import tidy
 from .uncombine import uncombine
 
-# The share of a block's time that a plan must save.
+# The share of a block's own time, without the loops and branches inside it, that a plan must save.
 LEAST_GAIN = 0.03
 # Launches that the collectives of a block must cost in all to be worth a look.
 LEAST_LAUNCHES = 2.0
 # Tasks that the passes of one block may visit in all. It bounds compile time.
 BUDGET = 20_000
 MEMORY_FACTOR = 1.1
+NOTHING_BUILT: Mapping[BlockGraph, Graph] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
 class OverlapPolicy:
-    """How blocks are judged and planned. ``least_gain`` is a share of the time without a plan.
+    """How blocks are judged and planned. ``least_gain`` is a share of the time without a plan,
+    loops and branches inside the block apart.
 
     ``measured``: by key of a module (`measured.key_of`), what its compute takes where that is known.
     """
@@ -125,11 +131,16 @@ Order = Callable[[BlockGraph], Ordered]
 
 
 def plan(
-    block: BlockGraph, policy: OverlapPolicy, donated: Iterable[int] = (), ordered: Order = order
+    block: BlockGraph,
+    policy: OverlapPolicy,
+    donated: Iterable[int] = (),
+    ordered: Order = order,
+    built: Mapping[BlockGraph, Graph] = NOTHING_BUILT,
 ) -> Planned | None:
     """Plan a block and those inside it; None where nothing of it communicates.
 
-    ``ordered`` is the order that blocks keep without a plan.
+    ``ordered`` is the order that blocks keep without a plan, ``built`` has graphs of blocks as they stand, by
+    this table; their loops and branches are priced anew in place.
 
     Combined collectives of blocks that get a plan are taken apart, for good: a block that is to be lowered
     as it was must be carved before.
@@ -138,7 +149,7 @@ def plan(
     """
     if not any(node.is_runtime for node in block.nodes):
         return None
-    return _plan(block, policy, donated, ordered, inside=False)
+    return _plan(block, policy, donated, ordered, built, inside=False)
 
 
 def carve_planned(block: BlockGraph, planned: Planned | None, ordered: Order = order) -> BlockPlan:
@@ -164,16 +175,18 @@ def _plan(
     policy: OverlapPolicy,
     donated: Iterable[int],
     ordered: Order,
+    built: Mapping[BlockGraph, Graph],
     *,
     inside: bool = True,
 ) -> Planned:
     """``inside``: whether a block around this one asks what it takes."""
     costs = policy.costs
     inner = {
-        node: tuple(_plan(b, policy, carries, ordered) for b, carries in blocks_of(node))
+        node: tuple(_plan(b, policy, carries, ordered, built) for b, carries in blocks_of(node))
         for node in block.nodes
         if node.blocks
     }
+    given = list(block.nodes)
     reports: list[LoopReport] = []
     for node in [node for node in inner if node.kind is NodeKind.LOOP]:
         reports += _stage(block, node, policy, inner)
@@ -183,17 +196,20 @@ def _plan(
     # A block inside another one is worth what it costs there, but that is the same share of both.
     worthwhile = communication > LEAST_LAUNCHES * costs.compute.launch_s and communication > 0.0
     fixed = any(c.kind in (Kind.SEND, Kind.RECV) for c in collectives)
-    if worthwhile and not fixed:
-        fixed = bool(ordered(block).valid)
-    if not worthwhile or fixed:
+    own_order = ordered(block) if worthwhile and not fixed else Ordered((), {}, {})
+    if not worthwhile or fixed or own_order.valid:
         compute = 0.0
         if inside or any(p.considered for plans in inner.values() for p in plans):
             compute = _compute_seconds(block, costs, lambda node: seconds[node])
         took = compute + communication
         return Planned(took, took, inner=inner, loops=reports, exposed=communication)
-    graph = build(block, costs, donated, lambda node: seconds[node])
+    if block in built and block.nodes == given:  # no loop of it is another by now
+        graph = built[block]
+        price_blocks(graph, seconds.__getitem__)
+    else:
+        graph = build(block, costs, donated, seconds.__getitem__)
     launch = costs.compute.launch_s
-    steps = unpassed(ordered(block), graph)
+    steps = unpassed(own_order, graph)
     without = replay_shared(graph, steps, launch)
     compute_seconds = graph.compute_seconds
     # What keeps the cores busy takes as long beside compute; of several that merge, the latency once.
@@ -201,22 +217,24 @@ def _plan(
     bound = max([compute_seconds + moving, *graph.stream_seconds()])
     took = without.seconds
     kept = Planned(took, took, graph, timeline=without, inner=inner, loops=reports)
-    most = took * (1.0 - policy.least_gain)
+    # What is inside loops and branches takes what it takes, however this block is planned.
+    inside_blocks = sum(task.seconds for task in graph.tasks if task.ops[0].node.blocks)
+    most = took - policy.least_gain * (took - inside_blocks)
     if bound >= most:
         return kept
     limit = policy.memory_factor * replay(graph, unscheduled(graph), launch).peak_bytes
     undo = uncombine(block, costs)
     if undo is not None:
-        graph = build(block, costs, donated, lambda node: seconds[node])
+        graph = build(block, costs, donated, seconds.__getitem__)
     if least_merged_seconds(graph, launch) >= most:  # not before: combined ones make ways longer
         if undo is not None:
             undo()
         return kept
 
-    def search(
-        candidate: Graph, share: float, passes: int, like: Schedule | None = None
-    ) -> Schedule:
-        found = schedule(
+    def searched(
+        candidate: Graph, share: float, passes: int, like: IssueOrder | None = None
+    ) -> IssueOrder:
+        found = search(
             candidate,
             launch_s=launch,
             memory_limit=limit,
@@ -227,11 +245,14 @@ def _plan(
         )
         return tidy(candidate, found, launch, limit)
 
-    first = search(graph, 1.0, MOST_PASSES)
-    bucketed = bucket(graph, first, costs, lambda g: search(g, 0.25, BUCKET_PASSES, first), limit)
-    best = bucketed.schedule
+    first = searched(graph, 1.0, MOST_PASSES)
+    shorter = partial(searched, share=0.25, passes=BUCKET_PASSES, like=first)
+    bucketed = bucket(graph, first, costs, shorter, limit)
+    quick = partial(searched, share=0.25, passes=LEAST_PASSES, like=bucketed.order)
+    bucketed = refine(graph, bucketed, costs, quick, limit, policy.budget // 2)
+    best = bucketed.order
     if bucketed.graph is not graph:
-        last = search(bucketed.graph, 0.5, MOST_PASSES, best)
+        last = searched(bucketed.graph, 0.5, MOST_PASSES, best)
         if last.timeline.peak_bytes <= limit:
             best = min(best, last, key=lambda s: (s.timeline.seconds, s.timeline.peak_bytes))
     graph = bucketed.graph
@@ -254,6 +275,7 @@ def _stage(
     judge = Judge(
         policy.costs,
         body.seconds,
+        body.without,
         lambda node: _control_flow_seconds(node, body.inner[node]),
         policy.least_gain,
         policy.memory_factor,
@@ -262,8 +284,8 @@ def _stage(
     found = stage(loop, judge)
     if isinstance(found, LoopReport):
         return [found] if found.why else []
-    steps = found.schedule.steps
-    timeline = timeline_of(found.graph, found.schedule, policy.costs.compute.launch_s)
+    steps = found.order.steps
+    timeline = timeline_of(found.graph, found.order, policy.costs.compute.launch_s)
     if found.new is None:
         planned = replace(
             body,

@@ -12,9 +12,7 @@ those of all of its members, so hiding kernels that lie between two members keep
 In a loop's body, collectives that cross into the next iteration are merged with others that cross, and with
 them what arrives of them from the iteration before.
 
-A plan of buckets is kept only if its schedule takes less time. A bucket that hides less than its members did
-(one of them was hidden, and it is exposed longer than all of them were together) is dissolved, and the plan
-scheduled anew.
+A plan of buckets is kept only if its schedule takes less time. It may expose a collective that was hidden.
 """
 
 from __future__ import annotations
@@ -27,17 +25,13 @@ from stretto.collectives.ops import Kind
 
 from .costs import CostTable
 from .model import Graph, Task
-from .schedule import Schedule
+from .search import IssueOrder
 
 MERGED_KINDS = frozenset({Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.ALL_REDUCE})
 # Floats that are summed in a wider type, whose partial sums travel as one or the other by their size.
 NARROW = ("bf16", "f16", "f8", "f4")
 # Sizes of buckets tried, in multiples of the time that a link's latency takes.
-SIZES = (32.0, 8.0)
-# How often a plan is scheduled anew after buckets that expose what was hidden were dissolved.
-ROUNDS = 3
-# What is exposed for less than this share of its time counts as hidden.
-HIDDEN = 0.01
+SIZES = (32.0, 4.0)
 
 
 @dataclass
@@ -45,16 +39,16 @@ class Bucketed:
     """A graph with buckets, its schedule, and the tasks of the original graph in each new task."""
 
     graph: Graph
-    schedule: Schedule
+    order: IssueOrder
     members: list[tuple[int, ...]]
 
 
-Scheduler = Callable[[Graph], Schedule]
+Scheduler = Callable[[Graph], IssueOrder]
 
 
 def bucket(
     graph: Graph,
-    first: Schedule,
+    first: IssueOrder,
     costs: CostTable,
     scheduler: Scheduler,
     memory_limit: float = float("inf"),
@@ -67,45 +61,22 @@ def bucket(
     tried: list[list[tuple[int, ...]]] = [[]]
     for size in SIZES:
         merged = plan(graph, first, costs, size)
-        for left in range(ROUNDS, -1, -1):
-            if merged in tried:
-                break
-            tried.append(merged)
-            bucketed, members = merge(graph, merged, costs)
-            found = Bucketed(bucketed, scheduler(bucketed), members)
-            worse = exposed_by_merging(graph, found, first)
-            # Late in the search, exposure only moves from one collective to the next.
-            timeline = found.schedule.timeline
-            lower = timeline.seconds < best.schedule.timeline.seconds
-            if lower and timeline.peak_bytes <= memory_limit and (not worse or not left):
-                best = found
-            if not worse:
-                break
-            merged = [group for group in merged if group not in worse]
+        if merged in tried:
+            continue
+        tried.append(merged)
+        bucketed, members = merge(graph, merged, costs)
+        enough = best.order.timeline.seconds
+        if max(bucketed.stream_seconds()) >= enough:
+            continue  # in no order does it take less
+        found = scheduler(bucketed)
+        if found.timeline.seconds < enough and found.timeline.peak_bytes <= memory_limit:
+            best = Bucketed(bucketed, found, members)
     return best
 
 
-def exposed_by_merging(graph: Graph, found: Bucketed, first: Schedule) -> set[tuple[int, ...]]:
-    """Buckets, as tasks of ``graph``, that are exposed for longer than their members were, some of which were
-    hidden. What crosses is exposed where it arrives."""
-    worse = set()
-    arriving, arrived = graph.crossings(), found.graph.crossings()
-    for task, members in zip(found.graph.tasks, found.members, strict=True):
-        if len(members) > 1 and not task.arrives:
-            exposed = [first.timeline.exposed[arriving.get(m, m)] for m in members]
-            hidden = any(
-                seconds <= HIDDEN * graph.tasks[m].seconds
-                for m, seconds in zip(members, exposed, strict=True)
-            )
-            now = found.schedule.timeline.exposed[arrived.get(task.index, task.index)]
-            if hidden and now > sum(exposed) + HIDDEN * task.seconds:
-                worse.add(members)
-    return worse
-
-
-def plan(graph: Graph, schedule: Schedule, costs: CostTable, size: float) -> list[tuple[int, ...]]:
+def plan(graph: Graph, found: IssueOrder, costs: CostTable, size: float) -> list[tuple[int, ...]]:
     """Groups of tasks to merge, each about as long as ``size`` latencies of its link."""
-    begin = schedule.timeline.begin
+    begin = found.timeline.begin
     queues: dict[object, list[int]] = {}
     for task in graph.tasks:
         key = bucket_key(task)

@@ -88,8 +88,9 @@ def explained(
     """
     given = tuple(donated)
     written: dict[tuple[str, int], _Written] = {}
-    of_entry = _written(block, policy, given, written)
-    found = plan(block, policy, given, ordered)
+    built: dict[BlockGraph, Graph] = {}
+    of_entry = _written(block, policy, given, written, built)
+    found = plan(block, policy, given, ordered, built)
     return _explained(block, found, policy, given, ordered, of_entry, written)
 
 
@@ -98,12 +99,13 @@ def _written(
     policy: OverlapPolicy,
     donated: tuple[int, ...],
     found: dict[tuple[str, int], _Written],
+    built: dict[BlockGraph, Graph],
 ) -> _Written:
-    """The block as it is written. ``found`` is told of those inside it, by name of the node and position:
-    what is put in a loop's place keeps its name."""
+    """The block as it is written. ``found`` gets those inside it, by name of the node and position: what is
+    put in a loop's place keeps its name. ``built`` gets the graphs of all of them."""
     costs = policy.costs
     inner = {
-        node: tuple(_written(b, policy, carries, found) for b, carries in blocks_of(node))
+        node: tuple(_written(b, policy, carries, found, built) for b, carries in blocks_of(node))
         for node in block.nodes
         if node.blocks
     }
@@ -118,6 +120,7 @@ def _written(
     exposed = timeline.exposed_seconds + sum(
         control_flow_seconds(node, [p.exposed for p in parts]) for node, parts in inner.items()
     )
+    built[block] = graph
     floors = {node: tuple(p.floor for p in parts) for node, parts in inner.items()}
     return _Written(timeline, exposed, floor_of(block, costs, donated, floors, graph))
 

@@ -17,7 +17,6 @@ from ..values import NodeKind
 from .explained import Explained
 from .ledger import Entry, ledger, summary
 from .model import Task
-from .pricing import kernel_cost
 from .replay import Phase
 
 
@@ -107,7 +106,7 @@ def _kernel(task: Task, launch: float, plan: Explained) -> dict[str, Any]:
     found = {
         "instructions": [op.instruction.name for op in task.ops],
         "iterations": [[] for _ in task.ops],
-        "flops": None if node.blocks else kernel_cost(task)[0],
+        "flops": None if node.blocks else task.flops,
         "launch_s": launch,
     }
     if node.blocks:

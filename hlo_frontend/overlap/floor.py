@@ -5,7 +5,7 @@ heaviest path to it, and for each resource the work of its ancestors on that res
 earliest any of them can begin. Its *tail* is the same seen from the end. For each resource and each
 threshold h, the tasks whose heads are at least h take their whole work after h, and then the shortest of
 their tails. The largest of these sums over all resources is the floor: the total work of the busiest
-resource plus what dependencies keep it idle. `joint_bound` adds what neither resource says alone.
+resource plus what dependencies keep it idle. `stream_bound` adds what neither resource says alone.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .joint_bound import joint_bound
 from .model import Graph
+from .stream_bound import stream_bound
 
 # Ancestors are kept as bits of a matrix; beyond this many tasks only paths and totals are used.
 MAX_MATRIX = 8_000
@@ -57,8 +57,8 @@ def floor(graph: Graph) -> Floor:
     if above is not None and below is not None:
         for r, name in enumerate(graph.streams):
             bound = max(
-                joint_bound(r, seconds, stream, heads, tails, above),
-                joint_bound(r, seconds[::-1], stream[::-1], from_end, heads[::-1], below),
+                stream_bound(r, seconds, stream, heads, tails, above),
+                stream_bound(r, seconds[::-1], stream[::-1], from_end, heads[::-1], below),
             )
             if bound > best:
                 best, binding = bound, f"compute and {name}"

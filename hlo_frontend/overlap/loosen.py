@@ -17,10 +17,10 @@ import numpy as np
 
 from .model import Graph
 from .replay import Phase, Step, memory, replay
-from .schedule import Schedule
+from .search import IssueOrder
 
 
-def loosen(graph: Graph, found: Schedule, launch_s: float) -> Schedule:
+def loosen(graph: Graph, found: IssueOrder, launch_s: float) -> IssueOrder:
     """The schedule with slack around its collectives."""
     loose = _Steps(graph, found.steps, found.timeline.peak_bytes)
     loose.hurry()

@@ -72,8 +72,8 @@ class Task:
     """A kernel, a collective, or an opaque loop or branch.
 
     ``seconds`` is its time on ``stream``; stream -1 is compute. ``moved_bytes`` go over the wire or to and
-    from memory. ``latency_s`` is the part of a collective's time that does not grow with its size,
-    ``busy`` the share of it that is taken from compute that runs meanwhile.
+    from memory, ``flops`` are a kernel's operations. ``latency_s`` is the part of a collective's time that
+    does not grow with its size, ``busy`` the share of it that is taken from compute that runs meanwhile.
     ``extra_bytes`` are used while the task runs or is in flight. A bucket has an op for each member.
 
     A collective that a loop's body starts for the next iteration is two tasks there: one that ``crosses``,
@@ -96,6 +96,7 @@ class Task:
     extra_bytes: int = 0
     crosses: bool = False
     arrives: bool = False
+    flops: float = 0.0
 
     @property
     def is_collective(self) -> bool:
@@ -119,6 +120,7 @@ class Task:
             self.extra_bytes,
             self.crosses,
             self.arrives,
+            self.flops,
         )
 
     @property

@@ -7,10 +7,6 @@ in time: early enough that no stream idles, not earlier, so that memory is not f
 needs yet. Kernels that nothing urgent depends on (weight gradients) thereby drift behind collectives that
 compute would otherwise wait for.
 
-*Patience.* A long kernel that nothing waits for can hold up an urgent one whose input arrives a moment
-later. A patient pass leaves compute idle for up to a share of the long kernel's time instead. That pays
-where a stream is the bottleneck, and costs where compute is; so it is one of the things tried.
-
 *Feeding.* Where weight gradients drift behind a long chain of compute, the stream that they would keep busy
 idles meanwhile, and all of its work is left for the end. A feeding pass runs, whenever a stream would run dry
 until it is through, the kernel from which the least compute leads to a collective of that stream. Where
@@ -95,7 +91,6 @@ class Player:
         self,
         urgency: Sequence[float],
         memory_limit: float = _LATER,
-        patience: float = 0.0,
         window: float = _LATER,
         feeding: Feeding = Feeding.NONE,
     ) -> tuple[list[Step], list[float]]:
@@ -106,12 +101,12 @@ class Player:
         limit = memory_limit if self.forward else _LATER
         if feeding not in self._leads:
             self._leads[feeding] = _leads(self.graph, feeding)
-        run = _Run(self, urgency, limit, patience, window, self._leads[feeding])
-        run.play()
-        return run.steps, run.end
+        one = _Pass(self, urgency, limit, window, self._leads[feeding])
+        one.play()
+        return one.steps, one.end
 
 
-class _Run:
+class _Pass:
     """State of one pass."""
 
     def __init__(
@@ -119,7 +114,6 @@ class _Run:
         player: Player,
         urgency: Sequence[float],
         limit: float,
-        patience: float,
         window: float,
         leads: Sequence[list[float]],
     ) -> None:
@@ -128,7 +122,6 @@ class _Run:
         self.player = player
         self.rank = [-u for u in urgency]  # the smallest goes first
         self.limit = limit
-        self.patience = patience
         self.limited = limit < _LATER
         self.window = window
         self.leads = leads
@@ -215,18 +208,17 @@ class _Run:
         return upcoming
 
     def _kernel(self) -> int | None:
-        """The most urgent kernel that fits and holds up nothing more urgent, taken from the queue."""
+        """The most urgent kernel that fits, taken from the queue."""
         if self.leads:
             fed = self._feeder()
             if fed is not None:
                 self._take(self.kernels, fed)
                 return fed[1]
         first = self.kernels[0]
-        fits = not self.limited or self._fits(first[1])
-        if fits and not (self.patience and self._holds_up(first)):
+        if not self.limited or self._fits(first[1]):
             return heappop(self.kernels)[1]
         for entry in nsmallest(ALTERNATIVES, self.kernels)[1:]:
-            if self._fits(entry[1]) and not self._holds_up(entry):
+            if self._fits(entry[1]):
                 self._take(self.kernels, entry)
                 return entry[1]
         return None
@@ -244,17 +236,6 @@ class _Run:
             if self.free[stream] <= self.clock + lead and self._fits(index):
                 return rank, index
         return None
-
-    def _holds_up(self, entry: tuple[float, int]) -> bool:
-        if not self.patience or not self.later:
-            return False
-        arrival, awaited = self.later[0]
-        seconds = self.player.seconds[entry[1]]
-        return (
-            self.clock + seconds > arrival
-            and arrival - self.clock < self.patience * seconds
-            and self.rank[awaited] < entry[0]
-        )
 
     def _take(self, queue: list[tuple[float, int]], entry: tuple[float, int]) -> None:
         if entry == queue[0]:

@@ -46,10 +46,18 @@ def price(graph: Graph, costs: CostTable, opaque: Callable[[Node], float]) -> No
             price_kernel(task, costs)
 
 
+def price_blocks(graph: Graph, opaque: Callable[[Node], float]) -> None:
+    """Set what loops and branches take."""
+    for task in graph.tasks:
+        node = task.ops[0].node
+        if node.blocks:
+            task.seconds = opaque(node)
+
+
 def price_kernel(task: Task, costs: CostTable) -> None:
     """Set what a kernel takes: as it was measured, or by the rates of the table."""
-    flops_needed, task.moved_bytes = kernel_cost(task)
-    task.seconds = costs.compute.seconds(flops_needed, task.moved_bytes)
+    task.flops, task.moved_bytes = _kernel_cost(task)
+    task.seconds = costs.compute.seconds(task.flops, task.moved_bytes)
     if costs.measured is not None:
         shares = shared_out(task, task.seconds, costs)
         task.seconds = sum(
@@ -77,7 +85,7 @@ def _label(collective: Collective) -> str:
     return f"stride{stride}x{size}"
 
 
-def kernel_cost(task: Task) -> tuple[float, float]:
+def _kernel_cost(task: Task) -> tuple[float, float]:
     """(flops, bytes moved) of a kernel: each input read once, each output written once."""
     total = sum(flops(op.instruction) for op in task.ops)
     read: dict[Buffer, int] = {}

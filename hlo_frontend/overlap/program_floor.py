@@ -29,7 +29,7 @@ from .floor import Floor, floor
 from .kernels import build
 from .loops import control_flow_seconds
 from .model import Graph, Task
-from .pricing import kernel_cost
+from .pricing import price_blocks
 from .uncombine import uncombine
 
 
@@ -58,14 +58,16 @@ def floor_of(
     graph: Graph,
 ) -> BlockFloor:
     """The floor of a block; ``inner`` has those of the blocks of its loops and branches, ``graph`` is that of
-    the block as it stands."""
+    the block as it stands, whose loops and branches are priced anew."""
     undo = uncombine(block, costs)
     try:
         least = {
             n: control_flow_seconds(n, [p.floor.seconds for p in ps]) for n, ps in inner.items()
         }
-        if undo is not None or inner:
+        if undo is not None:
             graph = build(block, costs, donated, least.__getitem__)
+        else:
+            price_blocks(graph, least.__getitem__)
     finally:
         if undo is not None:
             undo()
@@ -100,7 +102,7 @@ def _arithmetic(task: Task, costs: CostTable) -> float:
     """What a kernel takes at least, with whatever others it is one."""
     if costs.measured is not None:
         return task.seconds
-    return costs.compute.seconds(kernel_cost(task)[0], 0.0)
+    return costs.compute.seconds(task.flops, 0.0)
 
 
 def _merged(graph: Graph) -> Graph:
@@ -125,21 +127,20 @@ def _streams(
         name, before = work.get(key, (name, 0.0))
         work[key] = name, before + seconds
 
-    chains: dict[
-        object, list[float]
-    ] = {}  # by key of buckets, the latencies of its longest chain to a task
-    for task in graph.tasks:
+    keys = [bucket_key(task) for task in graph.tasks]
+    stream_of: dict[object, object] = {}  # by key of buckets
+    for task, bucket in zip(graph.tasks, keys, strict=True):
         if task.collective is not None:
-            saved = task.latency_s if bucket_key(task) is not None else 0.0
-            add(stream_key(task.collective), graph.streams[task.stream], task.seconds - saved)
+            saved = task.latency_s if bucket is not None else 0.0
+            stream = stream_key(task.collective)
+            add(stream, graph.streams[task.stream], task.seconds - saved)
             if saved:
-                chains.setdefault(bucket_key(task), [])
-    for bucket, longest in chains.items():
-        for task in graph.tasks:
-            longest.append(max((longest[b] for b in task.before), default=0.0))
-            if task.collective is not None and bucket_key(task) == bucket:
-                longest[-1] += task.latency_s
-                stream = stream_key(task.collective)
+                stream_of[bucket] = stream
+    for bucket, stream in stream_of.items():
+        longest: list[float] = []  # the latencies of the longest chain to a task
+        for task, own in zip(graph.tasks, keys, strict=True):
+            chain = max([longest[b] for b in task.before], default=0.0)
+            longest.append(chain + task.latency_s if own == bucket else chain)
         latency[stream] = latency.get(stream, 0.0) + max(longest)
     for node, parts in inner.items():
         for key in {key: None for p in parts for key in p.streams}:

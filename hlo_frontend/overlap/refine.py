@@ -1,5 +1,5 @@
-"""Buckets of small graphs, bettered step by step: two that follow each other are joined, or a first or last
-member is let go, while that lowers the predicted time and exposes nothing that was hidden.
+"""Buckets bettered step by step: two that follow each other are joined, or a first or last member is let
+go, while that lowers the predicted time. A budget of tasks ends that; it goes far in small graphs.
 
 That finds plans between those of `buckets`, whose buckets are all about as long: in the body of a loop, a
 small first bucket that the iteration waits for and a large one behind it.
@@ -20,13 +20,11 @@ from .buckets import (
     are_apart,
     bucket_key,
     close,
-    exposed_by_merging,
     is_worth_copies,
     merge,
 )
 from .costs import CostTable
 from .model import Graph
-from .schedule import Schedule
 
 # The share of its time that a schedule must gain by a step.
 LEAST_STEP = 1e-3
@@ -34,7 +32,6 @@ LEAST_STEP = 1e-3
 
 def refine(
     graph: Graph,
-    first: Schedule,
     found: Bucketed,
     costs: CostTable,
     scheduler: Scheduler,
@@ -43,9 +40,8 @@ def refine(
 ) -> Bucketed:
     """The buckets after as many steps as lower the predicted time.
 
-    ``first`` is the schedule without buckets, ``scheduler`` a quick one, ``memory_limit`` bytes, ``budget``
-    the number of tasks that may be scheduled in all. What could not take less time in any order is not
-    scheduled.
+    ``scheduler`` is a quick one, ``memory_limit`` bytes, ``budget`` the number of tasks that may be scheduled
+    in all. What could not take less time in any order is not scheduled.
     """
     above = ancestors(graph)
     least = least_merged_seconds(graph)
@@ -53,7 +49,7 @@ def refine(
     again = True
     while again:
         again = False
-        enough = best.schedule.timeline.seconds * (1.0 - LEAST_STEP)
+        enough = best.order.timeline.seconds * (1.0 - LEAST_STEP)
         if least > enough:
             break
         for groups in _neighbours(graph, best, costs, above):
@@ -64,12 +60,10 @@ def refine(
             if max(tried.stream_seconds(), default=0.0) > enough:
                 continue
             now = Bucketed(tried, scheduler(tried), members)
-            timeline = now.schedule.timeline
+            timeline = now.order.timeline
             if timeline.peak_bytes > memory_limit:
                 continue
             if timeline.seconds > enough:
-                continue
-            if exposed_by_merging(graph, now, first) - exposed_by_merging(graph, best, first):
                 continue
             best, again = now, True
             break
@@ -80,7 +74,7 @@ def _neighbours(
     graph: Graph, found: Bucketed, costs: CostTable, above: list[int]
 ) -> Iterator[list[tuple[int, ...]]]:
     """Plans that are one step away: groups of tasks of ``graph``, acyclic together."""
-    begin = found.schedule.timeline.begin
+    begin = found.order.timeline.begin
     queues: dict[object, list[tuple[int, ...]]] = {}
     pairs = zip(found.graph.tasks, found.members, strict=True)
     for _, members in sorted(pairs, key=lambda pair: begin[pair[0].index]):

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from .model import Graph
 from .replay import COMPUTE, START, WAIT, Clock, Step, Timeline, replay, timeline
-from .schedule import Schedule
+from .search import IssueOrder
 
 
 def replay_shared(graph: Graph, steps: Sequence[Step], launch_s: float = 0.0) -> Timeline:
@@ -24,7 +24,7 @@ def replay_shared(graph: Graph, steps: Sequence[Step], launch_s: float = 0.0) ->
     return timeline(_SharedClock(graph, steps, launch_s), steps)
 
 
-def timeline_of(graph: Graph, found: Schedule, launch_s: float = 0.0) -> Timeline:
+def timeline_of(graph: Graph, found: IssueOrder, launch_s: float = 0.0) -> Timeline:
     """The same of a schedule, whose own timeline it is where nothing keeps cores busy."""
     busy = any(task.busy for task in graph.tasks)
     return replay_shared(graph, found.steps, launch_s) if busy else found.timeline

@@ -4,7 +4,7 @@ What the iterations of a loop take is the time of one among others (`replay`), i
 begin in one iteration and end in the next. The loop is staged (`stages`, `skew`) where that takes less time
 than the plan of its body as it stands, with the iterations counted in full that then stand around it. Where
 memory is short, fewer of the early collectives move; each share of them is planned without much search, and
-those that come out best are bettered. In every loop, staged or not, collectives cross whose
+the one that comes out best is bettered. In every loop, staged or not, collectives cross whose
 results are nothing but carries.
 
 Invariant: what is chosen follows from the module and the table of costs.
@@ -29,18 +29,19 @@ from .loops import carries_of
 from .model import Graph
 from .refine import LEAST_STEP, refine
 from .replay import Timeline, handed_over, replay, unscheduled
-from .schedule import LEAST_PASSES, MOST_PASSES, Schedule, schedule
+from .search import LEAST_PASSES, MOST_PASSES, IssueOrder, search
 from .shared_cores import timeline_of
 from .skew import Skewed, skew
 from .stages import EARLY, LoopBody, Stages, is_plain, stages_of
 from .tidy import tidy
 
+# The share of its time that a loop must gain over the plan of its body as it stands. The iterations that then
+# stand around it overlap with what else is there, which is not counted.
+GAIN_OVER_PLAN = 1e-3
 # How often the plan of a body is made, each time with what the last one leaves under way.
 ROUNDS = 3
 # A first plan that takes longer than one of a similar body by this share is the last one.
 FAR = 0.02
-# Of the choices of what moves, those for which more buckets are looked for.
-FINALISTS = 3
 # Passes of the search for each plan of buckets, and for each but the first of those rounds.
 BUCKET_PASSES = 12
 # A plan this close to what bounds an iteration is not searched further.
@@ -72,7 +73,7 @@ class Staged:
 
     new: Skewed | None
     graph: Graph
-    schedule: Schedule
+    order: IssueOrder
     report: LoopReport
     under_way: float
 
@@ -81,23 +82,31 @@ class Staged:
 class Judge:
     """By what a loop is judged.
 
-    ``plain``: seconds of its body as it is planned; ``opaque``: those of nodes with blocks in it;
-    ``least_gain``: the share of its time that must be gained; ``memory_factor``: how far above the body's own
-    peak memory may go; ``budget``: tasks that each search may visit.
+    ``plain``: seconds of its body as it is planned, ``without`` a plan; ``opaque``: those of nodes with
+    blocks in it; ``least_gain``: the share of its time without a plan that must be gained;
+    ``memory_factor``: how far above the body's own peak memory may go; ``budget``: tasks that each search
+    may visit.
     """
 
     costs: CostTable
     plain: float
+    without: float
     opaque: Callable[[Node], float]
     least_gain: float
     memory_factor: float
     budget: int
 
+    @property
+    def most(self) -> float:
+        """What an iteration may take at most."""
+        over_plan = min(self.least_gain, GAIN_OVER_PLAN)
+        return min(self.without * (1.0 - self.least_gain), self.plain * (1.0 - over_plan))
+
     def plan(self, graph: Graph, limit: float) -> BodyPlan:
         """The plan of a body, its collectives as they are or in buckets of about one size."""
         first = self._search(graph, limit, MOST_PASSES)
         as_it_is = Bucketed(graph, first, [(task.index,) for task in graph.tasks])
-        found = BodyPlan(graph, first, as_it_is)
+        found = BodyPlan(graph, as_it_is)
         if self._is_settled(found, limit):
             return found
         rounds = partial(self._search, limit=limit, passes=BUCKET_PASSES, like=first)
@@ -108,32 +117,32 @@ class Judge:
         if self._is_settled(plan, limit):
             return plan
         graph, found = plan.source, plan.found
-        quick = partial(self._search, limit=limit, passes=LEAST_PASSES, like=found.schedule)
-        found = refine(graph, plan.first, found, self.costs, quick, limit, self.budget)
+        quick = partial(self._search, limit=limit, passes=LEAST_PASSES, like=found.order)
+        found = refine(graph, found, self.costs, quick, limit, self.budget)
         if found.graph is not graph:
-            last = self._search(found.graph, limit, MOST_PASSES, found.schedule)
-            if _rank(last, limit) < _rank(found.schedule, limit):
-                found = replace(found, schedule=last)
+            last = self._search(found.graph, limit, MOST_PASSES, found.order)
+            if _rank(last, limit) < _rank(found.order, limit):
+                found = replace(found, order=last)
         return replace(plan, found=found)
 
     def _is_settled(self, plan: BodyPlan, limit: float) -> bool:
         """Whether no bucket could gain, or it does not fit: nor would it then, as buckets take memory too."""
-        timeline = plan.found.schedule.timeline
+        timeline = plan.found.order.timeline
         least = least_merged_seconds(plan.source, self.costs.compute.launch_s)
         return timeline.seconds <= least * (1.0 + LEAST_STEP) or timeline.peak_bytes > limit
 
     def _search(
-        self, graph: Graph, limit: float, passes: int, like: Schedule | None = None
-    ) -> Schedule:
+        self, graph: Graph, limit: float, passes: int, like: IssueOrder | None = None
+    ) -> IssueOrder:
         """The best of the schedules of a body, each made with what the last one leaves under way.
 
         One that takes longer than ``like`` by more than `FAR` will hardly be better than that.
         """
         launch = self.costs.compute.launch_s
         bound = least_seconds(graph, launch)
-        best: Schedule | None = None
+        best: IssueOrder | None = None
         for number in range(ROUNDS):
-            found = schedule(
+            found = search(
                 graph,
                 launch_s=launch,
                 memory_limit=limit,
@@ -157,10 +166,9 @@ class Judge:
 
 @dataclass(frozen=True)
 class BodyPlan:
-    """How an iteration runs. ``first`` is the schedule of ``source``, its graph without buckets."""
+    """How an iteration runs. ``source`` is its graph without buckets."""
 
     source: Graph
-    first: Schedule
     found: Bucketed
 
     @property
@@ -168,8 +176,8 @@ class BodyPlan:
         return self.found.graph
 
     @property
-    def schedule(self) -> Schedule:
-        return self.found.schedule
+    def order(self) -> IssueOrder:
+        return self.found.order
 
 
 @dataclass(frozen=True)
@@ -204,7 +212,7 @@ def stage(loop: Node, judge: Judge) -> Staged | LoopReport:
     limit = judge.memory_factor * replay(own, unscheduled(own), launch).peak_bytes
     if trips is None:
         return _as_it_stands(loop, condition, judge, limit)
-    most = plain * trips * (1.0 - judge.least_gain)
+    most = judge.most * trips
     why = "none of its collectives can move to another iteration"
 
     def too_little(each: float, span: int, least: str = "") -> str:
@@ -214,8 +222,8 @@ def stage(loop: Node, judge: Judge) -> Staged | LoopReport:
         )
 
     def total(plan: BodyPlan, span: int) -> float:
-        each = _seconds_of(plan, launch) + launch * handed_over(plan.schedule.steps)
-        under_way = _under_way(plan.graph, plan.schedule.timeline)
+        each = _seconds_of(plan, launch) + launch * handed_over(plan.order.steps)
+        under_way = _under_way(plan.graph, plan.order.timeline)
         return each * (trips - span) + plain * span + under_way
 
     tries: list[_Try] = []
@@ -237,27 +245,24 @@ def stage(loop: Node, judge: Judge) -> Staged | LoopReport:
             why = too_little(least, span, "at least ")
             continue
         plan = judge.plan(graph, limit)
-        if plan.schedule.timeline.peak_bytes > limit:
+        if plan.order.timeline.peak_bytes > limit:
             why = "what would be under way or kept for the next iteration does not fit into memory"
             continue
         tries.append(_Try(stages, new, plan, total(plan, span)))
-    best: Staged | None = None
-    for tried in sorted(tries, key=lambda t: t.total)[:FINALISTS]:
-        stages = tried.stages
-        span = stages.last - stages.first
-        plan = judge.better(tried.plan, limit)
-        takes = total(plan, span)
-        if best is not None and takes >= best.report.seconds * trips:
-            continue
-        if takes > most:
-            why = too_little(_seconds_of(plan, launch), span)
-            continue
-        early = tuple(n.instruction.name for n in stages.moved if stages[n] == EARLY)
-        late = tuple(n.instruction.name for n in stages.moved if stages[n] != EARLY)
-        report = LoopReport(loop.instruction.name, trips, plain, takes / trips, early, late)
-        under_way = _under_way(plan.graph, plan.schedule.timeline)
-        best = Staged(tried.new, plan.graph, plan.schedule, report, under_way)
-    return kept(why) if best is None else best
+    if not tries:
+        return kept(why)
+    tried = min(tries, key=lambda t: t.total)
+    stages = tried.stages
+    span = stages.last - stages.first
+    plan = judge.better(tried.plan, limit)
+    takes = total(plan, span)
+    if takes > most:
+        return kept(too_little(_seconds_of(plan, launch), span))
+    early = tuple(n.instruction.name for n in stages.moved if stages[n] == EARLY)
+    late = tuple(n.instruction.name for n in stages.moved if stages[n] != EARLY)
+    report = LoopReport(loop.instruction.name, trips, plain, takes / trips, early, late)
+    under_way = _under_way(plan.graph, plan.order.timeline)
+    return Staged(tried.new, plan.graph, plan.order, report, under_way)
 
 
 def _as_it_stands(
@@ -273,11 +278,11 @@ def _as_it_stands(
         node.carried = carried
     graph = build(body, judge.costs, carries_of(body), judge.opaque)
     plan = judge.better(judge.plan(graph, limit), limit)
-    graph, best = plan.graph, plan.schedule
+    graph, best = plan.graph, plan.order
     launch = judge.costs.compute.launch_s
     each = _seconds_of(plan, launch)
     more = launch * handed_over(best.steps)
-    if best.timeline.peak_bytes <= limit and each + more <= plain * (1.0 - judge.least_gain):
+    if best.timeline.peak_bytes <= limit and each + more <= judge.most:
         report = LoopReport(name, None, plain, each)
         return Staged(None, graph, best, report, _under_way(graph, best.timeline))
     for node in found:
@@ -296,10 +301,10 @@ def _choices(loop_body: LoopBody, costs: CostTable) -> Iterator[Stages]:
 
 def _seconds_of(plan: BodyPlan, launch_s: float) -> float:
     """Seconds of an iteration, with what its collectives take from compute."""
-    return timeline_of(plan.graph, plan.schedule, launch_s).seconds
+    return timeline_of(plan.graph, plan.order, launch_s).seconds
 
 
-def _rank(found: Schedule, limit: float) -> tuple[bool, float, int]:
+def _rank(found: IssueOrder, limit: float) -> tuple[bool, float, int]:
     timeline = found.timeline
     return timeline.peak_bytes > limit, timeline.seconds, timeline.peak_bytes
 

@@ -19,13 +19,13 @@ from dataclasses import replace
 
 from .model import Graph
 from .replay import Phase, Step, replay, replayed_seconds
-from .schedule import Schedule
+from .search import IssueOrder
 
 # Steps that the replays of one schedule may visit in all.
 BUDGET = 400_000
 
 
-def tidy(graph: Graph, found: Schedule, launch_s: float, memory_limit: float) -> Schedule:
+def tidy(graph: Graph, found: IssueOrder, launch_s: float, memory_limit: float) -> IssueOrder:
     """The schedule with the cuts dissolved that cost more than they gain."""
     for may_hurry in (True, False):
         steps = _dissolve(graph, found.steps, launch_s, may_hurry)
@@ -36,7 +36,8 @@ def tidy(graph: Graph, found: Schedule, launch_s: float, memory_limit: float) ->
     return found
 
 
-Run = list[Step]
+# Steps that are all compute, or all starts and waits: a cut.
+Stretch = list[Step]
 
 
 def _dissolve(graph: Graph, steps: Sequence[Step], launch_s: float, may_hurry: bool) -> list[Step]:
@@ -66,9 +67,9 @@ def _dissolve(graph: Graph, steps: Sequence[Step], launch_s: float, may_hurry: b
     return [step for run in runs for step in run]
 
 
-def _runs(steps: Sequence[Step]) -> list[Run]:
+def _runs(steps: Sequence[Step]) -> list[Stretch]:
     """Runs of compute and cuts, in turn."""
-    runs: list[Run] = []
+    runs: list[Stretch] = []
     for step in steps:
         is_compute = step[1] is Phase.COMPUTE
         if not runs or (runs[-1][0][1] is Phase.COMPUTE) != is_compute:
@@ -77,7 +78,9 @@ def _runs(steps: Sequence[Step]) -> list[Run]:
     return runs
 
 
-def _without(graph: Graph, runs: list[Run], position: int, hurried: bool) -> list[Run] | None:
+def _without(
+    graph: Graph, runs: list[Stretch], position: int, hurried: bool
+) -> list[Stretch] | None:
     """The runs with one cut dissolved; None where that cannot be."""
     before, cut, after = runs[position - 1], runs[position], runs[position + 1]
     inside = {index for index, _ in before}
@@ -123,13 +126,13 @@ class _Clock:
         self.end = [0.0] * len(graph.tasks)
         self.free = [0.0] * len(graph.streams)
 
-    def settle(self, runs: Sequence[Run], count: int) -> None:
+    def settle(self, runs: Sequence[Stretch], count: int) -> None:
         """The first ``count`` runs stay as they are from now on."""
         if count > self.passed:
             self.now = self._walk(runs[self.passed : count], self.end, self.free)
             self.passed = count
 
-    def seconds(self, runs: Sequence[Run]) -> float:
+    def seconds(self, runs: Sequence[Stretch]) -> float:
         """The time of `replay`, without the rest of it."""
         if self.repeats:
             steps = [step for run in runs for step in run]
@@ -137,17 +140,17 @@ class _Clock:
         free = self.free.copy()
         return max([self._walk(runs[self.passed :], self.end.copy(), free), *free])
 
-    def puts_off(self, runs: list[Run], tried: list[Run], position: int) -> bool:
+    def puts_off(self, runs: list[Stretch], tried: list[Stretch], position: int) -> bool:
         """Whether compute on both sides of the cut at ``position`` ends later without it, in ``tried``."""
         if self.repeats:
             return False  # an iteration has no begin to count from
         behind = len(runs) - position - 2  # runs behind both, as many as before
         return self._reached(tried[: len(tried) - behind]) > self._reached(runs[: position + 2])
 
-    def _reached(self, runs: Sequence[Run]) -> float:
+    def _reached(self, runs: Sequence[Stretch]) -> float:
         return self._walk(runs[self.passed :], self.end.copy(), self.free.copy())
 
-    def _walk(self, runs: Sequence[Run], end: list[float], free: list[float]) -> float:
+    def _walk(self, runs: Sequence[Stretch], end: list[float], free: list[float]) -> float:
         """When compute gets through the runs; ``end`` is told of each collective, ``free`` of each stream."""
         took, stream, clock = self.took, self.stream, self.now
         for run in runs:

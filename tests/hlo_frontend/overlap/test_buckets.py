@@ -22,7 +22,7 @@ from stretto.hlo_frontend.overlap.buckets import merge, plan
 from stretto.hlo_frontend.overlap.kernels import build
 from stretto.hlo_frontend.overlap.model import Graph
 from stretto.hlo_frontend.overlap.replay import replay, unscheduled
-from stretto.hlo_frontend.overlap.schedule import Schedule
+from stretto.hlo_frontend.overlap.search import IssueOrder
 
 GATHERS = f"""
     %x = f32[8,8] parameter(0)
@@ -138,7 +138,7 @@ def test_other_kinds_groups_dtypes_and_reducers_stay_apart() -> None:
 def test_merged_graphs_have_no_cycles_and_all_that_the_members_had(graph: Graph) -> None:
     for task in graph.tasks:
         task.latency_s = 5.0 if task.is_collective else 0.0
-    own = Schedule(unscheduled(graph), replay(graph, unscheduled(graph)))
+    own = IssueOrder(unscheduled(graph), replay(graph, unscheduled(graph)))
     costs = table()
     groups = plan(graph, own, costs, 1e9)
     merged, members = merge(graph, groups, costs)

@@ -22,7 +22,7 @@ def no_buckets(graph, first, costs, scheduler, memory_limit=float("inf")):
 LEFT_OUT = {
     "nothing": [],
     "buckets": [(apply, "bucket", no_buckets), (staged, "bucket", no_buckets)],
-    "refined buckets": [(staged, "refine", lambda graph, first, found, *_: found)],
+    "refined buckets": [(m, "refine", lambda graph, found, *_: found) for m in (apply, staged)],
     "tidying": [(m, "tidy", lambda graph, found, *_: found) for m in (apply, staged)],
     "slack": [(apply, "loosen", lambda graph, found, launch: found)],
     "taking apart": [(apply, "uncombine", lambda block, costs: None)],

@@ -10,7 +10,7 @@ from overlap_support import check, graph_of, graphs, steps_of, text_of
 from stretto.hlo_frontend.overlap.loosen import loosen
 from stretto.hlo_frontend.overlap.model import Graph
 from stretto.hlo_frontend.overlap.replay import Phase, Step, replay, unscheduled
-from stretto.hlo_frontend.overlap.schedule import Schedule, schedule
+from stretto.hlo_frontend.overlap.search import IssueOrder, search
 
 COMPUTE, NEAR_STREAM, FAR_STREAM = -1, 0, 1
 
@@ -21,7 +21,7 @@ def loosened(graph: Graph, text: str, spare: int = 0) -> str:
     check(graph, steps)
     timeline = replay(graph, steps)
     timeline.peak_bytes += spare
-    found = loosen(graph, Schedule(steps, timeline), 0.0)
+    found = loosen(graph, IssueOrder(steps, timeline), 0.0)
     check(graph, found.steps)
     return text_of(found.steps)
 
@@ -97,7 +97,7 @@ def runs_of_compute(steps: list[Step]) -> int:
 @settings(max_examples=150, deadline=None)
 def test_random_schedules_lose_nothing(graph: Graph, factor: float, launch: float) -> None:
     limit = factor * replay(graph, unscheduled(graph)).peak_bytes
-    found = schedule(graph, launch_s=launch, memory_limit=limit, budget=10 * len(graph.tasks))
+    found = search(graph, launch_s=launch, memory_limit=limit, budget=10 * len(graph.tasks))
     loose = loosen(graph, found, launch)
     check(graph, loose.steps)
     again = replay(graph, loose.steps, launch)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from overlap_support import check, graph_of, steps_of, text_of
 
 from stretto.hlo_frontend.overlap.replay import replay
-from stretto.hlo_frontend.overlap.schedule import Schedule
+from stretto.hlo_frontend.overlap.search import IssueOrder
 from stretto.hlo_frontend.overlap.tidy import tidy
 
 COMPUTE, STREAM = -1, 0
@@ -22,7 +22,7 @@ def tidied(gathers: list[float]) -> str:
     )
     steps = steps_of("s3 s4 s5 w3 0 w4 1 w5 2")
     check(graph, steps)
-    found = tidy(graph, Schedule(steps, replay(graph, steps, LAUNCH)), LAUNCH, 1e9)
+    found = tidy(graph, IssueOrder(steps, replay(graph, steps, LAUNCH)), LAUNCH, 1e9)
     check(graph, found.steps)
     return text_of(found.steps)
 

@@ -1,7 +1,7 @@
 """The schedule: list scheduling against the clock, improved from both ends.
 
-A pass (`play`) runs the tasks against the clock by an urgency, with some patience, and feeding streams or
-not. Which of these serve best differs from program to program: they are tried, the likely ones first.
+A pass (`play`) runs the tasks against the clock by an urgency, feeding streams or not. Which of these serve
+best differs from program to program: they are tried, the likely ones first.
 
 *Urgency* is a blend of two: the longest way to the end of the program, which hurries along what all else
 waits for, and the module's own order, which lets nothing pile up. Several blends are tried. After each, the
@@ -34,8 +34,6 @@ from .replay import Step, Timeline, replay, unscheduled
 DEFAULT_BUDGET = 150_000
 LEAST_PASSES, MOST_PASSES = 3, 32
 UNWATCHED = 0.5
-# Shares of a kernel's time for which compute may idle to run a more urgent one before it.
-PATIENCES = (0.2, 0.5, 1.0)
 # Shares of the program's time by which urgencies are disturbed.
 SPREADS = (0.02, 0.005, 0.05, 0.001)
 # How many of those that gain nothing one after the other end the search.
@@ -55,7 +53,7 @@ BLENDS = (0.0, 1.0, 0.5, 0.9, 0.75)
 
 
 @dataclass
-class Schedule:
+class IssueOrder:
     """An issue order and what it does.
 
     ``blend`` is the share of the module's own order that served best, ``window`` how far ahead it looked,
@@ -71,7 +69,7 @@ class Schedule:
     feeding: Feeding = Feeding.NONE
 
 
-def schedule(
+def search(
     graph: Graph,
     *,
     launch_s: float = 0.0,
@@ -79,9 +77,9 @@ def schedule(
     good_enough: float = 0.0,
     budget: int = DEFAULT_BUDGET,
     most_passes: int = MOST_PASSES,
-    like: Schedule | None = None,
+    like: IssueOrder | None = None,
     seed: int = 0,
-) -> Schedule:
+) -> IssueOrder:
     """The best order found: least time, to a ten-thousandth, within ``memory_limit`` bytes.
 
     Where no order within the limit is found, the module's own order is kept. ``good_enough`` seconds end
@@ -89,7 +87,7 @@ def schedule(
     small graphs cannot make more. ``like`` is the schedule of a similar graph.
     """
     steps = unscheduled(graph)
-    best = Schedule(steps, replay(graph, steps, launch_s))
+    best = IssueOrder(steps, replay(graph, steps, launch_s))
     if not any(task.is_collective for task in graph.tasks) or not best.timeline.seconds:
         return best
     own = best.timeline
@@ -102,7 +100,6 @@ def schedule(
     longest = max(tails)
     turns = [(1.0 - begin / own.seconds) * longest for begin in own.begin]
     leading: Sequence[float] = tails
-    patience = 0.0
     blend = like.blend if like else BLENDS[0]
     missed = like.missed if like else 0.0
     window = like.window if like else _LATER
@@ -111,13 +108,13 @@ def schedule(
     beyond = 0  # by how much passes that watched memory have missed its limit
 
     def attempt(
-        urgency: Sequence[float], watched: bool, patient: float, looks: float, feeds: Feeding
+        urgency: Sequence[float], watched: bool, looks: float, feeds: Feeding
     ) -> tuple[list[float], bool]:
         """A forward pass; gives the ends of its tasks, and whether it would be the best yet if it fitted."""
-        nonlocal best, leading, passes, patience, missed, window, feeding, beyond
+        nonlocal best, leading, passes, missed, window, feeding, beyond
         passes -= 1.0 if watched else UNWATCHED
         limit = memory_limit - beyond if watched else _LATER
-        steps, ends = forward.play(urgency, limit, patient, looks, feeds)
+        steps, ends = forward.play(urgency, limit, looks, feeds)
         timeline = replay(graph, steps, launch_s)
         over = max(0, timeline.peak_bytes - int(memory_limit)) if memory_limit < _LATER else 0
         if watched:
@@ -129,13 +126,12 @@ def schedule(
             return ends, False
         if over and best.timeline.peak_bytes <= memory_limit:
             return ends, True
-        best = Schedule(steps, timeline, blend, missed, looks, feeds)
-        leading, patience, window, feeding = urgency, patient, looks, feeds
+        best = IssueOrder(steps, timeline, blend, missed, looks, feeds)
+        leading, window, feeding = urgency, looks, feeds
         return ends, False
 
     def play(
         urgency: Sequence[float],
-        patient: float,
         ahead: float | None = None,
         feed: Feeding | None = None,
         anew: bool = False,
@@ -145,9 +141,9 @@ def schedule(
         feeds = feeding if feed is None else feed
         faster = True
         if ahead is None and (anew or missed <= NEAR):
-            ends, faster = attempt(urgency, False, patient, looks, feeds)
+            ends, faster = attempt(urgency, False, looks, feeds)
         if faster:
-            ends, _ = attempt(urgency, True, patient, looks, feeds)
+            ends, _ = attempt(urgency, True, looks, feeds)
         return ends
 
     def unfinished() -> bool:
@@ -160,35 +156,31 @@ def schedule(
             return best
         blend = share
         blended = [(1.0 - blend) * a + blend * b for a, b in zip(tails, turns, strict=True)]
-        ends = play(blended, patience, anew=True)
+        ends = play(blended, anew=True)
         if missed <= NEAR:
             # Where memory is short, the ends say more of it than of what is urgent.
             _, lateness = backward.play(ends)
             passes -= UNWATCHED
-            play(lateness, patience)
+            play(lateness)
         if share == blends[0] and unfinished():
             for other in [kind for kind in Feeding if kind is not feeding]:
                 if unfinished():
-                    ends = play(leading, patience, feed=other)
+                    ends = play(leading, feed=other)
             if missed <= NEAR and unfinished():
                 _, lateness = backward.play(ends)
                 passes -= UNWATCHED
-                play(lateness, patience, feed=Feeding.NONE)
+                play(lateness, feed=Feeding.NONE)
         if missed and not looked_ahead:
             looked_ahead, blend = True, 1.0
             for ahead in WINDOWS:
                 if unfinished():
-                    play(turns, patience, ahead)
-        if share == (like.blend if like else BLENDS[1]):
-            for patient in PATIENCES:
-                if unfinished():
-                    play(leading, patient)
+                    play(turns, ahead)
     turn = gained = 0
     while unfinished() and turn - gained < IDLE_TURNS:
         turn += 1
         last = best
         spread = best.timeline.seconds * SPREADS[turn % len(SPREADS)]
-        play([u + random.uniform(-spread, spread) for u in leading], patience)
+        play([u + random.uniform(-spread, spread) for u in leading])
         if best is not last:
             gained = turn
     return best

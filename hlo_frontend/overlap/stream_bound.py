@@ -15,7 +15,7 @@ import numpy as np
 LAST = 8
 
 
-def joint_bound(
+def stream_bound(
     lane: int,
     seconds: np.ndarray,
     stream: np.ndarray,

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from stretto.plugin.overlap import policy_of
+from stretto.hlo_frontend.overlap.policy import policy_of
 from stretto.runtime.errors import WorldError
-from stretto.runtime.job.cost_tables import CostText
-from stretto.runtime.options import Options
 
 TABLE = '{"compute": {"flops_per_s": 1, "bytes_per_s": 1}, "links": []}'
 
 
 def test_the_table_that_is_named_counts_as_it_is() -> None:
-    named = policy_of(Options(), CostText(TABLE, "costs.json", named=True), ["one"])
-    measured = policy_of(Options(), CostText(TABLE, "costs.json"), ["one"])
+    named = policy_of(TABLE, ["one"], origin="costs.json", named=True)
+    measured = policy_of(TABLE, ["one"], origin="costs.json")
     assert named is not None and not named.costs.estimates
     assert measured is not None and measured.costs.estimates
 
@@ -22,10 +20,10 @@ def test_the_table_that_is_named_counts_as_it_is() -> None:
 @pytest.mark.parametrize("text", ["", "[]", "[" * 100_000, TABLE.replace("1", "-1")])
 def test_a_named_file_that_is_no_table_is_an_error(text: str) -> None:
     with pytest.raises(WorldError, match=r"^costs\.json is no table of costs: "):
-        policy_of(Options(), CostText(text, "costs.json", named=True), ["one"])
+        policy_of(text, ["one"], origin="costs.json", named=True)
 
 
 def test_without_a_table_ranks_on_several_hosts_have_an_ordinary_network() -> None:
-    assert policy_of(Options(), CostText(), ["one", "one"]) is None
-    assert policy_of(Options(), CostText(), ["one", "two"]) is not None
-    assert policy_of(Options(overlap=False), CostText(), ["one", "two"]) is None
+    assert policy_of("", ["one", "one"]) is None
+    assert policy_of("", ["one", "two"]) is not None
+    assert policy_of("", ["one", "two"], enabled=False) is None

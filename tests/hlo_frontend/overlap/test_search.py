@@ -28,7 +28,7 @@ from stretto.hlo_frontend.overlap.kernels import build
 from stretto.hlo_frontend.overlap.model import Graph
 from stretto.hlo_frontend.overlap.play import Feeding, Player
 from stretto.hlo_frontend.overlap.replay import Phase, Step, replay, unscheduled
-from stretto.hlo_frontend.overlap.schedule import longest_tails, schedule
+from stretto.hlo_frontend.overlap.search import longest_tails, search
 
 
 def test_a_gather_runs_while_independent_compute_does() -> None:
@@ -216,7 +216,7 @@ def test_the_same_module_has_the_same_schedule() -> None:
 def test_random_graphs(graph: Graph, factor: float) -> None:
     own = replay(graph, unscheduled(graph))
     limit = factor * own.peak_bytes
-    found = schedule(graph, memory_limit=limit, budget=40 * len(graph.tasks))
+    found = search(graph, memory_limit=limit, budget=40 * len(graph.tasks))
     check(graph, found.steps)
     assert found.timeline.peak_bytes <= limit
     assert found.timeline.seconds <= own.seconds
@@ -313,7 +313,7 @@ def test_weight_gradients_feed_a_stream_that_would_run_dry() -> None:
     assert replay(graph, urgent).seconds == layers + 1 + 2 * layers
     # A gradient takes two products, and each reduction as long as two.
     assert replay(graph, fed).seconds == 2 + 2 * layers
-    assert schedule(graph).timeline.seconds == 2 + 2 * layers
+    assert search(graph).timeline.seconds == 2 + 2 * layers
 
 
 def test_gradients_that_take_longer_than_their_reductions_are_left_for_the_end() -> None:
@@ -337,4 +337,4 @@ def test_gradients_that_take_longer_than_their_reductions_are_left_for_the_end()
         for kind in Feeding
     }
     assert seconds == {Feeding.NONE: 13.0, Feeding.LAST: 14.0, Feeding.ALL: 12.0}
-    assert schedule(graph).timeline.seconds == 12.0
+    assert search(graph).timeline.seconds == 12.0

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import Any
 
 import numpy as np
 
 from stretto.collectives.communicator import BoundCollective
-from stretto.collectives.native import TARGET, handler, skipped, start_helpers, table_of
+from stretto.collectives.native import TARGET, Table, handler, skipped, start_helpers, table_of
 from stretto.collectives.ops import Collective
 
 from ..engines.engine import CallingEngine, Engine, LoadedTogether
@@ -27,6 +26,8 @@ from .frame import Frame, Hosted, Operation, named
 # Seconds between two looks at devices that may have failed.
 _LOOK = 0.05
 _NOTHING: frozenset[int] = frozenset()
+# Tables of runs that have failed. Their devices may still come, so they are kept.
+_forsaken: list[Table] = []
 
 
 def can_call(engine: Engine, options: Options, processes: int) -> bool:
@@ -56,7 +57,7 @@ class Region:
     """
 
     def __init__(self, context: Context, run: Run, bound: Sequence[BoundCollective]) -> None:
-        program, engine, local = context.program, context.engine, context.local
+        program = context.program
         segment = program.segments[run.segment]
         self.context = context
         self.instruction = run
@@ -65,30 +66,27 @@ class Region:
         self.collectives = [program.collectives[site] for site in segment.sites]
         # Of each site: messages and bytes that a call moves, and messages that it leaves out.
         self.payload = list(map(_payload, self.collectives, bound))
-        self.table = table_of(
-            self.collectives, {logical: i for i, logical in enumerate(context.logical)}
-        )
-        partitions = program.num_partitions
-        # What each device's code is given first.
+        self.what = f"segment {segment.name} of {program.name}"
+        self._make_table()
+
+    def _make_table(self) -> None:
+        """A table, and what each device's code is given first."""
+        context, partitions = self.context, self.context.program.num_partitions
+        self.table = table_of(self.collectives, {id: i for i, id in enumerate(context.logical)})
         self.first = [
-            engine.put(
+            context.engine.put(
                 np.array(
                     [self.table.address, i, logical % partitions, logical // partitions], np.uint64
                 ),
                 CONTEXT,
                 ordinal,
             )
-            for i, (logical, ordinal) in enumerate(local)
+            for i, (logical, ordinal) in enumerate(context.local)
         ]
-        self.what = f"segment {segment.name} of {program.name}"
 
     def operation(self, land: Callable[[list[Any], Slot], list[Any]]) -> Operation:
         """Run it, and wait until all devices have ended."""
-        table, progress, watched = (
-            self.table,
-            self.lane.progress,
-            self.context.instrument is not None,
-        )
+        progress, watched = self.lane.progress, self.context.instrument is not None
         inputs, outputs = self.instruction.inputs, self.instruction.outputs
         donated, everyone = self.instruction.donated, len(self.first)
         source = next((c.source for c in self.collectives if c.source), "")
@@ -100,9 +98,8 @@ class Region:
             for slot in inputs:
                 register = registers[slot]
                 columns.append(land(registers, slot) if type(register) is Hosted else register)
-            table.begin(watched)
+            self.table.begin(watched)
             progress.begin(self.what, source, self.lane.sequence, (), "")
-            results: list[list[Any]] = []
             try:
                 results = self.loaded.run_together(columns)
                 columns.clear()
@@ -110,8 +107,7 @@ class Region:
                     registers[slot] = None
                 self._await(results, frame)
             except BaseException as error:
-                table.abort(str(error))
-                self._settle(results)
+                self._forsake(str(error))
                 raise named(error, self.what) from error
             finally:
                 progress.end()
@@ -121,11 +117,11 @@ class Region:
 
         return run_region
 
-    def _settle(self, results: Sequence[Sequence[Any]]) -> None:
-        """Wait until no device of a run that has failed is in the table any more."""
-        for array in (column for result in results[:1] for column in result):
-            with suppress(BaseException):
-                self.context.engine.block(array)
+    def _forsake(self, reason: str) -> None:
+        """Turn away the devices of a run that failed, whenever they come; later runs have another table."""
+        self.table.abort(reason)
+        _forsaken.append(self.table)
+        self._make_table()
 
     def _await(self, results: Sequence[Sequence[Any]], frame: Frame) -> None:
         """Wait until the devices have ended; raise the error of the first that failed.

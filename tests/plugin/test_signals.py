@@ -152,9 +152,13 @@ def test_the_third_ctrl_c_ends_a_process_whose_main_thread_does_not_come_back() 
 
 @pytest.mark.parametrize("native", ["1", "0"])
 def test_after_ctrl_c_the_devices_can_be_used_again(native: str) -> None:
-    """A loop without end over several devices is ended; what is short goes on to its end."""
+    """A loop without end over several devices is ended; what is short goes on to its end.
+
+    A shell's background jobs ignore the signal at first.
+    """
     out = passes(
-        f"import os\nos.environ |= dict(STRETTO_NATIVE={native!r}, STRETTO_GRACE='0.5')\n"
+        f"import os, signal\nos.environ |= dict(STRETTO_NATIVE={native!r}, STRETTO_GRACE='0.5')\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         + PRELUDE
         + textwrap.dedent("""
         from threading import Timer

@@ -14,33 +14,35 @@ def test_defaults_and_their_origin() -> None:
 
 
 def test_every_variable_sets_its_field() -> None:
-    texts = {
-        "local_devices": "4",
-        "engine": "null",
-        "timeout": "2.5",
-        "grace": "0",
-        "launcher": "none",
-        "control_host": "10.0.0.1",
-        "pseudo_tokens": "0",
-        "trust_valid_iterations": "1",
-        "derive_valid_iterations": "0",
-        "poison_skipped": "1",
-        "overlap": "0",
-        "costs": "costs.json",
-        "profile": "1",
-        "skip_compute": "0",
-        "pipeline_loops": "0",
-        "rewrite": "0",
-        "trace": "folder",
-        "interleave": "3",
-        "dump": "stages",
+    texts_and_values: dict[str, tuple[str, object]] = {
+        "local_devices": ("4", 4),
+        "engine": ("null", "null"),
+        "timeout": ("2.5", 2.5),
+        "grace": ("0", 0.0),
+        "launcher": ("none", "none"),
+        "control_host": ("10.0.0.1", "10.0.0.1"),
+        "pseudo_tokens": ("0", False),
+        "trust_valid_iterations": ("1", True),
+        "derive_valid_iterations": ("0", False),
+        "poison_skipped": ("1", True),
+        "overlap": ("0", False),
+        "costs": ("costs.json", "costs.json"),
+        "native": ("0", False),
+        "profile": ("1", True),
+        "skip_compute": ("0", False),
+        "pipeline_loops": ("0", False),
+        "rewrite": ("0", False),
+        "trace": ("folder", "folder"),
+        "interleave": ("3", 3),
+        "dump": ("stages", "stages"),
     }
-    assert texts.keys() == VARIABLES.keys()
-    options = Options.from_environment({VARIABLES[n][0]: text for n, text in texts.items()})
-    values = (4, "null", 2.5, 0.0, "none", "10.0.0.1", False, True, False, True, False)
-    assert options == Options(
-        *values, "costs.json", False, False, False, "folder", 3, True, "stages"
+    assert texts_and_values.keys() == VARIABLES.keys()
+    options = Options.from_environment(
+        {VARIABLES[name][0]: text for name, (text, _) in texts_and_values.items()}
     )
+    for name, (_, value) in texts_and_values.items():
+        assert getattr(options, name) == value, name
+        assert value != getattr(Options(), name), f"the test sets {name} to its default"
     for name, (variable, _) in VARIABLES.items():
         assert options.origin(name) == variable
 

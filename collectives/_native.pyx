@@ -14,8 +14,12 @@ Invariants:
 
 - A table's fields change under its mutex only; futures are finished, and data is moved, without it. A group is
   used again only by members whose future is finished, so what the last member copied out of it holds.
-- ``running`` counts devices that neither wait nor have ended. When it drops to 0 while some wait, nobody
-  will ever come: all that wait fail at once, with what each of them waits for.
+- ``running`` counts devices that neither wait nor have ended. When it drops to 0 while some wait and no
+  message is under way, nobody will ever come: all that wait fail at once, with what each of them waits for.
+- A group that other processes are in has a `wire_t`, whose messages the last member that comes here posts. Where
+  there is one device here, it waits for them where it is. Where there are more, they are left to the thread in
+  `Table.wait`, which runs the members on when the messages have come: whoever comes in here still waits for nobody.
+  So one thread at a time asks MPI for a wire's messages, and it needs no lock.
 - The declarations of XLA's FFI (``xla/ffi/api/c_api.h``, version 0.1 or later, which XLA keeps compatible) have the
   fields used here in their order; sizes tell XLA which ones are known. A test compares them with jaxlib's header.
 """
@@ -30,8 +34,12 @@ from libc.string cimport memcpy, memset, strlen
 cdef extern from *:
     """
     #include <pthread.h>
+    #include <sched.h>
     #include <time.h>
     #include <stdint.h>
+    #ifdef __linux__
+    #include <sys/prctl.h>
+    #endif
 
     typedef struct { size_t size; int32_t type; void* next; } ffi_extension;
     typedef struct { size_t size; void* next; int32_t major, minor; } ffi_version;
@@ -79,7 +87,25 @@ cdef extern from *:
         pthread_cond_timedwait(condition, mutex, &t);
         return 0;
     }
+
+    /* MPI's functions, by their addresses. Handles are integers or pointers, which calls pass alike. */
+    typedef int (*mpi_message)(void*, int, uintptr_t, int, int, uintptr_t, void*);
+    typedef int (*mpi_testall)(int, void*, int*, void*);
+
+    static void stretto_sleep(double seconds) {
+        static __thread int precise = 0;
+        struct timespec t = {0, (long)(seconds * 1e9)};
+    #ifdef __linux__
+        if (!precise) prctl(PR_SET_TIMERSLACK, 1, 0, 0, 0);
+    #endif
+        precise = 1;
+        nanosleep(&t, NULL);
+    }
     """
+    ctypedef int (*mpi_message)(void*, int, uintptr_t, int, int, uintptr_t, void*) noexcept nogil
+    ctypedef int (*mpi_testall)(int, void*, int*, void*) noexcept nogil
+    void stretto_sleep(double seconds) noexcept nogil
+    int sched_yield() noexcept nogil
     ctypedef struct ffi_extension:
         int32_t type
     ctypedef struct ffi_version:
@@ -140,6 +166,7 @@ cdef extern from *:
     ctypedef unsigned long pthread_t
     int pthread_mutex_init(pthread_mutex_t*, void*) noexcept nogil
     int pthread_mutex_lock(pthread_mutex_t*) noexcept nogil
+    int pthread_mutex_trylock(pthread_mutex_t*) noexcept nogil
     int pthread_mutex_unlock(pthread_mutex_t*) noexcept nogil
     int pthread_mutex_destroy(pthread_mutex_t*) noexcept nogil
     int pthread_cond_init(pthread_cond_t*, void*) noexcept nogil
@@ -180,10 +207,61 @@ cdef struct leaf_t:
     int64_t item_bytes
     fold_t fold
 
+# What is done with bytes of the stage, of operands and results: see `wires.Action`.
+cdef enum:
+    COPY, FOLD, ZERO
+
+cdef enum:
+    STAGE, OPERAND, RESULT
+
+cdef struct place_t:
+    int where
+    int index
+    int64_t offset
+
+cdef struct action_t:
+    int what
+    place_t to
+    place_t given
+    int64_t nbytes
+    int64_t rows
+    int64_t to_step
+    int64_t from_step
+    int64_t item_bytes
+    fold_t fold
+
+cdef struct message_t:
+    int peer
+    int64_t offset
+    int64_t nbytes
+
+cdef struct round_t:
+    int receives
+    int messages  # receives come first
+    int actions
+    message_t* message
+    action_t* action
+
+# Of a group that several processes are in: what is done here. See `wires.Wire`.
+cdef struct wire_t:
+    char* stage
+    int tag
+    int before
+    int rounds
+    int after
+    action_t* first
+    round_t* round
+    action_t* last
+    int current  # round
+    double began
+    void* requests
+    void* statuses
+
 cdef struct group_t:
     int size
     int arrived
     int64_t calls
+    wire_t* wire  # NULL where all members are of this process
     int* members  # positions of devices
     int* sources  # of a permute: for each member the index of the one that sends to it, or -1
     void** operands  # [member][operand]
@@ -208,6 +286,10 @@ cdef struct row_t:
     double began
     double ended
 
+cdef struct pending_t:
+    int site
+    int group
+
 cdef struct table_t:
     pthread_mutex_t mutex
     pthread_cond_t over
@@ -218,6 +300,13 @@ cdef struct table_t:
     int num_sites
     char* failure  # NULL, or why all who come are turned away
     const ffi_api* api
+    uintptr_t comm  # MPI's communicator of the processes
+    double patience  # seconds for which a wait keeps the core busy
+    pending_t* pending  # groups whose messages are under way, for `Table.wait`
+    int num_pending
+    group_t* here  # in which the only device waits for messages, for those who look; `here_site` is its site
+    int here_site
+    int64_t executed  # sites that the first device came to
     row_t* rows  # NULL unless somebody watches
     int64_t capacity
     int64_t num_rows
@@ -661,13 +750,15 @@ cdef void* _arrive(ffi_frame* frame) noexcept nogil:
 
 cdef void* meet(table_t* table, site_t* site, int number, int position, ffi_frame* frame) noexcept nogil:
     # Arguments: the context, the chain that keeps sites in order, the operands. Results: the chain, the results.
-    cdef int which = site.group_of[position], k, index, size, other
+    cdef int which = site.group_of[position], k, index, size, other, state
     cdef double began
     cdef group_t* group
     cdef ffi_future_args args
     cdef void* error = NULL
     cdef void** futures
     cdef void* few[64]
+    if position == 0:
+        table.executed += 1
     if which < 0:
         if table.failure != NULL:
             return new_error(frame.api, table.failure)
@@ -698,6 +789,18 @@ cdef void* meet(table_t* table, site_t* site, int number, int position, ffi_fram
         table.running -= 1
         settle(table)  # unlocks
         return NULL
+    if group.wire != NULL:
+        pthread_mutex_unlock(&table.mutex)
+        state = send_off(table, site, group)
+        pthread_mutex_lock(&table.mutex)
+        if state < 0 and table.failure == NULL:
+            fail_all(table, MPI_FAILED)  # unlocks
+            pthread_mutex_lock(&table.mutex)
+        if table.failure != NULL:
+            pthread_mutex_unlock(&table.mutex)
+            return new_error(frame.api, table.failure)
+        if state == 0:
+            return leave(table, number, which, index, frame)  # unlocks
     futures = &few[0]
     if size > 64:
         futures = <void**>calloc(size, sizeof(void*))
@@ -711,16 +814,219 @@ cdef void* meet(table_t* table, site_t* site, int number, int position, ffi_fram
     group.calls += 1
     table.running += size - 1
     pthread_mutex_unlock(&table.mutex)
-    if table.rows == NULL:
+    began = now() if group.wire == NULL and table.rows != NULL else 0.0
+    if group.wire == NULL:
         perform(site, group)
     else:
-        began = now()
-        perform(site, group)
+        act(group.wire.last, group.wire.after, group, group.wire)
+        began = group.wire.began
+    if table.rows != NULL:
         note(table, number, which, began)
     release(frame.api, site, futures, size - 1)
     if futures != &few[0]:
         free(futures)
     return NULL
+
+
+cdef int send_off(table_t* table, site_t* site, group_t* group) noexcept nogil:
+    """All local members of a group have come: its messages can be sent. The state as of `poll`."""
+    cdef wire_t* wire = group.wire
+    cdef int state
+    wire.began = now()
+    wire.current = 0
+    act(wire.first, wire.before, group, wire)
+    if post(table, wire) < 0:
+        return -1
+    if table.devices > 1:
+        return poll(table, group)
+    table.here_site, table.here = <int>(site - table.sites), group
+    state = wait_here(table, group)
+    table.here = NULL
+    return state
+
+
+cdef void* leave(table_t* table, int number, int which, int index, ffi_frame* frame) noexcept nogil:
+    """Leave a group whose messages are under way, this device too. Called with the mutex, which it gives back."""
+    cdef group_t* group = &table.sites[number].groups[which]
+    cdef ffi_future_args args
+    cdef void* error
+    args.size, args.next, args.future = sizeof(args), NULL, NULL
+    error = frame.api.future_create(&args)
+    if error != NULL:
+        pthread_mutex_unlock(&table.mutex)
+        return error
+    frame.future = group.futures[index] = args.future
+    group.arrived += 1
+    table.running -= 1
+    table.pending[table.num_pending].site = number
+    table.pending[table.num_pending].group = which
+    table.num_pending += 1
+    pthread_cond_signal(&table.over)
+    pthread_mutex_unlock(&table.mutex)
+    return NULL
+
+
+# Messages between processes.
+
+cdef struct mpi_t:
+    mpi_message isend
+    mpi_message irecv
+    mpi_testall testall
+    uintptr_t byte
+    int request_bytes
+    int status_bytes
+
+cdef const char* MPI_FAILED = b"MPI failed in a collective that compiled code called"
+cdef mpi_t mpi
+memset(&mpi, 0, sizeof(mpi))
+
+# Polls between two looks at the clock.
+cdef enum:
+    POLLS = 8
+# As in `waiting`: a sleep is this part of the time waited so far, within these bounds in seconds.
+cdef double PART = 0.1, SHORTEST = 10e-6, LONGEST = 500e-6
+
+
+def use_mpi(uintptr_t isend, uintptr_t irecv, uintptr_t testall, uintptr_t byte, int request_bytes, int status_bytes) -> None:
+    """Addresses of MPI's functions, its handle of a byte, and the sizes of its requests and statuses."""
+    mpi.isend, mpi.irecv, mpi.testall = <mpi_message>isend, <mpi_message>irecv, <mpi_testall>testall
+    mpi.byte, mpi.request_bytes, mpi.status_bytes = byte, request_bytes, status_bytes
+
+
+cdef inline char* at(place_t* place, group_t* group, wire_t* wire) noexcept nogil:
+    if place.where == STAGE:
+        return wire.stage + place.offset
+    if place.where == OPERAND:
+        return <char*>group.operands[place.index] + place.offset
+    return <char*>group.results[place.index] + place.offset
+
+
+cdef void act(action_t* actions, int count, group_t* group, wire_t* wire) noexcept nogil:
+    cdef int k
+    cdef int64_t row
+    cdef action_t* action
+    cdef char* to
+    cdef char* given
+    for k in range(count):
+        action = &actions[k]
+        to, given = at(&action.to, group, wire), at(&action.given, group, wire)
+        if action.what == COPY:
+            copy_rows(to, action.to_step, given, action.from_step, action.nbytes, action.rows)
+        elif action.what == ZERO:
+            memset(to, 0, action.nbytes)
+        else:
+            for row in range(action.rows):
+                action.fold(
+                    to + row * action.to_step, given + row * action.from_step,
+                    action.nbytes // action.item_bytes,
+                )
+
+
+cdef int post(table_t* table, wire_t* wire) noexcept nogil:
+    """Post the messages of the current round; negative where MPI refuses."""
+    cdef round_t* round = &wire.round[wire.current]
+    cdef message_t* message
+    cdef mpi_message call
+    cdef int k
+    for k in range(round.messages):
+        message = &round.message[k]
+        call = mpi.irecv if k < round.receives else mpi.isend
+        if call(
+            wire.stage + message.offset, <int>message.nbytes, mpi.byte, message.peer, wire.tag, table.comm,
+            <char*>wire.requests + k * mpi.request_bytes,
+        ) != 0:
+            return -1
+    return 0
+
+
+cdef int poll(table_t* table, group_t* group) noexcept nogil:
+    """Go on with the rounds as far as messages have come: 1 after the last, 0 before, negative on failure."""
+    cdef wire_t* wire = group.wire
+    cdef round_t* round
+    cdef int done = 0
+    while wire.current < wire.rounds:
+        round = &wire.round[wire.current]
+        if round.messages > 0:
+            if mpi.testall(round.messages, wire.requests, &done, wire.statuses) != 0:
+                return -1
+            if not done:
+                return 0
+        act(round.action, round.actions, group, wire)
+        wire.current += 1
+        if wire.current < wire.rounds and post(table, wire) < 0:
+            return -1
+    return 1
+
+
+cdef int wait_here(table_t* table, group_t* group) noexcept nogil:
+    cdef int k, state
+    while True:
+        for k in range(POLLS):
+            state = poll(table, group)
+            if state != 0:
+                return state
+        if table.failure != NULL:
+            return -1
+        relax(table, group.wire.began)
+
+
+cdef bint drive(table_t* table) noexcept nogil:
+    """Poll all messages under way once, and run on whom they were for; whether there were any."""
+    cdef pending_t item
+    cdef site_t* site
+    cdef group_t* group
+    cdef int k = 0, state, m, count
+    cdef bint moved = False
+    cdef void** futures
+    cdef const char* failure
+    while True:
+        pthread_mutex_lock(&table.mutex)
+        if k >= table.num_pending or table.failure != NULL:
+            pthread_mutex_unlock(&table.mutex)
+            return moved
+        item = table.pending[k]
+        pthread_mutex_unlock(&table.mutex)
+        site = &table.sites[item.site]
+        group = &site.groups[item.group]
+        state = poll(table, group)
+        if state == 0:
+            k += 1
+            continue
+        pthread_mutex_lock(&table.mutex)
+        if table.failure != NULL or state < 0:
+            if table.failure == NULL:
+                fail_all(table, MPI_FAILED)  # unlocks
+            else:
+                pthread_mutex_unlock(&table.mutex)
+            return True
+        futures = <void**>calloc(group.size, sizeof(void*))
+        for m in range(group.size):
+            futures[m] = group.futures[m]
+            group.futures[m] = NULL
+        count = group.size
+        table.num_pending -= 1
+        table.pending[k] = table.pending[table.num_pending]
+        table.running += count
+        group.arrived = 0
+        group.calls += 1
+        pthread_mutex_unlock(&table.mutex)
+        moved = True
+        act(group.wire.last, group.wire.after, group, group.wire)
+        if table.rows != NULL:
+            note(table, item.site, item.group, group.wire.began)
+        release(table.api, site, futures, count)
+        free(futures)
+        k = 0
+
+
+cdef void relax(table_t* table, double since) noexcept nogil:
+    """What a wait does between polls: see `waiting`."""
+    cdef double waited = now() - since
+    if waited < table.patience:
+        if table.patience < 1.0:
+            sched_yield()
+        return
+    stretto_sleep(min(max(PART * waited, SHORTEST), LONGEST))
 
 
 cdef void note(table_t* table, int site, int group, double began) noexcept nogil:
@@ -742,7 +1048,7 @@ cdef void settle(table_t* table) noexcept nogil:
     cdef group_t* group
     cdef int s, g, m
     cdef int64_t used = 0
-    if table.running > 0 or table.failure != NULL:
+    if table.running > 0 or table.num_pending > 0 or table.failure != NULL:
         pthread_mutex_unlock(&table.mutex)
         return
     for s in range(table.num_sites):
@@ -778,12 +1084,66 @@ cdef void fail_all(table_t* table, const char* message) noexcept nogil:
                     group.futures[m] = NULL
                     count += 1
             group.arrived = 0
+    table.num_pending = 0
     table.running += count
     pthread_cond_signal(&table.over)
     pthread_mutex_unlock(&table.mutex)
     for k in range(count):
         fail(table.api, waiting[k], kept)
     free(waiting)
+
+
+cdef wire_t* new_wire(int tag, object planned, site_t* site) except NULL:
+    cdef wire_t* wire = <wire_t*>calloc(1, sizeof(wire_t))
+    cdef round_t* round
+    cdef int k, n, most = 0
+    stage, before, rounds, after = planned
+    wire.tag = tag
+    wire.stage = <char*>calloc(stage + 1, 1)
+    wire.before, wire.rounds, wire.after = len(before), len(rounds), len(after)
+    wire.first, wire.last = new_actions(before, site), new_actions(after, site)
+    wire.round = <round_t*>calloc(len(rounds) + 1, sizeof(round_t))
+    for n, (sends, receives, then) in enumerate(rounds):
+        round = &wire.round[n]
+        round.receives, round.messages, round.actions = len(receives), len(receives) + len(sends), len(then)
+        round.action = new_actions(then, site)
+        round.message = <message_t*>calloc(round.messages + 1, sizeof(message_t))
+        for k, (peer, offset, nbytes) in enumerate((*receives, *sends)):
+            round.message[k].peer, round.message[k].offset, round.message[k].nbytes = peer, offset, nbytes
+        most = max(most, round.messages)
+    wire.requests = calloc(most + 1, mpi.request_bytes)
+    wire.statuses = calloc(most + 1, mpi.status_bytes)
+    return wire
+
+
+cdef action_t* new_actions(object planned, site_t* site) except NULL:
+    cdef action_t* actions = <action_t*>calloc(len(planned) + 1, sizeof(action_t))
+    cdef action_t* action
+    cdef int n
+    for n, (what, to, given, nbytes, rows, to_step, from_step, leaf) in enumerate(planned):
+        action = &actions[n]
+        action.what, action.nbytes, action.rows = what, nbytes, rows
+        action.to.where, action.to.index, action.to.offset = to
+        action.given.where, action.given.index, action.given.offset = given
+        action.to_step, action.from_step = to_step, from_step
+        action.item_bytes, action.fold = site.leaves[<int>leaf].item_bytes, site.leaves[<int>leaf].fold
+    return actions
+
+
+cdef void free_wire(wire_t* wire) noexcept:
+    cdef int n
+    if wire == NULL:
+        return
+    for n in range(wire.rounds):
+        free(wire.round[n].message)
+        free(wire.round[n].action)
+    free(wire.round)
+    free(wire.first)
+    free(wire.last)
+    free(wire.stage)
+    free(wire.requests)
+    free(wire.statuses)
+    free(wire)
 
 
 def handler() -> object:
@@ -796,25 +1156,30 @@ cdef class Table:
 
     ``Table(devices)`` for so many devices, whose positions are 0, 1, …. `add` describes the sites, `address`
     a part of what each device's code takes as its first argument. Before each run `begin`, then `wait`.
+    Where other processes take part, ``comm`` is MPI's handle of their communicator, and ``patience`` for how many
+    seconds a wait for them keeps a core busy.
     """
 
     cdef table_t table
     cdef list _names
+    cdef int _wires
 
-    def __cinit__(self, int devices):
+    def __cinit__(self, int devices, uintptr_t comm=0, double patience=0.0):
         self.table.devices = devices
+        self.table.comm, self.table.patience = comm, patience
         pthread_mutex_init(&self.table.mutex, NULL)
         pthread_cond_init(&self.table.over, NULL)
         self._names = []
 
     def add(
-        self, str kind, list leaves, int results, list groups, str name, list pairs=None
+        self, str kind, list leaves, int results, list groups, str name, list pairs=None, list wires=None
     ) -> None:
         """Describe the next site.
 
         ``kind``: a key of `KINDS`. ``leaves``: for each operand ``(outer, inner bytes, operand bytes, result
         bytes, item bytes, reduction and element type or None)``. ``groups``: positions of the members of each group,
-        in order. ``pairs``: of a permute, (source, target) positions. ``name``: for messages.
+        in order. ``pairs``: of a permute, (source, target) positions. ``name``: for messages. ``wires``: for
+        each group None, or its tag and its `wires.Wire`, whose messages name ranks of the communicator.
         """
         cdef table_t* table = &self.table
         cdef site_t* sites = <site_t*>calloc(table.num_sites + 1, sizeof(site_t))
@@ -853,6 +1218,11 @@ cdef class Table:
                 group.members[m] = position
                 group.sources[m] = members.index(sources[position]) if position in sources else -1
                 site.group_of[position], site.index_of[position] = g, m
+            if wires is not None and wires[g] is not None:
+                group.wire = new_wire(wires[g][0], wires[g][1], site)
+                self._wires += 1
+        free(table.pending)
+        table.pending = <pending_t*>calloc(self._wires + 1, sizeof(pending_t))
         encoded = name.encode()
         self._names.append(encoded)
         site.name = <char*>encoded
@@ -869,7 +1239,7 @@ cdef class Table:
         free(table.failure)
         table.failure = NULL
         table.running, table.ended = table.devices, 0
-        table.num_rows = table.dropped = 0
+        table.num_rows = table.dropped = table.num_pending = table.executed = 0
         if watched and table.rows == NULL:
             table.capacity = 1 << 16
             table.rows = <row_t*>calloc(table.capacity, sizeof(row_t))
@@ -882,18 +1252,52 @@ cdef class Table:
 
     def wait(self, double seconds) -> bool:
         """Wait until all devices have come to their end or were turned away, for so long at most; whether they
-        have."""
+        have. Meanwhile devices that other processes' messages arrive for are run on here."""
         cdef table_t* table = &self.table
-        cdef double until = now() + seconds
-        cdef bint over
+        cdef double until = now() + seconds, since = 0.0
+        cdef bint over = False
         with nogil:
-            pthread_mutex_lock(&table.mutex)
-            while table.ended < table.devices and table.failure == NULL:
-                if stretto_wait(&table.over, &table.mutex, until):
+            while True:
+                if drive(table):
+                    since = 0.0
+                pthread_mutex_lock(&table.mutex)
+                over = table.ended == table.devices or table.failure != NULL
+                if over or now() > until:
                     break
-            over = table.ended == table.devices or table.failure != NULL
+                if table.num_pending == 0:
+                    since = 0.0
+                    stretto_wait(&table.over, &table.mutex, until)
+                    pthread_mutex_unlock(&table.mutex)
+                    continue
+                pthread_mutex_unlock(&table.mutex)
+                if since == 0.0:
+                    since = now()
+                relax(table, since)
             pthread_mutex_unlock(&table.mutex)
         return over
+
+    @property
+    def executed(self) -> int:
+        """How many collectives the first device has come to since `begin`."""
+        return self.table.executed
+
+    def waiting(self) -> tuple | None:
+        """The site whose messages have been under way longest, and since when on the clock of
+        ``time.monotonic``; None if there are none, or the handler is at work."""
+        cdef table_t* table = &self.table
+        cdef int k, site = -1
+        cdef double began, since = 0.0
+        cdef group_t* here = table.here
+        if here != NULL:
+            return table.here_site, here.wire.began
+        if table.num_pending == 0 or pthread_mutex_trylock(&table.mutex) != 0:
+            return None
+        for k in range(table.num_pending):
+            began = table.sites[table.pending[k].site].groups[table.pending[k].group].wire.began
+            if site < 0 or began < since:
+                site, since = table.pending[k].site, began
+        pthread_mutex_unlock(&table.mutex)
+        return None if site < 0 else (site, since)
 
     def calls(self) -> list:
         """For each site how often it was called since `begin`: as often as the group that did so most."""
@@ -940,6 +1344,7 @@ cdef class Table:
                 free(table.sites[s].groups[g].operands)
                 free(table.sites[s].groups[g].results)
                 free(table.sites[s].groups[g].futures)
+                free_wire(table.sites[s].groups[g].wire)
             free(table.sites[s].groups)
             free(table.sites[s].leaves)
             free(table.sites[s].group_of)
@@ -947,5 +1352,6 @@ cdef class Table:
         free(table.sites)
         free(table.failure)
         free(table.rows)
+        free(table.pending)
         pthread_cond_destroy(&table.over)
         pthread_mutex_destroy(&table.mutex)

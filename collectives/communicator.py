@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+from .native import Peers
 from .ops import Collective
 
 Array = Any
@@ -127,4 +128,13 @@ class Communicator(Protocol):
 
     def close(self) -> None:
         """Release communicators."""
+        ...
+
+
+class CallableCommunicator(Communicator, Protocol):
+    """What a communicator has beside if compiled code may call collectives between processes."""
+
+    def peers(self, owner: Mapping[int, int]) -> Peers:
+        """How compiled code reaches the processes of ``owner``. Called by all of them, at the same point of
+        what they bind."""
         ...

@@ -23,6 +23,7 @@ import numpy as np
 
 from .communicator import PROMPT, BoundCollective, Communicator, Reducer
 from .local import local_collective
+from .native import ALONE, Peers
 from .ops import Collective, Kind
 from .point_to_point import BoundPermute, BoundReceive, BoundSend, Done, Mailboxes, Transfer, zeros
 
@@ -85,6 +86,10 @@ class Hierarchy:
         if len(set(members)) != len(members):
             raise ValueError(f"{kind} has a device twice in its groups {collective.groups}")
         return BoundGroups(self, collective, owner, reducer)
+
+    def peers(self, owner: Mapping[int, int]) -> Peers:
+        """See `CallableCommunicator`."""
+        return ALONE if self.mpi is None else self.mpi.peers(owner)
 
     def abort(self, reason: str) -> None:
         """Later calls raise ``RuntimeError(reason)``, receives within the process that wait do so now.

@@ -16,17 +16,20 @@ communicator is made for them.
 
 from __future__ import annotations
 
+import ctypes
 import zlib
-from collections.abc import Callable, Sequence
-from functools import cached_property
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, cached_property
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
+from ._native import use_mpi
 from .communicator import PROMPT
 from .memory import as_bytes, pool
+from .native import Peers
 from .ops import Reduction
 from .reduce import combiner
 from .types import ELEMENT_TYPES
@@ -51,8 +54,9 @@ TRANSFER_TAGS = (_PERMUTE_TAGS, _PERMUTE_TAGS + 1)
 _RESERVED_TAGS = _PERMUTE_TAGS + len(TRANSFER_TAGS)
 
 # Tags within a team: of what may be posted while others are under way, and of what is sent once those posted
-# before are through. All processes have one order of each, but not of both together.
-_AHEAD, _IN_TURN = 0, 1
+# before are through. All processes have one order of each, but not of both together. The others are those of
+# collectives that compiled code calls.
+_AHEAD, _IN_TURN, _FIRST_FREE = 0, 1, 2
 
 _MPI_TYPES: dict[str, MPI.Datatype] = {
     "pred": MPI.UINT8_T,
@@ -102,6 +106,15 @@ def native(dtype: str, reduction: Reduction) -> tuple[MPI.Datatype, MPI.Op] | No
     table = _PRED if dtype == "pred" else _INTEGER if dtype[0] in "su" else _INEXACT
     op = table.get(reduction)
     return None if op is None else (_MPI_TYPES[dtype], op)
+
+
+@cache
+def _offer_functions() -> None:
+    """Make MPI's functions known to compiled code: those of the library that mpi4py has loaded."""
+    library = ctypes.CDLL(MPI.__file__)
+    names = ("MPI_Isend", "MPI_Irecv", "MPI_Testall")
+    addresses = (ctypes.cast(getattr(library, n), ctypes.c_void_p).value for n in names)
+    use_mpi(*addresses, MPI._handleof(MPI.BYTE), MPI._sizeof(MPI.Request), MPI._sizeof(MPI.Status))
 
 
 def tag_bound(comm: MPI.Intracomm) -> int:
@@ -521,6 +534,20 @@ class MpiWorld:
     def permute_tag(self) -> int:
         """The tag of this stream's permutes: they are posted in the same order on both sides."""
         return self._tag_bound - self.stream % _PERMUTE_TAGS
+
+    def peers(self, owner: Mapping[int, int]) -> Peers:
+        """How compiled code reaches the processes of ``owner``. Waits for all of them, the first time."""
+        team = self.team(tuple(owner.values()))
+        _offer_functions()
+        return Peers(
+            self.rank,
+            owner,
+            {process: rank for rank, process in enumerate(team.processes)},
+            MPI._handleof(team.comm),
+            _FIRST_FREE,
+            tag_bound(team.comm),
+            self.waiting.patience,
+        )
 
     def message_tag(self, channel: int, source: int, target: int, devices: int) -> int:
         """The tag of a send from ``source`` to ``target``, which number the devices of their processes."""

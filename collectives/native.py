@@ -1,22 +1,28 @@
-"""Collectives that compiled code calls itself, between devices of one process: which can be, and their table.
+"""Collectives that compiled code calls itself: which can be, and their table.
 
 `refusal` says why one cannot. `table_of` describes them to the compiled handler (`_native`), whose address
-`handler` gives for an engine to register under `TARGET`.
+`handler` gives for an engine to register under `TARGET`. Groups of several processes have a wire (`wires`),
+which uses MPI's functions.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from math import prod
+from dataclasses import replace
+from math import inf, prod
+from typing import NamedTuple
 
 from ._native import Table, can_reduce, handler, start_helpers
 from .ops import Collective, Kind
 from .types import TensorType
+from .wires import Leaf, Message, Round, Wire, plan
 
 __all__ = [
+    "ALONE",
     "ALWAYS",
     "NEVER",
     "TARGET",
+    "Peers",
     "Table",
     "handler",
     "refusal",
@@ -53,13 +59,37 @@ def refusal(collective: Collective) -> str:
     return ""
 
 
-def table_of(collectives: Sequence[Collective], position: Mapping[int, int]) -> Table:
+class Peers(NamedTuple):
+    """The processes that run a program, as compiled code of this one, ``process``, reaches them.
+
+    ``owner`` maps the logical ids of devices to processes, empty if there is one. ``ranks`` maps processes to
+    ranks of the MPI communicator with the handle ``comm``, where tags from ``first_tag`` to ``last_tag`` are
+    free.
+    ``patience``: seconds for which a wait keeps the core busy.
+    """
+
+    process: int = 0
+    owner: Mapping[int, int] = {}
+    ranks: Mapping[int, int] = {}
+    comm: int = 0
+    first_tag: int = 0
+    last_tag: int = 0
+    patience: float = inf
+
+
+ALONE = Peers()
+
+
+def table_of(
+    collectives: Sequence[Collective], position: Mapping[int, int], peers: Peers = ALONE
+) -> Table:
     """The table of these sites for devices whose positions are by logical id ``position``.
 
-    Every member of every group must be one of them. Raises ``ValueError`` for a collective that is refused or
-    whose parts do not fit.
+    Members of groups that are none of them are other processes' devices, by ``peers``. Raises ``ValueError``
+    for a collective that is refused or whose parts do not fit.
     """
-    table = Table(len(position))
+    table = Table(len(position), peers.comm, peers.patience)
+    tag = peers.first_tag
     for collective in collectives:
         why = refusal(collective)
         if why:
@@ -68,17 +98,48 @@ def table_of(collectives: Sequence[Collective], position: Mapping[int, int]) -> 
         left_out = skipped(collective)
         pairs = [p for i, p in enumerate(collective.pairs) if i not in left_out]
         groups = connected(pairs) if point_to_point else collective.groups
+        sent = replace(collective, pairs=tuple(pairs), valid_iterations=())
         where = f" at {collective.source}" if collective.source else ""
         kind = "all-to-all of tuples" if collective.tuple_form else str(collective.kind)
+        leaves = [_leaf(collective, k) for k in range(len(collective.operands))]
+        parts = [Leaf(*leaf[:4]) for leaf in leaves]
+        local: list[list[int]] = []
+        wires: list[tuple[int, Wire] | None] = []
+        for number, group in enumerate(groups):
+            here = [position[i] for i in group if i in position]
+            if not here:
+                continue
+            local.append(here)
+            if len(here) == len(group):
+                wires.append(None)
+                continue
+            wire = plan(sent, group, parts, peers.owner, peers.process)
+            wires.append((tag + number, _ranked(wire, peers.ranks)))
+        tag += len(groups)
+        if tag > peers.last_tag + 1 and any(wires):
+            raise ValueError(f"its groups need more message tags than MPI has, {peers.last_tag}")
         table.add(
             kind,
-            [_leaf(collective, k) for k in range(len(collective.operands))],
+            leaves,
             len(collective.results),
-            [[position[i] for i in group] for group in groups],
+            local,
             f"{collective.kind} %{collective.name}{where}",
-            [(position[s], position[t]) for s, t in pairs] if point_to_point else None,
+            [(position[s], position[t]) for s, t in pairs if s in position and t in position]
+            if point_to_point
+            else None,
+            wires,
         )
     return table
+
+
+def _ranked(wire: Wire, ranks: Mapping[int, int]) -> Wire:
+    """The wire with ranks in the place of processes."""
+
+    def renamed(messages: Sequence[Message]) -> tuple[Message, ...]:
+        return tuple(m._replace(process=ranks[m.process]) for m in messages)
+
+    rounds = (Round(renamed(r.sends), renamed(r.receives), r.then) for r in wire.rounds)
+    return wire._replace(rounds=tuple(rounds))
 
 
 def skipped(collective: Collective) -> frozenset[int]:

@@ -65,14 +65,14 @@ class Waiting:
     ) -> None:
         self.polls = patience == math.inf
         self.blocks = patience >= _SHORT
-        self._patience = patience
+        self.patience = patience
         self._clock = clock
         self._sleep = sleep or _sleep_precisely
         self._pace: float | None = None  # seconds for a byte
 
     def apart(self) -> Waiting:
         """Waits of the same kind for other peers: what a byte takes with these says nothing of those."""
-        return Waiting(self._patience, self._clock, self._sleep)
+        return Waiting(self.patience, self._clock, self._sleep)
 
     def all(
         self,
@@ -103,7 +103,7 @@ class Waiting:
             waited = self._clock() - began
             if waited < expected:
                 pause = expected - waited
-            elif waited < self._patience:
+            elif waited < self.patience:
                 sched_yield()
                 continue
             else:

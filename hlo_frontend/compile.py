@@ -227,7 +227,7 @@ def compile_stablehlo(
     valid: ValidPolicy = _PROVED,
     overlap: OverlapPolicy | None = None,
     interleave: int = 1,
-    calls: bool = False,
+    calls: int = 0,
     dump: Dump | None = None,
 ) -> CompiledModule:
     """Partition and lower StableHLO (text, bytecode, portable artifact).
@@ -237,9 +237,9 @@ def compile_stablehlo(
     `passes.bytes`). ``valid``: how iterations are found in which transfers are made (see
     `passes.valid`). ``overlap``: how collectives are scheduled beside compute (see `overlap.apply`); None
     where they are not. ``interleave``: chunks of layers that each device of a pipeline is to have (see
-    `pipelines`), where the compile options do not say it. ``calls``: whether segments may call collectives
-    themselves (see `native`): where all devices are of one process. ``dump`` is given what the program was at
-    each stage. Raises `InvalidProgramError` or `UnsupportedError`.
+    `pipelines`), where the compile options do not say it. ``calls``: where segments may call
+    collectives themselves (see `native`), how many devices each process has. ``dump`` is given what the
+    program was at each stage. Raises `InvalidProgramError` or `UnsupportedError`.
     """
     if spec.num_replicas < 1 or spec.num_partitions < 1:
         raise InvalidProgramError(
@@ -267,7 +267,7 @@ def compile_stablehlo(
     partitioned = PartitionedModule(hlo, *counts, pseudo_tokens, valid, rewrites)
     compiled = partitioned.compiled(overlap, dump)
     if calls and compiled.program.communicates:
-        made = native(compiled.program)
+        made = native(compiled.program, alone=calls == 1)
         if dump is not None and made.regions:
             _dump_program(made.program, dump)
         compiled = replace(compiled, program=made.program, walked=made.refused)

@@ -56,12 +56,12 @@ class Native:
     refused: tuple[tuple[str, str], ...] = ()
 
 
-def native(program: Program) -> Native:
-    """The program with its outermost regions as segments. All its devices must be of one process."""
+def native(program: Program, alone: bool = False) -> Native:
+    """The program with its outermost regions as segments. ``alone``: no two devices are of one process."""
     if program.predicted is not None:
         return Native(program, refused=((program.name, "a plan hides its collectives"),))
     program = _with_plain_bounds(program)
-    state = _Rewriting(program)
+    state = _Rewriting(program, alone)
     if not _refusal(program, program.body) and _is_worth_it(program.body):
         return state.finished(state.whole())
     body = state.block(program.body)
@@ -104,8 +104,9 @@ def _plain(bounds: tuple[int, ...], iterations: int | None) -> tuple[int, ...]:
 class _Rewriting:
     """Puts runs of segments with sites in the place of control flow that communicates."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, alone: bool) -> None:
         self.program = program
+        self.alone = alone
         self.segments: list[Segment] = list(program.segments)
         self.regions: list[str] = []
         self.refused: list[tuple[str, str]] = []
@@ -157,7 +158,7 @@ class _Rewriting:
         body: Sequence[Instruction],
     ) -> Run:
         program, types = self.program, self.program.slot_types
-        emitter = _Emitter(program)
+        emitter = _Emitter(program, self.alone)
         text = emitter.main(inputs, outputs, donated, body)
         parts = [program.segments[i] for i in emitter.segments]
         module = _merged(text, parts, list(emitter.segments))
@@ -270,8 +271,9 @@ _CHAIN, _COUNTER, _PRED = (TensorType(dtype, ()) for dtype in ("s32", "s64", "pr
 class _Emitter:
     """Writes a region as the text of a StableHLO function that calls the segments."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, alone: bool) -> None:
         self.program = program
+        self.alone = alone
         self.segments: dict[int, None] = {}
         self.sites: list[int] = []
         self.lines: list[str] = []
@@ -354,8 +356,12 @@ class _Emitter:
 
         What XLA takes for cheap it runs while it starts the devices, and if one of them fails there it ends
         the process unless the others come to their end. Cheap is what it estimates at less than 1,000
-        operations, and it counts the branch here, which is never taken: no position is as large.
+        operations, and it counts the branch here, which is never taken: no position is as large. A device
+        that is alone may as well run where it is.
         """
+        if self.alone:
+            self.chain = self._constant("0", "tensor<i32>")
+            return
         position, limit = self._element(1), self._constant("4611686018427387904", "tensor<ui64>")
         never = self._value(
             f"stablehlo.compare GT, {position}, {limit} : (tensor<ui64>, tensor<ui64>) -> tensor<i1>"

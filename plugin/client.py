@@ -69,7 +69,7 @@ class Client(_capi.Handle):  # type: ignore[misc]
         )
         if self.overlap is not None and chosen.profile:
             self.overlap = replace(self.overlap, measured=known(self.world.measured, rank))
-        self.calls = can_call(self.engine, chosen, size)
+        self.calls = local if can_call(self.engine, chosen) else 0
         self.devices = make_devices(size, local, rank)
         for device in self.devices:
             device.serve(self, on_host=getattr(self.engine, "host_memory", False))

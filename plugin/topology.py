@@ -73,8 +73,8 @@ class Maker(Protocol):
         ...
 
     @property
-    def calls(self) -> bool:
-        """Whether segments may call collectives themselves."""
+    def calls(self) -> int:
+        """If segments may call collectives themselves, how many devices each process has; else 0."""
         ...
 
     @property
@@ -134,8 +134,8 @@ class Elsewhere:
         return policy_of(costs.text, hosts, origin=costs.origin, named=costs.named)
 
     @cached_property
-    def calls(self) -> bool:
-        return can_call(self.engine, self.options, self._processes)
+    def calls(self) -> int:
+        return self._local_devices if can_call(self.engine, self.options) else 0
 
     def array_type(self, type: TensorType, order: tuple[int, ...] = ()) -> _capi.ArrayType:
         return _capi.ArrayType(type, order)

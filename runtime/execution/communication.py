@@ -15,9 +15,11 @@ from typing import Any, cast
 
 from stretto.collectives.communicator import (
     BoundCollective,
+    CallableCommunicator,
     PromptCollective,
     Reducer,
 )
+from stretto.collectives.native import ALONE, Peers
 from stretto.collectives.ops import Collective, Kind
 
 from ..program import Loop, Run, Start, Wait, instructions
@@ -53,6 +55,8 @@ class Communication:
         self._bound: dict[tuple[int, int], BoundCollective] = (
             self._bind() if bound is None else bound._bound
         )
+        # How segments with sites reach the other processes.
+        self.peers: Peers = self._peers() if bound is None else bound.peers
 
     def is_prompt(self, start: Start) -> bool:
         """Whether `attempt` can be used for it."""
@@ -76,6 +80,13 @@ class Communication:
             except Exception as error:
                 raise named(error, describe(collective)) from error
         return bound
+
+    def _peers(self) -> Peers:
+        owner = self.context.owner
+        alone = len(set(owner.values())) == 1
+        if alone or not any(segment.sites for segment in self.program.segments):
+            return ALONE
+        return cast("CallableCommunicator", self.lanes[0].communicator).peers(owner)
 
     def _keys(self) -> Iterator[tuple[int, int]]:
         """Collective and stream of every start; collectives that segments call are the first stream's."""

@@ -22,7 +22,7 @@ from stretto.collectives.order import CommonOrder, Schedule
 from stretto.collectives.poison import poison
 
 from ..engines.engine import Engine, LoadedSegment
-from ..errors import InvalidProgramError, UnsupportedError
+from ..errors import InvalidProgramError, StrettoError, UnsupportedError
 from ..job import watchdog
 from ..job.exits import await_at_exit
 from ..job.run_log import called
@@ -83,6 +83,7 @@ class Executor:
             if signals is not None and world.size == 1
             else Interrupts()
         )
+        world.on_failure(self._abort)
         statistics.include(self)
         atexit.register(_close_at_exit, weakref.ref(self))
 
@@ -202,6 +203,10 @@ class Executor:
         return reduce(
             add, (lane.counters for lane in list(self._lanes)), Counters() + self._computing
         )
+
+    def _abort(self, error: StrettoError) -> None:
+        for lane in list(self._lanes):
+            lane.abort(str(error))
 
     def close(self) -> None:
         """Wait for the runs under way (not once the world has failed), then end the threads."""

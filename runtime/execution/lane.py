@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from stretto.collectives.communicator import Communicator, Request
+from stretto.collectives.native import Table
 
 from ..job.progress import Progress
 from ..recording.statistics import Counters
@@ -16,7 +17,17 @@ class Lane:
     ``counters`` counts it. ``sequence``: calls so far. ``sends``: sends that may be under way.
     """
 
-    __slots__ = ("communicator", "counters", "number", "progress", "sends", "sequence", "stream")
+    __slots__ = (
+        "_failure",
+        "_table",
+        "communicator",
+        "counters",
+        "number",
+        "progress",
+        "sends",
+        "sequence",
+        "stream",
+    )
 
     def __init__(
         self, number: int, stream: Stream, communicator: Communicator, progress: Progress
@@ -28,6 +39,21 @@ class Lane:
         self.counters = Counters()
         self.sequence = 0
         self.sends: list[Request] = []
+        self._table: Table | None = None
+        self._failure = ""
+
+    def hand_over(self, table: Table | None) -> None:
+        """Leave the stream's collectives to compiled code, with this table; None takes them back."""
+        self._table = table
+        if table is not None and self._failure:
+            table.abort(self._failure)
+
+    def abort(self, reason: str) -> None:
+        """The job has failed: what compiled code waits for will not come."""
+        self._failure = reason
+        table = self._table
+        if table is not None:
+            table.abort(reason)
 
     def drain(self) -> None:
         """Wait until every send has been received. A task of this stream."""

@@ -9,6 +9,7 @@ in that order, and compare once more what came of it. If there is none, every pr
 
 Collectives may have been rewritten to send less, for reasons that lie in a rank's own compute. What was done
 is part of the digest; where digests differ, all ranks first go back to their programs as they were written.
+Whether compiled code calls them is part of it too; the programs that ranks get in another order are walked.
 
 What is compared includes the history of runs (`run_log`), so that it is always the same run of the same
 processes that is agreed on.
@@ -276,7 +277,8 @@ class Negotiation:
         program = self._proposal.program
         kept = all(p == tuple(range(len(p))) for p in order.values())
         as_listed = certificate(strict(program)) == certificate(self._proposal.schedule)
-        if anew or not (kept and as_listed and program.num_streams == 1):
+        calls = any(segment.sites for segment in program.segments)
+        if anew or calls or not (kept and as_listed and program.num_streams == 1):
             try:
                 program = self._reorder(order)
             except Exception as error:

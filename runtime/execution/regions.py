@@ -8,16 +8,26 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from time import monotonic
 from typing import Any
 
 import numpy as np
 
 from stretto.collectives.communicator import BoundCollective
-from stretto.collectives.native import TARGET, Table, handler, skipped, start_helpers, table_of
+from stretto.collectives.native import (
+    TARGET,
+    Peers,
+    Table,
+    handler,
+    skipped,
+    start_helpers,
+    table_of,
+)
 from stretto.collectives.ops import Collective
 
 from ..engines.engine import CallingEngine, Engine, LoadedTogether
 from ..errors import StrettoError
+from ..job.progress import Raw
 from ..options import Options
 from ..program import CONTEXT, Run, Slot
 from .context import Context
@@ -30,15 +40,11 @@ _NOTHING: frozenset[int] = frozenset()
 _forsaken: list[Table] = []
 
 
-def can_call(engine: Engine, options: Options, processes: int) -> bool:
-    """Whether segments may call collectives: between devices of one process, and unless segments are measured
-    one by one."""
-    return (
-        processes == 1
-        and options.native
-        and not options.profile
-        and isinstance(engine, CallingEngine)
-    )
+def can_call(engine: Engine, options: Options) -> bool:
+    """Whether segments may call collectives: unless segments are measured one by one, or what is skipped is
+    poisoned."""
+    observed = options.profile or options.poison_skipped
+    return options.native and not observed and isinstance(engine, CallingEngine)
 
 
 def register(engine: Engine) -> bool:
@@ -51,12 +57,14 @@ def register(engine: Engine) -> bool:
 
 
 class Region:
-    """A run of a segment with sites, on the local devices, which are all of the program's.
+    """A run of a segment with sites, on all local devices of its program.
 
-    ``bound[i]``: what the communicator made of site i's collective.
+    ``bound[i]``: what the communicator made of site i's collective. ``peers``: the processes that run it too.
     """
 
-    def __init__(self, context: Context, run: Run, bound: Sequence[BoundCollective]) -> None:
+    def __init__(
+        self, context: Context, run: Run, bound: Sequence[BoundCollective], peers: Peers
+    ) -> None:
         program = context.program
         segment = program.segments[run.segment]
         self.context = context
@@ -67,12 +75,18 @@ class Region:
         # Of each site: messages and bytes that a call moves, and messages that it leaves out.
         self.payload = list(map(_payload, self.collectives, bound))
         self.what = f"segment {segment.name} of {program.name}"
+        self.peers = peers
+        # Of each site: its name, its line, and the processes in it, for the watchdog.
+        self.described = [
+            (f"{c.kind} %{c.name}", c.source, context.ranks(c)) for c in self.collectives
+        ]
         self._make_table()
 
     def _make_table(self) -> None:
         """A table, and what each device's code is given first."""
         context, partitions = self.context, self.context.program.num_partitions
-        self.table = table_of(self.collectives, {id: i for i, id in enumerate(context.logical)})
+        positions = {id: i for i, id in enumerate(context.logical)}
+        self.table = table_of(self.collectives, positions, self.peers)
         self.first = [
             context.engine.put(
                 np.array(
@@ -89,7 +103,6 @@ class Region:
         progress, watched = self.lane.progress, self.context.instrument is not None
         inputs, outputs = self.instruction.inputs, self.instruction.outputs
         donated, everyone = self.instruction.donated, len(self.first)
-        source = next((c.source for c in self.collectives if c.source), "")
 
         def run_region(frame: Frame) -> None:
             registers = frame.registers
@@ -99,7 +112,8 @@ class Region:
                 register = registers[slot]
                 columns.append(land(registers, slot) if type(register) is Hosted else register)
             self.table.begin(watched)
-            progress.begin(self.what, source, self.lane.sequence, (), "")
+            progress.watch(self._look)
+            self.lane.hand_over(self.table)
             try:
                 results = self.loaded.run_together(columns)
                 columns.clear()
@@ -110,12 +124,24 @@ class Region:
                 self._forsake(str(error))
                 raise named(error, self.what) from error
             finally:
-                progress.end()
+                self.lane.hand_over(None)
+                last = self._raw(len(self.described) - 1, self.table.executed, monotonic())
+                progress.end(last)
             self._account(frame.active)
             for slot, result in zip(outputs, results, strict=True):
                 registers[slot] = result
 
         return run_region
+
+    def _look(self) -> Raw | None:
+        """What the devices wait for other processes in, if they do."""
+        waiting = self.table.waiting()
+        return None if waiting is None else self._raw(waiting[0], self.table.executed, waiting[1])
+
+    def _raw(self, site: int, executed: int, began: float) -> Raw:
+        name, source, ranks = self.described[site]
+        sequence = self.lane.sequence + executed
+        return name, source, sequence, ranks, self.context.called, began
 
     def _forsake(self, reason: str) -> None:
         """Turn away the devices of a run that failed, whenever they come; later runs have another table."""
@@ -148,7 +174,7 @@ class Region:
             counters.messages += calls * messages
             counters.skipped += calls * left_out
             counters.nbytes += calls * nbytes
-            self.lane.sequence += calls
+        self.lane.sequence += self.table.executed
         if self.context.instrument is None:
             return
         rows, _ = self.table.rows()

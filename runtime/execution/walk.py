@@ -179,7 +179,7 @@ class Walker:
         if not segment.sites:
             return self._compute.operation(run)
         bound = [self._communication.bound_site(site) for site in segment.sites]
-        return Region(self.context, run, bound).operation(self.land)
+        return Region(self.context, run, bound, self._communication.peers).operation(self.land)
 
     def _loop(self, loop: Loop) -> Operation:
         return self._counted_loop(loop) if loop.trip_count is not None else self._while(loop)

@@ -7,6 +7,7 @@ either the old or the new one. Writing costs about 0.1 us.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from time import monotonic
 from typing import NamedTuple
 
@@ -29,7 +30,9 @@ class Entry(NamedTuple):
 
 
 # name, source, sequence, ranks, program, time.monotonic() of its beginning
-_Raw = tuple[str, str, int, tuple[int, ...], str, float]
+Raw = tuple[str, str, int, tuple[int, ...], str, float]
+# Looks at what compiled code waits in, from any thread.
+Look = Callable[[], Raw | None]
 
 
 class Snapshot(NamedTuple):
@@ -47,8 +50,8 @@ class Progress:
 
     def __init__(self, stream: int = 0) -> None:
         self.stream = stream
-        self._current: _Raw | None = None
-        self._last: _Raw | None = None
+        self._current: Raw | Look | None = None
+        self._last: Raw | None = None
         self._ended = 0.0
 
     def begin(
@@ -57,15 +60,23 @@ class Progress:
         """The stream enters a collective."""
         self._current = (name, source, sequence, ranks, program, monotonic())
 
-    def end(self) -> None:
-        """The stream has left the collective it was in, completed or failed."""
-        self._last, self._current = self._current, None
+    def watch(self, look: Look) -> None:
+        """The stream leaves its collectives to compiled code. ``look`` gives the one that is waited in."""
+        self._current = look
+
+    def end(self, last: Raw | None = None) -> None:
+        """The stream has left the collective it was in, completed or failed; after `watch`, ``last``."""
+        current = self._current
+        self._last = last or self._last if callable(current) else current
+        self._current = None
         self._ended = monotonic()
 
     def snapshot(self, now: float | None = None) -> Snapshot:
         """The state now, or as of ``now`` on the clock of ``time.monotonic()``."""
         now = monotonic() if now is None else now
         current = self._current  # read once: the stream may end it meanwhile
+        if callable(current):
+            current = current()
         return Snapshot(
             self.stream,
             _entry(current, now, current[5]) if current else None,
@@ -73,5 +84,5 @@ class Progress:
         )
 
 
-def _entry(raw: _Raw, now: float, since: float) -> Entry:
+def _entry(raw: Raw, now: float, since: float) -> Entry:
     return Entry(*raw[:4], age=max(0.0, now - since), program=raw[4])

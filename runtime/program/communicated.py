@@ -2,6 +2,7 @@
 
 `walked` is what certificates are made of: it holds the stream of every collective beside what it is, in the
 order of their starts; a receive counts where it is waited for, since that is where a device stops.
+Collectives that a segment calls are listed one by one, and told apart from others.
 `strict` is the same as a `Schedule`, each entry after the one before it: for programs that come without a
 schedule of their own, which knows how much of the order data and tokens require.
 """
@@ -9,12 +10,13 @@ schedule of their own, which knows how much of the order data and tokens require
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from hashlib import sha256
 
 from stretto.collectives.ops import Kind
 from stretto.collectives.order import Entry, Schedule, certificate, entry_of
 
-from . import Block, Branch, Loop, Program, Start, Wait
+from . import Block, Branch, Loop, Program, Run, Start, Wait
 
 
 def strict(program: Program) -> Schedule:
@@ -62,6 +64,11 @@ def _schedule(program: Program, block: Block, streams: bool) -> Schedule:
                 pending[instruction.event] = instruction
             else:
                 entries.append(_entry(program, instruction, after, streams))
+        elif isinstance(instruction, Run):
+            for site in program.segments[instruction.segment].sites:
+                after = (len(entries) - 1,) if entries else ()
+                entry = _collective(program, site, after, streams)
+                entries.append(replace(entry, key=f"{entry.key} called") if streams else entry)
         elif isinstance(instruction, Loop | Branch):
             children = tuple(_schedule(program, b, streams) for b in _inner(instruction))
             if any(children):
@@ -85,13 +92,17 @@ def _schedule(program: Program, block: Block, streams: bool) -> Schedule:
 def _entry(
     program: Program, start: Start, after: tuple[int, ...] = (), streams: bool = False
 ) -> Entry:
-    collective = program.collectives[start.collective]
+    entry = _collective(program, start.collective, after, streams)
+    if not streams:
+        return entry
+    return Entry(entry.kind, f"{entry.key} stream={start.stream}", entry.groups, after)
+
+
+def _collective(program: Program, index: int, after: tuple[int, ...], streams: bool) -> Entry:
+    collective = program.collectives[index]
     reducer = ""
     if collective.reducer is not None:
         reducer = "own"
         if not streams:
             reducer = sha256(program.segments[collective.reducer].module).hexdigest()[:16]
-    entry = entry_of(collective, after, reducer)
-    if not streams:
-        return entry
-    return Entry(entry.kind, f"{entry.key} stream={start.stream}", entry.groups, after)
+    return entry_of(collective, after, reducer)

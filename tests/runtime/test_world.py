@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.mpi import find_mpiexec, run_ranks
+from support.mpi import is_hydra, patient, run_ranks
 
 from stretto.collectives import memory
 from stretto.runtime.cores import Place
@@ -126,7 +126,7 @@ def test_a_thread_that_raises_ends_all() -> None:
 @mpi
 def test_a_reported_failure_is_raised_on_every_rank() -> None:
     # Else the first rank that ends makes Hydra kill the others before they have caught anything.
-    done = ranks("fail", mpiexec_arguments=_patient())
+    done = ranks("fail", mpiexec_arguments=patient())
     assert done.returncode != 0
     caught = sorted(line for line in done.stdout.splitlines() if "caught" in line)
     assert len(caught) == 3
@@ -192,7 +192,7 @@ def test_a_rank_that_ends_before_it_joined_ends_the_others() -> None:
     # Launchers other than Hydra end the job by themselves.
     done = run_ranks(2, ["-c", code], rank_env=parts, timeout=60)
     assert done.returncode != 0
-    if _is_hydra():
+    if is_hydra():
         (line,) = lines_of(done)
         assert "ended before all ranks had joined the job" in line
 
@@ -213,21 +213,6 @@ def test_what_is_wrong_with_one_rank_is_raised_on_all(own: dict[str, str], expec
     done = run_ranks(2, [str(SCRIPT), "describe"], rank_env={1: own}, timeout=60)
     assert done.returncode != 0
     assert done.stderr.count(f"WorldError: {expected}") == 2
-
-
-def _is_hydra() -> bool:
-    mpiexec = find_mpiexec()
-    if mpiexec is None:
-        return False
-    done = subprocess.run(
-        [mpiexec, "--version"], capture_output=True, text=True, check=False, timeout=30
-    )
-    return "HYDRA" in done.stdout
-
-
-def _patient() -> list[str]:
-    """Arguments that make mpiexec wait for every rank to end by itself."""
-    return ["-disable-auto-cleanup"] if _is_hydra() else []
 
 
 def test_ranks_without_mpi4py_are_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

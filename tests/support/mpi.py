@@ -19,6 +19,22 @@ def find_mpiexec() -> str | None:
     return str(beside) if beside.exists() else shutil.which("mpiexec")
 
 
+def is_hydra() -> bool:
+    """Whether mpiexec is MPICH's."""
+    mpiexec = find_mpiexec()
+    if mpiexec is None:
+        return False
+    done = subprocess.run(
+        [mpiexec, "--version"], capture_output=True, text=True, check=False, timeout=30
+    )
+    return "HYDRA" in done.stdout
+
+
+def patient() -> list[str]:
+    """Arguments that make mpiexec wait for every rank to end by itself."""
+    return ["-disable-auto-cleanup"] if is_hydra() else []
+
+
 def run_ranks(
     ranks: int,
     script: str | Path | Sequence[str],

@@ -1,0 +1,76 @@
+"""The ranks' side of the faults in `test_native_ranks`: what goes wrong while compiled code communicates.
+
+``python native_faults.py CASE`` on every rank; the case says what rank 1 does wrong.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+LONG = 1 << 40
+
+
+def looped(rounds: int) -> jax.Array:
+    """A sum in each round on all devices; rounds of the second half of the devices are the negative ones."""
+    mesh = Mesh(np.array(jax.devices()), ("x",))
+    n = len(jax.devices())
+
+    def f(x: jax.Array) -> jax.Array:
+        late = lax.axis_index("x") >= n // 2
+        last = jnp.where(late, max(-rounds, 1), 3) if rounds < 0 else rounds
+
+        def step(c: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            total = lax.psum(c[1], "x") / n  # the line that messages name
+            return c[0] + 1, total
+
+        count, total = lax.while_loop(lambda c: c[0] < last, step, (jnp.int64(0), x))
+        return total + 0 * count
+
+    with jax.enable_x64(True):
+        spec = PartitionSpec("x")
+        whole = jax.jit(jax.shard_map(f, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
+        ones = np.ones(n)
+        return whole(
+            jax.make_array_from_callback(ones.shape, NamedSharding(mesh, spec), ones.__getitem__)
+        )
+
+
+def after_a_second(action: object) -> None:
+    threading.Timer(1.0, action).start()  # type: ignore[arg-type]
+
+
+def main() -> None:
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # MPICH's launcher sends it when another rank dies
+    rank = jax.process_index()
+    looped(3).block_until_ready()
+    match sys.argv[1]:
+        case "dies":
+            if rank == 1:
+                after_a_second(lambda: os.kill(os.getpid(), signal.SIGKILL))
+            looped(LONG).block_until_ready()
+        case "raises":
+            running = looped(LONG)
+            if rank == 1:
+                raise ValueError("something else went wrong")
+            running.block_until_ready()
+        case "diverges":
+            looped(-LONG).block_until_ready()
+            threading.Event().wait(60)
+        case "never comes":
+            if rank == 1:
+                threading.Event().wait(60)
+            looped(LONG).block_until_ready()
+    raise AssertionError("no end of the job")
+
+
+if __name__ == "__main__":
+    main()

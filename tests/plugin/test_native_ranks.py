@@ -1,0 +1,77 @@
+"""Compiled code that calls collectives between processes: results, counts and faults."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from support.mpi import patient, run_ranks
+
+HERE = Path(__file__).parent
+pytestmark = pytest.mark.mpi
+# The sum in the loop of `native_faults`, as messages name it.
+SUM = (
+    r"all-reduce %psum\S* \(\S*native_faults\.py:32\) of jit_f "
+    r"\(called at \S*native_faults\.py:\d+ in looped\)"
+)
+
+
+@pytest.mark.parametrize(("ranks", "local"), [(2, 2), (4, 1)])
+def test_the_cases_of_one_process(ranks: int, local: int) -> None:
+    """One device in each process waits where it is; several are run on by the thread that polls."""
+    done = run_ranks(
+        ranks,
+        HERE / "native_ranks.py",
+        env={"JAX_PLATFORMS": "stretto", "STRETTO_LOCAL_DEVICES": str(local)},
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def faulty(case: str, local: int) -> str:
+    """What the ranks say in the end."""
+    done = run_ranks(
+        2,
+        [str(HERE / "native_faults.py"), case],
+        env={
+            "JAX_PLATFORMS": "stretto",
+            "STRETTO_LOCAL_DEVICES": str(local),
+            "STRETTO_TIMEOUT": "2",
+            "STRETTO_GRACE": "2",
+        },
+        timeout=60,
+        mpiexec_arguments=patient(),
+    )
+    assert done.returncode != 0
+    assert "no end of the job" not in done.stderr
+    return done.stderr
+
+
+@pytest.mark.parametrize("local", [1, 2])
+class TestFaults:
+    """Each ends the job, where compiled code would otherwise poll for ever."""
+
+    def test_a_rank_that_dies(self, local: int) -> None:
+        said = faulty("dies", local)
+        assert re.search(r"stretto: rank 0 ends: rank 1 \(pid \d+ on \S+\) died", said)
+
+    def test_a_rank_that_raises(self, local: int) -> None:
+        said = faulty("raises", local)
+        assert re.search(
+            r"rank 0 ends: rank 1 .* failed: ValueError: something else went wrong", said
+        )
+
+    def test_a_rank_that_leaves_the_loop(self, local: int) -> None:
+        said = faulty("diverges", local)
+        assert re.search(
+            rf"{SUM} timed out after 2 s \(STRETTO_TIMEOUT\): rank 0 did not reach it", said
+        )
+        assert re.search(rf"rank 1 .*: in {SUM} for \d", said)
+        assert re.search(rf"rank 0 .*: in no collective, last completed {SUM}", said)
+
+    def test_a_rank_that_never_comes(self, local: int) -> None:
+        said = faulty("never comes", local)
+        assert re.search(
+            r"the first run of jit_f .* timed out after 2 s .*rank 1 did not reach it", said
+        )

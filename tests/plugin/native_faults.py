@@ -9,12 +9,16 @@ import os
 import signal
 import sys
 import threading
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from support.shield import behind_a_shield
 
 LONG = 1 << 40
 
@@ -49,7 +53,6 @@ def after_a_second(action: object) -> None:
 
 
 def main() -> None:
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # MPICH's launcher sends it when another rank dies
     rank = jax.process_index()
     looped(3).block_until_ready()
     match sys.argv[1]:
@@ -73,4 +76,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    if sys.argv[1] == "dies":
+        behind_a_shield(__file__, sys.argv[1])
     main()

@@ -6,13 +6,13 @@ import re
 from pathlib import Path
 
 import pytest
-from support.mpi import patient, run_ranks
+from support.mpi import run_ranks
 
 HERE = Path(__file__).parent
 pytestmark = pytest.mark.mpi
 # The sum in the loop of `native_faults`, as messages name it.
 SUM = (
-    r"all-reduce %psum\S* \(\S*native_faults\.py:32\) of jit_f "
+    r"all-reduce %psum\S* \(\S*native_faults\.py:36\) of jit_f "
     r"\(called at \S*native_faults\.py:\d+ in looped\)"
 )
 
@@ -41,7 +41,6 @@ def faulty(case: str, local: int) -> str:
             "STRETTO_GRACE": "2",
         },
         timeout=60,
-        mpiexec_arguments=patient(),
     )
     assert done.returncode != 0
     assert "no end of the job" not in done.stderr

@@ -15,6 +15,7 @@ from stretto.runtime.job import world
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from support.mpi import find_mpiexec
+from support.shield import behind_a_shield
 
 
 def collective(joined: world.World, progress, sequence: int) -> None:
@@ -106,19 +107,7 @@ def main(behaviour: str) -> None:
             collective(joined, progress, 2)
 
 
-def main_behind_a_shield(behaviour: str) -> int:
-    """Run the rank in a child process, so that the launcher does not see it die.
-
-    A launcher that does would end the other ranks, maybe before they have noticed by themselves.
-    """
-    code = subprocess.call([sys.executable, __file__, behaviour], close_fds=False)
-    if code < 0:
-        signal.pause()  # until the launcher ends this, because another rank has ended
-    return code
-
-
 if __name__ == "__main__":
-    if sys.argv[1] == "kill" and "SHIELDED" not in os.environ:
-        os.environ["SHIELDED"] = "1"
-        sys.exit(main_behind_a_shield(sys.argv[1]))
+    if sys.argv[1] == "kill":
+        behind_a_shield(__file__, sys.argv[1])
     main(sys.argv[1])

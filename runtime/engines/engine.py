@@ -133,13 +133,21 @@ class RestoringEngine(Protocol):
         ...
 
 
+@runtime_checkable
 class LoadedTogether(Protocol):
     """A segment compiled for several devices that run it at once."""
 
     def run_together(self, columns: Sequence[Sequence[Array]]) -> list[list[Array]]:
         """Enqueue one run on all devices. ``columns[k][i]`` is parameter k of device i; gives results in the
-        same form. A `stretto.runtime.program.CONTEXT` comes first. Otherwise as `LoadedSegment.run`.
+        same form. In a segment with sites a `stretto.runtime.program.CONTEXT` comes first. Otherwise as
+        `LoadedSegment.run`.
         """
+        ...
+
+    def run_together_with_end(
+        self, columns: Sequence[Sequence[Array]]
+    ) -> tuple[list[list[Array]], Any]:
+        """`run_together`, and what has a ``block_until_ready()`` that waits until all of it is over."""
         ...
 
 
@@ -162,6 +170,18 @@ class CallingEngine(Protocol):
     ) -> LoadedTogether:
         """Compile a segment with sites for these devices, or restore what `RestoringEngine.serialize` gave of
         it. Raises ``CompileError``."""
+        ...
+
+    def compile_side_by_side(
+        self,
+        segment: Segment,
+        ordinals: Sequence[int],
+        host_callbacks: Sequence[Any],
+        *,
+        name: str = "",
+    ) -> LoadedSegment:
+        """Compile a segment that calls back for these devices. It is a `LoadedTogether` too: the functions
+        of several devices may wait for each other. Raises ``CompileError``."""
         ...
 
 

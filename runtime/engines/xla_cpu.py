@@ -216,6 +216,7 @@ class XlaCpuTogether:
         name: str,
         ordinals: Sequence[int],
         code: bytes = b"",
+        host_callbacks: Sequence[Any] = (),
     ) -> None:
         self._engine = engine
         self._name = name
@@ -224,24 +225,37 @@ class XlaCpuTogether:
         # As far as jaxlib knows every array of all devices has the same content everywhere.
         mesh = Mesh(np.array(list(self._devices)), ("device",))
         self._sharding = NamedSharding(mesh, PartitionSpec())
-        self._avals = [_aval(type) for type in (CONTEXT, *segment.inputs)]
+        context = (CONTEXT,) if segment.sites else ()
+        self._avals = [_aval(type) for type in (*context, *segment.inputs)]
         self.executable = (
             engine.load_together(code, self._devices, options)
             if code
-            else engine.compile_together_for(segment, name, self._devices, options)
+            else engine.compile_on(segment, name, self._devices, options, host_callbacks)
         )
 
     def run_together(self, columns: Sequence[Sequence[Array]]) -> list[list[Array]]:
-        sharding = self._sharding
-        joined = [
-            _jax.ArrayImpl(aval, sharding, list(column), True, _skip_checks=True)
-            for aval, column in zip(self._avals, columns, strict=True)
-        ]
         try:
-            results = self.executable.execute_sharded(joined)
+            results = self.executable.execute_sharded(self._joined(columns))
         except JaxRuntimeError as error:
             raise _translate(error, XlaError) from error
         return results.disassemble_into_single_device_arrays()
+
+    def run_together_with_end(
+        self, columns: Sequence[Sequence[Array]]
+    ) -> tuple[list[list[Array]], Any]:
+        try:
+            results = self.executable.execute_sharded(self._joined(columns), with_tokens=True)
+        except JaxRuntimeError as error:
+            raise _translate(error, XlaError) from error
+        end = _End(results.consume_token())
+        return results.disassemble_into_single_device_arrays(), end
+
+    def _joined(self, columns: Sequence[Sequence[Array]]) -> list[Any]:
+        sharding = self._sharding
+        return [
+            _jax.ArrayImpl(aval, sharding, list(column), True, _skip_checks=True)
+            for aval, column in zip(self._avals, columns, strict=True)
+        ]
 
     @property
     def scratch_bytes(self) -> int:
@@ -257,6 +271,31 @@ class XlaCpuTogether:
         if not self._code:
             self._code = self._engine.serialize_executable(self.executable)
         return self._code
+
+
+class XlaCpuSideBySide(XlaCpuTogether):
+    """A segment that calls back, compiled once for several devices, and again for one that runs it alone."""
+
+    def __init__(
+        self,
+        engine: XlaCpuEngine,
+        segment: Segment,
+        name: str,
+        ordinals: Sequence[int],
+        host_callbacks: Sequence[Any],
+    ) -> None:
+        super().__init__(engine, segment, name, ordinals, host_callbacks=host_callbacks)
+        self._alone = cache(lambda: XlaCpuSegment(engine, segment, name, host_callbacks))
+
+    def run(self, ordinal: int, inputs: list[Array]) -> list[Array]:
+        return self._alone().run(ordinal, inputs)
+
+    def run_with_end(self, ordinal: int, inputs: list[Array]) -> tuple[list[Array], Any]:
+        return self._alone().run_with_end(ordinal, inputs)
+
+    def serialize(self) -> bytes:
+        """Raises `CompileError`: whoever loads it has other functions."""
+        raise CompileError(f"segment {self._name or '(unnamed)'} calls back into Python")
 
 
 class XlaCpuEngine:
@@ -310,6 +349,17 @@ class XlaCpuEngine:
         """jaxlib's executable for one device. Raises `CompileError`."""
         devices = self._executable_devices[ordinal]
         options = self._options[segment.reproducible][ordinal]
+        return self.compile_on(segment, name, devices, options, host_callbacks)
+
+    def compile_on(
+        self,
+        segment: Segment,
+        name: str,
+        devices: Any,
+        options: Any,
+        host_callbacks: Sequence[Any] = (),
+    ) -> Any:
+        """jaxlib's executable for these devices. Raises `CompileError`."""
         try:
             if not host_callbacks:
                 return self._client.compile_and_load(segment.module, devices, options)
@@ -335,13 +385,16 @@ class XlaCpuEngine:
         """See `stretto.runtime.engines.engine.CallingEngine`."""
         return XlaCpuTogether(self, segment, name or segment.name, ordinals, code)
 
-    def compile_together_for(self, segment: Segment, name: str, devices: Any, options: Any) -> Any:
-        """jaxlib's executable for several devices. Raises `CompileError`."""
-        try:
-            return self._client.compile_and_load(segment.module, devices, options)
-        except (JaxRuntimeError, ValueError) as error:
-            prefix = f"segment {name or '(unnamed)'} does not compile on engine {self.name}: "
-            raise _translate(error, CompileError, prefix) from error
+    def compile_side_by_side(
+        self,
+        segment: Segment,
+        ordinals: Sequence[int],
+        host_callbacks: Sequence[Any],
+        *,
+        name: str = "",
+    ) -> XlaCpuSideBySide:
+        """See `stretto.runtime.engines.engine.CallingEngine`."""
+        return XlaCpuSideBySide(self, segment, name or segment.name, ordinals, host_callbacks)
 
     def load_together(self, code: bytes, devices: Any, options: Any) -> Any:
         """jaxlib's executable for several devices, from machine code. Raises `CompileError`."""

@@ -76,6 +76,8 @@ def compile_segments(
         if segment.sites:
             assert isinstance(engine, CallingEngine)
             return engine.compile_together(segment, together, name=name, code=kept)
+        if len(together) > 1 and calls_back(segment.module) and isinstance(engine, CallingEngine):
+            return engine.compile_side_by_side(segment, together, host_callbacks, name=name)
         if restoring is not None and code and code[index]:
             return restoring.restore(code[index], segment, name=name)
         return engine.compile(segment, name=name, host_callbacks=host_callbacks)

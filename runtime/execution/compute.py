@@ -11,16 +11,23 @@ from functools import partial
 from time import perf_counter
 from typing import Any
 
-from ..engines.engine import counted
+from ..engines.engine import LoadedTogether, counted
 from ..program import Run, Slot, calls_back
 from ..program.valid import left_out
 from ..recording.instrument import SegmentRun
 from .context import Context
 from .frame import Frame, Hosted, Operation, named
 from .segment_times import SegmentTimes
-from .side_by_side import side_by_side
+from .side_by_side import or_error, side_by_side
 
 Land = Callable[[list[Any], Slot], list[Any]]
+
+
+def ended(segment: LoadedTogether, columns: Sequence[list[Any]]) -> list[list[Any]]:
+    """Results of a run on all devices that is over: so its error is known, whose ever it is."""
+    results, end = segment.run_together_with_end(columns)
+    end.block_until_ready()
+    return results
 
 
 class Compute:
@@ -36,7 +43,8 @@ class Compute:
     def operation(self, instruction: Run) -> Operation:
         """An operation that issues the segment, in the order of the local devices."""
         loaded = self.segments[instruction.segment]
-        run_with_end = getattr(loaded, "run_with_end", None) if self.context.with_ends else None
+        calls = self.context.called_back is not None
+        run_with_end = getattr(loaded, "run_with_end", None) if calls else None
         partly = self._leaves_out(instruction)
         if self.context.times is not None:
             return self._timed(instruction, self.context.times, partly)
@@ -141,6 +149,9 @@ class Compute:
         absent, counters, flops = context.absent, context.counters, max(segment.flops, 0.0)
         # The functions that devices call back may wait for each other.
         together = count > 1 and calls_back(segment.module)
+        loaded = self.segments[instruction.segment]
+        for_all = loaded if together and isinstance(loaded, LoadedTogether) else None
+        called, everyone = context.called_back, tuple(range(count))
 
         def leave_out(position: int, results: list[list[Any]]) -> None:
             for result, type_ in zip(results, types, strict=True):
@@ -153,9 +164,13 @@ class Compute:
         def run_all(
             run: Callable[..., list[Any]], going: Sequence[int], columns: Sequence[list[Any]]
         ) -> list[list[Any]]:
-            calls = [partial(run, ordinals[p], [column[p] for column in columns]) for p in going]
             try:
-                return side_by_side(calls)
+                if for_all is not None and called is not None and going == everyone:
+                    results = or_error(partial(ended, for_all, columns), called)
+                    return [[result[p] for result in results] for p in going]
+                return side_by_side(
+                    [partial(run, ordinals[p], [column[p] for column in columns]) for p in going]
+                )
             except BaseException as error:
                 raise named(error, what) from error
 

@@ -14,6 +14,7 @@ from ..program import Program
 from ..recording.instrument import Instrument, told
 from ..recording.statistics import Counters
 from .absent import Absent
+from .called_back import CalledBack
 from .interrupts import Interrupts
 from .lane import Lane
 from .segment_times import SegmentTimes
@@ -27,9 +28,10 @@ class Context:
     (logical id, ordinal) pairs of the program's devices in this process, in order. ``owner`` maps each
     logical id to its process. ``lanes[i]`` serves the program's stream i. ``absent`` gives what stands for
     outputs of segments that are not run, and ``counters`` counts those. ``called`` names the program and the
-    line it is called from, for the watchdog. ``with_ends``: frames collect the ends of runs of segments, for
-    programs that call back. ``instrument`` is told what happens; ``times`` measures the segments, while
-    somebody wants to know. ``interrupts`` end walks that nobody waits for any more.
+    line it is called from, for the watchdog. ``called_back``: the functions that the program calls back, if
+    any; frames then collect the ends of runs of segments. ``instrument`` is told what happens; ``times``
+    measures the segments, while somebody wants to know. ``interrupts`` end walks that nobody waits for any
+    more.
     """
 
     program: Program
@@ -41,7 +43,7 @@ class Context:
     absent: Absent
     counters: Counters
     called: str = ""
-    with_ends: bool = False
+    called_back: CalledBack | None = None
     instrument: Instrument | None = None
     times: SegmentTimes | None = None
     interrupts: Interrupts = field(default_factory=Interrupts)

@@ -25,9 +25,9 @@ from .stream import Event, Stream
 
 # Seconds that a caller waits for other processes before it leaves a small collective to the dispatch thread.
 # Leaving it costs two thread switches here, and makes the other processes wait for as long: less patience
-# than that, and one late process makes all of them take turns at being late. Where other programs use the cores
-# too, a process is late by the slice of time that it lost: medians of a `psum` of 8 B beside a busy process were
-# 670 and 1,150 us with 300 us of patience, 317 and 562 us with 1,000, and no better with more.
+# than that, and one late process makes all of them take turns at being late. Where other programs use the
+# cores too, a process is late by the slice of time that it lost: medians of a `psum` of 8 B beside a busy
+# process were 670 and 1,150 us with 300 us of patience, 317 and 562 us with 1,000, and no better with more.
 PATIENCE = 1e-3
 # Programs queued ahead of the dispatch thread. Enough to hide its latency; a caller that is further ahead
 # waits, or values of runs not begun would pile up without bound.

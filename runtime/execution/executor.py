@@ -32,8 +32,8 @@ from ..program.communicated import strict
 from ..recording import statistics
 from ..recording.instrument import Instrument, Instruments
 from ..recording.statistics import Counters
-from . import called_back
 from .absent import Absent, zeros
+from .called_back import CalledBack
 from .compiled_segments import compile_segments
 from .context import Context
 from .dispatch import Dispatcher, Processes
@@ -129,8 +129,8 @@ class Executor:
         schedule = strict(program) if schedule is None else schedule
         check_rings(program, schedule, owner, alone=len(processes) == 1)
         line = watchdog.calling_line() if len(processes) > 1 else ""
-        host_callbacks = [called_back.marked(function) for function in host_callbacks]
-        make = partial(self._walker, local, owner, host_callbacks, line)
+        called = CalledBack(host_callbacks) if host_callbacks else None
+        make = partial(self._walker, local, owner, called, line)
         must_agree = len(processes) > 1 and bool(rewritten)
         walker = make(program, code)
         with self.dispatcher.observing:
@@ -229,7 +229,7 @@ class Executor:
         self,
         local: tuple[tuple[int, int], ...],
         owner: dict[int, int],
-        host_callbacks: Sequence[Any],
+        called_back: CalledBack | None,
         line: str,
         program: Program,
         code: Sequence[bytes] = (),
@@ -237,7 +237,8 @@ class Executor:
         segments: Sequence[LoadedSegment] = ()
         if local:
             ordinals = [ordinal for _, ordinal in local]
-            compiled = compile_segments(program, self.engine, host_callbacks, code, ordinals)
+            functions = called_back.functions if called_back else ()
+            compiled = compile_segments(program, self.engine, functions, code, ordinals)
             segments = compiled.segments
         with self._lock:
             while local and len(self._lanes) < program.num_streams:
@@ -253,7 +254,7 @@ class Executor:
                 self._absent,
                 self._computing,
                 called(program.name, line),
-                bool(host_callbacks),
+                called_back,
                 self.dispatcher.instrument,
                 interrupts=self._interrupts,
             )

@@ -6,17 +6,22 @@ kernels do that JAX's Pallas interprets on several devices. One device after the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from time import monotonic
-from typing import TypeVar
+from typing import Any, TypeVar
 
+from ..errors import StrettoError
 from ..job.exits import await_at_exit, grace
+from .called_back import CalledBack
 from .stream import Completions
 
 Result = TypeVar("Result")
 
+# Seconds that a run gets to end once a function has raised, so that the engine says what failed.
+_MOMENT = 0.5
 # No limit that a process comes to: a call that had to wait for a thread might be what the others wait for.
 _threads = Completions("stretto-callback", limit=1 << 16)
 
@@ -40,6 +45,39 @@ def side_by_side(calls: Sequence[Callable[[], Result]]) -> list[Result]:
             raise error
         results[index] = result  # type: ignore[assignment]
     return [results[index] for index in range(len(calls))]
+
+
+def or_error(call: Callable[[], Result], called: CalledBack) -> Result:
+    """The result of ``call``, which runs several devices. Raises its error; or that of a function which the
+    program calls back and which raised, if ``call`` does not end: the functions of others may wait for it.
+    """
+    ended: SimpleQueue[Callable[[], Result] | StrettoError] = SimpleQueue()
+
+    def run() -> None:
+        try:
+            result = call()
+        except BaseException as error:
+            ended.put(partial(_raise, error))
+        else:
+            ended.put(lambda: result)
+
+    with called.listened(ended.put):
+        _threads.submit(run)
+        failure, until = None, math.inf
+        while True:
+            try:
+                first = ended.get(timeout=None if failure is None else max(until - monotonic(), 0))
+            except Empty:
+                assert failure is not None
+                raise failure from None
+            if not isinstance(first, StrettoError):
+                return first()
+            if failure is None:
+                failure, until = first, monotonic() + _MOMENT
+
+
+def _raise(error: BaseException) -> Any:
+    raise error
 
 
 def await_left() -> None:

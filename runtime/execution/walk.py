@@ -153,7 +153,7 @@ class Walker:
         """Attempts at the operations of a block that communicates, one by one as in ``operations``; None
         if one of them may block for long, or if the program calls back and so has an end of its own.
         """
-        if self.context.with_ends:
+        if self.context.called_back is not None:
             return None
         communication, attempts = self._communication, []
         started: int | None = None  # the event of a start whose wait has yet to come

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,8 @@ import pytest
 from jax import lax, shard_map
 from jax.experimental import io_callback, serialize_executable
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from stretto.runtime.engines.xla_cpu import XlaCpuEngine
 
 pytestmark = pytest.mark.usefixtures("on_stretto")
 
@@ -326,3 +329,68 @@ class TestWhatJaxAsks:
         for thread in threads:
             thread.join()
         assert results == [0.0] * 200
+
+
+class TestSideBySide:
+    """Functions that a program calls back on several devices, which may wait for each other."""
+
+    @staticmethod
+    def program(
+        devices: list[jax.Device], function: Callable[[np.ndarray, np.ndarray], np.ndarray]
+    ) -> tuple[jax.stages.Compiled, jax.Array]:
+        mesh = Mesh(np.array(devices), ("x",))
+        spec = PartitionSpec("x")
+
+        def f(x: jax.Array) -> jax.Array:
+            shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+            return jax.pure_callback(function, shape, lax.axis_index("x"), x) * 2
+
+        whole = jax.jit(jax.shard_map(f, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
+        x = jax.device_put(np.arange(8, dtype=np.float32), NamedSharding(mesh, spec))
+        return whole.lower(x).compile(), x
+
+    def test_what_compiles_compiles_before_the_first_run(
+        self, devices: list[jax.Device], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        compiled, x = self.program(devices, lambda i, a: np.asarray(a) + np.float32(i))
+        more: list[object] = []
+        compile_on = XlaCpuEngine.compile_on
+
+        def counted(self: XlaCpuEngine, *arguments: Any) -> Any:
+            more.append(arguments)
+            return compile_on(self, *arguments)
+
+        monkeypatch.setattr(XlaCpuEngine, "compile_on", counted)
+        np.testing.assert_array_equal(
+            np.asarray(compiled(x)), (np.arange(8) + np.repeat(np.arange(4), 2)) * 2
+        )
+        assert more == []
+
+    def test_they_meet(self, devices: list[jax.Device]) -> None:
+        barrier = threading.Barrier(len(devices))
+
+        def function(i: np.ndarray, a: np.ndarray) -> np.ndarray:
+            barrier.wait(60)
+            return np.asarray(a)
+
+        compiled, x = self.program(devices, function)
+        for _ in range(3):
+            np.testing.assert_array_equal(np.asarray(compiled(x)), np.arange(8) * 2)
+
+    def test_one_raises_while_the_others_wait_for_it(self, devices: list[jax.Device]) -> None:
+        barrier = threading.Barrier(len(devices))
+
+        def function(i: np.ndarray, a: np.ndarray) -> np.ndarray:
+            if i == 1:
+                raise ValueError("device 1 is odd")
+            barrier.wait()
+            return np.asarray(a)
+
+        compiled, x = self.program(devices, function)
+        try:
+            with pytest.raises(Exception, match="ValueError: device 1 is odd"):
+                compiled(x).block_until_ready()
+        finally:
+            barrier.abort()
+        with pytest.raises(Exception, match="device 1 is odd"):  # the run's token has the error too
+            jax.effects_barrier()

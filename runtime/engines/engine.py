@@ -172,6 +172,13 @@ class CallingEngine(Protocol):
         it. Raises ``CompileError``."""
         ...
 
+
+@runtime_checkable
+class SideBySideEngine(Protocol):
+    """What an engine has beside `Engine` if it compiles a segment that calls back for several devices at once.
+    Without it the segment is compiled, or loaded, for each device when it first runs there.
+    """
+
     def compile_side_by_side(
         self,
         segment: Segment,

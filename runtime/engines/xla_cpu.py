@@ -393,7 +393,7 @@ class XlaCpuEngine:
         *,
         name: str = "",
     ) -> XlaCpuSideBySide:
-        """See `stretto.runtime.engines.engine.CallingEngine`."""
+        """See `stretto.runtime.engines.engine.SideBySideEngine`."""
         return XlaCpuSideBySide(self, segment, name or segment.name, ordinals, host_callbacks)
 
     def load_together(self, code: bytes, devices: Any, options: Any) -> Any:

@@ -8,7 +8,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from ..engines.engine import CallingEngine, Engine, LoadedSegment, RestoringEngine
+from ..engines.engine import (
+    CallingEngine,
+    Engine,
+    LoadedSegment,
+    RestoringEngine,
+    SideBySideEngine,
+)
 from ..errors import CompileError
 from ..program import Program, calls_back
 from ..program.memory_plan import MemoryPlan, plan
@@ -76,7 +82,8 @@ def compile_segments(
         if segment.sites:
             assert isinstance(engine, CallingEngine)
             return engine.compile_together(segment, together, name=name, code=kept)
-        if len(together) > 1 and calls_back(segment.module) and isinstance(engine, CallingEngine):
+        several = len(together) > 1 and calls_back(segment.module)
+        if several and isinstance(engine, SideBySideEngine):
             return engine.compile_side_by_side(segment, together, host_callbacks, name=name)
         if restoring is not None and code and code[index]:
             return restoring.restore(code[index], segment, name=name)

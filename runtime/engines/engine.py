@@ -175,7 +175,7 @@ class CallingEngine(Protocol):
 
 @runtime_checkable
 class SideBySideEngine(Protocol):
-    """What an engine has beside `Engine` if it compiles a segment that calls back for several devices at once.
+    """What an engine has beside `Engine` if it compiles segments that call back for several devices at once.
     Without it the segment is compiled, or loaded, for each device when it first runs there.
     """
 

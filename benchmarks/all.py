@@ -12,6 +12,8 @@ NAMES = (
     "dispatch",
     "psum_two_ranks",
     "loop_psum",
+    "small_steps",
+    "science",
     "order_cost",
     "compile_time",
     "memory",

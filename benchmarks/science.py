@@ -1,0 +1,102 @@
+"""Shallow water and conjugate gradients of ``examples/`` on two and four ranks: stretto, and gloo.
+
+The same programs on both: JAX's CPU backend connects its processes by gloo. Grids are 100 x 100 and 1,000 x
+1,000 cells a rank. Times are of one step and of one iteration. ``python science.py`` compares, ``python
+science.py NAME`` is one process of one runtime.
+
+mpi4jax programs are written with its own functions, so it does not run these; `loop_psum.py` and
+`psum_two_ranks.py` compare with it where it is installed. It builds against the project's MPI where no
+``nvcc`` is on the path: ``pip install --no-build-isolation mpi4jax``.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from harness import in_turns, options, serve, show, start, time_calls
+from two_ranks import free_address
+
+LABELS = {"stretto": "stretto", "gloo": "JAX CPU (gloo)"}
+# Cells of a rank's side, and the steps of a call.
+GRIDS = {100: 200, 1000: 4}
+
+
+def contender(name: str) -> None:
+    """Answer cases ``{"program": p, "cells": n, "steps": s, "calls": c}`` with the seconds of a step."""
+    import jax
+
+    ranks = int(os.environ["BENCH_RANKS"])
+    if name == "gloo":
+        jax.distributed.initialize(
+            os.environ["BENCH_COORDINATOR"], ranks, int(os.environ["BENCH_RANK"])
+        )
+    if (jax.process_count(), jax.device_count()) != (ranks, ranks):
+        raise RuntimeError(f"{jax.process_count()} processes, {jax.device_count()} devices")
+    sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
+    import conjugate_gradient
+    import shallow_water
+
+    mesh = shallow_water.mesh_of(jax.devices())
+    rows, columns = mesh.shape["y"], mesh.shape["x"]
+
+    @functools.cache
+    def program(kind: str, cells: int, steps: int) -> Any:
+        if kind == "shallow water":
+            begin = shallow_water.initial_state(rows * cells, columns * cells)
+            run, given = shallow_water.simulation(mesh, steps), shallow_water.placed(begin, mesh)
+        else:
+            density = np.zeros((rows * cells, columns * cells), np.float32)
+            density[cells // 2, cells // 3] = 1
+            # No tolerance: all iterations.
+            run = conjugate_gradient.solver(mesh, 0.0, steps)
+            given = conjugate_gradient.placed(density, mesh)
+        return lambda: jax.block_until_ready(run(given))
+
+    def measure(case: dict[str, Any]) -> float:
+        call = program(case["program"], case["cells"], case["steps"])
+        return time_calls(call, case["calls"]) / case["steps"]
+
+    serve(jax.process_index(), measure)
+
+
+def main() -> None:
+    args = options(__doc__ or "")
+    for ranks in (2, 4):
+        cases = {
+            f"{kind}, {cells} x {cells} a rank": {
+                "program": kind,
+                "cells": cells,
+                "steps": steps,
+                "calls": 1 if args.quick else 3,
+            }
+            for kind in ("shallow water", "conjugate gradient")
+            for cells, steps in GRIDS.items()
+        }
+        with ExitStack() as stack:
+            contenders = []
+            for name, label in LABELS.items():
+                launcher, more = "mpi", {"JAX_PLATFORMS": "stretto,cpu"}
+                if name == "gloo":
+                    launcher = "plain"
+                    more = {"JAX_PLATFORMS": "cpu", "BENCH_COORDINATOR": free_address()}
+                begun = start(name, "science.py", ranks, launcher, **more)
+                stack.callback(begun.close)
+                begun.name = label
+                contenders.append(begun)
+            times = in_turns(contenders, cases, 5 if args.quick else 11)
+        goals = {label: "gloo ≥ 3x" for label, case in cases.items() if case["cells"] == 100}
+        show(f"science codes, {ranks} ranks", times, LABELS["stretto"], goals, target=args.json)
+
+
+if __name__ == "__main__":
+    known = [name for name in sys.argv[1:] if name in LABELS]
+    if known:
+        contender(known[0])
+    else:
+        main()

@@ -5,8 +5,9 @@ The same programs on both: JAX's CPU backend connects its processes by gloo. Gri
 science.py NAME`` is one process of one runtime.
 
 mpi4jax programs are written with its own functions, so it does not run these; `loop_psum.py` and
-`psum_two_ranks.py` compare with it where it is installed. It builds against the project's MPI where no
-``nvcc`` is on the path: ``pip install --no-build-isolation mpi4jax``.
+`psum_two_ranks.py` compare with it where it is installed. It builds against the project's MPI, in an
+environment with its ``mpicc`` first on the path and no ``nvcc`` on it: ``pip install cython nanobind
+setuptools``, then ``MPICC=mpicc pip install --no-build-isolation mpi4jax``.
 """
 
 from __future__ import annotations

@@ -24,6 +24,7 @@ __all__ = [
     "TARGET",
     "Peers",
     "Table",
+    "as_called",
     "handler",
     "refusal",
     "skipped",
@@ -35,7 +36,21 @@ __all__ = [
 TARGET = "stretto_collective"
 
 NEVER, ALWAYS = (1, 0), (0, (1 << 63) - 1)  # bounds of valid iterations
+_HALVES = ("bf16", "f16")
 _SPLIT = (Kind.REDUCE_SCATTER, Kind.ALL_TO_ALL)
+
+
+def as_called(collective: Collective) -> Collective:
+    """The collective as compiled code calls it: reductions of floats of 16 bits take and give f32, since that
+    is what they are accumulated in (`reduce`). The code converts before and after."""
+    if collective.reduction is None:
+        return collective
+
+    def widened(types: Sequence[TensorType]) -> tuple[TensorType, ...]:
+        return tuple(TensorType("f32", t.shape) if t.dtype in _HALVES else t for t in types)
+
+    operands, results = widened(collective.operands), widened(collective.results)
+    return replace(collective, operands=operands, results=results)
 
 
 def refusal(collective: Collective) -> str:
@@ -53,7 +68,7 @@ def refusal(collective: Collective) -> str:
         if type_.element.bits < 8 and type_.dtype != "pred":
             return f"{type_.dtype} is packed in compiled code"
     if collective.reduction is not None:
-        for type_ in collective.operands:
+        for type_ in as_called(collective).operands:
             if not can_reduce(str(collective.reduction), type_.dtype):
                 return f"{collective.reduction} of {type_.dtype} has no compiled form"
     return ""
@@ -98,10 +113,10 @@ def table_of(
         left_out = skipped(collective)
         pairs = [p for i, p in enumerate(collective.pairs) if i not in left_out]
         groups = connected(pairs) if point_to_point else collective.groups
-        sent = replace(collective, pairs=tuple(pairs), valid_iterations=())
+        sent = replace(as_called(collective), pairs=tuple(pairs), valid_iterations=())
         where = f" at {collective.source}" if collective.source else ""
         kind = "all-to-all of tuples" if collective.tuple_form else str(collective.kind)
-        leaves = [_leaf(collective, k) for k in range(len(collective.operands))]
+        leaves = [_leaf(sent, k) for k in range(len(sent.operands))]
         parts = [Leaf(*leaf[:4]) for leaf in leaves]
         local: list[list[int]] = []
         wires: list[tuple[int, Wire] | None] = []

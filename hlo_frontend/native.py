@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from jaxlib.mlir import ir
 
-from stretto.collectives.native import ALWAYS, NEVER, TARGET, refusal
+from stretto.collectives.native import ALWAYS, NEVER, TARGET, as_called, refusal
 from stretto.collectives.types import TensorType
 from stretto.runtime.program import (
     CONTEXT,
@@ -301,7 +301,7 @@ class _Emitter:
         self._begin()
         for instruction in body:
             self._instruction(instruction)
-        self._call(_END, (), ())
+        self._call(_END, ())
         results = ", ".join(self.names[s] for s in outputs)
         result_types = ", ".join(_tensor(types[s]) for s in outputs)
         self._add(f"return {results} : {result_types}" if outputs else "return")
@@ -394,8 +394,7 @@ class _Emitter:
             case Run():
                 self._run(instruction)
             case Start():
-                self.sites.append(instruction.collective)
-                self._call(len(self.sites) - 1, instruction.inputs, instruction.outputs)
+                self._collective(instruction)
             case Loop():
                 self._loop(instruction)
             case Branch():
@@ -435,11 +434,38 @@ class _Emitter:
         )
         self._results(run.outputs, name)
 
-    def _call(self, site: int, inputs: Sequence[Slot], outputs: Sequence[Slot]) -> None:
-        types = self.program.slot_types
-        operands = [CONTEXT, _CHAIN, *(types[s] for s in inputs)]
-        results = [_CHAIN, *(types[s] for s in outputs)]
-        names = ", ".join([self.context, self.chain, *(self.names[s] for s in inputs)])
+    def _collective(self, start: Start) -> None:
+        """A call of the next site."""
+        program = self.program
+        collective = program.collectives[start.collective]
+        called = as_called(collective)
+        operands = [
+            self._converted(self.names[slot], *types)
+            for slot, *types in zip(start.inputs, collective.operands, called.operands, strict=True)
+        ]
+        self.sites.append(start.collective)
+        results = self._call(len(self.sites) - 1, operands, called.operands, called.results)
+        for slot, result, *types in zip(
+            start.outputs, results, called.results, collective.results, strict=True
+        ):
+            self.names[slot] = self._converted(result, *types)
+
+    def _converted(self, name: str, given: TensorType, wanted: TensorType) -> str:
+        if given == wanted:
+            return name
+        return self._value(f"stablehlo.convert {name} : ({_tensor(given)}) -> {_tensor(wanted)}")
+
+    def _call(
+        self,
+        site: int,
+        inputs: Sequence[str],
+        taken: Sequence[TensorType] = (),
+        given: Sequence[TensorType] = (),
+    ) -> list[str]:
+        """Call the handler with operands of the types ``taken``; names of its results, ``given``."""
+        operands = [CONTEXT, _CHAIN, *taken]
+        results = [_CHAIN, *given]
+        names = ", ".join([self.context, self.chain, *inputs])
         name = self._new()
         left = f"{name}:{len(results)}" if len(results) > 1 else name
         self._add(
@@ -450,7 +476,7 @@ class _Emitter:
             f"({', '.join(map(_tensor, operands))}) -> ({', '.join(map(_tensor, results))})"
         )
         self.chain = f"{name}#0" if len(results) > 1 else name
-        self._results(outputs, name, 1, 1)
+        return [f"{name}#{k}" for k in range(1, len(results))]
 
     def _loop(self, loop: Loop) -> None:
         """Carries are context, chain, what tells whether to go on, and the loop's own.

@@ -37,6 +37,12 @@ def chosen() -> dict[str, Callable[[], None]]:
             f"moves {d} along {axis}": partial(cases.test_data_that_moves, mesh, d, axis)
             for d, axis in (("int32", 0), ("bfloat16", 1))
         },
+        **{
+            f"{name} of halves": partial(
+                cases.test_halves_are_accumulated_in_f32, mesh, name, "bfloat16"
+            )
+            for name in ("psum", "psum_scatter")
+        },
         **{f"scatter along {a}": partial(cases.test_reduce_scatter, mesh, a) for a in (0, 1)},
         "several operands": partial(cases.test_several_operands_and_groups, devices),
         "groups that leave": partial(

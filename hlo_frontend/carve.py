@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from .passes.unread import Ordered
-from .values import BlockGraph, Node, NodeKind, Value
+from .values import BlockGraph, Node, NodeKind, Value, carried_results
 
 
 @dataclass(eq=False)
@@ -63,12 +63,18 @@ Step = SegmentPlan | RuntimeStep | AwaitStep
 
 @dataclass(eq=False)
 class BlockPlan:
-    """A block cut into steps. Values in ``results`` are roots."""
+    """A block cut into steps. Values in ``results`` are roots.
+
+    ``crossing``: of a loop's body, the collectives that its next iteration awaits, with the (result, carry)
+    pairs of each. ``pipelined``: whether its nodes are in phases (`passes.rotate`).
+    """
 
     parameters: list[Value]
     steps: list[Step]
     results: list[Value]
     blocks: dict[Node, tuple[BlockPlan, ...]] = field(default_factory=dict)
+    crossing: dict[Node, tuple[tuple[int, int], ...]] = field(default_factory=dict)
+    pipelined: bool = False
 
 
 def carve(block: BlockGraph, ordered: Sequence[Node | Await]) -> BlockPlan:
@@ -95,7 +101,7 @@ def carve(block: BlockGraph, ordered: Sequence[Node | Await]) -> BlockPlan:
             steps.append(AwaitStep(node.node))
             continue
         if not node.is_runtime and node.kind is not NodeKind.LOGICAL_ID:
-            part = (node.phase, *parts.get(node, (0, 0)))
+            part = (block.phases.get(node, 0), *parts.get(node, (0, 0)))
             if not pending or pending[-1].part != part:
                 pending.append(SegmentPlan(valid=valid.get(node, ()), part=part))
             pending[-1].nodes.append(node)
@@ -108,7 +114,13 @@ def carve(block: BlockGraph, ordered: Sequence[Node | Await]) -> BlockPlan:
         steps.append(RuntimeStep(node, inputs))
     results = [materialized(value) for value in block.results]
     steps += pending
-    plan = BlockPlan(block.parameters, steps, results)
+    plan = BlockPlan(block.parameters, steps, results, pipelined=bool(block.phases))
+    for step in steps:
+        # A node that a plan has merged of several gives their results.
+        if isinstance(step, RuntimeStep) and block.crossing.intersection(
+            result.node for result in step.node.results if result.node is not None
+        ):
+            plan.crossing[step.node] = carried_results(step.node, results)
     _connect(plan)
     return plan
 

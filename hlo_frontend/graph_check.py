@@ -21,7 +21,7 @@ from stretto.collectives.types import TensorType
 
 from .graph import leaf_types
 from .trips import trip_count
-from .values import BlockGraph, Node, NodeKind, Value
+from .values import BlockGraph, Node, NodeKind, Value, carried_results
 
 Types = Sequence[TensorType | None]
 
@@ -82,7 +82,8 @@ class _Check:
         for inner in node.blocks:
             _Check(inner, node).block()
         _check_types(node)
-        _check_carried(node)
+        if node in self.graph.crossing and not carried_results(node, self.graph.results):
+            _fail(node, "is awaited in the next iteration, but no result of the block is its own")
 
     def read(self, value: Value, node: Node | None, what: str) -> None:
         """Check a value that ``node`` reads, or for None the block's result."""
@@ -123,11 +124,13 @@ class _Check:
         if before not in self.above:
             where = "behind it" if before in self.graph.nodes else "not in its block"
             _fail(node, f"{what} {before.instruction.describe()}, which is {where}")
-        if node is not None and node is not self.owner and before.phase > node.phase:
+        if node is None or node is self.owner:
+            return
+        earlier, own = (self.graph.phases.get(n, 0) for n in (before, node))
+        if earlier > own:
             _fail(
                 node,
-                f"{what} {before.instruction.describe()}, which is of phase {before.phase}; it is of "
-                f"phase {node.phase}",
+                f"{what} {before.instruction.describe()}, which is of phase {earlier}; it is of phase {own}",
             )
 
 
@@ -189,16 +192,3 @@ def _check_branch(node: Node, results: Types) -> None:
     _agree(node, "operands", given, [p.type for b in node.blocks for p in b.parameters])
     for number, inner in enumerate(node.blocks):
         _agree(node, f"results of branch {number}", _types(inner.results), results)
-
-
-def _check_carried(node: Node) -> None:
-    """Of the collectives in a loop's body that are awaited in its next iteration."""
-    if node.kind is not NodeKind.LOOP:
-        return
-    body = node.blocks[1]
-    for inner in body.nodes:
-        for result, carry in inner.carried:
-            if not (result < len(inner.results) and carry < len(body.results)):
-                _fail(inner, f"carries result {result} into carry {carry}, and lacks one of them")
-            if body.results[carry].root is not inner.results[result]:
-                _fail(inner, f"carries result {result}, which carry {carry} of its loop is not")

@@ -32,7 +32,7 @@ from stretto.collectives.types import TensorType
 
 from .schema import LiteralProto
 from .trips import trip_count
-from .values import BlockGraph, Node, NodeKind, Value
+from .values import BlockGraph, Node, NodeKind, Value, carried_results
 
 _INDENT = "  "
 
@@ -47,7 +47,7 @@ def _lines(block: BlockGraph, head: str, indent: str) -> Iterator[str]:
     parameters = ", ".join(f"{names.of(p)}: {_type(p.type)}" for p in block.parameters)
     yield f"{indent}{head}({parameters}) {{"
     for node in block.nodes:
-        yield f"{indent}{_INDENT}{node.position} {_node(node, names)}"
+        yield f"{indent}{_INDENT}{node.position} {_node(node, names, block)}"
         heads = (
             ("condition", "body") if node.kind is NodeKind.LOOP else ("branch",) * len(node.blocks)
         )
@@ -125,11 +125,11 @@ def _types(values: Iterable[Value]) -> str:
     return types[0] if len(types) == 1 else f"({', '.join(types)})"
 
 
-def _node(node: Node, names: _Names) -> str:
+def _node(node: Node, names: _Names, block: BlockGraph) -> str:
     operands = ", ".join(map(names.read, node.operands))
     text = (
         f"{names.node(node)} = {node.instruction.opcode} {_types(node.results)} ({operands})"
-        + "".join(f" {fact}" for fact in _facts(node))
+        + "".join(f" {fact}" for fact in _facts(node, block))
     )
     before = [*node.order, *(n for v in node.operands for n in v.order)]
     if before:
@@ -138,7 +138,7 @@ def _node(node: Node, names: _Names) -> str:
     return text + (f" at {source}" if source else "")
 
 
-def _facts(node: Node) -> Iterator[str]:
+def _facts(node: Node, block: BlockGraph) -> Iterator[str]:
     """What is known of a node beside its data: of its collective, its loop, and by passes."""
     if node.collective is not None:
         if str(node.collective.kind) != node.instruction.opcode:
@@ -147,11 +147,10 @@ def _facts(node: Node) -> Iterator[str]:
     if node.kind is NodeKind.LOOP:
         trips = trip_count(node)
         yield "trips ?" if trips is None else f"trips {trips}"
-    if node.unread is not None:  # the iterations in which it is read, for each device
-        yield f"read {nested(node.unread.bounds(node.unread.cells))}"
-    if node.phase:
-        yield f"phase {node.phase}"
-    if node.carried:  # (result, carry) pairs
-        yield f"carried {nested(node.carried)}"
-    if node.apart:
-        yield "apart"
+    unread = block.unread.get(node)
+    if unread is not None:  # the iterations in which it is read, for each device
+        yield f"read {nested(unread.bounds(unread.cells))}"
+    if block.phases.get(node):
+        yield f"phase {block.phases[node]}"
+    if node in block.crossing:  # (result, carry) pairs
+        yield f"carried {nested(carried_results(node, block.results))}"

@@ -175,9 +175,8 @@ class _Emitter:
         for parameter in plan.parameters:
             self.slots[parameter] = self.state.slot(parameter)
         parameters = tuple(self.slots[p] for p in plan.parameters)
-        for step in plan.steps:
-            if isinstance(step, RuntimeStep) and step.node.carried:
-                self.cross(step.node)
+        for node, carries in plan.crossing.items():
+            self.cross(node, carries)
         arriving = set(self.pending)
         if not self.is_entry:
             unused = [p for p in plan.parameters if p not in self.last_use]
@@ -205,11 +204,11 @@ class _Emitter:
             if value in self.pending:
                 self.wait(self.pending[value])
 
-    def cross(self, node: Node) -> None:
+    def cross(self, node: Node, carries: Iterable[tuple[int, int]]) -> None:
         """The start of this node is awaited in the next iteration; what comes in is awaited in this one."""
         event = self.crossing[node] = self.state.events
         self.state.events += 1
-        self.arriving[event] = [self.plan.parameters[k] for _, k in node.carried]
+        self.arriving[event] = [self.plan.parameters[k] for _, k in carries]
         for parameter in self.arriving[event]:
             self.pending[parameter] = event
 
@@ -326,8 +325,8 @@ class _Emitter:
         inputs = tuple(self.slots[v] for v in step.inputs)
         outputs = tuple(self.define(v, owned=False) for v in node.results)
         stream = 0
-        if node.apart:
-            stream = 1 + [n for n in self.crossing if n.apart].index(node) % STREAMS
+        if self.plan.pipelined:
+            stream = 1 + list(self.crossing).index(node) % STREAMS
         self.state.starts.append(node)
         self.out.append(Start(len(self.state.starts) - 1, inputs, outputs, event, stream))
         self.held.update(step.inputs)
@@ -473,7 +472,9 @@ class _Emitter:
         ]
         sources = [self._parameters_behind([value]) for value in self.plan.results]
         block = Block(parameters, tuple(self.out), tuple(results))
-        carried = tuple(Carried(event, node.carried) for node, event in self.crossing.items())
+        carried = tuple(
+            Carried(event, self.plan.crossing[node]) for node, event in self.crossing.items()
+        )
         return _Emitted(block, self.consumed, owned, sources, passed, carried)
 
 

@@ -127,8 +127,8 @@ def _valid(c: Compilation) -> None:
 
 
 def _unread(c: Compilation) -> None:
-    """Needs the proof of `_valid`, and drops it. Leaves ``Node.unread`` of compute that nobody reads
-    somewhere."""
+    """Needs the proof of `_valid`, and drops it. Leaves `BlockGraph.unread` of compute that nobody
+    reads somewhere."""
     if c.valid.liveness is not None:
         unread.mark(c.valid.liveness)
     c.valid = replace(c.valid, liveness=None)
@@ -166,8 +166,8 @@ def policy_for(source: Source, module: Module, overlap: OverlapPolicy) -> Overla
 
 
 def _rotate(c: Compilation) -> None:
-    """Needs to know which loops have a plan, and leaves those alone. Leaves ``Node.phase`` in the bodies
-    of the others, and ``Node.carried`` of permutes that only the next iteration reads."""
+    """Needs to know which loops have a plan, and leaves those alone. Leaves `BlockGraph.phases`
+    of the bodies of others, and `BlockGraph.crossing`: permutes that only the next iteration reads."""
     if c.source.valid.pipeline:
         c.rotated = rotate.rotate(c.entry, planned_loops(c.planned))
         if c.rotated:

@@ -134,16 +134,12 @@ class NodeKind(Enum):
 class Node:
     """An instruction in one place of a block.
 
-    ``kind``: how it is run. ``position``: its number in the block, in topological order.
-    ``operands``: what it reads, tuples taken apart into their leaves, tokens included; ``results``: likewise.
-    ``order``: nodes that come before it though it reads nothing of theirs.
-    ``collective``: what it communicates; ``reducer``: the computation that reduces there, where that is none
-    of the native ones.
-    ``blocks``: a loop's condition and body; of a branch one for each choice, which ``selector`` makes.
-
-    Passes leave for those behind them: ``unread``, where nobody reads it (`passes.unread`); ``phase``, of a
-    node of a loop's body that is pipelined (`passes.rotate`); ``carried``, (result, carry) pairs of a
-    collective that is awaited in the next iteration, and ``apart``, whether that runs on a stream of its own.
+    ``kind``: how the node is run. ``position``: its number in the block, in topological order.
+    ``operands``: the values that it reads, one for each array or token in the instruction's tuples;
+    ``results``: the values that it gives, likewise. ``order``: nodes that must run before it although it
+    reads no value of theirs. ``collective``: the collective that it runs; ``reducer``: the computation that
+    reduces there, where no `Reduction` does the same. ``blocks``: a loop's condition and body, or the choices
+    of a branch; ``selector``: the value that chooses among the latter.
     """
 
     kind: NodeKind
@@ -156,10 +152,6 @@ class Node:
     reducer: Computation | None = None
     blocks: tuple[BlockGraph, ...] = ()
     selector: Value | None = None
-    unread: Unread | None = None
-    phase: int = 0
-    carried: tuple[tuple[int, int], ...] = ()
-    apart: bool = False
 
     def before(self) -> Iterator[tuple[Node, Value | None]]:
         """The nodes that come right before it, each with the operand that comes of it, None where that is so
@@ -188,11 +180,20 @@ _RUNTIME = (NodeKind.COLLECTIVE, NodeKind.LOOP, NodeKind.BRANCH)
 
 @dataclass(eq=False)
 class BlockGraph:
-    """Parameters (arrays only), nodes by position, and results (arrays only) of a block."""
+    """Parameters (arrays only), nodes by position, and results (arrays only) of a block.
+
+    Three tables hold what passes found about nodes of the block; they may list nodes that were removed later.
+    ``unread``: the iterations and devices in which nobody reads a node's results (`passes.unread`).
+    ``phases``: the phase of each node, if the block is the body of a pipelined loop (`passes.rotate`).
+    ``crossing``: collectives that one iteration of a loop starts and the next one awaits.
+    """
 
     parameters: list[Value]
     nodes: list[Node]
     results: list[Value]
+    unread: dict[Node, Unread] = field(default_factory=dict, repr=False)
+    phases: dict[Node, int] = field(default_factory=dict, repr=False)
+    crossing: set[Node] = field(default_factory=set, repr=False)
 
     def __str__(self) -> str:
         """The block for reading, one line for each node (see `graph_text`)."""
@@ -227,6 +228,16 @@ def all_nodes(block: BlockGraph) -> Iterator[Node]:
         yield node
         for nested in node.blocks:
             yield from all_nodes(nested)
+
+
+def carried_results(node: Node, results: Sequence[Value]) -> tuple[tuple[int, int], ...]:
+    """(result, carry) pairs: which of ``results``, those of a loop's body, are results of this node."""
+    return tuple(
+        (i, k)
+        for i, result in enumerate(node.results)
+        for k, carry in enumerate(results)
+        if carry.root is result
+    )
 
 
 def operand_shape(node: Node, operand: int = 0) -> tuple[int, ...]:

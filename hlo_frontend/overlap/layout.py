@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 
 from ..graph import Instruction
 from ..ops import op_of
-from ..values import Barrier, BlockGraph, Node, NodeKind, Value
+from ..values import Barrier, BlockGraph, Node, NodeKind, Value, carried_results
 from .model import Buffer, Op, Ref
 
 
@@ -23,7 +23,11 @@ def lay_out(block: BlockGraph, donated: Iterable[int]) -> tuple[list[Op], list[B
     given_up = set(donated)
     env: dict[Value, Ref] = {}
     initial: list[Buffer] = []
-    arriving = {block.parameters[k]: node for node in block.nodes for _, k in node.carried}
+    arriving = {
+        block.parameters[k]: node
+        for node in block.crossing
+        for _, k in carried_results(node, block.results)
+    }
     for position, parameter in enumerate(block.parameters):
         assert parameter.type is not None
         buffer = Buffer(parameter.type.nbytes, None, position not in given_up)

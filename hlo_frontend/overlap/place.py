@@ -19,7 +19,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from ..carve import Await
-from ..values import BlockGraph, Node, NodeKind, Value
+from ..values import BlockGraph, Node, NodeKind, Value, carried_results
 from .model import Graph, Op, Task
 from .replay import Phase, Step
 
@@ -91,7 +91,7 @@ class _Placer:
         self.items.append(Await(self.started[task.index]))
         for op in task.ops:
             if task.arrives:
-                for _, k in op.node.carried:
+                for _, k in carried_results(op.node, self.block.results):
                     self.arrived[self.block.parameters[k]] = self.number
             else:
                 self.since[op.node] = self.number
@@ -166,11 +166,6 @@ def _started(task: Task) -> Node:
     first = members[0]
     assert task.collective is not None
     names = dict.fromkeys(m.collective.name for m in members if m.collective is not None)
-    carried: list[tuple[int, int]] = []
-    results = 0
-    for member in members:
-        carried += [(results + i, k) for i, k in member.carried]
-        results += len(member.results)
     return Node(
         first.kind,
         first.instruction,
@@ -178,5 +173,4 @@ def _started(task: Task) -> Node:
         operands=[v for m in members for v in m.operands if v.type is not None],
         results=[v for m in members for v in m.results],
         collective=replace(task.collective, name="+".join(names)),
-        carried=tuple(carried),
     )

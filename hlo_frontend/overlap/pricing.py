@@ -20,6 +20,7 @@ from .model import Buffer, Graph, Task
 def price(graph: Graph, costs: CostTable, opaque: Callable[[Node], float]) -> None:
     """Set what each task takes, and on which stream. ``opaque``: seconds of a loop or branch."""
     streams: dict[object, int] = {}
+    arriving = {task.ops[0].node for task in graph.tasks if task.ops[0].arrives}
     for task in graph.tasks:
         node = task.ops[0].node
         if node.collective is not None:
@@ -36,7 +37,7 @@ def price(graph: Graph, costs: CostTable, opaque: Callable[[Node], float]) -> No
             task.moved_bytes = charge.wire_bytes
             if charge.link is not None:
                 task.latency_s, task.busy = charge.link.latency_s, charge.link.busy
-            task.crosses = bool(node.carried) and not task.ops[0].arrives
+            task.crosses = node in arriving and not task.ops[0].arrives
             if task.ops[0].arrives:
                 task.arrives, task.seconds, task.moved_bytes = True, 0.0, 0.0
                 task.extra_bytes = sum(t.nbytes for t in collective.operands)

@@ -234,9 +234,8 @@ def stage(loop: Node, judge: Judge) -> Staged | LoopReport:
             continue
         new = skew(loop, loop_body, stages, trips)
         kernel = new.loop.blocks[1]
-        for node, carried in crossing(kernel, None).items():
-            node.carried = carried
-        if not any(node.carried for node in kernel.nodes):
+        kernel.crossing.update(crossing(kernel, None))
+        if not kernel.crossing:
             continue
         seconds = {c: judge.opaque(node) for node, copies in new.copies.items() for c in copies}
         graph = build(kernel, judge.costs, carries_of(kernel), seconds.__getitem__)
@@ -274,8 +273,7 @@ def _as_it_stands(
     found = crossing(body, condition)
     if not found:
         return LoopReport(name, None, plain, plain, why=why)
-    for node, carried in found.items():
-        node.carried = carried
+    body.crossing.update(found)
     graph = build(body, judge.costs, carries_of(body), judge.opaque)
     plan = judge.better(judge.plan(graph, limit), limit)
     graph, best = plan.graph, plan.order
@@ -285,8 +283,7 @@ def _as_it_stands(
     if best.timeline.peak_bytes <= limit and each + more <= judge.most:
         report = LoopReport(name, None, plain, each)
         return Staged(None, graph, best, report, _under_way(graph, best.timeline))
-    for node in found:
-        node.carried = ()
+    body.crossing.clear()
     return LoopReport(name, None, plain, plain, why=why)
 
 

@@ -156,8 +156,7 @@ def _producer(value: Value) -> Node | None:
 def is_plain(body: BlockGraph) -> bool:
     """Whether every iteration of a body does the same, on all devices."""
     return not any(
-        node.unread is not None
-        or (node.collective is not None and node.collective.valid_iterations)
+        node in body.unread or (node.collective is not None and node.collective.valid_iterations)
         for node in body.nodes
     )
 

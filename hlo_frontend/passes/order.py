@@ -29,11 +29,11 @@ def order(block: BlockGraph, least_flops: float = LEAST_FLOPS) -> Ordered:
     """
     levels = _earliest(block.nodes)
     _put_off(block.nodes, levels)
-    parts, valid = divide(block.nodes, levels, least_flops)
+    parts, valid = divide(block, levels, least_flops)
     nodes = sorted(
         block.nodes,
         key=lambda node: (
-            node.phase,
+            block.phases.get(node, 0),
             levels[node],
             node.is_runtime,
             parts.get(node, (0, 0)),

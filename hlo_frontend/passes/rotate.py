@@ -18,7 +18,7 @@ from stretto.collectives.ops import Kind
 
 from ..flops import flops_of
 from ..trips import trip_count
-from ..values import BlockGraph, Node, NodeKind, Value, all_nodes
+from ..values import BlockGraph, Node, NodeKind, Value, all_nodes, carried_results
 
 # Operations that must be there to hide a transfer behind: about what a core does while a message is
 # handed to the stream's thread and comes over from the next process.
@@ -29,8 +29,8 @@ STREAMS = 2
 
 
 def rotate(block: BlockGraph, left: Collection[Node] = ()) -> bool:
-    """Pipeline the loops in a block and in those inside it, without those that are ``left`` as they are: set
-    ``carried`` of permutes, and ``phase`` of the nodes beside them. Whether there is such a loop.
+    """Pipeline the loops in a block and in those inside it, without those that are ``left`` as they are: fill
+    in ``phases`` and ``crossing`` of their bodies. Whether there is such a loop.
     """
     loops = [n for n in all_nodes(block) if n.kind is NodeKind.LOOP and n not in left]
     return any([_rotate(loop) for loop in loops])
@@ -56,10 +56,8 @@ def _rotate(loop: Node) -> bool:
     for phase, flops in zip((0, 2), hidden, strict=True):
         if flops < LEAST_HIDDEN_FLOPS / 2:
             _fold(body, chosen, phases, phase)
-    for node in body.nodes:
-        node.phase = phases[node]
-    for node, carries in chosen.items():
-        node.carried, node.apart = carries, True
+    body.phases.update(phases)
+    body.crossing.update(chosen)
     return True
 
 
@@ -78,12 +76,7 @@ def crossing(
     for node in body.nodes:
         if node.collective is None or node.collective.kind not in kinds:
             continue
-        carries = tuple(
-            (i, k)
-            for i, result in enumerate(node.results)
-            for k, value in enumerate(body.results)
-            if value.root is result
-        )
+        carries = carried_results(node, body.results)
         if not carries or read.intersection(node.results):
             continue
         if tested.intersection(body.parameters[k] for _, k in carries):

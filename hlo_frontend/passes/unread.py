@@ -46,7 +46,7 @@ class Ordered(list[Node]):
 
 
 def mark(liveness: Liveness) -> None:
-    """Set ``unread`` of the compute nodes that somewhere nobody reads."""
+    """Fill in ``unread`` of the blocks: compute nodes whose results nobody reads in some places."""
     for block, reads in liveness.reads.items():
         _mark_block(block, reads, liveness.forward.num_devices)
 
@@ -68,44 +68,39 @@ def _mark_block(block: BlockGraph, reads: Reads, devices: int) -> None:
             packed = np.packbits(~read.reshape(-1), bitorder="little").tobytes()
             cells = int.from_bytes(packed, "little")
             flops = reads.flops.get(node, 0.0)
-            node.unread = Unread(cells, devices, iterations, flops, everywhere)
+            block.unread[node] = Unread(cells, devices, iterations, flops, everywhere)
 
 
 def divide(
-    nodes: Sequence[Node], levels: Levels, least_flops: float = LEAST_FLOPS
+    block: BlockGraph, levels: Levels, least_flops: float = LEAST_FLOPS
 ) -> tuple[Parts, Valid]:
     """The parts of a block's nodes, and the iterations in which those parts are run: see `Ordered`."""
-    classes = _classes(nodes, least_flops)
+    unread = {node: block.unread[node] for node in block.nodes if node in block.unread}
+    classes = _classes(unread.values(), least_flops)
     chosen: dict[Node, int] = {}
-    for node in nodes:
-        if node.unread is not None:
-            fitting = [
-                (-cells.bit_count(), k)
-                for k, cells in enumerate(classes, 1)
-                if cells & ~node.unread.cells == 0
-            ]
-            if fitting:
-                chosen[node] = min(fitting)[1]
+    for node, where in unread.items():
+        fitting = [
+            (-cells.bit_count(), k)
+            for k, cells in enumerate(classes, 1)
+            if cells & ~where.cells == 0
+        ]
+        if fitting:
+            chosen[node] = min(fitting)[1]
     while chosen:
-        parts = _place(nodes, levels, chosen)
-        poor = _poor(levels, parts, chosen, classes, least_flops)
+        parts = _place(block.nodes, levels, chosen)
+        poor = _poor(levels, parts, chosen, unread, classes, least_flops)
         if not poor:
-            return parts, {
-                node: node.unread.bounds(classes[k - 1])
-                for node, k in chosen.items()
-                if node.unread is not None
-            }
+            return parts, {node: unread[node].bounds(classes[k - 1]) for node, k in chosen.items()}
         for node in poor:
             del chosen[node]
     return {}, {}
 
 
-def _classes(nodes: Sequence[Node], least_flops: float) -> list[int]:
+def _classes(unread: Iterable[Unread], least_flops: float) -> list[int]:
     """Patterns of cells, those first that save most."""
     saved: dict[int, float] = {}
-    for node in nodes:
-        u = node.unread
-        if u is not None and u.flops:
+    for u in unread:
+        if u.flops:
             saved[u.cells] = saved.get(u.cells, 0.0) + u.flops / (u.devices * u.iterations)
     patterns = sorted(saved, key=lambda cells: (-saved[cells], cells))
     return [cells for cells in patterns if saved[cells] >= least_flops][:MOST_CLASSES]
@@ -128,6 +123,7 @@ def _poor(
     levels: Levels,
     parts: Parts,
     chosen: dict[Node, int],
+    unread: dict[Node, Unread],
     classes: list[int],
     least_flops: float,
 ) -> list[Node]:
@@ -139,8 +135,7 @@ def _poor(
     for (_, (_, k)), group in groups.items():
         saved = 0.0
         for node in group:
-            u = node.unread
-            assert u is not None
+            u = unread[node]
             share = classes[k - 1].bit_count() / u.cells.bit_count()
             saved += u.flops * share / (u.devices * u.iterations)
         if saved < least_flops:

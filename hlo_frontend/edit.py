@@ -39,7 +39,9 @@ class Editor:
     _removed: dict[Node, tuple[Node, ...]] = field(default_factory=dict)
     _ahead: dict[Node, list[Node]] = field(default_factory=dict)
     _behind: dict[Node, list[Node]] = field(default_factory=dict)
-    _changed: dict[Node, tuple[list[Value], list[Value], Collective]] = field(default_factory=dict)
+    _changed: dict[Node, tuple[list[Value], list[Value], Collective | None]] = field(
+        default_factory=dict
+    )
 
     @cached_property
     def ordered(self) -> set[Node]:
@@ -81,12 +83,20 @@ class Editor:
     def remove(self, node: Node, instead: Iterable[Node] = ()) -> None:
         """Leave a node out. ``instead`` comes, with all that came before it, before what came after it."""
         before = [*instead, *node.order, *(n for v in node.operands for n in v.producers)]
-        self._removed[node] = tuple(dict.fromkeys(before))
+        self.leave_out(node, dict.fromkeys(before))
+
+    def leave_out(self, node: Node, before: Iterable[Node]) -> None:
+        """Leave a node out. What came after it comes after ``before`` instead."""
+        self._removed[node] = tuple(before)
 
     def change(
-        self, node: Node, operands: list[Value], results: list[Value], collective: Collective
+        self,
+        node: Node,
+        operands: list[Value],
+        results: list[Value],
+        collective: Collective | None = None,
     ) -> None:
-        """Make a collective another one, in the same place of every order."""
+        """Give a node other operands and results; it keeps its place in every order."""
         self._changed[node] = (operands, results, collective)
 
     def put_ahead(self, of: Node, nodes: Iterable[Node]) -> None:

@@ -25,9 +25,10 @@ import numpy as np
 
 from stretto.collectives.ops import Kind
 
+from ..edit import Editor
 from ..ops import op_of
 from ..schema import LiteralProto
-from ..values import BlockGraph, Node, NodeKind, Value, all_blocks, number
+from ..values import BlockGraph, Node, NodeKind, Value, all_blocks
 
 _SUMS = frozenset({"add", "subtract"})
 _SEPARATE_OPERANDS = (Kind.ALL_REDUCE, Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.PERMUTE)
@@ -343,59 +344,80 @@ class _Liveness:
 
 
 class _Rewrite:
-    """Takes out of the blocks what is not needed, and puts order in its place."""
+    """Leaves out what `_Liveness` found nobody to need.
+
+    What came after a node that goes comes after the nearest runtime nodes above that one (`_runtime_above`).
+    Compute in between would not do: a collective that is ordered after compute starts a level later (see
+    `order`) than one that is ordered after a collective.
+    """
 
     def __init__(self, liveness: _Liveness) -> None:
         self.liveness = liveness
-        self._ancestors: dict[Node, tuple[Node, ...]] = {}
+        self._above: dict[Node, tuple[Node, ...]] = {}
 
     def block(self, block: BlockGraph) -> None:
+        """Rewrite a block and the blocks inside it."""
+        editor = Editor(block)
+        sums, live = self.liveness.sums, self.liveness.values
         for node in block.nodes:
-            self._order(node)
-        kept = [node for node in block.nodes if self._is_kept(node)]
-        for node in kept:
-            node.operands = [self._resolved(v) for v in node.operands]
-            for inner in node.blocks:
-                self.block(inner)
-            self._leave_out(node)
-        block.nodes = kept
-        number(kept)
-        block.results = [self._resolved(v) for v in block.results]
+            if node.is_runtime:
+                self._leave_out_operands(editor, node)
+                for inner in node.blocks:
+                    self.block(inner)
+            elif node in sums:
+                kept, zero = sums[node]
+                order = (*node.order, *self._before(node.operands[zero]))
+                editor.replace(node.results[0], node.operands[kept].view(order))
+                editor.leave_out(node, self._runtime_above(node))
+            elif (
+                node.kind is NodeKind.COMPUTE
+                and not node.has_side_effect
+                and not any(v in live for v in node.results)
+            ):
+                editor.leave_out(node, self._runtime_above(node))
+        editor.commit()
 
-    def _is_kept(self, node: Node) -> bool:
-        if node.kind is not NodeKind.COMPUTE or node.has_side_effect:
-            return True
-        return node not in self.liveness.sums and any(
-            v in self.liveness.values for v in node.results
-        )
-
-    def _order(self, node: Node) -> None:
-        """Order that came through what is left out."""
-        added: list[Node] = []
+    def _leave_out_operands(self, editor: Editor, node: Node) -> None:
+        """Leave out operands of a runtime node that are not needed, and the results that belong to them."""
         live = self.liveness.values
         if node.kind is NodeKind.COLLECTIVE:
-            keeps = set(self.liveness.kept_operands(node))
-            added = [
-                n for i, v in enumerate(node.operands) if i not in keeps for n in self._before(v)
-            ]
-        elif node.is_runtime:
-            added = [n for v in node.operands if v.root not in live for n in self._before(v)]
-        node.order = tuple(dict.fromkeys([*self._expanded(node.order), *added]))
+            kept = kept_results = self.liveness.kept_operands(node)
+            left_out = [v for i, v in enumerate(node.operands) if i not in kept]
+        else:
+            left_out = [v for v in node.operands if v.root not in live]
+            if node.kind is NodeKind.LOOP:
+                condition, body = node.blocks
+                kept = kept_results = [i for i, p in enumerate(body.parameters) if p in live]
+                for values in (condition.parameters, body.parameters, body.results):
+                    values[:] = [values[i] for i in kept]
+            else:
+                kept = [0] + [p for p, b, i in _branch_parameters(node) if b.parameters[i] in live]
+                kept_results = [i for i, result in enumerate(node.results) if result in live]
+                for block in node.blocks:
+                    block.parameters[:] = [p for p in block.parameters if p in live]
+                    block.results[:] = [block.results[i] for i in kept_results]
+        before = [n for v in left_out for n in self._before(v)]
+        node.order = tuple(dict.fromkeys([*node.order, *before]))
+        if len(kept) == len(node.operands) and len(kept_results) == len(node.results):
+            return
+        collective = node.collective
+        if collective is not None:
+            collective = replace(
+                collective,
+                operands=tuple(collective.operands[i] for i in kept),
+                results=tuple(collective.results[i] for i in kept),
+            )
+        operands = [node.operands[i] for i in kept]
+        editor.change(node, operands, [node.results[i] for i in kept_results], collective)
 
-    def _expanded(self, order: Sequence[Node]) -> list[Node]:
-        return [
-            n for node in order for n in ([node] if self._is_kept(node) else self._runtime(node))
-        ]
-
-    def _before(self, value: Value) -> list[Node]:
-        """The runtime nodes that whoever reads this value comes after."""
+    def _before(self, value: Value) -> tuple[Node, ...]:
+        """The nodes that whoever reads this value comes after."""
         node = value.root.node
-        before = self._expanded(value.order)
-        return before if node is None else [*before, *self._runtime(node)]
+        return value.order if node is None else (*value.order, *self._runtime_above(node))
 
-    def _runtime(self, node: Node) -> tuple[Node, ...]:
-        """The node if it stays whatever happens, else the nearest such nodes above it."""
-        if node.is_runtime or (node.kind is NodeKind.COMPUTE and node.has_side_effect):
+    def _runtime_above(self, node: Node) -> tuple[Node, ...]:
+        """The node itself if it is a runtime node or has a side effect, else the nearest such nodes above."""
+        if node.has_side_effect:
             return (node,)
         if node.kind is not NodeKind.COMPUTE:
             return ()
@@ -403,8 +425,8 @@ class _Rewrite:
         found: dict[Node, None] = {}
         while todo:
             current = todo.pop()
-            if current in self._ancestors:
-                found.update(dict.fromkeys(self._ancestors[current]))
+            if current in self._above:
+                found.update(dict.fromkeys(self._above[current]))
                 continue
             above = [*current.order]
             for value in current.operands:
@@ -412,61 +434,13 @@ class _Rewrite:
                 if value.root.node is not None:
                     above.append(value.root.node)
             for other in above:
-                if other.is_runtime or other.has_side_effect:
+                if other.has_side_effect:
                     found[other] = None
                 elif other not in seen and other.kind is NodeKind.COMPUTE:
                     seen.add(other)
                     todo.append(other)
-        self._ancestors[node] = tuple(sorted(found, key=lambda n: n.position))
-        return self._ancestors[node]
-
-    def _resolved(self, value: Value) -> Value:
-        """The value with sums of a zero looked through, to be read after what the zero came after."""
-        node = value.root.node
-        if node is None or node not in self.liveness.sums:
-            if value.order:
-                value.order = tuple(dict.fromkeys(self._expanded(value.order)))
-            return value
-        kept, zero = self.liveness.sums[node]
-        order = [*self._expanded(value.order), *node.order, *self._before(node.operands[zero])]
-        return self._resolved(node.operands[kept]).view(tuple(dict.fromkeys(order)), value.barrier)
-
-    def _leave_out(self, node: Node) -> None:
-        live = self.liveness.values
-        if node.kind is NodeKind.COLLECTIVE:
-            keeps = self.liveness.kept_operands(node)
-            if len(keeps) == len(node.operands):
-                return
-            assert node.collective is not None
-            node.collective = replace(
-                node.collective,
-                operands=tuple(node.collective.operands[i] for i in keeps),
-                results=tuple(node.collective.results[i] for i in keeps),
-            )
-            node.operands = [node.operands[i] for i in keeps]
-            node.results = [node.results[i] for i in keeps]
-        elif node.kind is NodeKind.LOOP:
-            condition, body = node.blocks
-            keeps = [i for i, parameter in enumerate(body.parameters) if parameter in live]
-            for values in (condition.parameters, body.parameters, body.results):
-                values[:] = [values[i] for i in keeps]
-            node.operands = [node.operands[i] for i in keeps]
-            node.results = [node.results[i] for i in keeps]
-        elif node.kind is NodeKind.BRANCH:
-            operands = node.operands[:1]
-            for position, block, i in _branch_parameters(node):
-                if block.parameters[i] in live:
-                    operands.append(node.operands[position])
-            keeps = [i for i, result in enumerate(node.results) if result in live]
-            for block in node.blocks:
-                block.parameters[:] = [p for p in block.parameters if p in live]
-                block.results[:] = [block.results[i] for i in keeps]
-            node.operands = operands
-            node.results = [node.results[i] for i in keeps]
-        else:
-            return
-        for index, result in enumerate(node.results):
-            result.index = index
+        self._above[node] = tuple(sorted(found, key=lambda n: n.position))
+        return self._above[node]
 
 
 def _position(node: Node, result: Value) -> int:

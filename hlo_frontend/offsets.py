@@ -14,10 +14,11 @@ from collections.abc import Sequence
 
 from stretto.collectives.types import TensorType
 
+from .builder import fill, shape_of
 from .carve import BlockPlan, SegmentPlan
 from .graph import Instruction
 from .schema import HloInstructionProto, LiteralProto
-from .segments import ModuleBuilder, set_shape
+from .segments import ModuleBuilder
 from .values import Node, NodeKind, Value, operand_shape, result_shape
 
 # Segments with different offsets that are worth an input: one more costs each run a little.
@@ -109,12 +110,8 @@ def _make(plan: BlockPlan, vectors: dict[Row, Value], changed: set[SegmentPlan])
 def _constant(vector: Sequence[int], like: Instruction) -> Value:
     """A cheap value in the computation of ``like``."""
     type = TensorType("s32", (len(vector),))
-    literal = LiteralProto(s32s=vector)
-    proto = HloInstructionProto(name="offsets", opcode="constant")
-    for shape in (proto.shape, literal.shape):
-        set_shape(shape, type)
-        shape.layout.minor_to_major.append(0)
-    proto.literal = literal.SerializeToString()
+    literal = LiteralProto(s32s=vector, shape=shape_of(type)).SerializeToString()
+    proto = fill(HloInstructionProto(name="offsets"), "constant", shape_of(type), literal=literal)
     node = Node(NodeKind.CHEAP, Instruction(proto, like.computation), -1)
     node.results = [Value(type, node)]
     return node.results[0]

@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..builder import array_shape, resized, tuple_shape
 from ..graph import Instruction
-from .emit import Builder, Editor, array_shape, resized, tuple_shape
+from .emit import Builder, Editor
 from .layers import LayerLoop
 from .parts import Kept, Pipeline, Recomputed
 from .refusal import Refusal
@@ -115,7 +116,7 @@ def _entry(b: Builder, array: Any, at: Sequence[Any]) -> Any:
     """What an array has at these first indices."""
     dimensions = list(array.shape.dimensions)[len(at) :]
     starts = [*at, *(b.constant(0) for _ in dimensions)]
-    return b.reshape(b.slice(array, starts, [1] * len(at) + dimensions), dimensions)
+    return b.reshape(b.dynamic_slice(array, starts, [1] * len(at) + dimensions), dimensions)
 
 
 class _Run:
@@ -188,11 +189,11 @@ class _Run:
                 at, *others = (env[o] for o in taken.operands[1:])
                 sizes = list(taken.shape.dimensions)
                 if position in self.kept:
-                    part = b.slice(parts[position], [row, at, *others], [1, *sizes])
+                    part = b.dynamic_slice(parts[position], [row, at, *others], [1, *sizes])
                     env[taken] = b.reshape(part, sizes)
                 else:
                     own = b.add("subtract", at.shape, [at, first])
-                    env[taken] = b.slice(parts[position], [own, *others], sizes)
+                    env[taken] = b.dynamic_slice(parts[position], [own, *others], sizes)
         results = dict(parts)
         for position in self.stacks:
             put = layers.updates[position]

@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from ..builder import array_shape
 from ..graph import COLLECTIVES, LOGICAL_IDS, Computation, Instruction, Module, all_instructions
 from ..schema import PRIMITIVE_CODES, TOKEN, TUPLE
-from .emit import Builder, Editor, array_shape
+from .emit import Builder, Editor
 
 
 def inlined(module: Module, loop: str) -> Module:

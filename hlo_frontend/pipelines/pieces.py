@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
+from ..builder import tuple_shape
 from ..graph import Instruction
 from .constants import Constants, behind
-from .emit import Builder, Editor, needed_by, slice_of, tuple_shape
+from .emit import Builder, Editor, needed_by, slice_of
 from .parts import Pipeline
 
 

@@ -27,11 +27,12 @@ from typing import Any
 
 import numpy as np
 
+from ..builder import array_shape, resized
 from ..graph import Instruction, Module
 from ..passes.valid.known import keeps_order
 from .chunk import Chunk, again
 from .constants import Constant, Constants
-from .emit import Builder, Editor, array_shape, resized
+from .emit import Builder, Editor
 from .parts import Kept, Pipeline
 from .pieces import Pieces
 from .refusal import Refusal, about
@@ -356,7 +357,7 @@ class _Loop:
                 names.kept[i] = now.banks[i].name
         for i, total in now.sums.items():
             zeros = [b.constant(0)] * (len(total.shape.dimensions) - 1)
-            own = b.slice(total, [first, *zeros], list(given[i].shape.dimensions))
+            own = b.dynamic_slice(total, [first, *zeros], list(given[i].shape.dimensions))
             more = b.add("add", own.shape, [own, given[i]])
             now.sums[i] = b.update(total, more, [first, *zeros])
             names.sums[i] = now.sums[i].name
@@ -503,4 +504,4 @@ def _stored(b: Builder, room: Any, value: Any, place: Any) -> Any:
 def _fetched(b: Builder, room: Any, place: Any, shape: Any) -> Any:
     zero = b.constant(0)
     starts = [place] + [zero] * len(shape.dimensions)
-    return b.reshape(b.slice(room, starts, [1, *shape.dimensions]), list(shape.dimensions))
+    return b.reshape(b.dynamic_slice(room, starts, [1, *shape.dimensions]), list(shape.dimensions))

@@ -20,8 +20,9 @@ import numpy as np
 
 from stretto.collectives.types import TensorType
 
+from ..builder import array_shape
 from ..graph import Instruction, leaf_types
-from .emit import Builder, array_shape
+from .emit import Builder
 from .parts import Pipeline
 from .sameness import Class, Sameness
 
@@ -188,7 +189,7 @@ class Weights:
     def _chunk(self, whole: Any, start: Any, type: TensorType) -> Any:
         zero = self.builder.constant(0)
         starts = [start] + [zero] * (len(type.shape) - 1)
-        return self.builder.slice(whole, starts, [self.size, *type.shape[1:]])
+        return self.builder.dynamic_slice(whole, starts, [self.size, *type.shape[1:]])
 
     def _permuted(self, whole: Any, type: TensorType, *, back: bool) -> Any:
         b = self.builder

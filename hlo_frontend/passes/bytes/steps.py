@@ -13,9 +13,9 @@ from math import prod
 
 from stretto.collectives.types import TensorType
 
+from ...builder import fill, shape_of
 from ...graph import Instruction
 from ...schema import HloInstructionProto
-from ...segments import set_shape
 from ...values import Node, NodeKind, Value
 
 
@@ -149,24 +149,13 @@ def emit(steps: Sequence[Step], value: Value) -> tuple[list[Node], Value]:
 
 def _node(step: Step, operand: Value) -> Node:
     like = step.like
-    proto = HloInstructionProto(name=like.name, opcode=step.opcode)
+    proto = HloInstructionProto(name=like.name)
     proto.metadata.CopyFrom(like.proto.metadata)
-    proto.dimensions.extend(step.permutation)
-    _set_type(proto.shape, step.target)
+    fill(proto, step.opcode, shape_of(step.target), dimensions=step.permutation)
     instruction = Instruction(proto, like.computation)
-    instruction.operands = (_stand_in(step, like),)
+    # Only the operand's shape is asked for, which a parameter of the same name tells.
+    source = fill(HloInstructionProto(name=like.name), "parameter", shape_of(step.source))
+    instruction.operands = (Instruction(source, like.computation),)
     node = Node(NodeKind.COMPUTE, instruction, -1, [operand])
     node.results = [Value(step.target, node)]
     return node
-
-
-def _stand_in(step: Step, like: Instruction) -> Instruction:
-    """An instruction that only tells the operand's shape."""
-    proto = HloInstructionProto(name=like.name, opcode="parameter")
-    _set_type(proto.shape, step.source)
-    return Instruction(proto, like.computation)
-
-
-def _set_type(shape: object, type: TensorType) -> None:
-    set_shape(shape, type)
-    shape.layout.minor_to_major.extend(range(len(type.shape))[::-1])  # type: ignore[attr-defined]

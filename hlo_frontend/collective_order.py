@@ -12,7 +12,6 @@ for byte, in every process.
 
 from __future__ import annotations
 
-import heapq
 from dataclasses import dataclass
 from hashlib import sha256
 from itertools import pairwise
@@ -22,6 +21,7 @@ from stretto.runtime.errors import InvalidProgramError
 
 from .carve import BlockPlan, RuntimeStep
 from .segments import ModuleBuilder
+from .topological import topological
 from .trips import trip_count
 from .values import BlockGraph, Node, NodeKind, number
 
@@ -158,32 +158,12 @@ def reorder(
     wanted = [listed[i] for i in permutation]
     for earlier, later in pairwise(wanted):
         later.order = tuple(dict.fromkeys((*later.order, earlier)))
-    block.nodes[:] = _topological(block.nodes)
-    number(block.nodes)
-
-
-def _topological(nodes: list[Node]) -> list[Node]:
-    """The nodes in a topological order, near the one they have."""
-    inside = set(nodes)
-    followers: dict[Node, list[Node]] = {node: [] for node in nodes}
-    waiting: dict[Node, int] = {}
-    for node in nodes:
-        above = {other for other, _ in node.before() if other in inside}
-        waiting[node] = len(above)
-        for other in above:
-            followers[other].append(node)
-    at = {node.position: node for node in nodes}
-    ready = [node.position for node in nodes if not waiting[node]]
-    heapq.heapify(ready)
-    ordered: list[Node] = []
-    while ready:
-        node = at[heapq.heappop(ready)]
-        ordered.append(node)
-        for follower in followers[node]:
-            waiting[follower] -= 1
-            if not waiting[follower]:
-                heapq.heappush(ready, follower.position)
-    if len(ordered) < len(nodes):
-        stuck = next(n for n in nodes if waiting[n] and n.kind is NodeKind.COLLECTIVE)
-        raise stuck.instruction.invalid("the order asked for contradicts its data or tokens")
-    return ordered
+    inside = set(block.nodes)
+    before = {node: {b for b, _ in node.before() if b in inside} for node in block.nodes}
+    nodes = topological(before, key=lambda node: node.position)
+    stuck = inside.difference(nodes)
+    if stuck:
+        first = min(stuck, key=lambda n: (n.kind is not NodeKind.COLLECTIVE, n.position))
+        raise first.instruction.invalid("the order asked for contradicts its data or tokens")
+    block.nodes[:] = nodes
+    number(nodes)

@@ -33,18 +33,11 @@ class Streams:
     numbers: dict[Hashable, int] = field(default_factory=dict)
 
     def number(self, collective: Collective) -> int:
-        key = stream_key(collective)
-        if key not in self.numbers:
-            self.numbers[key] = min(len(self.numbers), MOST_STREAMS - 1)
-        return self.numbers[key]
+        return self._number(stream_key(collective))
 
     def crossing(self, number: int) -> int:
         """The stream of a start that a loop carries, the ``number``-th of its own."""
-        key = "crossing", number
-        if key not in self.numbers:
-            self.numbers[key] = min(len(self.numbers), MOST_STREAMS - 1)
-        return self.numbers[key]
+        return self._number(("crossing", number))
 
-    @property
-    def count(self) -> int:
-        return max(1, min(len(self.numbers), MOST_STREAMS))
+    def _number(self, key: Hashable) -> int:
+        return self.numbers.setdefault(key, min(len(self.numbers), MOST_STREAMS - 1))

@@ -1,15 +1,16 @@
-"""What holds of a block graph between any two passes, checked.
+"""Checks that a block graph is consistent, between any two passes.
 
-- Nodes are in topological order: what a node reads, and what it comes after, stands before it in its own
-  block, or is a parameter. Constants and what is made of them stand nowhere. Blocks read nothing of the
-  blocks around them but what they are given as parameters.
-- Positions count the nodes from 0; the parts of one instruction may share one (`overlap.uncombine`).
+- Nodes are in topological order: the nodes that a node reads or comes after stand before it in its own block.
+  Cheap nodes (constants and what is computed from them) are not in the list of nodes. A block reads values of
+  the blocks around it only through its parameters.
+- Positions number the nodes from 0; the parts of a split collective may share one (`overlap.uncombine`).
 - Types agree along every edge: operands of instructions and of collectives, carries of loops, parameters and
   results of branches.
-- Phases never fall along data and order, and what a collective carries into the next iteration is what the
-  body gives there (`passes.rotate`).
+- Phases never decrease along data and order, and a collective that crosses into the next iteration gives
+results
+  of its block (`passes.rotate`).
 
-A graph for which this does not hold is a mistake of the pass that left it so, not of the program.
+An inconsistent graph is a mistake of the pass that made it, not of the program.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ Types = Sequence[TensorType | None]
 
 
 class GraphError(Exception):
-    """A pass has left a graph that contradicts itself. Not worth catching: it is to be reported."""
+    """A pass has left an inconsistent graph. Nothing catches this error: it should be reported."""
 
 
 def check(block: BlockGraph) -> None:
@@ -86,7 +87,7 @@ class _Check:
             _fail(node, "is awaited in the next iteration, but no result of the block is its own")
 
     def read(self, value: Value, node: Node | None, what: str) -> None:
-        """Check a value that ``node`` reads, or for None the block's result."""
+        """Check a value that ``node`` reads, or that is a result of the block if ``node`` is None."""
         root = value.root
         if root.root is not root:
             _fail(node, f"{what} is a view of a view")

@@ -1,16 +1,16 @@
-"""Scalars that other front ends use for order become order; their arithmetic leaves the program.
+"""Replaces scalars that other front ends use as tokens by order, and removes their arithmetic.
 
 Two forms are known. An all-reduce (or another collective that takes several operands) has one more operand
 that is a zero, ``y, t' = all-reduce(x, t)``; or a zero is added to what a collective takes, ``x' = x + t``.
 The zero is a constant or the product of a zero and one element of an earlier result, ``t = 0 * y[0, …]``,
 perhaps converted, reshaped, broadcast, or carried through loops and branches. In arithmetic without
-infinities and NaNs such a zero changes nothing; what it does is to make one collective come after another.
+infinities and NaNs such a zero changes nothing; its only purpose is to order one collective after another.
 
-What is proven before anything is removed: the value is such a zero (`_Zeros`, optimistic for loop
-carries), and nothing needs it but collectives and sums of these two forms (`_Liveness`: a fixpoint from the
-program's results). A zero that anything else needs, a result of the program for one, stays with all its sums.
+Before anything is removed, two things are proved: the value is such a zero (`_Zeros`, optimistic for loop
+carries), and only collectives and sums of these two forms need it (`_Liveness`: a fixpoint from the program's
+results). A zero that anything else needs, as a result of the program does, stays with all its sums.
 
-Invariant: every collective that came after another through a removed zero still does, by `Node.order`.
+Invariant: a collective that came after another one through a removed zero still does, by `Node.order`.
 Because ``0 * y`` is NaN where y is not finite, a program whose pseudo-token would have spread that NaN does
 not spread it after this pass.
 """
@@ -35,7 +35,7 @@ _SEPARATE_OPERANDS = (Kind.ALL_REDUCE, Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kin
 
 
 def remove_pseudo_tokens(entry: BlockGraph) -> bool:
-    """Turn the pseudo-tokens of a program into order, in place. Whether there were any."""
+    """Replace the pseudo-tokens of a program by order, in place. Whether there were any."""
     zeros = _Zeros(entry)
     if not zeros.sums and not zeros.extra:
         return False
@@ -135,8 +135,8 @@ class _Zeros:
             self.thin[result] = _is_single(other)
 
     def _is_earlier(self, value: Value) -> bool:
-        """Whether this is one element of something, or comes element by element from what a
-        collective, a loop or a branch gave.
+        """Whether this is one element of an array, or computed element by element from a result of a
+        collective, a loop or a branch.
         """
         todo, seen = [value.root], set()
         while todo:
@@ -207,7 +207,7 @@ class _Zeros:
 
 
 def _feeding_collectives(block: BlockGraph) -> set[Node]:
-    """Nodes that collectives of this block take operands from, directly or moved."""
+    """The nodes whose results are operands of this block's collectives, directly or through moving ops."""
     feeding: set[Node] = set()
     for node in reversed(block.nodes):
         moves = node in feeding and node.kind is NodeKind.COMPUTE
@@ -224,7 +224,7 @@ def _feeding_collectives(block: BlockGraph) -> set[Node]:
 
 
 class _Liveness:
-    """What is needed, if sums and extra operands whose zeros nobody else needs are left out.
+    """The values that are needed if sums and extra operands go whose zeros nothing else needs.
 
     ``values``: root values that are needed. ``sums``: the sums that go. ``found``: whether any sum
     or extra operand goes.
@@ -254,7 +254,7 @@ class _Liveness:
         )
 
     def _keep_shared(self) -> bool:
-        """Keep sums and operands whose zero is needed for something else. Whether there were any."""
+        """Keep sums and operands whose zeros something else needs. Whether there were any."""
         kept = [n for n, (_, zero) in self.sums.items() if self._is_needed(n.operands[zero])]
         for node in kept:
             del self.sums[node]
@@ -269,7 +269,7 @@ class _Liveness:
         return bool(kept or shared)
 
     def _is_needed(self, value: Value) -> bool:
-        """Whether a zero, or what it was moved from, is needed. A constant is no one's in particular."""
+        """Whether a zero, or the value that it was moved from, is needed. Constants are not asked for."""
         while True:
             root = value.root
             node = root.node
@@ -332,7 +332,7 @@ class _Liveness:
 
     @staticmethod
     def _carry(loop: Node, i: int) -> list[Value]:
-        """A carry is needed as a whole: initial value, parameters, what comes back, result."""
+        """All values of a carry, which are needed together: initial value, parameters, result of the body."""
         condition, body = loop.blocks
         return [
             loop.operands[i],
@@ -344,10 +344,10 @@ class _Liveness:
 
 
 class _Rewrite:
-    """Leaves out what `_Liveness` found nobody to need.
+    """Removes the values that nobody needs, according to `_Liveness`.
 
-    What came after a node that goes comes after the nearest runtime nodes above that one (`_runtime_above`).
-    Compute in between would not do: a collective that is ordered after compute starts a level later (see
+    What came after a removed node comes after the nearest runtime nodes above it (`_runtime_above`), not
+    after the compute in between: a collective that is ordered after compute starts a level later (see
     `order`) than one that is ordered after a collective.
     """
 
@@ -378,7 +378,7 @@ class _Rewrite:
         editor.commit()
 
     def _leave_out_operands(self, editor: Editor, node: Node) -> None:
-        """Leave out operands of a runtime node that are not needed, and the results that belong to them."""
+        """Remove operands of a runtime node that nobody needs, and the results that belong to them."""
         live = self.liveness.values
         if node.kind is NodeKind.COLLECTIVE:
             kept = kept_results = self.liveness.kept_operands(node)
@@ -411,7 +411,7 @@ class _Rewrite:
         editor.change(node, operands, [node.results[i] for i in kept_results], collective)
 
     def _before(self, value: Value) -> tuple[Node, ...]:
-        """The nodes that whoever reads this value comes after."""
+        """The nodes that a reader of this value comes after."""
         node = value.root.node
         return value.order if node is None else (*value.order, *self._runtime_above(node))
 
@@ -474,9 +474,9 @@ def _is_zero_constant(node: Node) -> bool:
 
 
 def is_zero_literal(literal: bytes) -> bool:
-    """Whether the data of a serialized ``LiteralProto`` are zero bytes (so minus zero is no zero).
+    """Whether all bytes of a serialized ``LiteralProto``'s data are zero (so minus zero is no zero).
 
-    Data of a type that `schema` does not list are taken for something else.
+    False for data of a type that `schema` does not list.
     """
     fields = LiteralProto.FromString(literal).ListFields()
     data = [value for field, value in fields if field.name != "shape"]

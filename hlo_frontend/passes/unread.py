@@ -1,15 +1,15 @@
-"""Compute that nobody reads on some devices, in some iterations: into segments of its own, not run there.
+"""Puts compute that nobody reads on some devices, in some iterations, into segments that are skipped there.
 
-`passes.valid` notes for the compute nodes of a block where they are read (`Unread`). Between two rounds of
-collectives, `divide` parts the nodes that cost much and are unread in the same places from the others;
-`carve` then makes a segment of each part, and the executor leaves those out where they are unread.
+`passes.valid` finds the *places* (devices and iterations) in which nobody reads a compute node's results
+(`Unread`). Between two rounds of collectives, `divide` separates expensive nodes that are unread in the same
+places from the others. `carve` makes a segment of each part, and the executor skips it where it is unread.
 
-A part is a pair (stage, class). Nodes of class 0 always run, those of class k are unread wherever the k-th
-pattern says. Parts run by stage, then by class, and a node is in the first stage in which all it reads is
-there before it, so that parts are in topological order.
+A part is a pair (stage, class). Nodes of class 0 always run; nodes of class k are unread in all places of the
+k-th pattern. Parts run by stage, then by class. A node is in the first stage in which everything that it
+reads comes before it, so parts are in topological order.
 
-Invariants: a node that has an effect or is known (see `passes.valid`) is in class 0; a part is worth its
-dispatch (`least_flops`); all follows from the text of the module.
+Invariants: a node with a side effect, or with a known result (`passes.valid`), is in class 0. Every part
+saves enough to be worth its dispatch (`least_flops`). The parts follow from the text of the module.
 """
 
 from __future__ import annotations
@@ -26,17 +26,18 @@ from .valid.liveness import Liveness, Reads
 MOST_CLASSES = 8
 
 
-Levels = dict[Node, int]  # by node, collectives on the longest path above it (see `order`)
+# How many runtime nodes are on the longest path above each node (see `order`).
+Levels = dict[Node, int]
 Part = tuple[int, int]  # stage and class
 Parts = dict[Node, Part]
 Valid = dict[Node, tuple[Bounds, ...]]
 
 
 class Ordered(list[Node]):
-    """The nodes of a block in an order, and how its compute is parted.
+    """The nodes of a block in an order, and the parts of its compute.
 
-    ``parts``: of nodes that are not in part (0, 0), the part of its level that it runs in. ``valid``: of
-    nodes that some devices leave out, the iterations in which each runs it, as in `Run.valid`.
+    ``parts``: the part of each node that is not in part (0, 0) of its level. ``valid``: for each node that
+    some devices skip, the iterations in which each device runs it, as in `Run.valid`.
     """
 
     def __init__(self, nodes: Iterable[Node], parts: Parts, valid: Valid) -> None:
@@ -46,7 +47,7 @@ class Ordered(list[Node]):
 
 
 def mark(liveness: Liveness) -> None:
-    """Fill in ``unread`` of the blocks: compute nodes whose results nobody reads in some places."""
+    """Set ``unread`` of all blocks: the compute nodes whose results nobody reads in some places."""
     for block, reads in liveness.reads.items():
         _mark_block(block, reads, liveness.forward.num_devices)
 
@@ -97,7 +98,7 @@ def divide(
 
 
 def _classes(unread: Iterable[Unread], least_flops: float) -> list[int]:
-    """Patterns of cells, those first that save most."""
+    """The patterns of places that save enough, the one that saves most first."""
     saved: dict[int, float] = {}
     for u in unread:
         if u.flops:

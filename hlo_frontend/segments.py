@@ -1,8 +1,8 @@
-"""Segment plans to segments: an HLO module for each, then StableHLO, equal ones made once.
+"""Makes segments of segment plans: an HLO module for each, converted to StableHLO; equal ones are one.
 
-Invariants: two plans that compute the same with the same donation give byte-equal HLO (ids are
-renumbered, names, metadata and shardings dropped), hence one segment. Every instruction moves
-verbatim except for what is listed in `_move`.
+Invariants: two plans with the same computation and donation give byte-equal HLO (ids are numbered anew;
+names, metadata and shardings are dropped), hence one segment. Instructions are copied verbatim, with the
+exceptions in `_move`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .values import Barrier, Node, NodeKind, Value, operand_shape
 _KEEPS_CONFIG = frozenset({"custom-call"})
 # Ops whose frontend attributes the importer needs.
 _KEEPS_ATTRIBUTES = frozenset({"custom-call", "call"})
-# Ops that hand on what their operand is, or will be: inside of a segment nothing is asynchronous.
+# Ops whose result is their operand: nothing inside a segment is asynchronous.
 _HANDED_ON = frozenset({"copy", "copy-start", "copy-done", "async-update", "async-done"})
 
 
@@ -86,7 +86,7 @@ class SegmentPool:
 
 
 def _cheap_instructions(plan: SegmentPlan) -> list[Instruction]:
-    """Constants and the like that the segment has copies of."""
+    """The constants and other cheap instructions of which the segment has copies."""
     found: dict[Node, None] = {}
     left = [v for node in plan.nodes for v in node.operands] + [cheap for _, cheap in plan.made]
     while left:
@@ -98,7 +98,7 @@ def _cheap_instructions(plan: SegmentPlan) -> list[Instruction]:
 
 
 def segment_name(plan: SegmentPlan) -> str:
-    """From the first and last operation that the program's source names."""
+    """A name for a segment, from the first and the last operation that the program's source names."""
     named = [n.instruction.proto.metadata.op_name for n in plan.nodes]
     short = [name.rsplit("/", 1)[-1] for name in named if name]
     if not short:
@@ -146,14 +146,14 @@ class ModuleBuilder:
         self.proto = HloModuleProto(name="segment", entry_computation_name="main")
         self._ids = count(1)
         self._computations: dict[Computation, int] = {}
-        # What stands for values and tuples of them: instructions, as protos.
+        # The instructions, as protos, that give values, and tuples of values.
         self._values: dict[Value, Any] = {}
         self._tuples: dict[tuple[int, ...], Any] = {}
         self._barriers: dict[Barrier, dict[Value, Any]] = {}
         self._inside: set[Value] = set()
         self._offsets: Mapping[Node, tuple[int | None, ...]] = {}
-        self._vector: Any = None  # the input that they are in
-        self._scalars: dict[tuple[int, bool], Any] = {}  # its elements, and constants
+        self._vector: Any = None  # the input that has the offsets
+        self._scalars: dict[tuple[int, bool], Any] = {}  # elements of it, and constants
         self._without_offsets: Mapping[Node, tuple[int | None, ...]] = {}
 
     def plan(
@@ -161,8 +161,8 @@ class ModuleBuilder:
         plan: SegmentPlan,
         without_offsets: Mapping[Node, tuple[int | None, ...]] | None = None,
     ) -> Any:
-        """The module of a segment plan. ``without_offsets``: slices and pads that are to begin at 0 in all
-        dimensions but those with None, to compare plans."""
+        """The module of a segment plan. ``without_offsets``: slices and pads whose offsets become 0 in all
+        dimensions but those with None, so that plans can be compared."""
         self._without_offsets = without_offsets or {}
         self._offsets = plan.offsets
         self._inside = set(plan.inputs)
@@ -183,7 +183,8 @@ class ModuleBuilder:
         return self._finish([(self._values[v], v.type) for v in plan.outputs])
 
     def single(self, instruction: Instruction) -> Any:
-        """A module with one instruction, whose operands are parameters. For naming culprits."""
+        """A module with one instruction whose operands are parameters, to find out whether it can be
+        converted."""
         for called in instruction.called:
             self._computation(called)
         self._begin("main")
@@ -191,7 +192,7 @@ class ModuleBuilder:
         return self._close(self._move(instruction, operands))
 
     def reducer(self, computation: Computation, operands: Sequence[TensorType]) -> Any:
-        """Elementwise: operand i of both members goes through ``computation``.
+        """A module that combines the operands of two members element by element by ``computation``.
 
         A computation of two scalars is applied to each operand, one of 2n scalars to all at once.
         """
@@ -231,7 +232,7 @@ class ModuleBuilder:
         return self._to.add("parameter", shape, parameter_number=number)
 
     def _move(self, instruction: Instruction, operands: Sequence[Any]) -> Any:
-        """Copy an instruction under a new id, without what is not part of what it computes."""
+        """Copy an instruction, without fields that do not affect its result."""
         if instruction.opcode == "bitcast":
             return self._bitcast(instruction, operands[0])
         proto = self._to.copy(instruction, operands)
@@ -274,7 +275,7 @@ class ModuleBuilder:
         self._values |= zip(node.results, parts, strict=True)
 
     def _slice_at(self, node: Node, operand: Any) -> Any:
-        """A slice that is told where."""
+        """A slice whose offsets are an input."""
         proto = node.instruction.proto
         starts = [
             self._scalar(d.start, is_constant=True) if k is None else self._scalar(k)
@@ -286,9 +287,9 @@ class ModuleBuilder:
         )
 
     def _pad_at(self, node: Node, operand: Any, filler: Any) -> Any:
-        """A pad that is told where: the operand, wherever an index is that of its only element.
+        """A pad whose offsets are an input: selects the operand at its index, the filler elsewhere.
 
-        Unlike an update of an array this is computed element by element, inside of what reads it.
+        Unlike an update of an array this is elementwise, so XLA can fuse it with its readers.
         """
         moved = {d: k for d, k in enumerate(self._offsets[node]) if k is not None}
         assert moved
@@ -339,7 +340,7 @@ class ModuleBuilder:
         return self._values[root]
 
     def _token(self, value: Value) -> Any:
-        """The token itself where its producer is in this segment, else a new one."""
+        """The token itself if its producer is in this segment, else a new one."""
         if value.root not in self._values:
             self._values[value.root] = self._to.add("after-all", ShapeProto(element_type=TOKEN))
         return self._values[value.root]
@@ -353,10 +354,11 @@ class ModuleBuilder:
         return self._values[value.root]
 
     def _behind(self, barrier: Barrier, root: Value) -> Any:
-        """A value seen through an optimization barrier: the barrier over all that is known here.
+        """A value that is read through an optimization barrier: a barrier over all its values that exist
+        here.
 
-        What is made behind it though it enters too, which a plan may do to a barrier that is no fence,
-        goes through another one.
+        A plan may compute a value that enters a barrier only after others were read through it. Such a value
+        goes through a second barrier.
         """
         opened = self._barriers.setdefault(barrier, {})
         if root not in opened:
@@ -377,7 +379,7 @@ class ModuleBuilder:
         return opened[root]
 
     def _tree(self, shape: Any, leaves: Iterator[Any]) -> Any:
-        """The leaves put together again as ``shape``."""
+        """A tuple of this shape, made of the leaves."""
         if shape.element_type != TUPLE:
             return next(leaves)
         parts = [self._tree(part, leaves) for part in shape.tuple_shapes]
@@ -395,7 +397,7 @@ class ModuleBuilder:
         return leaves
 
     def _bitcast(self, instruction: Instruction, operand: Any) -> Any:
-        """A bitcast reads memory anew: transpose into memory order, reshape, transpose out of it."""
+        """A bitcast reinterprets memory: transpose into memory order, reshape, transpose out of it."""
         source, target = instruction.operands[0].shape, instruction.shape
         if source.element_type != target.element_type:
             if list(source.layout.minor_to_major) != list(target.layout.minor_to_major):
@@ -413,7 +415,7 @@ class ModuleBuilder:
     # Computations.
 
     def _begin(self, name: str) -> None:
-        """Begin a computation: instructions are added to it from now on."""
+        """Begin a computation, to which instructions are added from now on."""
         number = len(self.proto.computations) + 1
         self._to = _Numbered(self.proto.computations.add(name=name, id=number), self._ids)
 
@@ -448,7 +450,7 @@ class ModuleBuilder:
 
 
 def _begin_at_zero(proto: Any, starts: Sequence[int | None]) -> None:
-    """Have a slice or pad begin at 0 where ``starts`` has a number."""
+    """Make the offset of a slice or pad 0 in dimensions in which ``starts`` has a number."""
     for slice, start in zip(proto.slice_dimensions, starts, strict=False):
         if start is not None:
             slice.limit -= start

@@ -1,8 +1,8 @@
 """Writing HLO into a module: new computations, and instructions in the place of others.
 
-Invariants: what was in the module stays as it is; ids of what is new are not in use, and composed of a
-computation's and an instruction's where the module's own are (jaxlib 0.12 and later); names are unique;
-arrays are row-major; new computations stand before the entry computation.
+Invariants: other parts of the module stay as they are. New ids are unique, and composed of the ids of a
+computation and an instruction if those of the module are (jaxlib 0.12 and later). Names are unique. Arrays
+are row-major. New computations stand before the entry computation.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..schema import TUPLE, HloComputationProto, HloInstructionProto, HloModuleP
 
 
 class Editor:
-    """A copy of a module's proto, to be added to; `finish` gives it, serialized."""
+    """A copy of a module's proto to which computations and instructions are added; `finish` serializes it."""
 
     def __init__(self, module: Module) -> None:
         self.proto = HloModuleProto()
@@ -54,7 +54,7 @@ class Editor:
         return Builder(self, proto)
 
     def replace(self, instruction: Instruction) -> Builder:
-        """Adds in place of an instruction; what is given to `Builder.stand_in` then stands for it."""
+        """A builder that adds instructions in place of this one, and ends with `Builder.stand_in`."""
         for proto in self.proto.computations:
             if proto.id == instruction.computation.proto.id:
                 return Builder(self, proto, instruction)
@@ -85,7 +85,7 @@ class Builder(builder.Builder):
             self.go_on_to(replaced)
 
     def go_on_to(self, replaced: Instruction) -> None:
-        """Add in place of this instruction from now on, which comes after those that are replaced already."""
+        """Add in place of this instruction from now on; it stands behind those replaced so far."""
         if self._replaced is replaced:
             return
         self._replaced = replaced
@@ -105,7 +105,8 @@ class Builder(builder.Builder):
     def clone(
         self, wanted: Iterable[Instruction], env: dict[Instruction, Any]
     ) -> dict[Instruction, Any]:
-        """Copies of everything that ``wanted`` need and ``env`` does not have, which ``env`` then has."""
+        """Add copies of all instructions that ``wanted`` need to the computation and to ``env``, except those
+        that ``env`` already has."""
         needed = slice_of(wanted, env)
         for instruction in needed:
             sources = needed_by(instruction)
@@ -121,7 +122,7 @@ class Builder(builder.Builder):
         return self.broadcast(zero, shape) if shape.dimensions else zero
 
     def select(self, predicate: Any, on_true: Any, on_false: Any) -> Any:
-        """By a scalar predicate."""
+        """Selects by a scalar predicate."""
         if on_true.shape.dimensions:
             predicate = self.broadcast(predicate, on_true.shape)
         return self.add("select", on_true.shape, [predicate, on_true, on_false])
@@ -141,7 +142,7 @@ class Builder(builder.Builder):
     def conditional(
         self, predicate: Any, branches: Sequence[Builder], arguments: Sequence[Any], shape: Any
     ) -> Any:
-        """``branches``: where the predicate is true, and where it is not."""
+        """``branches``: for a predicate that is true, and for one that is false."""
         called = [b.id for b in branches]
         operands = [predicate, *arguments]
         return self.add("conditional", shape, operands, called_computation_ids=called)
@@ -157,7 +158,8 @@ class Builder(builder.Builder):
 
 
 def needed_by(instruction: Instruction) -> tuple[Instruction, ...]:
-    """Its operands; of an element of a tuple that is made here, only that element."""
+    """The operands of an instruction; for an element of a tuple made in this computation, that element
+    alone."""
     if instruction.opcode == "get-tuple-element" and instruction.operands[0].opcode == "tuple":
         return (instruction.operands[0].operands[instruction.proto.tuple_index],)
     return instruction.operands
@@ -166,7 +168,8 @@ def needed_by(instruction: Instruction) -> tuple[Instruction, ...]:
 def slice_of(
     wanted: Iterable[Instruction], have: Mapping[Instruction, Any] | set[Instruction]
 ) -> list[Instruction]:
-    """What ``wanted`` depend on in their computation, up to what one has; in topological order."""
+    """The instructions on which ``wanted`` depend, with themselves, up to those that one has; in topological
+    order."""
     found: set[Instruction] = set()
     stack = [w for w in wanted if w not in have]
     order: dict[Instruction, int] = {}

@@ -17,7 +17,7 @@ VALIDATION_ATTRIBUTE = "_xla_send_recv_validation"
 NEVER = (1, 0)
 
 
-def validation_text(instruction: Instruction, wrappers: Sequence[Instruction] = ()) -> str | None:
+def validation_text(instruction: Instruction, wrappers: Sequence[Instruction]) -> str | None:
     """The text of the attribute of valid iterations, on an op, its done, or the async ops around it.
 
     Raises `InvalidProgramError` if several of these have it and differ.

@@ -50,7 +50,7 @@ def bucket(
     first: IssueOrder,
     costs: CostTable,
     scheduler: Scheduler,
-    memory_limit: float = float("inf"),
+    memory_limit: float,
 ) -> Bucketed:
     """The best of several sets of buckets that fit into memory, or none.
 

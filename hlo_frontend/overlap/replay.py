@@ -108,7 +108,7 @@ def timeline(run: Clock, steps: Sequence[Step]) -> Timeline:
     return Timeline(seconds, begin, end, run.exposed, live, max(live, default=0), run.held)
 
 
-def replayed_seconds(graph: Graph, steps: Sequence[Step], launch_s: float = 0.0) -> float:
+def replayed_seconds(graph: Graph, steps: Sequence[Step], launch_s: float) -> float:
     """The seconds of `replay` alone, which is quicker."""
     crossings = graph.crossings()
     run = Clock(graph, steps, launch_s)

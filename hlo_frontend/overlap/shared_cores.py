@@ -17,14 +17,14 @@ from .replay import COMPUTE, START, WAIT, Clock, Step, Timeline, replay, timelin
 from .search import IssueOrder
 
 
-def replay_shared(graph: Graph, steps: Sequence[Step], launch_s: float = 0.0) -> Timeline:
+def replay_shared(graph: Graph, steps: Sequence[Step], launch_s: float) -> Timeline:
     """`replay` with compute slowed down by collectives in flight; ``Timeline.held``: by how many seconds."""
     if not any(task.busy for task in graph.tasks):
         return replay(graph, steps, launch_s)
     return timeline(_SharedClock(graph, steps, launch_s), steps)
 
 
-def timeline_of(graph: Graph, found: IssueOrder, launch_s: float = 0.0) -> Timeline:
+def timeline_of(graph: Graph, found: IssueOrder, launch_s: float) -> Timeline:
     """The same for a schedule."""
     busy = any(task.busy for task in graph.tasks)
     return replay_shared(graph, found.steps, launch_s) if busy else found.timeline

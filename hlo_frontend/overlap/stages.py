@@ -173,7 +173,7 @@ def is_ordered(body: BlockGraph) -> bool:
     )
 
 
-def stages_of(loop_body: LoopBody, costs: CostTable, most: float = 1.0) -> Stages:
+def stages_of(loop_body: LoopBody, costs: CostTable, most: float) -> Stages:
     """The stages of a body. ``most``: the share of the early collectives that moves, those with the earliest
     readers first."""
     if is_ordered(loop_body.body):

@@ -20,7 +20,6 @@ import numpy as np
 
 from ..iterations import Bounds, Unread
 from ..values import BlockGraph, Node, NodeKind
-from .valid.decide import LEAST_FLOPS
 from .valid.liveness import Liveness, Reads
 
 MOST_CLASSES = 8
@@ -72,9 +71,7 @@ def _mark_block(block: BlockGraph, reads: Reads, devices: int) -> None:
             block.unread[node] = Unread(cells, devices, iterations, flops, everywhere)
 
 
-def divide(
-    block: BlockGraph, levels: Levels, least_flops: float = LEAST_FLOPS
-) -> tuple[Parts, Valid]:
+def divide(block: BlockGraph, levels: Levels, least_flops: float) -> tuple[Parts, Valid]:
     """The parts of a block's nodes, and the iterations in which those parts are run: see `Ordered`."""
     unread = {node: block.unread[node] for node in block.nodes if node in block.unread}
     classes = _classes(unread.values(), least_flops)

@@ -9,7 +9,7 @@ node. The list of nodes stays topological, and positions follow it. Values of ot
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -26,6 +26,15 @@ class Use(NamedTuple):
     node: Node | None
     position: int
     value: Value
+
+
+def restricted(collective: Collective, chosen: Sequence[int]) -> Collective:
+    """The collective on some of its operands."""
+    return replace(
+        collective,
+        operands=tuple(collective.operands[k] for k in chosen),
+        results=tuple(collective.results[k] for k in chosen),
+    )
 
 
 @dataclass(eq=False)
@@ -97,6 +106,14 @@ class Editor:
     ) -> None:
         """Give a node other operands and results; it keeps its place in every order."""
         self._changed[node] = (operands, results, collective)
+
+    def restrict(self, node: Node, chosen: Sequence[int]) -> None:
+        """Keep only some operands of a collective, and the results that belong to them."""
+        assert node.collective is not None
+        operands, results = (
+            [values[k] for k in chosen] for values in (node.operands, node.results)
+        )
+        self.change(node, operands, results, restricted(node.collective, chosen))
 
     def put_ahead(self, of: Node, nodes: Iterable[Node]) -> None:
         """Put new nodes right before one, behind those put there already."""

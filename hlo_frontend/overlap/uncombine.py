@@ -8,10 +8,10 @@ its time on the wire exceeds the latency; the next operand then begins another o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 
 from stretto.collectives.ops import Collective, Kind
 
+from ..edit import restricted
 from ..values import BlockGraph, Node, Value
 from .costs import CostTable
 
@@ -75,18 +75,10 @@ def _parts(node: Node, collective: Collective, costs: CostTable) -> list[Node]:
             operands=[*(arrays[k] for k in chosen), *tokens],
             order=node.order,
             results=[node.results[k] for k in chosen],
-            collective=_part(collective, chosen),
+            collective=restricted(collective, chosen),
         )
         for chosen in _grouped(arrays, collective, costs)
     ]
-
-
-def _part(collective: Collective, chosen: Sequence[int]) -> Collective:
-    return replace(
-        collective,
-        operands=tuple(collective.operands[k] for k in chosen),
-        results=tuple(collective.results[k] for k in chosen),
-    )
 
 
 def _grouped(
@@ -101,7 +93,7 @@ def _grouped(
     group: list[int] = []
     for k in sorted(range(len(arrays)), key=computed):
         group.append(k)
-        charge = costs.collective(_part(collective, group))
+        charge = costs.collective(restricted(collective, group))
         if charge.link is None or charge.seconds > 2.0 * charge.link.latency_s:
             yield group
             group = []

@@ -18,14 +18,13 @@ not spread it after this pass.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from stretto.collectives.ops import Kind
 
-from ..edit import Editor
+from ..edit import Editor, restricted
 from ..ops import op_of
 from ..schema import LiteralProto
 from ..values import BlockGraph, Node, NodeKind, Value, all_blocks
@@ -402,11 +401,7 @@ class _Rewrite:
             return
         collective = node.collective
         if collective is not None:
-            collective = replace(
-                collective,
-                operands=tuple(collective.operands[i] for i in kept),
-                results=tuple(collective.results[i] for i in kept),
-            )
+            collective = restricted(collective, kept)
         operands = [node.operands[i] for i in kept]
         editor.change(node, operands, [node.results[i] for i in kept_results], collective)
 

@@ -6,8 +6,6 @@ results of other devices are zeros, and not their operands.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from stretto.collectives.ops import Kind
 
 from ...edit import Editor
@@ -40,11 +38,5 @@ def take_own(editor: Editor, node: Node, context: Context) -> Rewritten | None:
         editor.remove(node)
         return Rewritten(f"goes: {said}")
     if len(kept) < len(node.operands):
-        left = replace(
-            collective,
-            operands=tuple(collective.operands[k] for k in kept),
-            results=tuple(collective.results[k] for k in kept),
-        )
-        results = [node.results[k] for k in kept]
-        editor.change(node, [node.operands[k] for k in kept], results, left)
+        editor.restrict(node, kept)
     return Rewritten(f"is not read by all: {said}")

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from stretto.collectives.ops import Collective, Kind
 
-from ...edit import Editor
+from ...edit import Editor, restricted
 from ...values import Node, Value
 from .context import Context, Rewritten
 from .own_parts import OwnPart, give_parts, own_parts, places
@@ -80,12 +80,7 @@ def _split(
             give_parts(editor, node, part, slices[k], parts)
     left = [k for k in range(len(node.results)) if k not in split]
     if left:
-        kept = replace(
-            collective,
-            operands=tuple(collective.operands[k] for k in left),
-            results=tuple(collective.results[k] for k in left),
-        )
-        editor.change(node, [node.operands[k] for k in left], [node.results[k] for k in left], kept)
+        editor.restrict(node, left)
     else:
         editor.remove(node)
     return _said(slices, split)
@@ -97,9 +92,8 @@ def _scattered(
     """The results and the collective of ``node`` as a reduce-scatter of these operands."""
     types = tuple(part_of(collective.results[k], dimension, parts) for k in chosen)
     scattered = replace(
-        collective,
+        restricted(collective, chosen),
         kind=Kind.REDUCE_SCATTER,
-        operands=tuple(collective.operands[k] for k in chosen),
         results=types,
         dimension=dimension,
     )

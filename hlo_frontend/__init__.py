@@ -9,6 +9,6 @@
 4. ``pipeline``: passes change the graph; it prints (``graph_text``) and is checked (``graph_check``)
    between them. The last ones, ``passes.order`` and ``carve``, put the nodes of each block into an order,
    which is cut at the runtime nodes.
-5. ``segments``: each run of compute becomes a StableHLO module, equal ones become one.
+5. ``segments``, ``builder``: each run of compute becomes a StableHLO module, equal ones become one.
 6. ``lower``, ``aliases``: slots, donation, copies, frees; out comes the program.
 """

@@ -1,8 +1,8 @@
-"""Which dying inputs of a segment its outputs may overwrite.
+"""Which inputs of a segment its outputs may overwrite, if the inputs are not used afterwards.
 
-An output is paired with an input that it is an update of: the array that a dynamic-update-slice or
-scatter writes into, the initial value of a loop's carry, or, failing those, an operand of the same
-type of an elementwise op. Other pairs would make XLA insert copies.
+An output is paired with an input of which it is an update: the array into which a dynamic-update-slice or a
+scatter writes, the initial value of a loop's carry, or else an operand of an elementwise op that has the same
+type. For other pairs XLA would insert copies.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Cutting an ordered block: maximal runs of compute of one part, between runtime nodes, become segment plans.
+"""Cuts an ordered block into steps: consecutive compute of one part becomes a segment plan.
 
-Carving knows nothing of how the order came about: any topological order of a block's nodes will do.
-A node that occurs several times is computed anew in each segment that needs it; an `Await` is where what a
-collective gives is waited for, if that is not left to its first use.
-Constants and other cheap values that a runtime node or the block's result needs are made by the
-segment before it that runs on all devices, one fresh array for each use, so that each may be donated.
+Carving works on any topological order of a block's nodes. A node that occurs several times in the order is
+computed in each segment that needs it. An `Await` in the order says where a collective is awaited; without
+one it is awaited at the first use of its results. If a runtime node or the block's result needs a constant or
+another cheap value, the last segment before it that runs on all devices makes an array of it: a fresh one for
+each use, so that each may be donated.
 """
 
 from __future__ import annotations
@@ -13,17 +13,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from .passes.unread import Ordered
-from .values import BlockGraph, Node, NodeKind, Value
+from .values import BlockGraph, Node, NodeKind, Value, carried_results
 
 
 @dataclass(eq=False)
 class SegmentPlan:
     """Compute nodes that run as one segment.
 
-    ``inputs`` and ``outputs`` are arrays (root values); ``made`` are outputs that are copies of cheap
-    values: pairs of the new value and the cheap one. ``part`` (with the phase before it) and ``valid``: those
-    of the nodes. ``offsets``: of slices and pads that are told where, for each dimension the position in the
-    last input, or None where the instruction says it (see `offsets`).
+    ``inputs`` and ``outputs`` are arrays (root values). ``made``: outputs that are copies of cheap values, as
+    pairs of the new value and the cheap one. ``part``: the phase, stage and class of the nodes; ``valid``:
+    the iterations in which each device runs them (see `passes.unread`). ``offsets``: for slices and pads that
+    get their offsets from the last input, the position there by dimension, or None if the offset is that of
+    the instruction (see `offsets`).
     """
 
     nodes: list[Node] = field(default_factory=list)
@@ -37,7 +38,7 @@ class SegmentPlan:
 
 @dataclass(eq=False)
 class RuntimeStep:
-    """A node that the executor runs, on these arrays (root values)."""
+    """A node that the executor runs. ``inputs``: its arrays (root values)."""
 
     node: Node
     inputs: list[Value]
@@ -45,7 +46,7 @@ class RuntimeStep:
 
 @dataclass(frozen=True, eq=False)
 class Await:
-    """In an order of nodes: where the results of a collective are waited for."""
+    """The place in an order of nodes at which a collective is awaited."""
 
     node: Node
 
@@ -63,17 +64,23 @@ Step = SegmentPlan | RuntimeStep | AwaitStep
 
 @dataclass(eq=False)
 class BlockPlan:
-    """A block cut into steps. Values in ``results`` are roots."""
+    """A block cut into steps. Values in ``results`` are roots.
+
+    ``crossing``: of a loop's body, the collectives that its next iteration awaits, with the (result, carry)
+    pairs of each. ``pipelined``: whether its nodes are in phases (`passes.rotate`).
+    """
 
     parameters: list[Value]
     steps: list[Step]
     results: list[Value]
     blocks: dict[Node, tuple[BlockPlan, ...]] = field(default_factory=dict)
+    crossing: dict[Node, tuple[tuple[int, int], ...]] = field(default_factory=dict)
+    pipelined: bool = False
 
 
 def carve(block: BlockGraph, ordered: Sequence[Node | Await]) -> BlockPlan:
-    """Cut ``ordered``, the nodes of ``block`` in a topological order. Where it is `Ordered`, its parts are
-    segments of their own."""
+    """Cut ``ordered``, the nodes of ``block`` in a topological order. If it is `Ordered`, each of its parts
+    becomes a segment."""
     parts, valid = (ordered.parts, ordered.valid) if isinstance(ordered, Ordered) else ({}, {})
     steps: list[Step] = []
     pending: list[SegmentPlan] = []  # since the last runtime node
@@ -95,7 +102,7 @@ def carve(block: BlockGraph, ordered: Sequence[Node | Await]) -> BlockPlan:
             steps.append(AwaitStep(node.node))
             continue
         if not node.is_runtime and node.kind is not NodeKind.LOGICAL_ID:
-            part = (node.phase, *parts.get(node, (0, 0)))
+            part = (block.phases.get(node, 0), *parts.get(node, (0, 0)))
             if not pending or pending[-1].part != part:
                 pending.append(SegmentPlan(valid=valid.get(node, ()), part=part))
             pending[-1].nodes.append(node)
@@ -104,11 +111,17 @@ def carve(block: BlockGraph, ordered: Sequence[Node | Await]) -> BlockPlan:
         if node.is_runtime:
             steps += pending
             pending.clear()
-        # A logical id takes part in no order: it may stand before the segments being built.
+        # A logical id has no place in the order: it may stand before the pending segments.
         steps.append(RuntimeStep(node, inputs))
     results = [materialized(value) for value in block.results]
     steps += pending
-    plan = BlockPlan(block.parameters, steps, results)
+    plan = BlockPlan(block.parameters, steps, results, pipelined=bool(block.phases))
+    for step in steps:
+        # The results of a bucket are those of its members, which are the nodes of the block.
+        if isinstance(step, RuntimeStep) and block.crossing.intersection(
+            result.node for result in step.node.results if result.node is not None
+        ):
+            plan.crossing[step.node] = carried_results(step.node, results)
     _connect(plan)
     return plan
 
@@ -118,12 +131,12 @@ def is_cheap(value: Value) -> bool:
 
 
 def used_values(node: Node) -> list[Value]:
-    """Arrays a node of a segment reads, with the constants' own operands left to the builder."""
+    """The arrays that a node of a segment reads, without constants, which the builder copies."""
     return [v for v in node.operands if v.type is not None and not is_cheap(v)]
 
 
 def _connect(plan: BlockPlan) -> None:
-    """Fill in what each segment takes from outside and gives to outside; drop what nobody needs."""
+    """Set the inputs and outputs of each segment, and drop segments that nobody needs."""
     needed: set[Value] = set(plan.results)
     kept: list[Step] = []
     for step in reversed(plan.steps):
@@ -147,7 +160,7 @@ def _connect(plan: BlockPlan) -> None:
             if value in needed and value.type is not None
         ] + [made for made, _ in step.made]
         if step.outputs or any(node.has_side_effect for node in step.nodes):
-            needed.difference_update(step.outputs)  # of a node that occurs again, once is enough
+            needed.difference_update(step.outputs)  # of a repeated node, one segment gives them
             needed.update(step.inputs)
             kept.append(step)
     plan.steps = kept[::-1]

@@ -1,10 +1,9 @@
 """The schedule of a program's collectives, and giving a program another order of them.
 
-`schedule_of` tells what a planned program communicates, in its order, with the partial order that data
-and tokens require: an entry's ``after`` are the nearest entries above it, through compute and order edges.
-Loops and branches that communicate are entries with one child schedule for each of their blocks (condition
-and body of a loop); those that do not count as compute. `reorder` gives the blocks the order that ranks
-agreed on.
+`schedule_of` lists the collectives of a carved program in their order, with the partial order that data and
+tokens require: ``after`` of an entry are the nearest entries above it, through compute and order edges. Loops
+and branches that communicate are entries with one child schedule for each of their blocks (condition and body
+of a loop); others count as compute. `reorder` gives the blocks the order on which the ranks agreed.
 
 Invariant: positions follow from the module's text alone, so the same module has the same schedule, byte
 for byte, in every process.
@@ -12,7 +11,6 @@ for byte, in every process.
 
 from __future__ import annotations
 
-import heapq
 from dataclasses import dataclass
 from hashlib import sha256
 from itertools import pairwise
@@ -22,6 +20,7 @@ from stretto.runtime.errors import InvalidProgramError
 
 from .carve import BlockPlan, RuntimeStep
 from .segments import ModuleBuilder
+from .topological import topological
 from .trips import trip_count
 from .values import BlockGraph, Node, NodeKind, number
 
@@ -37,7 +36,8 @@ def schedule_of(block: BlockGraph, plan: BlockPlan) -> Schedule:
 
 
 def token_edges(block: BlockGraph, plan: BlockPlan) -> dict[str, tuple[str, ...]]:
-    """By name of each collective, loop and branch: those that tokens put right before it."""
+    """For the name of each collective, loop and branch: the names of those that tokens put right before
+    it."""
     edges: dict[str, tuple[str, ...]] = {}
     listed = _listed(plan, _children(block, plan))
     for node, before in _before(block, listed).items():
@@ -89,14 +89,14 @@ def _reducer(node: Node) -> str:
 
 @dataclass(frozen=True)
 class _Before:
-    """Positions of the entries right before an entry; ``tokens``: those it is ordered after, by tokens."""
+    """Positions of the entries right before an entry; ``tokens``: those that tokens put before it."""
 
     after: tuple[int, ...]
     tokens: tuple[int, ...]
 
 
 def _before(block: BlockGraph, listed: list[Node]) -> dict[Node, _Before]:
-    """For each listed node the listed nodes that it comes after, without what follows from those.
+    """For each listed node, the nearest listed nodes that it comes after.
 
     Sets of positions are bits of integers: ``nearest`` are those above a node with none between,
     ``ordered`` those of them reached through an order edge, ``above`` all above a listed one.
@@ -125,9 +125,9 @@ def _before(block: BlockGraph, listed: list[Node]) -> dict[Node, _Before]:
 
 
 def _latest(positions: int, above: list[int]) -> tuple[tuple[int, ...], int]:
-    """The positions that no other of them comes after, and all that come before any of them.
+    """Those of the positions that come before no other one, and all positions before any of them.
 
-    Positions grow along the order, so the highest one left is never before another.
+    Positions grow along the order, so the highest one left comes before no other.
     """
     latest, implied = [], 0
     while positions:
@@ -158,32 +158,12 @@ def reorder(
     wanted = [listed[i] for i in permutation]
     for earlier, later in pairwise(wanted):
         later.order = tuple(dict.fromkeys((*later.order, earlier)))
-    block.nodes[:] = _topological(block.nodes)
-    number(block.nodes)
-
-
-def _topological(nodes: list[Node]) -> list[Node]:
-    """The nodes in a topological order, near the one they have."""
-    inside = set(nodes)
-    followers: dict[Node, list[Node]] = {node: [] for node in nodes}
-    waiting: dict[Node, int] = {}
-    for node in nodes:
-        above = {other for other, _ in node.before() if other in inside}
-        waiting[node] = len(above)
-        for other in above:
-            followers[other].append(node)
-    at = {node.position: node for node in nodes}
-    ready = [node.position for node in nodes if not waiting[node]]
-    heapq.heapify(ready)
-    ordered: list[Node] = []
-    while ready:
-        node = at[heapq.heappop(ready)]
-        ordered.append(node)
-        for follower in followers[node]:
-            waiting[follower] -= 1
-            if not waiting[follower]:
-                heapq.heappush(ready, follower.position)
-    if len(ordered) < len(nodes):
-        stuck = next(n for n in nodes if waiting[n] and n.kind is NodeKind.COLLECTIVE)
-        raise stuck.instruction.invalid("the order asked for contradicts its data or tokens")
-    return ordered
+    inside = set(block.nodes)
+    before = {node: {b for b, _ in node.before() if b in inside} for node in block.nodes}
+    nodes = topological(before, key=lambda node: node.position)
+    stuck = inside.difference(nodes)
+    if stuck:
+        first = min(stuck, key=lambda n: (n.kind is not NodeKind.COLLECTIVE, n.position))
+        raise first.instruction.invalid("the order asked for contradicts its data or tokens")
+    block.nodes[:] = nodes
+    number(nodes)

@@ -17,10 +17,10 @@ VALIDATION_ATTRIBUTE = "_xla_send_recv_validation"
 NEVER = (1, 0)
 
 
-def validation_text(instruction: Instruction, wrappers: Sequence[Instruction] = ()) -> str | None:
-    """What the attribute of valid iterations says, on an op, its done, or the async ops around it.
+def validation_text(instruction: Instruction, wrappers: Sequence[Instruction]) -> str | None:
+    """The text of the attribute of valid iterations, on an op, its done, or the async ops around it.
 
-    Raises `InvalidProgramError` where it is there more than once and says different things.
+    Raises `InvalidProgramError` if several of these have it and differ.
     """
     found: str | None = None
     starts = [instruction, *wrappers]
@@ -52,7 +52,7 @@ class CollectiveReader:
         *,
         validation: str | None = None,
     ) -> tuple[Collective, Computation | None]:
-        """The collective, and its reducer where that has no native form.
+        """The collective, and its reducer if that has no native form.
 
         ``operands`` and ``results`` are the instruction's arrays, without tokens. ``validation`` is the
         text of its valid iterations (see `validation_text`).
@@ -149,7 +149,7 @@ class CollectiveReader:
 
 
 def _unlisted(instruction: Instruction) -> str:
-    """What to do about groups of the wrong size, where all devices are one for want of a list."""
+    """Advice for an error about groups of the wrong size: without a list, all devices are one group."""
     if spelled_groups(instruction):
         return ""
     return (

@@ -1,8 +1,8 @@
-"""For how many devices a module is that does not say it.
+"""Infers for how many devices a module is, if it does not say so.
 
-Its ids are counted: those in groups and pairs. Where a collective lists no groups, all replicas (or, with a
-channel, partitions) are one group, and shapes tell how many they are: an all-gather multiplies by it, a
-reduce-scatter divides, an all-to-all of a tuple has an operand for each.
+The numbers follow from the ids in groups and pairs. If a collective lists no groups, all replicas (or, with a
+channel, all partitions) are one group, and shapes give its size: an all-gather multiplies by it, a
+reduce-scatter divides by it, and an all-to-all of a tuple has an operand for each member.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from .schema import TUPLE
 def implied_counts(module: Module, num_devices: int) -> tuple[int, int]:
     """The smallest counts of replicas and partitions that its collectives need.
 
-    Where none needs any number: ``num_devices`` replicas if collectives are over replicas alone, else
-    partitions. 0 stands for what nothing is known of.
+    If no number follows: ``num_devices`` replicas if collectives are over replicas alone, else as many
+    partitions. 0 stands for a number that is not known.
     """
     modes, replicas, partitions, flattened = _needed(module)
     if _asks_for_replicas_alone(module):
@@ -38,8 +38,8 @@ def implied_replicas(module: Module) -> int:
 
 
 def _needed(module: Module) -> tuple[set[GroupMode], int, int, int]:
-    """What ids in its collectives count, and the smallest numbers of replicas, of partitions, and of
-    devices by flattened ids, that they need."""
+    """The modes of the module's collectives, and the smallest numbers of replicas, of partitions, and of
+    devices (from flattened ids) that they need."""
     replicas = partitions = flattened = 0
     modes: set[GroupMode] = set()
     joint: list[tuple[int, int]] = []  # replicas listed, or 0, and the devices that they are in all
@@ -69,7 +69,7 @@ def _needed(module: Module) -> tuple[set[GroupMode], int, int, int]:
 
 
 def _asks_for_replicas_alone(module: Module) -> bool:
-    """Whether it reads which replica a device is, and never which partition: then devices are replicas."""
+    """Whether it reads the replica id and never the partition id: then its devices are replicas."""
     opcodes = {i.opcode for computation in module.computations for i in computation.instructions}
     return "replica-id" in opcodes and "partition-id" not in opcodes
 
@@ -84,7 +84,7 @@ def _collectives(module: Module) -> list[Instruction]:
 
 
 def _group_size(instruction: Instruction) -> int:
-    """Devices in a group of the collective as its shapes tell; 0 where they do not, or make no sense."""
+    """The size of a collective's groups by its shapes; 0 if they do not give one."""
     opcode, dimensions = instruction.opcode.removesuffix("-start"), instruction.proto.dimensions
     if opcode == "all-to-all" and not dimensions:
         return len(instruction.operands)

@@ -1,4 +1,4 @@
-"""Which instruction XLA ended a process on: it is given parts of the module again, in forked processes."""
+"""Finds the instruction on which XLA crashes, by giving it parts of the module in forked processes."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from .graph import COLLECTIVES, LOGICAL_IDS, Module
 from .segments import ModuleBuilder
 from .text import INSTRUCTION
 
-# Ops that are never handed to XLA one by one, or that hand on what they are given.
+# Ops that are not tried alone: XLA never gets them so, or they only hand on their operands.
 _NOT_ALONE = COLLECTIVES | LOGICAL_IDS.keys() | {"parameter", "tuple", "get-tuple-element"}
 _UNFINISHED = re.compile(r"-(?:start|update|done)\Z")
 
 
 def in_text(text: str) -> str | None:
-    """The first instruction behind which HLO text can be cut off and still ends XLA's parser."""
+    """The first instruction behind which the text can be cut off and still crashes XLA's parser."""
     instructions = list(INSTRUCTION.finditer(text))
 
     def ends(count: int) -> bool:
@@ -39,7 +39,7 @@ def in_text(text: str) -> str | None:
 
 
 def in_module(serialized: bytes) -> str | None:
-    """The first instruction of an ``HloModuleProto`` that XLA cannot write as StableHLO and go on."""
+    """The first instruction of an ``HloModuleProto`` on which XLA crashes in converting it to StableHLO."""
     if _last_begun(1, lambda _: Module.parse(serialized)) is not None:
         return None
     alone = [
@@ -59,7 +59,7 @@ def in_module(serialized: bytes) -> str | None:
 
 
 def _last_begun(count: int, step: Callable[[int], object]) -> int | None:
-    """The step, of ``count``, in which a forked process is ended by a signal; None where it is not."""
+    """The step, of ``count``, in which a forked process crashes; None if none does."""
 
     def run(pipe: BinaryIO) -> None:
         for index in range(count):

@@ -1,15 +1,15 @@
-"""Changing a block: values replaced, nodes left out and put in, order kept.
+"""The editor of block graphs: replaces values, removes and inserts nodes, and keeps all order.
 
 Edits are collected and take effect together in `Editor.commit`, which gives every node its new operands.
-Invariants: what came after a node that is left out, through data or order, comes after what stands in for it;
-the list of nodes stays topological and positions follow it; values of other blocks are never touched. A
-node that nobody reads any more because of an edit goes as well, unless it has a side effect.
+Invariants: a node that came after a removed node, through data or order, comes after the stand-ins of that
+node. The list of nodes stays topological, and positions follow it. Values of other blocks are not touched.
+`commit` also removes nodes that nobody reads, unless they have a side effect.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -19,14 +19,22 @@ from .values import Barrier, BlockGraph, Node, NodeKind, Value, number
 
 
 class Use(NamedTuple):
-    """One place where a block reads an array. ``node`` is None for a result of the block.
-
-    ``value`` is the view that is read there.
+    """One place where a block reads an array: operand ``position`` of ``node``, or a result of the block if
+    ``node`` is None. ``value``: the view that is read there.
     """
 
     node: Node | None
     position: int
     value: Value
+
+
+def restricted(collective: Collective, chosen: Sequence[int]) -> Collective:
+    """The collective on some of its operands."""
+    return replace(
+        collective,
+        operands=tuple(collective.operands[k] for k in chosen),
+        results=tuple(collective.results[k] for k in chosen),
+    )
 
 
 @dataclass(eq=False)
@@ -39,11 +47,13 @@ class Editor:
     _removed: dict[Node, tuple[Node, ...]] = field(default_factory=dict)
     _ahead: dict[Node, list[Node]] = field(default_factory=dict)
     _behind: dict[Node, list[Node]] = field(default_factory=dict)
-    _changed: dict[Node, tuple[list[Value], list[Value], Collective]] = field(default_factory=dict)
+    _changed: dict[Node, tuple[list[Value], list[Value], Collective | None]] = field(
+        default_factory=dict
+    )
 
     @cached_property
     def ordered(self) -> set[Node]:
-        """Nodes that something comes after by order alone, as the block was to begin with."""
+        """Nodes that others come after by order alone, in the block before its first edit."""
         found: set[Node] = set()
         for node in self.block.nodes:
             found.update(node.order)
@@ -60,7 +70,7 @@ class Editor:
         return bool(self._replaced or self._removed or self._changed)
 
     def uses(self, value: Value) -> Sequence[Use]:
-        """Who reads an array, as the block was at the last commit."""
+        """The uses of an array, in the block as it was after the last commit."""
         if self._uses is None:
             self._uses = {}
             for node in self.block.nodes:
@@ -72,22 +82,38 @@ class Editor:
         return self._uses.get(value.root, ())
 
     def replace(self, old: Value, new: Value) -> None:
-        """Whoever reads ``old`` is to read ``new``, after all that it came after anyway."""
+        """Make all readers of ``old`` read ``new``. They still come after everything they came after."""
         known = self._replaced.get(new.root)
-        if known is not None:  # no chains: there may be thousands in a row
+        if known is not None:  # chains of replacements may have thousands of links
             new = known.view(new.order, new.barrier)
         self._replaced[old.root] = new
 
     def remove(self, node: Node, instead: Iterable[Node] = ()) -> None:
-        """Leave a node out. ``instead`` comes, with all that came before it, before what came after it."""
+        """Remove a node. What came after it comes after ``instead``, and after everything it came after."""
         before = [*instead, *node.order, *(n for v in node.operands for n in v.producers)]
-        self._removed[node] = tuple(dict.fromkeys(before))
+        self.leave_out(node, dict.fromkeys(before))
+
+    def leave_out(self, node: Node, before: Iterable[Node]) -> None:
+        """Remove a node. What came after it comes after ``before``, and after nothing else in its place."""
+        self._removed[node] = tuple(before)
 
     def change(
-        self, node: Node, operands: list[Value], results: list[Value], collective: Collective
+        self,
+        node: Node,
+        operands: list[Value],
+        results: list[Value],
+        collective: Collective | None = None,
     ) -> None:
-        """Make a collective another one, in the same place of every order."""
+        """Give a node other operands and results; it keeps its place in every order."""
         self._changed[node] = (operands, results, collective)
+
+    def restrict(self, node: Node, chosen: Sequence[int]) -> None:
+        """Keep only some operands of a collective, and the results that belong to them."""
+        assert node.collective is not None
+        operands, results = (
+            [values[k] for k in chosen] for values in (node.operands, node.results)
+        )
+        self.change(node, operands, results, restricted(node.collective, chosen))
 
     def put_ahead(self, of: Node, nodes: Iterable[Node]) -> None:
         """Put new nodes right before one, behind those put there already."""
@@ -98,7 +124,7 @@ class Editor:
         self._behind.setdefault(of, []).extend(nodes)
 
     def commit(self) -> None:
-        """Make the edits."""
+        """Apply the edits."""
         for node, (operands, results, collective) in self._changed.items():
             node.operands, node.results, node.collective = operands, results, collective
             for index, result in enumerate(results):
@@ -130,7 +156,7 @@ def _resolve(node: Node, resolver: _Resolver) -> None:
 
 
 class _Resolver:
-    """What stands for values and nodes after the edits."""
+    """Gives the values and nodes that stand in for others after the edits."""
 
     def __init__(self, replaced: dict[Value, Value], removed: dict[Node, tuple[Node, ...]]) -> None:
         self._replaced, self._removed = replaced, removed
@@ -161,7 +187,7 @@ class _Resolver:
         )
 
     def _settle(self, barrier: Barrier) -> None:
-        """Resolve what a barrier holds, and before that what the barriers before it hold."""
+        """Resolve the values that enter a barrier, after those that enter barriers before it."""
         todo = [barrier]
         while todo:
             current = todo[-1]
@@ -177,13 +203,13 @@ class _Resolver:
                 current.operands = tuple([self.value(v) for v in current.operands])
 
     def order(self, nodes: Sequence[Node]) -> tuple[Node, ...]:
-        """The nodes, with stand-ins for those that are left out."""
+        """The nodes, with stand-ins for those that are removed."""
         if not any(node in self._removed for node in nodes):
             return tuple(nodes)
         return tuple(dict.fromkeys(n for node in nodes for n in self._kept(node)))
 
     def _kept(self, node: Node) -> tuple[Node, ...]:
-        """The node, or what stands in for it: nodes left out are followed upwards, without recursion."""
+        """The node, or its stand-ins. Removed nodes are followed upwards, without recursion."""
         if node not in self._removed:
             return (node,)
         todo = [node]
@@ -201,7 +227,7 @@ class _Resolver:
 
 
 def _drop_unread(block: BlockGraph, nodes: list[Node]) -> None:
-    """Keep of ``nodes`` what somebody reads or what has a side effect; number them."""
+    """Make ``nodes`` the nodes of the block, without those that nobody reads and that have no side effect."""
     read = {v.root for v in block.results}
     dropped: dict[Node, tuple[Node, ...]] = {}
     kept: list[Node] = []

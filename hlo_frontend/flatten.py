@@ -1,4 +1,4 @@
-"""Computations to block graphs: tuples, tokens, copies and calls are resolved, control flow is split.
+"""Computations to block graphs: resolves tuples, tokens, copies and calls, and makes blocks of control flow.
 
 A computation that needs the runtime (see `Computation.needs_runtime`) becomes a block: calls to such
 computations are inlined, loops and conditionals over them become loop and branch nodes with blocks of
@@ -43,12 +43,12 @@ _REFUSED = {
     "rng-get-and-update-state": "use rng-bit-generator with an explicit state",
 }
 
-# What an engine may still have inside of a computation that it gets whole, where all of it is one device's.
+# Ops that an engine may get inside a whole computation that is run on one device.
 _LOCAL = frozenset({"get-dimension-size", "set-dimension-size", "rng-get-and-update-state"})
 _REFUSED_INSIDE = {opcode: why for opcode, why in _REFUSED.items() if opcode not in _LOCAL}
 
-# Custom calls by which a program says where it is partitioned by hand, before XLA partitions the rest: those
-# of XLA's partitioner, and the first letters of those of Shardy.
+# Custom calls that mark manually partitioned parts of a program which XLA has yet to partition: those of
+# XLA's partitioner, and the prefix of those of Shardy.
 _UNPARTITIONED = ("SPMDFullToShardShape", "SPMDShardToFullShape", "xla.sdy.")
 
 Env = dict[Instruction, list[Value]]
@@ -94,12 +94,12 @@ class _Builder:
         return env[computation.root]
 
     def check_supported(self, computation: Computation) -> None:
-        """Raise `UnsupportedError` for what is refused in a computation, or in one that it calls."""
+        """Raise `UnsupportedError` for ops that are refused in a computation or in one that it calls."""
         for instruction in all_instructions(computation, self.supported):
             _refuse(instruction, _REFUSED_INSIDE)
 
     def order(self, instruction: Instruction, env: Env) -> tuple[Node, ...]:
-        """Nodes that come first because of control dependencies."""
+        """The nodes that control dependencies put before an instruction."""
         if not instruction.control_predecessors:
             return ()
         before = [
@@ -223,10 +223,10 @@ def _add_dependency(builder: _Builder, instruction: Instruction, env: Env) -> li
 
 
 def _barrier(builder: _Builder, instruction: Instruction, env: Env) -> list[Value]:
-    """Views that come after all of the barrier's operands; segments put the barrier back.
+    """Views of the barrier's operands, which come after all of them. Segments contain the barrier again.
 
-    The one before a recomputation is no fence: it is there so that XLA does not find that all of it was
-    computed before. Plans of what runs let gathers of weights pass it (`overlap.kernels`).
+    The barrier before a recomputation is no fence: its only purpose is that XLA does not reuse the results of
+    the first computation. Plans let gathers of weights pass it (`overlap.kernels`).
     """
     leaves = _leaves(instruction, env)
     order = builder.order(instruction, env)
@@ -246,7 +246,7 @@ def _logical_id(builder: _Builder, instruction: Instruction, env: Env) -> list[V
 
 
 def _call(builder: _Builder, instruction: Instruction, env: Env) -> list[Value]:
-    """Calls that communicate are inlined, and fusions: how to fuse is the engine's own business."""
+    """Inlines calls that communicate, and all fusions, since engines decide themselves what to fuse."""
     (called,) = instruction.called
     if not called.needs_runtime and instruction.opcode != "fusion":
         return _compute(builder, instruction, env)
@@ -259,7 +259,7 @@ def _call(builder: _Builder, instruction: Instruction, env: Env) -> list[Value]:
 
 
 def _async_start(builder: _Builder, instruction: Instruction, env: Env) -> list[Value]:
-    """The wrapped computation's results; what wraps a single instruction is that instruction."""
+    """The results of the wrapped computation."""
     (called,) = instruction.called
     builder.wrappers.append(instruction)
     results = builder.inline(called, [env[operand] for operand in instruction.operands])
@@ -278,7 +278,7 @@ def _while(builder: _Builder, instruction: Instruction, env: Env) -> list[Value]
         flatten(body, builder.reader, in_loop=True),
     )
     results = _results_with_tokens(node, leaf_types(instruction.shape, instruction))
-    # What the body hands on as it came is the same value after the loop as before it.
+    # A carry that the body does not change is the same value behind the loop as before it.
     body_graph = node.blocks[1]
     arrays = iter(range(len(body_graph.parameters)))
     seen: list[Value] = []
@@ -293,7 +293,7 @@ def _while(builder: _Builder, instruction: Instruction, env: Env) -> list[Value]
 
 
 def _results_with_tokens(node: Node, types: Sequence[TensorType | None]) -> list[Value]:
-    """Results by leaf; `node.results` keeps the arrays."""
+    """Sets the results of a node, one for each leaf; `node.results` has only the arrays."""
     leaves: list[Value] = []
     for t in types:
         value = Value(t, node, len(node.results))

@@ -4,7 +4,7 @@ The counts are those of XLA's `HloCostAnalysis` (``lowered.cost_analysis()["flop
 differences:
 
 - Functions like exp and tanh count one for each element. XLA lists them apart, as transcendentals.
-- A loop counts as often as it runs, where its annotation tells (`trips`).
+- A loop counts as often as it runs, if its annotation says so (`trips`).
 - A `bitcast-convert` is a view of its operand's memory and counts nothing.
 - Other ops that compute (`ops.Op.arithmetic`) and have no rule here count one for each element of their
   result. XLA has formulas for FFTs, Cholesky factors and triangular solves, and none for custom calls.
@@ -66,7 +66,7 @@ def _applied(computation: Computation) -> float:
 
 
 def _times(call: Instruction) -> int:
-    """How often a call, which may be a loop, runs what it calls: once where that is not known."""
+    """How often a call or a loop runs its computation; once if that is not known."""
     known = annotated_trips(call)
     return 1 if known is None else known
 

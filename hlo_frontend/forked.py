@@ -1,4 +1,4 @@
-"""Work in a forked process, which XLA may end."""
+"""Work in a forked process, in which XLA may crash."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import BinaryIO
 
 
 def forked(work: Callable[[BinaryIO], None]) -> tuple[bytes, int]:
-    """What ``work``, in a process of its own, has written to the pipe that it is given, and how that process
-    ended: a status as of `os.waitpid`.
+    """Run ``work`` in a forked process. Gives what it has written to the pipe that it gets, and the status of
+    the process as from `os.waitpid`.
 
-    To be called before this process has threads of its own. What ``work`` raises is an exit code of 1.
+    Call this before this process has other threads. If ``work`` raises, the exit code is 1.
     """
     reading, writing = os.pipe()
     child = os.fork()

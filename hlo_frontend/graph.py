@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
+from graphlib import CycleError, TopologicalSorter
 from typing import Any
 
 from stretto.collectives.types import TensorType
@@ -212,33 +213,11 @@ class Module:
             raise InvalidProgramError(f"computation {computation.name} has no root") from None
 
     def _refuse_recursion(self) -> None:
-        done: set[int] = set()
-        for start in self.computations:
-            stack: list[tuple[Computation, Iterator[Computation]]] = []
-            active: set[int] = set()
-
-            def enter(
-                computation: Computation,
-                stack: list[tuple[Computation, Iterator[Computation]]] = stack,
-                active: set[int] = active,
-            ) -> None:
-                active.add(id(computation))
-                called = (c for i in computation.instructions for c in i.called)
-                stack.append((computation, called))
-
-            if id(start) not in done:
-                enter(start)
-            while stack:
-                computation, called = stack[-1]
-                following = next(called, None)
-                if following is None:
-                    stack.pop()
-                    active.discard(id(computation))
-                    done.add(id(computation))
-                elif id(following) in active:
-                    raise InvalidProgramError(f"computation {following.name} calls itself")
-                elif id(following) not in done:
-                    enter(following)
+        calls = {c: [d for i in c.instructions for d in i.called] for c in self.computations}
+        try:
+            TopologicalSorter(calls).prepare()
+        except CycleError as error:
+            raise InvalidProgramError(f"computation {error.args[1][0].name} calls itself") from None
 
     def source(self, metadata: Any) -> str:
         """``file:line`` of either form of metadata: spelled out, or an index into the frames."""

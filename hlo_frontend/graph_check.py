@@ -1,15 +1,16 @@
-"""What holds of a block graph between any two passes, checked.
+"""Checks that a block graph is consistent, between any two passes.
 
-- Nodes are in topological order: what a node reads, and what it comes after, stands before it in its own
-  block, or is a parameter. Constants and what is made of them stand nowhere. Blocks read nothing of the
-  blocks around them but what they are given as parameters.
-- Positions count the nodes from 0; the parts of one instruction may share one (`overlap.uncombine`).
+- Nodes are in topological order: the nodes that a node reads or comes after stand before it in its own block.
+  Cheap nodes (constants and what is computed from them) are not in the list of nodes. A block reads values of
+  the blocks around it only through its parameters.
+- Positions number the nodes from 0; the parts of a split collective may share one (`overlap.uncombine`).
 - Types agree along every edge: operands of instructions and of collectives, carries of loops, parameters and
   results of branches.
-- Phases never fall along data and order, and what a collective carries into the next iteration is what the
-  body gives there (`passes.rotate`).
+- Phases never decrease along data and order, and a collective that crosses into the next iteration gives
+results
+  of its block (`passes.rotate`).
 
-A graph for which this does not hold is a mistake of the pass that left it so, not of the program.
+An inconsistent graph is a mistake of the pass that made it, not of the program.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ from stretto.collectives.types import TensorType
 
 from .graph import leaf_types
 from .trips import trip_count
-from .values import BlockGraph, Node, NodeKind, Value
+from .values import BlockGraph, Node, NodeKind, Value, carried_results
 
 Types = Sequence[TensorType | None]
 
 
 class GraphError(Exception):
-    """A pass has left a graph that contradicts itself. Not worth catching: it is to be reported."""
+    """A pass has left an inconsistent graph. Nothing catches this error: it should be reported."""
 
 
 def check(block: BlockGraph) -> None:
@@ -82,10 +83,11 @@ class _Check:
         for inner in node.blocks:
             _Check(inner, node).block()
         _check_types(node)
-        _check_carried(node)
+        if node in self.graph.crossing and not carried_results(node, self.graph.results):
+            _fail(node, "is awaited in the next iteration, but no result of the block is its own")
 
     def read(self, value: Value, node: Node | None, what: str) -> None:
-        """Check a value that ``node`` reads, or for None the block's result."""
+        """Check a value that ``node`` reads, or that is a result of the block if ``node`` is None."""
         root = value.root
         if root.root is not root:
             _fail(node, f"{what} is a view of a view")
@@ -123,11 +125,13 @@ class _Check:
         if before not in self.above:
             where = "behind it" if before in self.graph.nodes else "not in its block"
             _fail(node, f"{what} {before.instruction.describe()}, which is {where}")
-        if node is not None and node is not self.owner and before.phase > node.phase:
+        if node is None or node is self.owner:
+            return
+        earlier, own = (self.graph.phases.get(n, 0) for n in (before, node))
+        if earlier > own:
             _fail(
                 node,
-                f"{what} {before.instruction.describe()}, which is of phase {before.phase}; it is of "
-                f"phase {node.phase}",
+                f"{what} {before.instruction.describe()}, which is of phase {earlier}; it is of phase {own}",
             )
 
 
@@ -189,16 +193,3 @@ def _check_branch(node: Node, results: Types) -> None:
     _agree(node, "operands", given, [p.type for b in node.blocks for p in b.parameters])
     for number, inner in enumerate(node.blocks):
         _agree(node, f"results of branch {number}", _types(inner.results), results)
-
-
-def _check_carried(node: Node) -> None:
-    """Of the collectives in a loop's body that are awaited in its next iteration."""
-    if node.kind is not NodeKind.LOOP:
-        return
-    body = node.blocks[1]
-    for inner in body.nodes:
-        for result, carry in inner.carried:
-            if not (result < len(inner.results) and carry < len(body.results)):
-                _fail(inner, f"carries result {result} into carry {carry}, and lacks one of them")
-            if body.results[carry].root is not inner.results[result]:
-                _fail(inner, f"carries result {result}, which carry {carry} of its loop is not")

@@ -11,13 +11,13 @@
       yield (%loop#1)
     }
 
-One line for each node: position, name, opcode, types of its results, operands, and then what it comes
-after by order alone and what passes have found. Parameters are numbered, and a number behind a name
-(``%loop#1``) tells which of several results is read. Nodes of the same name, which come of a computation
-that was inlined twice, are told apart by ``@2``, ``@3``. Constants and what is made of them have no place
-in the order, and are spelled out where they are read: ``3``, ``s32[8](3)`` for a broadcast,
-``s32[8](iota)``, ``f32[](half)`` for a constant called half that is no integer. A value read through an
-optimization barrier is in ``fence(…)`` where the barrier orders what runs, in ``barrier(…)`` otherwise.
+There is one line for each node: position, name, opcode, types of its results, operands, results of passes,
+and the nodes that it comes after by order alone. Parameters are numbered, and a number behind a name
+(``%loop#1``) says which of several results is read. Nodes of the same name, from a computation that was
+inlined twice, have the suffixes ``@2``, ``@3``. Constants and values computed from them have no place in the
+order, and are spelled out where they are read: ``3``, ``s32[8](3)`` for a broadcast, ``s32[8](iota)``,
+``f32[](half)`` for a constant with the name half that is no integer. A value that is read through an
+optimization barrier is in ``fence(…)`` if the barrier is a fence, in ``barrier(…)`` otherwise.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from stretto.collectives.types import TensorType
 
 from .schema import LiteralProto
 from .trips import trip_count
-from .values import BlockGraph, Node, NodeKind, Value
+from .values import BlockGraph, Node, NodeKind, Value, carried_results
 
 _INDENT = "  "
 
@@ -47,7 +47,7 @@ def _lines(block: BlockGraph, head: str, indent: str) -> Iterator[str]:
     parameters = ", ".join(f"{names.of(p)}: {_type(p.type)}" for p in block.parameters)
     yield f"{indent}{head}({parameters}) {{"
     for node in block.nodes:
-        yield f"{indent}{_INDENT}{node.position} {_node(node, names)}"
+        yield f"{indent}{_INDENT}{node.position} {_node(node, names, block)}"
         heads = (
             ("condition", "body") if node.kind is NodeKind.LOOP else ("branch",) * len(node.blocks)
         )
@@ -59,7 +59,7 @@ def _lines(block: BlockGraph, head: str, indent: str) -> Iterator[str]:
 
 
 class _Names:
-    """What the values and nodes of a block are called."""
+    """The names of a block's values and nodes."""
 
     def __init__(self, block: BlockGraph) -> None:
         self._nodes: dict[Node, str] = {}
@@ -75,7 +75,7 @@ class _Names:
         return self._nodes.get(node) or f"%{node.instruction.name}?"
 
     def of(self, value: Value) -> str:
-        """The name of what a value is a view of."""
+        """The name of a value."""
         root = value.root
         if root.node is None:
             return self._parameters.get(root, "token" if root.type is None else "%?")
@@ -87,7 +87,7 @@ class _Names:
         return self.node(root.node) + (f"#{root.index}" if several else "")
 
     def read(self, value: Value) -> str:
-        """The value as it is read: with the barrier through which that is so."""
+        """A value as it is read: its name, and the barrier through which it is read."""
         if value.barrier is None:
             return self.of(value)
         return f"{'fence' if value.barrier.is_fence else 'barrier'}({self.of(value)})"
@@ -125,11 +125,11 @@ def _types(values: Iterable[Value]) -> str:
     return types[0] if len(types) == 1 else f"({', '.join(types)})"
 
 
-def _node(node: Node, names: _Names) -> str:
+def _node(node: Node, names: _Names, block: BlockGraph) -> str:
     operands = ", ".join(map(names.read, node.operands))
     text = (
         f"{names.node(node)} = {node.instruction.opcode} {_types(node.results)} ({operands})"
-        + "".join(f" {fact}" for fact in _facts(node))
+        + "".join(f" {fact}" for fact in _facts(node, block))
     )
     before = [*node.order, *(n for v in node.operands for n in v.order)]
     if before:
@@ -138,8 +138,8 @@ def _node(node: Node, names: _Names) -> str:
     return text + (f" at {source}" if source else "")
 
 
-def _facts(node: Node) -> Iterator[str]:
-    """What is known of a node beside its data: of its collective, its loop, and by passes."""
+def _facts(node: Node, block: BlockGraph) -> Iterator[str]:
+    """Facts about a node besides its data: attributes of its collective or loop, and results of passes."""
     if node.collective is not None:
         if str(node.collective.kind) != node.instruction.opcode:
             yield f"as {node.collective.kind}"
@@ -147,11 +147,10 @@ def _facts(node: Node) -> Iterator[str]:
     if node.kind is NodeKind.LOOP:
         trips = trip_count(node)
         yield "trips ?" if trips is None else f"trips {trips}"
-    if node.unread is not None:  # the iterations in which it is read, for each device
-        yield f"read {nested(node.unread.bounds(node.unread.cells))}"
-    if node.phase:
-        yield f"phase {node.phase}"
-    if node.carried:  # (result, carry) pairs
-        yield f"carried {nested(node.carried)}"
-    if node.apart:
-        yield "apart"
+    unread = block.unread.get(node)
+    if unread is not None:  # the iterations in which it is read, for each device
+        yield f"read {nested(unread.bounds(unread.cells))}"
+    if block.phases.get(node):
+        yield f"phase {block.phases[node]}"
+    if node in block.crossing:  # (result, carry) pairs
+        yield f"carried {nested(carried_results(node, block.results))}"

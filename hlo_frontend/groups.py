@@ -1,4 +1,4 @@
-"""Who takes part in a collective: the one reader of HLO's replica groups and source-target pairs.
+"""The participants of a collective: the only reader of HLO's replica groups and source-target pairs.
 
 HLO spells groups in three ways (lists, iota, mesh axes) and means one of four things by them, decided
 by ``channel_id``, ``use_global_device_ids`` and the opcode. Here all become explicit groups of
@@ -19,7 +19,7 @@ from .graph import Instruction
 
 Group = tuple[int, ...]
 
-# More than any job has; a count above it is a mistake in a file, and lists of that length are not made.
+# More devices than any job has: a larger count is a mistake in a file, and no list of that length is made.
 MOST_DEVICES = 1 << 20
 
 

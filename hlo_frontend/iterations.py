@@ -1,4 +1,4 @@
-"""Sets of a loop's iterations, and where in them nobody reads a node."""
+"""Sets of a loop's iterations, and the devices and iterations in which nobody reads a node."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def intervals(iterations: Iterable[int]) -> Bounds:
 
 @dataclass(frozen=True)
 class Unread:
-    """Where nobody reads a node: bit ``device * iterations + iteration`` of ``cells``.
+    """The places in which nobody reads a node: bit ``device * iterations + iteration`` of ``cells``.
 
-    ``flops``: operations in these places together. ``everywhere``: iterations are not told apart.
+    ``flops``: operations in these places together. ``everywhere``: whether iterations are not distinguished.
     """
 
     cells: int

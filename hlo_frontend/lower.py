@@ -1,17 +1,18 @@
 """Block plans to a `Program`: slots, starts and waits, ownership, donation, copies and frees.
 
-Ownership. An array is *owned* by a block when no other slot, device or caller can see its memory:
-outputs of segments that all devices run, copies, donated program inputs. Results of collectives are not
-(communicators may hand one array to several devices), nor are values that occur twice in a block's result.
-Only owned arrays are donated, and none while what may be the same array is in use: a loop that runs no time,
-and a body or branch that hands a parameter through, give what they were given. Where that would make a result
-of the program an array that the caller keeps, or one of its other results, it is copied. Whether a loop owns
-a carry follows from its body: the carry must be owned when it comes back. A body that donates a carry needs
-its initial value owned, so that is copied where it is not. Nothing is ever copied once per iteration.
+Ownership. A block *owns* an array if no other slot, device or caller can see its memory. It owns outputs of
+segments that all devices run, copies, and donated inputs of the program. It does not own results of
+collectives (communicators may give one array to several devices), nor values that occur twice in its result.
+Only owned arrays are donated, and only if no other value that may be the same array is still in use: the
+result of a loop with no iterations, or of a body or branch that returns a parameter unchanged, is the array
+that it was given. If a result of the program would thereby be an array that the caller keeps, or the same as
+another result, it is copied. Whether a loop owns a carry follows from its body: the body must own the carry's
+next value. A body that donates a carry needs its initial value owned, which is copied if it is not. No copy
+is made in every iteration.
 
-A `Wait` stands where the order of the block has an `Await`, or else right before the first use of what its
-start gives, in the next iteration for starts that a loop carries there; one for a send stands at the end of
-the block, since a peer may have to post its own send first.
+A `Wait` stands at the `Await` in the block's order, or else right before the first use of the start's
+results. For starts that cross into the next iteration, that is in the next iteration. The wait for a send
+stands at the end of the block, since a peer may have to post its own send first.
 """
 
 from __future__ import annotations
@@ -61,11 +62,11 @@ def lower(
     streams: bool = False,
     homes: dict[SegmentPlan, int] | None = None,
 ) -> Program:
-    """The program of an entry block whose parameters at positions ``donated`` are given up.
+    """The program of an entry block. ``donated``: positions of parameters that the caller gives up.
 
-    ``streams``: whether collectives run on several streams (see `streams`), instead of on one. ``homes`` is
-    told which of the program's segments each one of the plan became. Segments of the plan that differ in
-    offsets alone are given them as inputs (see `offsets`).
+    ``streams``: whether collectives run on several streams (see `streams`), instead of on one. ``homes``: set
+    to the number of the program's segment for each segment plan. Segments that differ only in offsets get
+    these as inputs (see `offsets`).
     """
     share(plan)
     owned = {plan.parameters[i] for i in donated}
@@ -94,10 +95,10 @@ def _streams(body: Block) -> set[int]:
 
 @dataclass
 class _State:
-    """What blocks of one program share. Lists only grow, and are cut when a try is given up.
+    """State that all blocks of a program share. Lists grow, and are cut back when an attempt is given up.
 
-    ``ownable``: of each body of a loop that was emitted, the carries that it owns. Loops inside of it are
-    emitted in each of its tries, and find theirs at once from the second on.
+    ``ownable``: the carries that each body of a loop owns. A body may be emitted several times, for different
+    sets of owned carries; loops inside it use the set that was found the first time.
     """
 
     streams: Streams | None = None
@@ -123,11 +124,10 @@ class _State:
 
 @dataclass
 class _Emitted:
-    """A block, with what became of its parameters and whether it owns its results.
+    """A block, with the parameters that it overwrites, and whether it owns its results.
 
-    ``consumed``: parameters whose memory is overwritten. ``result_sources``: for each result, the
-    parameters that it may be, handed through; ``passed``: their positions, those that the block does not
-    own included.
+    ``consumed``: parameters whose memory is overwritten. ``result_sources``: for each result, the owned
+    parameters that it may be, unchanged; ``passed``: the positions of all parameters that it may be.
     """
 
     block: Block
@@ -175,9 +175,8 @@ class _Emitter:
         for parameter in plan.parameters:
             self.slots[parameter] = self.state.slot(parameter)
         parameters = tuple(self.slots[p] for p in plan.parameters)
-        for step in plan.steps:
-            if isinstance(step, RuntimeStep) and step.node.carried:
-                self.cross(step.node)
+        for node, carries in plan.crossing.items():
+            self.cross(node, carries)
         arriving = set(self.pending)
         if not self.is_entry:
             unused = [p for p in plan.parameters if p not in self.last_use]
@@ -205,11 +204,11 @@ class _Emitter:
             if value in self.pending:
                 self.wait(self.pending[value])
 
-    def cross(self, node: Node) -> None:
-        """The start of this node is awaited in the next iteration; what comes in is awaited in this one."""
+    def cross(self, node: Node, carries: Iterable[tuple[int, int]]) -> None:
+        """Await this node's start in the next iteration, and that of the last iteration in this one."""
         event = self.crossing[node] = self.state.events
         self.state.events += 1
-        self.arriving[event] = [self.plan.parameters[k] for _, k in node.carried]
+        self.arriving[event] = [self.plan.parameters[k] for _, k in carries]
         for parameter in self.arriving[event]:
             self.pending[parameter] = event
 
@@ -234,7 +233,7 @@ class _Emitter:
         self.free(released)
 
     def free(self, values: Iterable[Value]) -> None:
-        """Free values whose last use is over, or leave it to the wait that still needs them."""
+        """Free values after their last use; if a start still reads one, its wait does so."""
         now: list[Slot] = []
         for value in values:
             if self.is_entry and value in self.parameters and value not in self.owned:
@@ -250,20 +249,20 @@ class _Emitter:
         return [v for v in dict.fromkeys(values) if self.last_use[v] == index]
 
     def consume(self, value: Value) -> None:
-        """``value`` is overwritten by whoever gets it."""
+        """A step overwrites ``value``."""
         if value in self.parameters:
             self.consumed.add(value)
         self.consumed |= self.derived.get(value, set())
 
     def exclusive(self, value: Value, index: int) -> bool:
-        """Whether nothing that may be the same array is in use, at this step or behind it."""
+        """Whether no other value that may be the same array is used at this step or a later one."""
         return not any(
             self.last_use.get(other, -1) >= index or other in self.held or other in self.reading
             for other in self.same.get(value, ())
         )
 
     def hand_through(self, results: Sequence[Value], given: Sequence[set[Value]]) -> None:
-        """Each result may be the array of one of these values, or what these may be."""
+        """Note that each result may be the same array as one of the given values."""
         behind = [set().union(values, *(self.same.get(v, ()) for v in values)) for values in given]
         for i, result in enumerate(results):
             others = set(behind[i])
@@ -288,7 +287,7 @@ class _Emitter:
             self.consume(value)
         inputs = tuple(self.slots[v] for v in plan.inputs)
         donated = tuple(inputs[i] for i in sorted(aliases))
-        # Where it is left out, its outputs are arrays that others have too.
+        # On devices that skip the segment, its outputs are arrays that others have too.
         outputs = tuple(self.define(v, owned=not plan.valid) for v in plan.outputs)
         self.state.runs.append((plan, aliases))
         self.out.append(Run(len(self.state.runs) - 1, inputs, outputs, donated, plan.valid))
@@ -321,13 +320,13 @@ class _Emitter:
 
     def start_crossing(self, index: int, step: RuntimeStep) -> None:
         node, event = step.node, self.crossing[step.node]
-        if event in self.arriving:  # nobody has needed it, but it must not be overtaken
+        if event in self.arriving:  # nobody reads it, but it must end before it starts again
             self.wait(event)
         inputs = tuple(self.slots[v] for v in step.inputs)
         outputs = tuple(self.define(v, owned=False) for v in node.results)
         stream = 0
-        if node.apart:
-            stream = 1 + [n for n in self.crossing if n.apart].index(node) % STREAMS
+        if self.plan.pipelined:
+            stream = 1 + list(self.crossing).index(node) % STREAMS
         self.state.starts.append(node)
         self.out.append(Start(len(self.state.starts) - 1, inputs, outputs, event, stream))
         self.held.update(step.inputs)
@@ -353,7 +352,7 @@ class _Emitter:
             mine = value in self.owned and value in dying and uses[value] == 1
             mine = mine and value not in self.reading and value not in self.held
             mine = mine and self.exclusive(value, index)
-            # Giving up a carry of a loop around this one means that it must be owned there.
+            # If this loop consumes a carry of the loop around it, that loop must own the carry.
             if mine and (i in consumed or not self._parameters_behind([value])):
                 donated.append(slot)
                 taken.add(value)
@@ -372,8 +371,7 @@ class _Emitter:
             owned = i in ownable and all(init_owned[j] for j in {i, *sources[i]})
             outputs.append(self.define(result, owned=owned))
             if owned and i not in consumed:
-                # The body may hand the initial value through: who overwrites the result
-                # overwrites that.
+                # The body may return the initial value: overwriting the result overwrites that.
                 self.derived[result] = self._parameters_behind(step.inputs)
         given = [{step.inputs[j] for j in found - copied} for found in sources]
         self.hand_through(node.results, given)
@@ -473,7 +471,9 @@ class _Emitter:
         ]
         sources = [self._parameters_behind([value]) for value in self.plan.results]
         block = Block(parameters, tuple(self.out), tuple(results))
-        carried = tuple(Carried(event, node.carried) for node, event in self.crossing.items())
+        carried = tuple(
+            Carried(event, self.plan.crossing[node]) for node, event in self.crossing.items()
+        )
         return _Emitted(block, self.consumed, owned, sources, passed, carried)
 
 
@@ -492,7 +492,7 @@ def _emit(
 
 
 def _loop_body(state: _State, plan: BlockPlan) -> tuple[_Emitted, set[int], set[int]]:
-    """The body, the carries that it owns, and those of them whose initial value it needs owned."""
+    """The body, the carries that it owns, and those whose initial values must be owned."""
     ownable = state.ownable.get(plan, set(range(len(plan.parameters))))
     while True:
         mark = state.mark()
@@ -506,7 +506,7 @@ def _loop_body(state: _State, plan: BlockPlan) -> tuple[_Emitted, set[int], set[
     consumed = set(emitted.consumed)
     grown = True
     while grown:
-        # What comes back as a carry that is overwritten must be owned too.
+        # A parameter that is returned as a carry which is overwritten must be owned too.
         needed = [s for p, s in zip(plan.parameters, emitted.result_sources, strict=True)
                   if p in consumed]  # fmt: skip
         before = len(consumed)

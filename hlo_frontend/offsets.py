@@ -1,11 +1,11 @@
-"""Segments that are equal but for where they slice and pad become one, which is told the offsets.
+"""Makes segments that differ only in the offsets of slices and pads one segment, with offsets as an input.
 
 Layers that are unrolled over stacked weights each read their own slice of a weight, and pad the gradient to
-its place: without this each of them would be compiled. The offsets that differ are an input, one vector of
-s32 for each segment; it is made once in the block, by its first segment. Slices become dynamic slices. Pads
-of a dimension with one element become selections by index; others stay apart. Bits stay the same.
+its place. Without this, each layer would be compiled. The offsets that differ are one input, a vector of s32,
+which the first segment of the block makes. Slices become dynamic slices. Pads of a dimension with one element
+become selections by index; segments with other pads are not shared. Results are the same bit for bit.
 
-Invariant: offsets lie within bounds, so nothing is clamped. What is shared follows from the block alone.
+Invariant: offsets lie within bounds, so nothing is clamped. Which segments are shared follows from the block.
 """
 
 from __future__ import annotations
@@ -14,18 +14,19 @@ from collections.abc import Sequence
 
 from stretto.collectives.types import TensorType
 
+from .builder import fill, shape_of
 from .carve import BlockPlan, SegmentPlan
 from .graph import Instruction
 from .schema import HloInstructionProto, LiteralProto
-from .segments import ModuleBuilder, set_shape
+from .segments import ModuleBuilder
 from .values import Node, NodeKind, Value, operand_shape, result_shape
 
-# Segments with different offsets that are worth an input: one more costs each run a little.
+# How many segments with different offsets are worth the input, which costs a little in each run.
 LEAST_SHARED = 3
 _MOST = 2**31
 
 Row = tuple[int, ...]
-# Where an operand begins in each dimension; None where that cannot be told at run time.
+# The offset in each dimension; None if it cannot be an input.
 Starts = tuple[int | None, ...]
 
 
@@ -69,7 +70,7 @@ def share(plan: BlockPlan) -> None:
 
 
 def _starts(node: Node) -> Starts | None:
-    """Where a plain slice or pad begins; None for what is neither."""
+    """The offsets of a plain slice or pad; None for other nodes."""
     proto = node.instruction.proto
     if node.instruction.opcode == "slice":
         plain = all(d.stride in (0, 1) for d in proto.slice_dimensions)
@@ -95,7 +96,7 @@ def _starts(node: Node) -> Starts | None:
 
 
 def _make(plan: BlockPlan, vectors: dict[Row, Value], changed: set[SegmentPlan]) -> None:
-    """Have the first segment make the vectors, or one before it where that reads some itself."""
+    """Have the first segment make the vectors, or a new one before it if the first one reads some itself."""
     first = next(step for step in plan.steps if isinstance(step, SegmentPlan))
     if first in changed or first.valid:
         first = SegmentPlan()
@@ -109,12 +110,8 @@ def _make(plan: BlockPlan, vectors: dict[Row, Value], changed: set[SegmentPlan])
 def _constant(vector: Sequence[int], like: Instruction) -> Value:
     """A cheap value in the computation of ``like``."""
     type = TensorType("s32", (len(vector),))
-    literal = LiteralProto(s32s=vector)
-    proto = HloInstructionProto(name="offsets", opcode="constant")
-    for shape in (proto.shape, literal.shape):
-        set_shape(shape, type)
-        shape.layout.minor_to_major.append(0)
-    proto.literal = literal.SerializeToString()
+    literal = LiteralProto(s32s=vector, shape=shape_of(type)).SerializeToString()
+    proto = fill(HloInstructionProto(name="offsets"), "constant", shape_of(type), literal=literal)
     node = Node(NodeKind.CHEAP, Instruction(proto, like.computation), -1)
     node.results = [Value(type, node)]
     return node.results[0]

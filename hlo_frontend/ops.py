@@ -1,9 +1,9 @@
-"""What the front end knows of each opcode: one table, `OPS`, read through `op_of`.
+"""One table of ops, `OPS`, read through `op_of`: the facts about each opcode that the front end uses.
 
-To teach the front end a new op, add its row. A row is made of facts that make something possible: to move
-the op, to leave it out, to fuse it. An opcode without a row is `UNKNOWN`: it reads all of its operands for
-every element of its results, computes, is a kernel of its own, gives no zeros, and is run even where nothing
-reads its results.
+To add an op, add its row. The facts of a row allow optimizations: to move the op, to leave it out, to fuse
+it. An opcode without a row is `UNKNOWN`, for which nothing is allowed: each element of its results needs all
+of its operands, it computes, is a kernel of its own, gives no zeros, and runs even if nothing reads its
+results.
 
 Four modules have rules in code for what a row cannot say, each in a table by opcode; an op without a rule is
 treated by its row alone: `passes.valid.needs` (which elements of the operands are read, where that depends
@@ -20,21 +20,20 @@ MANY = 1 << 62
 
 @dataclass(frozen=True, kw_only=True)
 class Op:
-    """What is known of an op.
+    """The facts about an op.
 
-    ``operands``: how many it has, at least and at most; None where that is not known.
+    ``operands``: the least and the largest number of its operands; None if not known.
     ``elementwise``: each element of its result is computed from the same element of every operand, or from an
     operand that is a scalar.
     ``moves``: each element of its result is one of its first operand, converted or negated at most.
-    ``zero_if``: the operands that have to be positive zeros for its result to be so; None where that is not
-    enough.
-    ``arithmetic``: it computes, and does not only move data or call what computes.
+    ``zero_if``: if these operands are positive zeros, so is its result; None if there is no such rule.
+    ``arithmetic``: it computes itself, and does not only move data or call computations.
     ``fuses``: a compiler makes one kernel of it and the ops around it.
     ``reads_part``: it reads as much of its first operand as it gives.
     ``in_place``: result i takes the memory of operand i.
     ``renames``: its result is its operand's memory, read with another shape or type.
     ``hands_on``: its results are its operands, one by one.
-    ``stateful``: it leaves something behind, or takes what others have left.
+    ``stateful``: it reads or writes state outside the program.
     """
 
     operands: tuple[int, int] | None = None
@@ -158,5 +157,5 @@ OPS: dict[str, Op] = {
 
 
 def op_of(opcode: str) -> Op:
-    """The row of an opcode; that of an op of which nothing is known where there is none."""
+    """The row of an opcode, `UNKNOWN` if there is none."""
     return OPS.get(opcode, UNKNOWN)

@@ -18,7 +18,7 @@ PREFIX = "stretto_"
 
 @dataclass(frozen=True)
 class OwnOptions:
-    """What is set for one program; None where nothing is. ``interleave``: see `runtime.options`."""
+    """Options of one program; None if not set. ``interleave``: see `runtime.options`."""
 
     interleave: int | None = None
 

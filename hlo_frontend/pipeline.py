@@ -1,12 +1,11 @@
 """The passes of a module's graph, in their order (`PASSES`), and the driver that runs them.
 
-A pass is a function that changes a `Compilation` in place: its graph, or what was found about it. Its
-docstring says what it needs of the passes before it, and what it leaves to those behind it. Between two
-passes the graph holds together (`graph_check`) and prints (`graph_text`).
+A pass is a function that changes a `Compilation` in place: its graph, or its other fields. The docstring says
+what the pass needs of earlier passes, and what it leaves for later ones. Between two passes the graph is
+consistent (`graph_check`) and can be printed (`graph_text`).
 
-`run` writes the graph after each pass where it is given a `Dump` (``STRETTO_DUMP``), and checks it where
-`CHECKED` is set in the environment, as the tests of this repository do: checks take about as long as the
-passes.
+`run` writes the graph after each pass if it gets a `Dump` (``STRETTO_DUMP``), and checks it if `CHECKED` is
+set in the environment, as the tests of this repository do. Checks take about as long as the passes.
 """
 
 from __future__ import annotations
@@ -32,16 +31,16 @@ from .passes import pseudo_tokens, rotate, unread, valid
 from .passes.order import order
 from .values import BlockGraph, Node
 
-# The variable that has every pass's graph checked. Not an option: nothing but a mistake of stretto's is
-# found.
+# The environment variable that turns on checks. It is no option for users: checks find only mistakes of
+# stretto.
 CHECKED = "_STRETTO_CHECK_GRAPHS"
 
 
 class Dump(Protocol):
-    """Takes what a program was at a stage of its compilation (see `runtime.dump`)."""
+    """Takes texts of a program at stages of its compilation (see `runtime.dump`)."""
 
     def __call__(self, program: str, stage: str, text: str) -> None:
-        """``program``: its name. ``stage``: what it has come through."""
+        """``program``: its name. ``stage``: the pass that it has gone through."""
         ...
 
 
@@ -49,7 +48,7 @@ class Dump(Protocol):
 class Source:
     """A serialized ``HloModuleProto`` for one device, and how it is to be lowered.
 
-    All that follows from it follows from its bytes alone: equal ones give equal programs in all processes.
+    Equal modules give equal programs in all processes.
     """
 
     hlo: bytes = field(repr=False)
@@ -60,18 +59,17 @@ class Source:
     rewrites: bool = False
 
     def ordered(self, block: BlockGraph) -> unread.Ordered:
-        """The order of a block without a plan."""
+        """The default order of a block."""
         return order(block, self.valid.least_flops)
 
 
 @dataclass
 class Compilation:
-    """A module on its way to a program, and what passes have found about it.
+    """A module that is being compiled, and the results of the passes so far.
 
-    ``source``: the module, and how it is to be compiled. ``donated``: positions of inputs that the caller
-    gives up. ``overlap``: how collectives are scheduled, None where they are not. ``carved`` is ``entry``
-    in an order, cut into segments. ``rotated``: whether collectives cross into the next iteration of a
-    loop.
+    ``source``: the module, and how it is compiled. ``donated``: positions of inputs that the caller gives up.
+    ``overlap``: how collectives are scheduled, None if they are not. ``carved``: ``entry`` in an order, cut
+    into segments. ``rotated``: whether `_rotate` has pipelined a loop.
     """
 
     source: Source
@@ -102,7 +100,7 @@ class Compilation:
         return cls(source, module, flatten(module.entry, reader), donated, overlap)
 
     def ordered(self, block: BlockGraph) -> unread.Ordered:
-        """The order of a block without a plan, which is looked for anew when its nodes are others."""
+        """The default order of a block, computed again only if its nodes have changed."""
         nodes, found = self._orders.get(block, (None, None))
         if found is None or nodes != block.nodes:
             found = self.source.ordered(block)
@@ -114,44 +112,44 @@ Pass = Callable[[Compilation], None]
 
 
 def _pseudo_tokens(c: Compilation) -> None:
-    """Needs the graph as it is written. Leaves order in the place of scalars that only order collectives."""
+    """Needs the graph as it is written. Replaces scalars that only order collectives by order."""
     if c.source.pseudo_tokens:
         pseudo_tokens.remove_pseudo_tokens(c.entry)
 
 
 def _valid(c: Compilation) -> None:
-    """Needs all order that there is. Leaves the valid iterations of transfers in their collectives, and the
-    proof of what nobody reads in the report."""
+    """Needs the order that `_pseudo_tokens` leaves. Leaves the valid iterations of transfers in their
+    collectives, and in ``valid`` the proof of which values nobody reads."""
     source = c.source
     c.valid = valid.apply(c.entry, source.num_replicas, source.num_partitions, source.valid)
 
 
 def _unread(c: Compilation) -> None:
-    """Needs the proof of `_valid`, and drops it. Leaves ``Node.unread`` of compute that nobody reads
-    somewhere."""
+    """Needs the proof of `_valid`, and drops it. Leaves `BlockGraph.unread`: compute that nobody reads on
+    some devices or in some iterations."""
     if c.valid.liveness is not None:
         unread.mark(c.valid.liveness)
     c.valid = replace(c.valid, liveness=None)
 
 
 def _bytes(c: Compilation) -> None:
-    """Needs the valid iterations, which keep transfers as they are. Leaves collectives that send less,
-    and new nodes beside them."""
+    """Needs the valid iterations: transfers with them stay as they are. Leaves collectives that send fewer
+    bytes, and new nodes beside them."""
     if c.source.rewrites:
         c.rewritten = fewer_bytes.rewrite(c.entry, c.source.num_replicas, c.source.num_partitions)
 
 
 def _schedule(c: Compilation) -> None:
-    """Needs the collectives that the program is to have. Leaves the graph as it is, its default order,
-    and the schedule that ranks compare: passes behind this one change when collectives start and are
-    awaited, and ranks that differ come back to the program without them."""
+    """Needs the final collectives of the program. Leaves its default order, and the schedule that ranks
+    compare; the graph stays as it is. Later passes change only when collectives start and are awaited. Ranks
+    whose plans differ run the program of this stage."""
     c.carved = carve_planned(c.entry, None, c.ordered)
     c.schedule = schedule_of(c.entry, c.carved)
 
 
 def _overlap(c: Compilation) -> None:
-    """Needs `_schedule`. Leaves plans of blocks, the combined collectives of those taken apart, and
-    staged loops in the place of others."""
+    """Needs `_schedule`. Leaves plans of blocks. In blocks with a plan, combined collectives are split, and
+    loops may be replaced by staged ones."""
     if c.overlap is None:
         return
     policy = policy_for(c.source, c.module, c.overlap)
@@ -159,41 +157,41 @@ def _overlap(c: Compilation) -> None:
 
 
 def policy_for(source: Source, module: Module, overlap: OverlapPolicy) -> OverlapPolicy:
-    """The policy, with the measured times of this module where there are any."""
+    """The policy, with the measured times of this module if there are any."""
     if not overlap.measured:
         return overlap
     return overlap.of(key_of(module, source.num_replicas, source.num_partitions))
 
 
 def _rotate(c: Compilation) -> None:
-    """Needs to know which loops have a plan, and leaves those alone. Leaves ``Node.phase`` in the bodies
-    of the others, and ``Node.carried`` of permutes that only the next iteration reads."""
+    """Needs the plans: loops with a plan stay as they are. Leaves `BlockGraph.phases` of other loops'
+    bodies, and `BlockGraph.crossing`: permutes that only the next iteration reads."""
     if c.source.valid.pipeline:
         c.rotated = rotate.rotate(c.entry, planned_loops(c.planned))
         if c.rotated:
-            c._orders.clear()  # which follow phases
+            c._orders.clear()  # the default order depends on phases
 
 
 def _carve(c: Compilation) -> None:
-    """Needs the plans and the phases. Leaves the graph as it is, and the order and the segments of all
-    blocks."""
+    """Needs the plans and the phases. Leaves the order and the segments of all blocks; the graph stays as it
+    is."""
     if c.planned is not None and c.planned.changed:
         c.carved = carve_planned(c.entry, c.planned, c.ordered)
     elif c.rotated or c.carved is None:
         c.carved = carve_planned(c.entry, None, c.ordered)
 
 
-# What settles which collectives a program has.
+# The passes that decide which collectives a program has.
 SETTLING: tuple[Pass, ...] = (_pseudo_tokens, _valid, _unread, _bytes)
-# What every program goes through, however its collectives are scheduled: what ranks compare.
+# The passes of every program, however its collectives are scheduled: ranks compare the result.
 COMMON: tuple[Pass, ...] = (*SETTLING, _schedule)
 PASSES: tuple[Pass, ...] = (*COMMON, _overlap, _rotate, _carve)
 
 
 def run(c: Compilation, passes: Sequence[Pass] = PASSES, dump: Dump | None = None) -> None:
-    """Take a module through the passes, in place.
+    """Run the passes on a module, in place.
 
-    Raises `GraphError` where graphs are checked and a pass leaves one that does not hold together.
+    Raises `GraphError` if graphs are checked and a pass leaves one that is not consistent.
     """
     checked = os.environ.get(CHECKED) == "1"
     _look(c, "flatten", checked, dump)
@@ -203,7 +201,7 @@ def run(c: Compilation, passes: Sequence[Pass] = PASSES, dump: Dump | None = Non
 
 
 def _look(c: Compilation, stage: str, checked: bool, dump: Dump | None) -> None:
-    """Write and check what a pass has left."""
+    """Write and check the graph behind a pass."""
     if dump is not None:
         dump(c.module.name, stage, str(c.entry))
     if checked:

@@ -1,5 +1,5 @@
-"""The plan of a program's collectives as text, for reading: for each block its steps in their order, and
-what it takes with them and without. ``explain --costs`` has the account of each collective.
+"""The plan of a program's collectives as text: for each block its steps in their order, and its time with and
+without the plan. ``explain --costs`` prints the ledger of the collectives.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What a program's segments were measured to take, as times of its module's instructions.
+"""Measured times of a program's segments, as times of its module's instructions.
 
-Invariant: all follows from the module, the policy, the program and the times.
+Invariant: the result follows from the module, the policy, the program and the times.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from .overlap.measured import Measured
 
 @dataclass(frozen=True)
 class ProfiledModule:
-    """``times``: by which the module is planned when it is compiled next. Seconds of a run of the program at
-    hand: ``predicted`` by the table of costs, ``seconds`` by the times."""
+    """``times``: used for the plan when the module is compiled again. ``predicted`` and ``seconds``: the time
+    of a run of the present program by the table of costs, and by ``times``."""
 
     times: Measured
     predicted: float
@@ -34,10 +34,11 @@ def measure(
     program: Program,
     seconds: Sequence[float | None],
 ) -> ProfiledModule:
-    """Share out what was measured of a program that ``source`` was compiled to with ``policy``.
+    """Divide the measured times of a program's segments among the instructions of ``source``, from which it
+    was compiled with ``policy``.
 
-    ``seconds[i]``: what its segment i takes on a device, its launch included; None where it never ran. Raises
-    `InvalidProgramError` where the program is not what the module compiles to.
+    ``seconds[i]``: the time of segment i on a device, with its launch; None if it never ran. Raises
+    `InvalidProgramError` if the program is not what the module compiles to.
     """
     made = source.lowered(policy)
     if made.program != program:

@@ -1,9 +1,10 @@
 """Which segments an engine must compile reproducibly (`runtime.program.Segment`).
 
-A pipeline's loop computes its layers in inner loops. Interleaving replaces these by loops over fewer layers,
-and promises the same bits. That rests on two things: the layers' computation is the same HLO in both, which
-`pipelines` proves, and the engine compiles it the same in loops of any length, which is asked of it
-here. It is asked of pipelines as they are written too, or the two could not be compared.
+The loop of a pipeline computes its layers in inner loops. Interleaving replaces these by loops over fewer
+layers, and promises the same bits. That needs two things: the layers' computation is the same HLO in both,
+which `pipelines` proves, and the engine compiles it in the same way in loops of any length, which
+`reproducible` asks for. Pipelines that are not interleaved ask for it too, so that both forms can be
+compared.
 """
 
 from __future__ import annotations

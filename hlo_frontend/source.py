@@ -1,7 +1,7 @@
-"""HLO files: text or serialized protos, gzipped or not, and for how many devices they are.
+"""HLO files: reads text or serialized protos, gzipped or not, and for how many devices they are.
 
-`in_fork` lets a forked process read and compile: XLA's parser and importer may end the process on
-input that contradicts itself, and that must not take a caller along who reads files of unknown origin.
+`in_fork` reads and compiles in a forked process: XLA's parser and importer may crash on inconsistent input,
+and that must not end a process that reads files of unknown origin.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _COUNTS = re.compile(r"\b(replica_count|num_partitions)=(\d+)")
 
 @dataclass(frozen=True)
 class HloSource:
-    """A serialized ``HloModuleProto`` and the counts it was written for; 0 where nothing says."""
+    """A serialized ``HloModuleProto`` and the counts for which it was written; 0 if the file has none."""
 
     module: bytes
     num_replicas: int = 0
@@ -49,7 +49,7 @@ class HloSource:
     def counts(self, num_devices: int, parsed: Module | None = None) -> tuple[int, int]:
         """Replicas and partitions: as written, else as its groups need, else one for each device.
 
-        XLA writes no count that is 1: who writes one partition leaves open how many replicas there are.
+        XLA does not write a count of 1, so a file may have one count and not the other.
         ``parsed`` is the module, if the caller has it.
         """
         replicas, partitions = self.num_replicas, self.num_partitions
@@ -137,10 +137,11 @@ def _loadable(module: bytes) -> bytes:
 
 
 def in_fork(work: Callable[[], Result], data: bytes = b"") -> Result:
-    """What ``work`` returns, found by a forked process; it and its errors must be picklable.
+    """Run ``work`` in a forked process. Its result and its errors must be picklable.
 
-    Raises the `StrettoError` that it raises, and `InvalidProgramError` where it ends the process, which names
-    the instruction of the file ``data`` that does. To be called before this process has threads of its own.
+    Raises the `StrettoError` that it raises. If the process crashes, raises `InvalidProgramError`, which
+    names the instruction of the file ``data`` on which it does. Call this before this process has other
+    threads.
     """
 
     def answer(pipe: BinaryIO) -> None:
@@ -178,7 +179,7 @@ def in_fork(work: Callable[[], Result], data: bytes = b"") -> Result:
 
 
 def _culprit(data: bytes) -> str | None:
-    """The instruction of a file that ends XLA, if one does by itself."""
+    """The instruction of a file on which XLA crashes, if it does so on a single one."""
     if not data:
         return None
     text = _as_text(_unpacked(data))
@@ -188,6 +189,6 @@ def _culprit(data: bytes) -> str | None:
             return found
     try:
         module = in_fork(lambda: read_hlo(data).module)
-    except InvalidProgramError:  # it ends while it is loaded, and no part of it can be
+    except InvalidProgramError:  # XLA crashes in loading the module, so no part can be tried
         return None
     return culprit.in_module(module)

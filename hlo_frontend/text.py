@@ -30,7 +30,7 @@ def parse_hlo_text(text: str) -> bytes:
 
 
 def _instruction(text: str, reason: str) -> str:
-    """``name: `` of the instruction that XLA's parser stopped in, or right behind."""
+    """The name, and a colon, of the instruction in which or right behind which XLA's parser stopped."""
     position = _POSITION.search(reason)
     if position is None:
         return ""
@@ -43,8 +43,8 @@ def _instruction(text: str, reason: str) -> str:
 
 
 def _refused(text: str, reason: str) -> str:
-    """The instruction that XLA's parser refuses without saying so: the first behind which the text can be cut
-    off and is refused in the same way."""
+    """The instruction that XLA's parser refuses, if the error does not name it: the first one behind which
+    the text can be cut off and is refused in the same way."""
     instructions = list(INSTRUCTION.finditer(text))
     if not _SILENT.search(reason) or not instructions:
         return ""

@@ -1,4 +1,4 @@
-"""Elements of tuples spelled out: HLO text of new printers for older parsers.
+"""Rewrites HLO text in which operands are elements of tuples, for older parsers.
 
 From jaxlib 0.12 on, text may say ``%t#1`` for element 1 of tuple ``%t`` where it used to have an instruction
 of its own. Here each such element becomes ``%t.element.1 = … get-tuple-element(%t), index=1``, right behind

@@ -1,4 +1,4 @@
-"""Groups along mesh axes of one device spelled out: HLO text that older parsers refuse.
+"""Rewrites HLO text with groups along mesh axes of one device, which older parsers refuse.
 
 Text says ``replica_groups=mesh['x'=1,'y'=8] {'x'}`` for the groups along axis x. jaxlib 0.10.2 reads that
 form only where each axis in the braces has more than one device. Here axes of one are left out of the braces;

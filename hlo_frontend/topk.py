@@ -1,8 +1,8 @@
-"""The instruction ``topk`` spelled out as a sort: XLA cannot write it as StableHLO.
+"""Replaces the instruction ``topk`` by a sort, since XLA cannot convert it to StableHLO.
 
-Like XLA's ``TopkDecomposer``: values and their indices are sorted together along the last dimension,
-stably and by the total order of floats, and the first k are cut out. JAX programs never come here with
-one: XLA has made it a sort or a custom call by the time its module is taken.
+Like XLA's ``TopkDecomposer``: values and their indices are sorted together along the last dimension, stably
+and by the total order of floats, and the first k are cut out. Programs of JAX have no ``topk`` here: XLA has
+made it a sort or a custom call before `tap` takes the module.
 """
 
 from __future__ import annotations

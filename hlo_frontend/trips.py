@@ -1,8 +1,8 @@
-"""How often a loop runs, where that follows from the module.
+"""Trip counts of loops, if they follow from the module.
 
-XLA annotates loops with their trip counts late in its pipeline; a post-SPMD module has none yet. Then the
-form is read that ``scan`` and ``fori_loop`` make: a counter that begins with a constant, gains a constant in
-each iteration, and is compared with a constant.
+XLA annotates loops with their trip counts late in its pipeline; a module right behind the SPMD partitioner
+has no annotations. For such a loop the form is recognized that ``scan`` and ``fori_loop`` make: a counter
+begins with a constant, grows by a constant in each iteration, and is compared with a constant.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def _is_in_range(end: int, counter: Value) -> bool:
 
 
 def _step(body: BlockGraph, counter: int) -> int | None:
-    """What an iteration adds to the counter."""
+    """The number that an iteration adds to the counter."""
     node = body.results[counter].root.node
     if node is None or node.instruction.opcode != "add":
         return None

@@ -1,8 +1,8 @@
-"""Values and nodes: a computation with tuples, tokens and calls resolved away.
+"""Values, nodes and block graphs: a computation without tuples, tokens and calls.
 
-Invariants: a `Value` is one array (or one token, whose type is None) of one block; it is identified by
-its `root`, the value it is another view of. A `Node` is an instruction in one place: an inlined call
-makes nodes anew. Nodes of a block are numbered in topological order by ``position``.
+Invariants: a `Value` is one array (or one token, whose type is None) of one block. Several views may stand
+for the same array; its `root` identifies it. A `Node` is an instruction in one place: each inlining of a call
+makes new nodes. ``position`` numbers the nodes of a block in topological order.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from .iterations import Unread
 
 
 class Value:
-    """One leaf of an instruction's shape.
+    """One leaf of an instruction's shape: an array or a token.
 
-    ``node`` produces it, as result ``index``; None for parameters of the block and for tokens that only
-    order. Views have those of their root, so that a pass that puts another node in its place does so for
-    all of them. ``order`` lists nodes that must come before whoever uses this view of the value.
-    ``barrier`` is the last optimization barrier through which this view was taken, if any.
+    ``node``: the node that produces it, as result ``index``; None for parameters of the block, and for tokens
+    that no node produces. A view has the node and index of its root, so a pass that replaces the node does so
+    for all views. ``order``: nodes that must run before any node that reads this view. ``barrier``: the last
+    optimization barrier through which this view was taken, if any.
     """
 
     __slots__ = ("_index", "_node", "barrier", "order", "root", "type")
@@ -63,7 +63,7 @@ class Value:
         self.root._index = index
 
     def view(self, order: tuple[Node, ...], barrier: Barrier | None = None) -> Value:
-        """The same value for users who must also come after ``order``."""
+        """A view of this value for readers that must also run after ``order``."""
         merged = tuple(dict.fromkeys(self.order + order))
         return Value(
             self.type,
@@ -76,7 +76,7 @@ class Value:
 
     @property
     def producers(self) -> tuple[Node, ...]:
-        """All nodes that come before a user of this value."""
+        """All nodes that must run before a reader of this value."""
         node = self.root._node
         if node is None or node.kind is NodeKind.CHEAP:
             return self.order
@@ -84,7 +84,7 @@ class Value:
 
     @property
     def before_barrier(self) -> Value | None:
-        """The view of this value that enters ``barrier``; None where a pass replaced it there."""
+        """The view of this value that enters ``barrier``; None if a pass has replaced it there."""
         entering = self.barrier.operands if self.barrier is not None else ()
         return next((v for v in entering if v.root is self.root), None)
 
@@ -97,7 +97,7 @@ class Value:
         return None if value is None else value.barrier
 
     def comes_after(self) -> Iterator[Node]:
-        """``order``, and what enters barriers that are no fences: the order without a plan keeps them all."""
+        """``order``, and the nodes before barriers that are no fences: the default order respects both."""
         yield from self.order
         todo = [] if self.barrier is None else [self.barrier]
         seen = set(todo)
@@ -111,10 +111,11 @@ class Value:
 
 @dataclass(eq=False)
 class Barrier:
-    """An optimization barrier over some values (as seen before it).
+    """An optimization barrier. ``operands``: the values that enter it.
 
-    What leaves a fence comes after all that enters it, whatever the order: that is in `Value.order`. Other
-    barriers keep apart what is computed on both sides, and are fences for all but plans of what runs.
+    A barrier keeps a compiler from combining computations on its two sides. If it is a fence, readers of a
+    value that leaves it also run after everything that enters it (`Value.order` says so), in every order. If
+    it is not, the default order does the same, but a plan (`overlap`) may reorder nodes across it.
     """
 
     operands: tuple[Value, ...]
@@ -123,7 +124,7 @@ class Barrier:
 
 class NodeKind(Enum):
     COMPUTE = "compute"
-    CHEAP = "cheap"  # constants, iotas and their broadcasts: cloned into whoever uses them
+    CHEAP = "cheap"  # constants, iotas and their broadcasts, copied into every segment
     LOGICAL_ID = "logical id"
     COLLECTIVE = "collective"
     LOOP = "loop"
@@ -134,16 +135,12 @@ class NodeKind(Enum):
 class Node:
     """An instruction in one place of a block.
 
-    ``kind``: how it is run. ``position``: its number in the block, in topological order.
-    ``operands``: what it reads, tuples taken apart into their leaves, tokens included; ``results``: likewise.
-    ``order``: nodes that come before it though it reads nothing of theirs.
-    ``collective``: what it communicates; ``reducer``: the computation that reduces there, where that is none
-    of the native ones.
-    ``blocks``: a loop's condition and body; of a branch one for each choice, which ``selector`` makes.
-
-    Passes leave for those behind them: ``unread``, where nobody reads it (`passes.unread`); ``phase``, of a
-    node of a loop's body that is pipelined (`passes.rotate`); ``carried``, (result, carry) pairs of a
-    collective that is awaited in the next iteration, and ``apart``, whether that runs on a stream of its own.
+    ``kind``: how the node is run. ``position``: its number in the block, in topological order.
+    ``operands``: the values that it reads, one for each array or token in the instruction's tuples;
+    ``results``: the values that it gives, likewise. ``order``: nodes that must run before it although it
+    reads no value of theirs. ``collective``: the collective that it runs; ``reducer``: the computation that
+    reduces there, where no `Reduction` does the same. ``blocks``: a loop's condition and body, or the choices
+    of a branch; ``selector``: the value that chooses among the latter.
     """
 
     kind: NodeKind
@@ -156,14 +153,10 @@ class Node:
     reducer: Computation | None = None
     blocks: tuple[BlockGraph, ...] = ()
     selector: Value | None = None
-    unread: Unread | None = None
-    phase: int = 0
-    carried: tuple[tuple[int, int], ...] = ()
-    apart: bool = False
 
     def before(self) -> Iterator[tuple[Node, Value | None]]:
-        """The nodes that come right before it, each with the operand that comes of it, None where that is so
-        by order alone."""
+        """The nodes that must run right before it, each with the operand that it produces, or with None if it
+        only comes before."""
         for value in self.operands:
             if value.node is not None and value.node.kind is not NodeKind.CHEAP:
                 yield value.node, value
@@ -174,12 +167,12 @@ class Node:
 
     @property
     def is_runtime(self) -> bool:
-        """Whether the executor runs it itself, so that it cuts compute into segments."""
+        """Whether the executor runs it (a collective, loop or branch). Compute around it is in segments."""
         return self.kind in _RUNTIME
 
     @property
     def has_side_effect(self) -> bool:
-        """Whether it must be run though nobody may want its results."""
+        """Whether it must run even if nobody reads its results."""
         return self.is_runtime or self.instruction.has_side_effect
 
 
@@ -188,11 +181,20 @@ _RUNTIME = (NodeKind.COLLECTIVE, NodeKind.LOOP, NodeKind.BRANCH)
 
 @dataclass(eq=False)
 class BlockGraph:
-    """Parameters (arrays only), nodes by position, and results (arrays only) of a block."""
+    """Parameters (arrays only), nodes by position, and results (arrays only) of a block.
+
+    Three tables hold what passes found about nodes of the block; they may list nodes that were removed later.
+    ``unread``: the iterations and devices in which nobody reads a node's results (`passes.unread`).
+    ``phases``: the phase of each node, if the block is the body of a pipelined loop (`passes.rotate`).
+    ``crossing``: collectives that one iteration of a loop starts and the next one awaits.
+    """
 
     parameters: list[Value]
     nodes: list[Node]
     results: list[Value]
+    unread: dict[Node, Unread] = field(default_factory=dict, repr=False)
+    phases: dict[Node, int] = field(default_factory=dict, repr=False)
+    crossing: set[Node] = field(default_factory=set, repr=False)
 
     def __str__(self) -> str:
         """The block for reading, one line for each node (see `graph_text`)."""
@@ -208,13 +210,13 @@ class BlockGraph:
 
 
 def number(nodes: Sequence[Node]) -> None:
-    """Give the nodes of a block, in their order, their positions."""
+    """Set the positions of a block's nodes, in their order."""
     for position, node in enumerate(nodes):
         node.position = position
 
 
 def all_blocks(block: BlockGraph) -> Iterator[BlockGraph]:
-    """A block and those nested in it, outer ones first. Whoever takes a block may rewrite it."""
+    """A block and the blocks nested in it, outer ones first. Callers may rewrite each block they get."""
     inner = [nested for node in block.nodes for nested in node.blocks]
     yield block
     for nested in inner:
@@ -222,11 +224,21 @@ def all_blocks(block: BlockGraph) -> Iterator[BlockGraph]:
 
 
 def all_nodes(block: BlockGraph) -> Iterator[Node]:
-    """The nodes of a block, each followed by those of the blocks nested in it."""
+    """The nodes of a block, each followed by the nodes of its own blocks."""
     for node in block.nodes:
         yield node
         for nested in node.blocks:
             yield from all_nodes(nested)
+
+
+def carried_results(node: Node, results: Sequence[Value]) -> tuple[tuple[int, int], ...]:
+    """(result, carry) pairs: which of ``results``, those of a loop's body, are results of this node."""
+    return tuple(
+        (i, k)
+        for i, result in enumerate(node.results)
+        for k, carry in enumerate(results)
+        if carry.root is result
+    )
 
 
 def operand_shape(node: Node, operand: int = 0) -> tuple[int, ...]:

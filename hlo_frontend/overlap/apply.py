@@ -1,26 +1,27 @@
-"""The pass: blocks whose collectives gain by it are put into the order of a plan.
+"""The pass that plans blocks: it decides in which order a block's compute and collectives are issued.
 
-Every block is judged on its own: the entry, and the bodies of loops and branches, which are single steps of
-the blocks around them. What a block does without the pass (`passes.order`, collectives awaited at their
-first use) is replayed on the same clock as its plan, with what collectives take from the compute beside them
-counted in both (`shared_cores`). Only a plan that is faster by `LEAST_GAIN` replaces it, after starts and
-waits that cut compute for less than a launch costs were moved to where there is a cut anyway (`tidy`); it
-then gets what slack is to be had for nothing (`loosen`). Blocks that send or receive keep their order, since
-a peer's may depend on it; so do those of which devices leave compute out that nobody reads (`passes.unread`),
-which is parted by levels of that order.
+Every block is planned on its own: the entry, and the bodies of loops and branches, which are single steps of
+the blocks around them. The planner predicts the time of the block in its default order (`passes.order`, each
+collective awaited at its first use) and the time of the plan, by the same clock; both count the time that
+collectives take from the compute beside them (`shared_cores`). The plan is used only if it is faster by
+`LEAST_GAIN`. Before that comparison, `tidy` removes segment boundaries that cost more than they gain; after
+it, `loosen` moves starts forward and waits back where that costs no time.
 
-The cheap way out: where all collectives of a block take less time together than a few launches, or than
-could make up for the least gain, nothing is planned.
+Two kinds of blocks keep their default order: blocks that send or receive, since the order of a peer may
+depend on theirs, and blocks in which some devices skip compute that nobody reads (`passes.unread`), since
+that compute is divided by the levels of the default order.
 
-Invariant: decisions follow from the program's text and the table alone, the same on all ranks.
+A block is not planned at all if its collectives together take less time than a few launches, or too little
+for the least gain.
+
+Invariant: decisions follow from the program's text and the table of costs, so they are the same on all ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from heapq import heapify, heappop, heappush
 from types import MappingProxyType
 
 from stretto.collectives.ops import Kind
@@ -28,6 +29,7 @@ from stretto.collectives.ops import Kind
 from ..carve import Await, BlockPlan, carve
 from ..passes.order import order
 from ..passes.unread import Ordered
+from ..topological import topological
 from ..values import BlockGraph, Node, NodeKind
 from .bounds import least_merged_seconds, least_seconds
 from .buckets import bucket
@@ -60,10 +62,11 @@ NOTHING_BUILT: Mapping[BlockGraph, Graph] = MappingProxyType({})
 
 @dataclass(frozen=True)
 class OverlapPolicy:
-    """How blocks are judged and planned. ``least_gain`` is a share of the time without a plan,
-    loops and branches inside the block apart.
+    """How blocks are planned. ``least_gain``: the share of its time without a plan, not counting loops and
+    branches inside the block, by which a plan must be faster. ``memory_factor``: how much more memory a plan
+    may use than the block as it is written. ``budget``: how many tasks the search may visit.
 
-    ``measured``: by key of a module (`measured.key_of`), what its compute takes where that is known.
+    ``measured``: measured times of compute, by key of the module (`measured.key_of`).
     """
 
     costs: CostTable
@@ -82,13 +85,13 @@ class OverlapPolicy:
 
 @dataclass
 class Planned:
-    """What was decided for a block: ``steps`` are those of the plan, or None where it keeps its order.
+    """The decision for a block. ``steps``: the plan, or None if the block keeps its default order.
 
-    ``seconds`` is the block's predicted time as it will run, ``without`` its time without the pass; of a
-    program that is not worth a look, what its collectives take. ``timeline`` is how it will run, where that
-    was found out; where not, ``exposed`` is what collectives take that are taken to be awaited where they
-    start. ``under_way``: of a loop's body, seconds for which what the last iteration has started holds up
-    what stands behind the loop.
+    ``seconds``: the predicted time of the block as it will run; ``without``: that of its default order. Both
+    are the time of all collectives if the block is not worth planning. ``timeline``: the predicted run, or
+    None if it was not worth predicting; ``exposed`` is then the time of all collectives, as if each were
+    awaited where it starts. ``under_way``: for a loop's body, how many seconds the code behind the loop waits
+    for collectives that the last iteration has started.
     """
 
     seconds: float
@@ -137,15 +140,14 @@ def plan(
     ordered: Order = order,
     built: Mapping[BlockGraph, Graph] = NOTHING_BUILT,
 ) -> Planned | None:
-    """Plan a block and those inside it; None where nothing of it communicates.
+    """Plan a block and the blocks inside it. None if nothing in it communicates.
 
-    ``ordered`` is the order that blocks keep without a plan, ``built`` has graphs of blocks as they stand, by
-    this table; their loops and branches are priced anew in place.
+    ``donated``: positions of parameters whose memory may be freed. ``ordered``: gives the default order of a
+    block. ``built``: task graphs of blocks, priced by the policy's table; times of loops and branches in them
+    are updated in place. Raises `InvalidProgramError` for groups that the table lacks.
 
-    Combined collectives of blocks that get a plan are taken apart, for good: a block that is to be lowered
-    as it was must be carved before.
-    ``donated`` are positions of parameters that may be freed. Raises `InvalidProgramError` for groups that
-    the table lacks.
+    In blocks that get a plan, combined collectives are split for good. Carve a block before this call if it
+    is to be lowered as it was.
     """
     if not any(node.is_runtime for node in block.nodes):
         return None
@@ -179,7 +181,7 @@ def _plan(
     *,
     inside: bool = True,
 ) -> Planned:
-    """``inside``: whether a block around this one asks what it takes."""
+    """``inside``: whether there is a block around this one, which needs its predicted time."""
     costs = policy.costs
     inner = {
         node: tuple(_plan(b, policy, carries, ordered, built) for b, carries in blocks_of(node))
@@ -193,7 +195,7 @@ def _plan(
     seconds = {node: _control_flow_seconds(node, plans) for node, plans in inner.items()}
     collectives = [node.collective for node in block.nodes if node.collective is not None]
     communication = sum(costs.collective(c).seconds for c in collectives)
-    # A block inside another one is worth what it costs there, but that is the same share of both.
+    # How often the block runs does not matter here: launches and collectives grow by the same factor.
     worthwhile = communication > LEAST_LAUNCHES * costs.compute.launch_s and communication > 0.0
     fixed = any(c.kind in (Kind.SEND, Kind.RECV) for c in collectives)
     own_order = ordered(block) if worthwhile and not fixed else Ordered((), {}, {})
@@ -212,12 +214,12 @@ def _plan(
     steps = unpassed(own_order, graph)
     without = replay_shared(graph, steps, launch)
     compute_seconds = graph.compute_seconds
-    # What keeps the cores busy takes as long beside compute; of several that merge, the latency once.
+    # Collectives that use the cores add to the time of compute; merged ones have one latency.
     moving = sum(t.busy * (t.seconds - t.latency_s) for t in graph.tasks if not t.arrives)
     bound = max([compute_seconds + moving, *graph.stream_seconds()])
     took = without.seconds
     kept = Planned(took, took, graph, timeline=without, inner=inner, loops=reports)
-    # What is inside loops and branches takes what it takes, however this block is planned.
+    # A plan of this block does not change the times of loops and branches inside it.
     inside_blocks = sum(task.seconds for task in graph.tasks if task.ops[0].node.blocks)
     most = took - policy.least_gain * (took - inside_blocks)
     if bound >= most:
@@ -226,7 +228,8 @@ def _plan(
     undo = uncombine(block, costs)
     if undo is not None:
         graph = build(block, costs, donated, seconds.__getitem__)
-    if least_merged_seconds(graph, launch) >= most:  # not before: combined ones make ways longer
+    # Only now: combined collectives make dependency chains longer, so the bound was not one before.
+    if least_merged_seconds(graph, launch) >= most:
         if undo is not None:
             undo()
         return kept
@@ -270,7 +273,7 @@ def _plan(
 def _stage(
     block: BlockGraph, loop: Node, policy: OverlapPolicy, inner: dict[Node, tuple[Planned, ...]]
 ) -> list[LoopReport]:
-    """Put a staged loop in the place of one in the block, if that pays. ``inner`` is kept up to date."""
+    """Replace a loop of the block by a staged loop if that is faster. Updates ``inner``."""
     body = inner[loop][1]
     judge = Judge(
         policy.costs,
@@ -321,12 +324,12 @@ def _control_flow_seconds(node: Node, plans: Sequence[Planned]) -> float:
 
 
 def _compute_seconds(block: BlockGraph, costs: CostTable, opaque: Callable[[Node], float]) -> float:
-    """Seconds of all that is not a collective."""
+    """Seconds of everything that is not a collective."""
     return build(block, costs, (), opaque).compute_seconds
 
 
 def unpassed(ordered: Sequence[Node], graph: Graph) -> list[Step]:
-    """The steps of a block that keeps its order: a segment waits for all that it needs before it runs."""
+    """The steps of a block that keeps its default order: a segment runs once all its inputs are there."""
     at = {node: position for position, node in enumerate(ordered)}
     where = [max(at[op.node] for op in task.ops) for task in graph.tasks]
     steps: list[Step] = []
@@ -345,7 +348,9 @@ def unpassed(ordered: Sequence[Node], graph: Graph) -> list[Step]:
         steps.extend((index, Phase.COMPUTE) for index in segment)
         segment.clear()
 
-    for index in _in_order(graph, where):
+    # A kernel's last node may be far behind its first one, which others need.
+    before = {task.index: task.before for task in graph.tasks}
+    for index in topological(before, key=lambda i: (where[i], i)):
         task = graph.tasks[index]
         if not task.ops[0].node.is_runtime:
             segment.append(index)
@@ -358,23 +363,8 @@ def unpassed(ordered: Sequence[Node], graph: Graph) -> list[Step]:
     return steps
 
 
-def _in_order(graph: Graph, where: Sequence[int]) -> Iterator[int]:
-    """The tasks by ``where`` they are, each behind all that it needs: a kernel's last op may be far behind
-    its first one, which others need."""
-    missing = [len(task.before) for task in graph.tasks]
-    ready = [(where[i], i) for i, count in enumerate(missing) if not count]
-    heapify(ready)
-    while ready:
-        _, index = heappop(ready)
-        yield index
-        for after in graph.tasks[index].after:
-            missing[after] -= 1
-            if not missing[after]:
-                heappush(ready, (where[after], after))
-
-
 def kept_steps(block: BlockGraph, graph: Graph, ordered: Order) -> list[Step]:
-    """The steps of a block without a plan; what crosses into the next iteration is awaited there."""
+    """The steps of a block without a plan. The next iteration awaits collectives that cross into it."""
     return [
         (index, phase)
         for index, phase in unpassed(ordered(block), graph)

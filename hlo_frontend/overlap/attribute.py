@@ -1,8 +1,8 @@
-"""Measured times of segments shared out among the instructions of a module.
+"""Divides the measured times of segments among the instructions of a module.
 
-A segment's launch is the table's; what it takes beyond that are its kernels. These keep the proportions that
-they have by the table's rates, and are scaled so that their sum is what was measured. An instruction that
-stands in several places (a call that was inlined, an iteration beside its loop) gets the mean of them.
+The time of a segment is a launch, as the table of costs has it, and the time of its kernels. The latter is
+divided in the proportions of the kernels' predicted times. An instruction that stands in several places (of a
+call that was inlined more than once, or of a loop whose iterations were written out) gets the mean.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ def attribute(
     seconds: Sequence[float | None],
     costs: CostTable,
 ) -> Measured:
-    """What the instructions of ``entry`` take, which was carved as ``carved``.
+    """The times of the instructions of ``entry``, which was carved as ``carved``.
 
-    ``homes`` tells which segment of the program each of its parts became, ``seconds[i]`` what segment i
-    takes, its launch included; None where it never ran. What ``costs`` knows as measured is not used.
+    ``homes``: the number of the program's segment that each `SegmentPlan` became. ``seconds[i]``: the time of
+    segment i with its launch, None if it never ran. Earlier measurements in ``costs`` are not used.
     """
     rates = replace(costs, measured=None)
     found: dict[str, list[float]] = {}
@@ -52,7 +52,7 @@ def attribute(
 
 
 def _blocks(block: BlockGraph, plan: BlockPlan) -> Iterator[tuple[BlockGraph, BlockPlan]]:
-    """The block and those inside it, each with what it was cut into."""
+    """The block and the blocks inside it, each with its plan."""
     yield block, plan
     for node, plans in plan.blocks.items():
         for inner, inner_plan in zip(node.blocks, plans, strict=True):
@@ -62,7 +62,7 @@ def _blocks(block: BlockGraph, plan: BlockPlan) -> Iterator[tuple[BlockGraph, Bl
 def _parts(
     block: BlockGraph, plan: BlockPlan, rates: CostTable
 ) -> dict[SegmentPlan, list[tuple[Instruction, float]]]:
-    """What the kernels of each segment take by the rates, by instruction."""
+    """The predicted times of the kernels of each segment, by instruction."""
     home: dict[Node, SegmentPlan] = {}
     for step in plan.steps:
         if isinstance(step, SegmentPlan):

@@ -1,9 +1,9 @@
-"""What a graph takes at least, found quickly: by it searches end that have nothing left to gain.
+"""Lower bounds of a graph's time that are quick to compute. A search that has reached one ends.
 
-`floor` finds a tighter bound, in longer time. Both hold for every order of the tasks.
+`floor` is a tighter bound that takes longer. Both hold for every order of the tasks.
 
-In a loop's body the clock goes from iteration to iteration. What begins and ends in one iteration takes its
-longest way there; what crosses takes its stream's time alone.
+In a loop's body, time is that from one iteration to the next. Tasks that begin and end in the same iteration
+bound it by their longest chain; collectives that cross into the next one only by the work of their stream.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from .model import Graph
 
 
 def least_seconds(graph: Graph, launch_s: float = 0.0) -> float:
-    """No order of these tasks takes less: a launch, and all compute, a stream's work or the longest way."""
+    """The largest of: one launch and all compute, the work of a stream, the longest chain of tasks."""
     least = graph.compute_seconds + launch_s
     return max([least, longest_way(graph), *graph.stream_seconds()])
 
 
 def least_merged_seconds(graph: Graph, launch_s: float = 0.0) -> float:
-    """No order of these tasks takes less, whichever of them are merged into buckets.
+    """A lower bound for every order of these tasks, whichever collectives are merged into buckets.
 
-    A bucket takes longer than each of its members, and comes after all that any of them does: no way gets
-    shorter by it. A stream saves no more than the latencies of what may be merged.
+    Merging makes no chain of tasks shorter: a bucket takes longer than each of its members, and depends on
+    everything that any of them depends on. A stream saves at most the latencies of the members.
     """
     saved = [0.0] * len(graph.streams)
     for task in graph.tasks:
@@ -34,7 +34,7 @@ def least_merged_seconds(graph: Graph, launch_s: float = 0.0) -> float:
 
 
 def longest_way(graph: Graph) -> float:
-    """The longest way through tasks that need one another; in a loop's body, of those of one iteration."""
+    """The longest chain of tasks that depend on one another, in a loop's body within one iteration."""
     longest = 0.0
     tails = [0.0] * len(graph.tasks)
     for task in reversed(graph.tasks):

@@ -1,28 +1,27 @@
-"""Buckets: small collectives of one kind merged into one, where that lowers the predicted time.
+"""Buckets: small collectives of one kind are merged into one, if that lowers the predicted time.
 
-A bucket has members of one kind, stream (groups), dtype, native reducer and dimension. It saves the latency
-of all but one of them and pays for copies: every operand into the packed buffer, every result out of it,
-read and written at the rate of memory, on the bucket's stream; the packed buffers take memory while it is in
-flight.
+The members of a bucket have the same kind, stream (groups), dtype, native reduction and dimension. The bucket
+saves all their latencies but one, and costs copies: every operand into a packed buffer, every result out of
+it, at the rate of memory, on the bucket's stream. The packed buffers take memory while it is in flight.
 
-Members are neighbours in the order in which the best schedule found so far issues them. A merge is made
-only if no member depends on another, directly or through buckets made before: the ancestors of a bucket are
-those of all of its members, so hiding kernels that lie between two members keep them apart.
+Members follow each other in the best schedule found so far. They are merged only if none depends on another,
+directly or through other buckets. Since a bucket depends on everything that its members depend on, two
+collectives are not merged if a kernel in between needs one and is needed by the other.
 
-In a loop's body, collectives that cross into the next iteration are merged with others that cross, and with
-them what arrives of them from the iteration before.
+In a loop's body, collectives that cross into the next iteration are merged only with others that cross; the
+tasks that stand for their arrival are merged in the same way.
 
-A plan of buckets is kept only if its schedule takes less time. It may expose a collective that was hidden.
+Buckets are kept only if their schedule takes less time. They may expose a collective that was hidden.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from heapq import heapify, heappop, heappush
 
 from stretto.collectives.ops import Kind
 
+from ..topological import topological
 from .costs import CostTable
 from .model import Graph, Task
 from .search import IssueOrder
@@ -51,11 +50,11 @@ def bucket(
     first: IssueOrder,
     costs: CostTable,
     scheduler: Scheduler,
-    memory_limit: float = float("inf"),
+    memory_limit: float,
 ) -> Bucketed:
-    """The best of the plans tried that fit into memory, or the graph as it is.
+    """The best of several sets of buckets that fit into memory, or none.
 
-    ``first`` is the schedule without buckets, ``memory_limit`` bytes.
+    ``first``: the schedule without buckets. ``scheduler``: schedules a graph. ``memory_limit``: in bytes.
     """
     best = Bucketed(graph, first, [(task.index,) for task in graph.tasks])
     tried: list[list[tuple[int, ...]]] = [[]]
@@ -67,7 +66,7 @@ def bucket(
         bucketed, members = merge(graph, merged, costs)
         enough = best.order.timeline.seconds
         if max(bucketed.stream_seconds()) >= enough:
-            continue  # in no order does it take less
+            continue  # no order takes less time
         found = scheduler(bucketed)
         if found.timeline.seconds < enough and found.timeline.peak_bytes <= memory_limit:
             best = Bucketed(bucketed, found, members)
@@ -103,12 +102,12 @@ def plan(graph: Graph, found: IssueOrder, costs: CostTable, size: float) -> list
 
 
 def bucket_key(task: Task) -> object:
-    """What the members of a bucket have in common; None for tasks that are in none."""
+    """A key that all members of a bucket share; None for tasks that are never merged."""
     collective = task.collective
     if collective is None or collective.kind not in MERGED_KINDS or not task.latency_s:
         return None
     if task.arrives:
-        return None  # merged with those that it is what arrives of
+        return None  # merged if the collectives whose arrival it is are merged
     if collective.kind is not Kind.ALL_GATHER and collective.reduction is None:
         return None
     dtypes = {operand.dtype for operand in collective.operands}
@@ -163,7 +162,7 @@ def ancestors(graph: Graph) -> list[int]:
 
 
 def close(above: list[int], group: Sequence[int]) -> None:
-    """Whoever is below one member is from now on below all of them and their ancestors."""
+    """Merge the ancestors of a group: what depends on one member now depends on all of them."""
     members = sum(1 << i for i in group)
     union = members
     for index in group:
@@ -198,7 +197,8 @@ def merge(
         root: {home[b] for m in ms for b in graph.tasks[m].before} - {root}
         for root, ms in members.items()
     }
-    order = _order(before)
+    order = topological(before, key=lambda root: root)
+    assert len(order) == len(before), "buckets depend on each other"
     number = {root: i for i, root in enumerate(order)}
     tasks: list[Task] = []
     for root in order:
@@ -217,29 +217,8 @@ def merge(
     return found, [tuple(members[root]) for root in order]
 
 
-def _order(before: dict[int, set[int]]) -> list[int]:
-    waiting = {root: len(needs) for root, needs in before.items()}
-    gives: dict[int, list[int]] = {root: [] for root in before}
-    for root, needs in before.items():
-        for need in needs:
-            gives[need].append(root)
-    ready = [root for root, count in waiting.items() if not count]
-    heapify(ready)
-    order: list[int] = []
-    while ready:
-        root = heappop(ready)
-        order.append(root)
-        for after in gives[root]:
-            waiting[after] -= 1
-            if not waiting[after]:
-                heappush(ready, after)
-    if len(order) != len(before):
-        raise AssertionError("buckets depend on each other")
-    return order
-
-
 def _packed(tasks: Sequence[Task], costs: CostTable) -> Task:
-    """The tasks as one; of what arrives, time and bytes are those of the iteration that started it."""
+    """The bucket of these tasks. If they arrive, its time and bytes are what the last iteration left."""
     collectives = [task.collective for task in tasks if task.collective is not None]
     copied = sum(_copied_bytes(task) for task in tasks)
     arrives = tasks[0].arrives

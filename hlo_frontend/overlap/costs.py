@@ -47,8 +47,8 @@ class Compute:
 class Link:
     """What a collective costs over groups whose members are ``axis_stride`` apart.
 
-    ``busy``: the share of its time for which it holds up compute that runs meanwhile, because the same cores
-    move the data or wait for them. 0 where hardware of its own moves them, 1 where nothing can be hidden.
+    ``busy``: the share of its time for which it delays compute that runs beside it, because the same cores
+    move the data or wait for it. 0 if separate hardware moves the data, 1 if nothing can be hidden.
     """
 
     axis_stride: int
@@ -58,7 +58,7 @@ class Link:
     busy: float = 0.0
 
     def connects(self, pairs: Sequence[tuple[int, int]]) -> bool:
-        """Whether of each pair both devices are in one group of a mesh axis of this stride and size."""
+        """Whether both devices of each pair are in the same group of a mesh axis of this stride and size."""
         stride, size = self.axis_stride, self.group_size
         first = lambda device: device - device // stride % size * stride  # noqa: E731
         return all(first(source) == first(target) for source, target in pairs)
@@ -75,10 +75,10 @@ class Charge:
 
 @dataclass(frozen=True)
 class CostTable:
-    """Costs of one machine set. All ranks must schedule with equal tables.
+    """Costs of one set of machines. All ranks must schedule with equal tables.
 
-    ``estimates``: whether a span without an entry is charged as the nearest one that has one, instead of
-    being an error. ``measured``: what compute of the module at hand takes, where that was measured.
+    ``estimates``: whether groups without an entry are charged by the nearest entry, instead of being an
+    error. ``measured``: measured times of the module that is compiled, if there are any.
     """
 
     compute: Compute
@@ -117,11 +117,12 @@ class CostTable:
             raise InvalidProgramError(f"{path}: {error}") from None
 
     def taken(self, instruction: Instruction, modelled: float) -> float:
-        """Seconds of a compute instruction that takes ``modelled`` by the rates."""
+        """Seconds of a compute instruction: measured, or ``modelled``, which follows from the rates."""
         return modelled if self.measured is None else self.measured.of(instruction, modelled)
 
     def link(self, collective: Collective, stride: int, size: int) -> Link:
-        """The entry for a span; of a permute without, the closest entry whose groups hold each of its pairs.
+        """The entry for groups of this stride and size. For a permute without one: the smallest entry whose
+        groups contain each of its pairs.
 
         Raises `InvalidProgramError` naming stride and size where there is none.
         """
@@ -152,7 +153,7 @@ class CostTable:
         return Charge(link.latency_s + wire / link.bytes_per_s, wire, link)
 
 
-# CPUs of several hosts, 10 Gb/s between them: what is assumed where nothing was measured.
+# Hosts with CPUs, 10 Gb/s between them: assumed if nothing was measured.
 ORDINARY_NETWORK = CostTable(
     Compute(flops_per_s=5e10, bytes_per_s=1e10, launch_s=3e-5),
     (Link(1, 2, latency_s=5e-5, bytes_per_s=1e9),),

@@ -1,7 +1,7 @@
-"""What a plan takes: by the table of costs by which it was made, and by another one.
+"""The predicted time of a plan: by the table of costs with which it was made, and by another table.
 
-For the other one the steps of every block are replayed as they are, its kernels priced anew. A collective
-that is handed to its stream's thread costs a launch more, as where plans are judged (`apply`).
+For another table, the steps of every block are replayed unchanged with new times of kernels. A collective
+that is handed to its stream's thread costs one launch more, as in `apply`.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from .shared_cores import replay_shared
 
 
 def prediction(planned: Planned) -> Prediction | None:
-    """What a program will take, by the plan of its entry; None where that was not worth a look.
+    """The predicted time of a program, from the plan of its entry; None if that was not worth planning.
 
-    Branches count as the longer one, loops of unknown length as one iteration.
+    A branch counts as its longest choice, a loop of unknown length as one iteration.
     """
     if not planned.considered:
         return None
@@ -33,7 +33,7 @@ def prediction(planned: Planned) -> Prediction | None:
 
 
 def _waited(planned: Planned) -> tuple[float, float]:
-    """Seconds that are exposed and held, in a block and those inside it."""
+    """Seconds that collectives are exposed, and that they take from compute, with the blocks inside."""
     timeline = planned.timeline
     exposed, held = (
         (planned.exposed, 0.0) if timeline is None else (timeline.exposed_seconds, timeline.held)
@@ -54,9 +54,9 @@ def seconds_of(
 ) -> float:
     """Predicted seconds of a block as it was planned, and of the blocks inside it.
 
-    ``planned`` is the outcome of `apply.plan` for this block, whose graphs are priced anew in place; None
-    where there is no plan. ``ordered`` gives the order of blocks without one, ``own`` are positions of
-    parameters whose memory is the block's.
+    ``planned``: the result of `apply.plan` for this block, None if there is none; its graphs get new times in
+    place. ``ordered``: gives the default order of a block. ``own``: positions of parameters whose memory the
+    block may free.
     """
     if not block.nodes:
         return 0.0

@@ -1,11 +1,11 @@
-"""A plan as data that anyone can replay: ``{"steps": […], "collectives": […], "summary": {…}}``.
+"""A plan as JSON that other programs can replay: ``{"steps": […], "collectives": […], "summary": {…}}``.
 
-``docs/overlap.md`` says what each key means. Steps are in issue order. Names are those of instructions in
-the module; iterations that stand around a loop have the same names as its body. A loop or a branch is one
-step, which has its blocks, each with steps, collectives and totals of its own.
+``docs/overlap.md`` documents each key. Steps are in issue order. Names are those of instructions in the
+module; iterations that were written out around a loop have the names of its body. A loop or a branch is one
+step; it lists its blocks, each with steps, collectives and totals of its own.
 
-Invariants: ``seconds`` are complete, launches included, so a replay needs no cost table; ``memory_delta``
-summed up from the first step on is the memory in use, whose maximum is ``summary["peak_bytes"]``.
+Invariants: ``seconds`` include launches, so a replay needs no table of costs. The sum of ``memory_delta``
+from the first step on is the memory in use, and its maximum is ``summary["peak_bytes"]``.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _steps(plan: Explained) -> list[dict[str, Any]]:
         position = len(steps)
         task = tasks[index]
         if task.arrives and phase is Phase.START:
-            continue  # by the iteration before
+            continue  # the iteration before has started it
         if phase is Phase.WAIT:
             names = [task.name]
             after = [started_at[index]] if index in started_at else []

@@ -1,11 +1,12 @@
-"""A bound below which no order of these tasks can come.
+"""A lower bound of the time of every order of a graph's tasks.
 
 Each resource (compute, each stream) does one task at a time. A task cannot begin before its *head*: the
 heaviest path to it, and for each resource the work of its ancestors on that resource, counted from the
 earliest any of them can begin. Its *tail* is the same seen from the end. For each resource and each
-threshold h, the tasks whose heads are at least h take their whole work after h, and then the shortest of
-their tails. The largest of these sums over all resources is the floor: the total work of the busiest
-resource plus what dependencies keep it idle. `stream_bound` adds what neither resource says alone.
+threshold h, the tasks whose heads are at least h run after h, one after the other, and at least the shortest
+of their tails follows. The largest of these sums over all resources is the floor: the work of the busiest
+resource plus the time for which dependencies keep it idle. `stream_bound` adds a bound from compute and a
+stream together.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ MAX_MATRIX = 8_000
 
 @dataclass(frozen=True)
 class Floor:
-    """Seconds. ``resource`` is what binds: compute, a stream, both together, or a path."""
+    """A floor in seconds. ``resource``: where it comes from: compute, a stream, both together, or a path."""
 
     seconds: float
     resource: str
@@ -31,7 +32,7 @@ class Floor:
 
     @property
     def unhideable(self) -> float:
-        """What dependencies add to the work of the busiest resource."""
+        """The seconds that dependencies add to the work of the busiest resource."""
         return self.seconds - self.resource_seconds
 
 
@@ -119,8 +120,8 @@ def bounds(
     for v in range(count):
         head = max((heads[p] + seconds[p] for p in before[v]), default=0.0)
         if len(before[v]) > 1:
-            # A resource on which one task before this one and all before that do everything says no more
-            # than that task's end.
+            # If all ancestors on a resource are one direct predecessor and its ancestors, the resource bounds
+            # the head by no more than the end of that predecessor.
             more = np.ones(len(lanes), dtype=bool)
             for p in before[v]:
                 beside = words[v] & ~words[p]
@@ -169,7 +170,7 @@ class _ByHead:
         self._size = size + 1
 
     def bound(self, chosen: np.ndarray) -> float:
-        """When tasks can be over at the earliest, of those for which ``chosen`` is 1 and not 0, by task."""
+        """The earliest time at which all tasks with a 1 in ``chosen`` (by task, 0 or 1) can be over."""
         size = self._size
         if not size:
             return 0.0

@@ -1,36 +1,37 @@
-"""Ops to tasks: which instructions are one kernel, and what lies between kernels.
+"""Groups ops into tasks: predicts which instructions an engine compiles into one kernel.
 
-A post-SPMD module is unfused, so instructions are gathered into the kernels that a compiler would make of
-them. Dots, convolutions, scatters, sorts and the like are kernels of their own. All other ops fuse with
-those they are connected to, as far as no collective and no kernel of the first kind lies between; an op
-whose readers are all in one kernel joins it. What is stacked by a `dynamic-update-slice` is written into its
-place by the kernel that makes it. What stays inside a kernel takes no memory.
+A module behind the SPMD partitioner is not fused yet, so ops are grouped into the kernels that a compiler
+would make of them. Dots, convolutions, scatters, sorts and the like are kernels of their own (*single* ones).
+All other ops are fused with the ops that they are connected to, unless a collective or a single kernel lies
+in between. An op whose readers are all in one kernel is fused into that kernel. A kernel whose result is
+stacked by a `dynamic-update-slice` writes it into its place. Values inside a kernel take no memory.
 
-Why tasks form no cycle: ops that fuse have the same collectives above and below them and the same number of
-single kernels above them in sequence. Anything on a path between two such ops has these in common with them
-too, and is fused with them. An op that joins its readers has no way out but through them. An update joins
-what it reads only where all else that it reads comes earlier in one topological order of the tasks, which
-stays one.
+Why tasks form no cycle: ops that are fused have the same collectives above and below them, and the same
+number of single kernels above them in sequence. An op on a path between two of them has these in common with
+them too, so it is fused with them. If an op is fused into its readers, every path from it leads through them.
+An update is fused with the kernel that makes its update only if everything else that it reads comes earlier
+in one topological order of the tasks; the order then remains topological.
 
-Behind the barrier of a recomputation, collectives of nothing but parameters may run before what else enters,
-with what they need: gathers of weights. The rest stays behind, or what recomputing saves would be spent. What
-fuses has all of the above in common in two ways, as the module stands and with that freedom: so nothing that
-a collective needs is fused with what only the barrier holds up.
+The barrier of a recomputation is special: collectives whose operands come from parameters alone (gathers of
+weights), and the ops that these need, may run before the other values that enter the barrier. All other ops
+stay behind it, since recomputing them early would not save memory. The conditions for fusing are checked
+twice, with the barrier as the module has it and with this freedom. So no op that such a collective needs is
+fused with an op that must stay behind the barrier.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from heapq import heapify, heappop, heappush
 
 from ..ops import op_of
+from ..topological import topological
 from ..values import BlockGraph, Node, NodeKind
 from .costs import CostTable
 from .layout import lay_out
 from .model import Buffer, Graph, Op, Task
 from .pricing import price
 
-# Ops that write no more compute indices, for all that matters to where updates can be placed.
+# Ops that write no more than this are taken for indices of updates.
 _SCALAR_BYTES = 8
 
 
@@ -40,10 +41,10 @@ def build(
     donated: Iterable[int] = (),
     opaque: Callable[[Node], float] = lambda node: 0.0,
 ) -> Graph:
-    """The task graph of a block. ``donated`` are positions of parameters that may be freed.
+    """The task graph of a block. ``donated``: positions of parameters whose memory may be freed.
 
-    ``opaque`` tells the seconds of a loop or branch. Gathers of weights pass the barrier of a recomputation,
-    which as HLO goes holds up all that comes of it.
+    ``opaque``: gives the seconds of a loop or branch. Gathers of weights may pass the barrier of a
+    recomputation, although HLO orders everything behind a barrier after all that enters it.
     """
     ops, initial = lay_out(block, donated)
     return _tasks(ops, initial, costs, opaque)
@@ -81,7 +82,7 @@ def _is_single(op: Op) -> bool:
 
 
 def _before(ops: list[Op], single: list[bool]) -> tuple[list[list[int]], list[set[int]]]:
-    """By op: those that come before it, and those that do so in the module though they need not."""
+    """For each op: the ops before it, and those that only a barrier puts before it, which it may pass."""
     before: list[list[int]] = []
     behind: list[set[int]] = []
     free: list[bool] = []
@@ -107,7 +108,7 @@ def _cluster(
     behind: list[set[int]],
     single: list[bool],
 ) -> list[int]:
-    """Representative op of each op's task. ``behind``: those that come before an op in the module alone."""
+    """A representative op for the task of each op. ``before``, ``behind``: see `_before`."""
     count = len(ops)
     shared, level = _related(ops, before, after, single)
     stood_after = after
@@ -152,7 +153,8 @@ def _cluster(
 def _related(
     ops: list[Op], before: list[list[int]], after: list[list[int]], single: list[bool]
 ) -> tuple[list[tuple[int, ...]], list[int]]:
-    """By op: which runtime nodes are above and below it, as bits; single kernels above it in sequence."""
+    """For each op: the runtime nodes above and below it, as bits, and the longest sequence of single kernels
+    above it."""
     count = len(ops)
     above, below, level = [0] * count, [0] * count, [0] * count
     bits = 0
@@ -186,7 +188,7 @@ def _reversed(before: list[list[int]]) -> list[list[int]]:
 def _gather(
     ops: list[Op], before: list[list[int]], cluster: Sequence[int], key: Callable[[Task], int]
 ) -> list[Task]:
-    """A task of each cluster, in topological order, the smallest ``key`` first where that is free."""
+    """A task for each cluster, in the topological order that takes the smallest ``key`` first."""
     numbers: dict[int, int] = {}
     tasks: list[Task] = []
     for op in ops:
@@ -200,14 +202,14 @@ def _gather(
 
 
 def _place_updates(ops: list[Op], before: list[list[int]], cluster: list[int]) -> None:
-    """Have kernels write what is stacked into its place, as far as clusters form no cycle.
+    """Have kernels write values that are stacked into their place in the stack, if clusters form no cycle.
 
-    Others that read what was made read it there: it takes no memory and is written once.
+    Other readers of such a value read it there, so it takes no memory of its own and is written once.
     """
     updates = [op for op in ops if _is_placeable(op)]
     if not updates:
         return
-    # An order in which updates and their indices stand as early as can be.
+    # Tasks in an order in which updates and their indices come as early as possible.
     early = {op.index for op in ops if op.written_bytes <= _SCALAR_BYTES or _updates(op)}
     _gather(ops, before, cluster, lambda t: 0 if t.ops[0].index in early else t.ops[0].index)
     for op in updates:
@@ -225,7 +227,7 @@ def _updates(op: Op) -> bool:
 
 
 def _is_placeable(op: Op) -> bool:
-    """Whether an op updates in place with the whole of what one kernel makes for that."""
+    """Whether an op updates in place, and its update is the whole result of one kernel and nothing else."""
     if not _updates(op) or op.writes[0] is not op.reads[0].buffer:
         return False
     update = op.reads[1]
@@ -244,7 +246,7 @@ def _is_placeable(op: Op) -> bool:
 def _topological(
     tasks: list[Task], ops: list[Op], before: list[list[int]], key: Callable[[Task], int]
 ) -> list[Task]:
-    """Number tasks so that each comes after those it needs, the smallest ``key`` first where that is free."""
+    """Number the tasks in a topological order, the smallest ``key`` first."""
     needs: list[set[int]] = [set() for _ in tasks]
     gives: list[set[int]] = [set() for _ in tasks]
     for op in ops:
@@ -253,18 +255,8 @@ def _topological(
             if other != op.task:
                 needs[op.task].add(other)
                 gives[other].add(op.task)
-    waiting = [len(n) for n in needs]
-    keys = [key(task) for task in tasks]
-    ready = [(keys[i], i) for i in range(len(tasks)) if not waiting[i]]
-    heapify(ready)
-    ranked: list[Task] = []
-    while ready:
-        _, i = heappop(ready)
-        ranked.append(tasks[i])
-        for s in gives[i]:
-            waiting[s] -= 1
-            if not waiting[s]:
-                heappush(ready, (keys[s], s))
+    order = topological(dict(enumerate(needs)), key=lambda i: (key(tasks[i]), i))
+    ranked = [tasks[i] for i in order]
     assert len(ranked) == len(tasks), "tasks form a cycle"
     renumber = {task.index: i for i, task in enumerate(ranked)}
     for task in ranked:
@@ -279,7 +271,7 @@ def _topological(
 
 
 def _connect(graph: Graph, ops: list[Op], before: list[list[int]], initial: list[Buffer]) -> None:
-    """Number the buffers that lie between tasks; what stays inside a kernel takes no memory."""
+    """Number the buffers that are passed between tasks. Values inside a kernel take no memory."""
     readers: dict[Buffer, set[int]] = {}
     for op in ops:
         for ref in op.reads:

@@ -1,10 +1,10 @@
-"""Blocks to ops: renamed values are resolved, fences put in order.
+"""Blocks to ops: the nodes of a block with the buffers that they read and write.
 
-A loop or a branch is one op. They and ops with unknown side effects are fences: what stands before one in the
-module stays before it, what stands after it stays after it.
+A loop or a branch is one op. Loops, branches and ops with unknown side effects are fences: the ops before one
+in the module stay before it, those after it stay after it.
 
-Ops that only rename data (reshapes, layout changes, contiguous slices) and broadcasts make no op: whoever
-reads them reads their source, through a `Ref` that lists them.
+Nodes that only rename data (reshapes, layout changes, contiguous slices) and broadcasts become no ops. An op
+that reads one reads its source instead, through a `Ref` that lists the renaming ops.
 """
 
 from __future__ import annotations
@@ -13,17 +13,21 @@ from collections.abc import Iterable, Sequence
 
 from ..graph import Instruction
 from ..ops import op_of
-from ..values import Barrier, BlockGraph, Node, NodeKind, Value
+from ..values import Barrier, BlockGraph, Node, NodeKind, Value, carried_results
 from .model import Buffer, Op, Ref
 
 
 def lay_out(block: BlockGraph, donated: Iterable[int]) -> tuple[list[Op], list[Buffer]]:
-    """The ops of a block and the buffers of its parameters. Donated ones may be freed, others are kept."""
+    """The ops of a block and the buffers of its parameters. Only buffers of donated parameters are freed."""
     layout = _Layout()
     given_up = set(donated)
     env: dict[Value, Ref] = {}
     initial: list[Buffer] = []
-    arriving = {block.parameters[k]: node for node in block.nodes for _, k in node.carried}
+    arriving = {
+        block.parameters[k]: node
+        for node in block.crossing
+        for _, k in carried_results(node, block.results)
+    }
     for position, parameter in enumerate(block.parameters):
         assert parameter.type is not None
         buffer = Buffer(parameter.type.nbytes, None, position not in given_up)
@@ -46,7 +50,7 @@ class _Layout:
         self._before_parameters: dict[Barrier, list[Op]] = {}
 
     def arrival(self, node: Node) -> Op:
-        """The op that stands for a collective of the iteration before."""
+        """The op that stands for the arrival of a collective that the iteration before has started."""
         if node not in self.arrivals:
             self.arrivals[node] = Op(len(self.ops), node, arrives=True)
             self.ops.append(self.arrivals[node])
@@ -104,7 +108,7 @@ class _Layout:
         return op
 
     def _written(self, op: Op, result: Value, reads: Sequence[Ref]) -> Buffer:
-        """The buffer of a result. An update in place stays where it is unless that is an input to be kept."""
+        """The buffer of a result: the operand's for an update in place, unless that is a kept input."""
         assert result.type is not None
         opcode = op.instruction.opcode
         if op_of(opcode).in_place and reads and not _is_kept_input(reads[0].buffer):
@@ -141,7 +145,7 @@ class _Layout:
         return ref
 
     def _entering(self, barrier: Barrier, env: dict[Value, Ref]) -> Sequence[Op]:
-        """The ops before what enters a barrier as a parameter of the block: that has no node."""
+        """The ops before the parameters of the block that enter a barrier; parameters have no node."""
         found = self._before_parameters.get(barrier)
         if found is None:
             entering = (v.root for v in barrier.operands if v.root.node is None)
@@ -193,7 +197,7 @@ def _renames(node: Node, materialized: bool) -> bool:
     if opcode == "transpose":
         return _keeps_layout(instruction)
     if opcode == "reduce-precision":
-        # XLA's code of bf16, whose own 8 and 7 bits this spells out.
+        # To bf16 (XLA's code 16) it changes nothing: XLA gives bf16's own 8 and 7 bits.
         return instruction.shape.element_type == 16
     return False
 

@@ -1,7 +1,7 @@
-"""The ledger: what every collective costs, what hides it, what is left exposed, and why.
+"""The ledger: the time of every collective, the kernels that hide it, the time that is exposed, and why.
 
-Invariant: the entries' ``exposed`` add up to what the compute stream is held by waits; a collective's is
-what its own wait holds it.
+Invariant: ``exposed`` of a collective is the time for which compute stands still in its wait. The entries'
+``exposed`` add up to the time that compute spends in waits.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .model import Graph, Task
 from .replay import Phase
 from .staged import LoopReport
 
-# What is exposed for less than this share of its own time counts as fully hidden.
+# A collective that is exposed for less than this share of its time counts as fully hidden.
 HIDDEN = 0.01
 # Kernels listed for each collective.
 NAMED_KERNELS = 4
@@ -28,9 +28,9 @@ NAMED_KERNELS = 4
 class Entry:
     """A collective (or a bucket of them). Seconds throughout.
 
-    ``hidden_by`` are the kernels that run longest while it is in flight, with the time they share; ``beside``
-    is the time that all kernels share with it.
-    ``hideable`` is the compute that neither feeds it nor needs it.
+    ``hidden_by``: the kernels that run longest while it is in flight, with the time for which they do;
+    ``beside``: that time for all kernels together. ``hideable``: the compute that neither feeds it nor needs
+    it.
     """
 
     name: str
@@ -52,7 +52,7 @@ class Entry:
 
     @property
     def is_overlapped(self) -> bool:
-        """Whether compute runs beside it: what is not exposed may just be awaited after another."""
+        """Whether compute runs beside it. If not, it may still not be exposed: awaited behind another one."""
         return self.beside > HIDDEN * self.seconds
 
 
@@ -97,7 +97,7 @@ def ledger(plan: Explained) -> list[Entry]:
 
 
 class _Reasons:
-    """Why a collective begins when it does and is needed when it is."""
+    """Explains why a collective begins no earlier, and why it is awaited no later."""
 
     def __init__(self, plan: Explained) -> None:
         self.graph: Graph = plan.graph
@@ -143,13 +143,13 @@ class _Reasons:
 
 
 def summary(plan: Explained, entries: Sequence[Entry]) -> dict[str, Any]:
-    """Totals of a block and of all that runs inside it: counts of collectives, milliseconds, bytes.
+    """Totals of a block and the blocks inside it: counts of collectives, milliseconds, bytes.
 
-    ``entries`` is the block's own ledger.
-    ``hideable`` collectives have independent compute at all; ``overlapped`` run beside some of it, for more
-    than a hundredth of their time; ``fully_hidden`` are exposed for less than a hundredth of it.
-    ``exposed_floor_ms`` is what no plan avoids: ``floor_ms`` less all compute, what this plan takes for
-    launches, which hide communication too, and ``held_ms``, what collectives take from compute.
+    ``entries``: the block's own ledger. In the summary, ``hideable`` collectives have independent compute;
+    ``overlapped`` ones run beside compute for more than a hundredth of their time; ``fully_hidden`` ones are
+    exposed for less than a hundredth of it. ``exposed_floor_ms`` cannot be avoided by any plan: ``floor_ms``
+    without all compute, without the launches of this plan, which hide communication too, and without
+    ``held_ms``, the time that collectives take from compute.
     """
     graph, timeline, bound = plan.graph, plan.timeline, plan.floor
     exposed = plan.total(_exposed)
@@ -184,16 +184,16 @@ def summary(plan: Explained, entries: Sequence[Entry]) -> dict[str, Any]:
 
 
 def reports(plan: Explained) -> list[LoopReport]:
-    """What became of the loops in a block, at any depth, the inner ones first.
+    """The reports on all loops in a block, at any depth, inner ones first.
 
-    Iterations that stand around a loop have copies of its inner loops, which share a report.
+    Iterations that were written out around a loop have copies of its inner loops, which share a report.
     """
     found = {id(r): r for parts in plan.inner.values() for p in parts for r in reports(p)}
     return [*found.values(), *plan.loops]
 
 
 def _exposed(plan: Explained) -> float:
-    """Of a block itself, and what its loops leave under way, which holds up what is behind them."""
+    """Exposed seconds of the block itself, with the waits behind its loops for what they leave in flight."""
     under_way = sum(parts[-1].under_way for parts in plan.inner.values())
     return plan.timeline.exposed_seconds + under_way
 
@@ -209,7 +209,7 @@ def _on_stream(plan: Explained, name: str) -> float:
 
 
 def _streams(plan: Explained) -> dict[str, None]:
-    """The names of all streams, in the order in which they come up."""
+    """The names of all streams, in the order of their first use."""
     found = dict.fromkeys(plan.graph.streams)
     for parts in plan.inner.values():
         for part in parts:
@@ -218,7 +218,7 @@ def _streams(plan: Explained) -> dict[str, None]:
 
 
 def _counts(plan: Explained, entries: Sequence[Entry]) -> Counter[str]:
-    """Of collectives in a block and, as often as they run, in those inside it."""
+    """Counts of collectives in a block, and in the blocks inside it, as often as they run."""
     found = Counter(dict.fromkeys(_COUNTED, 0))
     for entry in entries:
         found.update({name: int(of(entry)) for name, of in _COUNTED.items()})

@@ -1,4 +1,4 @@
-"""What loops and branches take, and which values a loop's body makes anew."""
+"""Predicted times of loops and branches, and which carries a loop's body computes anew."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from ..values import BlockGraph, Node, NodeKind
 
 
 def control_flow_seconds(node: Node, seconds: Sequence[float]) -> float:
-    """What a loop or branch takes whose blocks take ``seconds``. A loop of known length runs no condition; of
-    one of unknown length it is an iteration."""
+    """The time of a loop or branch. ``seconds``: those of its blocks. A loop of known length evaluates no
+    condition; a loop of unknown length counts as one iteration, a branch as the longest choice."""
     if node.kind is not NodeKind.LOOP:
         return max(seconds, default=0.0)
     condition, body = seconds
@@ -19,13 +19,13 @@ def control_flow_seconds(node: Node, seconds: Sequence[float]) -> float:
 
 
 def carries_of(body: BlockGraph) -> tuple[int, ...]:
-    """Positions of what a body takes and gives anew: its memory is the body's own, to free or to update."""
+    """Positions of the carries that change: their memory is the body's own, to free or to update in place."""
     pairs = zip(body.parameters, body.results, strict=True)
     return tuple(k for k, (parameter, result) in enumerate(pairs) if result.root is not parameter)
 
 
 def blocks_of(node: Node) -> tuple[tuple[BlockGraph, tuple[int, ...]], ...]:
-    """The blocks of a loop or branch, each with the positions of those of its parameters that are its own."""
+    """The blocks of a loop or branch, each with the positions of the parameters whose memory it may free."""
     loop = node.kind is NodeKind.LOOP
     return tuple(
         (block, carries_of(block) if loop and number else ())

@@ -1,12 +1,12 @@
-"""Slack: starts as early and waits as late as costs nothing, since predicted times are never those to come.
+"""Slack: moves starts forward and waits back as far as that costs nothing, since predictions are inexact.
 
-The search starts collectives just in time and awaits them as soon as that frees memory. Where compute turns
-out faster than predicted, or a message slower, a stream then idles that had work, or compute is held by
-what it does not need yet. So in the end starts move forward, to the first cut where their inputs are there,
-and waits back, to the last one before their first reader.
+The search starts collectives just in time, and awaits them as soon as that frees memory. If compute is then
+faster than predicted, or a message slower, a stream idles although it has work, or compute waits for data
+that it does not need yet. So each start moves forward to the first cut at which its inputs exist, and each
+wait moves back to the last cut before the first reader. A *cut* is a place between two segments.
 
-Invariants: no stream's order changes, and no segment is cut that was not; predicted time and peak memory
-are at most those of the schedule that came in; the result depends on graph and schedule alone.
+Invariants: the order of collectives on a stream does not change, and no new cut is made. Predicted time and
+peak memory do not grow. The result depends on graph and schedule alone.
 """
 
 from __future__ import annotations
@@ -85,14 +85,14 @@ class _Steps:
         return self.given[self.order[position]][1]
 
     def _forward(self, number: int, first: int, nbytes: int) -> None:
-        """Move a start to the first cut from position ``first`` on whence its results fit."""
+        """Move a start to the first cut from position ``first`` on from which its results fit into memory."""
         start = int(self.position[number])
         if start <= first:
             return
         fits = np.flatnonzero(self.live[first:start] + nbytes > self.limit)
         if len(fits):
             first += int(fits[-1]) + 1
-        # Before compute begins, and next to a start or wait, nothing is cut.
+        # A start cuts no segment before all compute, and next to another start or wait.
         computes = self.is_compute[self.order[first - 1 : start]] if first else None
         if computes is not None:
             inside = computes[:-1] & computes[1:]
@@ -112,7 +112,7 @@ class _Steps:
         self.live[first] = live + nbytes
 
     def _back(self, number: int, last: int, nbytes: int) -> None:
-        """Move a wait to the last cut up to position ``last`` until which its operands fit."""
+        """Move a wait to the last cut up to position ``last`` until which its operands fit into memory."""
         start = int(self.position[number])
         if start >= last:
             return
@@ -121,7 +121,7 @@ class _Steps:
             last = start + int(fits[0])
         computes = self.is_compute[self.order[start + 1 : last + 2]]
         if len(computes) < last + 1 - start:
-            computes = np.append(computes, False)  # the end cuts nothing
+            computes = np.append(computes, False)  # a wait at the end cuts no segment
         inside = computes[:-1] & computes[1:]
         free = np.flatnonzero(~inside)
         if not len(free):
@@ -136,7 +136,7 @@ class _Steps:
         self.live[last] = self.live[last - 1]
 
     def _move(self, source: int, target: int) -> None:
-        """Issue the step at ``source`` at ``target``; those between make room, memory with them."""
+        """Move a step from position ``source`` to ``target``; steps in between shift, with their memory."""
         low, high = min(source, target), max(source, target)
         by = 1 if source > target else -1
         for array in (self.order, self.live):

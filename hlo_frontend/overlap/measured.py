@@ -1,10 +1,11 @@
-"""What instructions of a module were measured to take, and the modules of which that is known.
+"""Measured times of instructions, by module.
 
-Times come from segments (`attribute`), each shared out among its instructions as the table of costs has them.
-A table with them (`CostTable.measured`) prices kernels by them.
+The times of segments are measured and divided among their instructions (`attribute`). A table of costs that
+has them (`CostTable.measured`) uses them for the times of kernels.
 
-A module is known by its *key*: names, opcodes, shapes and operands of its instructions. Where it was written
-does not matter, nor what constants hold: times say what a plan is worth, never what a program computes.
+A module is identified by its *key*: a digest of names, opcodes, shapes and operands of its instructions.
+Source lines and the values of constants do not count: times decide how good a plan is, not what a program
+computes.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from typing import Any
 
 from ..graph import Instruction, Module
 
-# Modules whose times are kept for a set of machines, and characters of JSON that all of them may take: every
-# rank of a job is sent them when it joins. The oldest are dropped.
+# How many modules' times are kept, and how many characters of JSON they may take together: every rank is sent
+# all of them when it joins a job. The oldest are dropped.
 MOST_MODULES = 64
 MOST_CHARACTERS = 4_000_000
 VERSION = 1
@@ -29,25 +30,25 @@ VERSION = 1
 class Measured:
     """Times of one module's compute on one device.
 
-    ``seconds``: what each run of an instruction takes, by `name_of`. ``ratio``: measured to modelled time of
-    all of them together, by which those are priced that were not measured.
+    ``seconds``: the time of one run of an instruction, by `name_of`. ``ratio``: the measured time of all of
+    them over the predicted one; times of other instructions are multiplied by it.
     """
 
     seconds: Mapping[str, float] = field(default_factory=dict, hash=False)
     ratio: float = 1.0
 
     def of(self, instruction: Instruction, modelled: float) -> float:
-        """Seconds of an instruction that the table takes to last ``modelled``."""
+        """Seconds of an instruction; ``modelled``: as the rates of the table predict them."""
         return self.seconds.get(name_of(instruction), modelled * self.ratio)
 
 
 def name_of(instruction: Instruction) -> str:
-    """A name that the module has once."""
+    """A name of the instruction that is unique in its module."""
     return f"{instruction.computation.name}/{instruction.name}"
 
 
 def key_of(module: Module, num_replicas: int, num_partitions: int) -> str:
-    """By what a module is known, compiled for these counts."""
+    """The key of a module that is compiled for this many replicas and partitions."""
     digest = sha256(f"{num_replicas} {num_partitions}".encode())
     for computation in module.computations:
         digest.update(f"\n{computation.name}".encode())
@@ -85,7 +86,7 @@ def read(text: str) -> dict[str, Measured]:
 
 
 def write(modules: Mapping[str, Measured]) -> str:
-    """As JSON, the last of them as far as there is room. Nothing is rounded: plans are the same again."""
+    """As JSON, the newest modules that fit. Times are not rounded, so that plans are the same again."""
     kept: list[str] = []
     room = MOST_CHARACTERS
     for key, measured in list(modules.items())[: -MOST_MODULES - 1 : -1]:

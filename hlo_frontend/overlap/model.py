@@ -1,10 +1,10 @@
-"""What there is to schedule: a block as a graph of tasks, each a kernel or a collective.
+"""A block as a graph of tasks to schedule, each of them a kernel or a collective.
 
-`layout` turns a block into ops, `kernels` gathers them into tasks and prices those.
+`layout` turns a block into ops, `kernels` groups these into tasks, `pricing` predicts their times.
 
-Invariants: tasks are numbered in a topological order, the module's own where that is free; two instructions
-are in one task only where no path between them leaves it, so tasks form no cycle; cutting a task in two
-could let no collective start earlier.
+Invariants: tasks are numbered in a topological order, near that of the module. Two instructions are in one
+task only if no path between them leaves the task, so tasks form no cycle. Splitting a task would let no
+collective start earlier.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class Buffer:
 
 @dataclass(eq=False, slots=True)
 class Ref:
-    """An array as somebody reads it: who must have run before, where it lies, how much is read.
+    """An array as an op reads it: the ops that must run before, its buffer, how many bytes are read.
 
-    ``behind``: who runs before in the module, though it need not (see `values.Barrier`).
+    ``behind``: ops that only a barrier puts before, and that may be passed (see `values.Barrier`).
     """
 
     before: tuple[Op, ...]
@@ -47,7 +47,8 @@ class Ref:
 class Op:
     """A node of the block.
 
-    ``arrives``: what the iteration before has started of a collective that crosses (see `Task`).
+    ``arrives``: whether the op stands for the arrival of a collective that the iteration before has started
+    (see `Task`).
     """
 
     index: int
@@ -56,7 +57,7 @@ class Op:
     order: tuple[Op, ...] = ()
     writes: tuple[Buffer, ...] = ()
     written_bytes: int = 0
-    # Renaming ops that this one reads through; they are issued right before it.
+    # Renaming ops that this one reads through; they run right before it.
     renames: tuple[Op, ...] = ()
     escapes: bool = False
     task: int = -1
@@ -76,9 +77,9 @@ class Task:
     does not grow with its size, ``busy`` the share of it that is taken from compute that runs meanwhile.
     ``extra_bytes`` are used while the task runs or is in flight. A bucket has an op for each member.
 
-    A collective that a loop's body starts for the next iteration is two tasks there: one that ``crosses``,
-    which is started and not awaited, and one that ``arrives``, which is awaited only. ``seconds`` of the
-    latter are what may be left of it when the iteration begins.
+    A collective that a loop's body starts for the next iteration is two tasks there: one that ``crosses`` is
+    started and not awaited, one that ``arrives`` is awaited and not started. ``seconds`` of the latter are
+    the time that may be left of it when the iteration begins.
     """
 
     index: int
@@ -132,11 +133,11 @@ class Task:
 
 @dataclass(frozen=True, eq=False)
 class MemoryUse:
-    """What tasks do with buffers, in arrays of integers.
+    """The buffers that tasks use, as arrays of integers.
 
-    Buffer ``buffers[i]`` is read or written by ``tasks[first[i] : first[i + 1]]``; ``held`` are those that
-    the next iteration needs. By buffer: its ``sizes`` in bytes, and whether it is ``kept``. By task: bytes
-    ``made``, live from its beginning on, and ``extra``, live while it runs.
+    ``tasks[first[i] : first[i + 1]]`` read or write buffer ``buffers[i]``; the next iteration needs the
+    buffers in ``held``. By buffer: ``sizes`` in bytes, and whether it is ``kept``. By task: ``made``, bytes
+    that are live from its beginning on, and ``extra``, bytes that are live while it runs.
     """
 
     tasks: np.ndarray
@@ -169,7 +170,7 @@ class Graph:
 
     @cached_property
     def made_bytes(self) -> list[int]:
-        """By task: bytes that are live from its beginning on, what it makes and what it uses itself."""
+        """By task: the bytes of its results and of its own scratch memory, live from its beginning on."""
         sizes = self.buffers
         return [sum(sizes[b] for b in task.writes) + task.extra_bytes for task in self.tasks]
 
@@ -198,6 +199,6 @@ class Graph:
         return totals
 
     def crossings(self) -> dict[int, int]:
-        """By task that crosses into the next iteration: the one that arrives from the last."""
+        """For each task that crosses into the next iteration: the task that stands for its arrival."""
         arriving = {op.node: task.index for task in self.tasks if task.arrives for op in task.ops}
         return {t.index: arriving[t.ops[0].node] for t in self.tasks if t.crosses}

@@ -1,16 +1,17 @@
-"""The steps of a plan as an order of nodes: what `carve` cuts into segments.
+"""The steps of a plan as an order of nodes, which `carve` cuts into segments.
 
-Kernels between two starts or waits become one segment, whose nodes stand in the module's order: equal
-layers give equal segments, however the schedule came by them.
+The kernels between two starts or waits become one segment. Its nodes stand in the module's order, so that
+equal layers give equal segments although the schedule may list their kernels differently.
 
-What only renames data (reshapes, slices, broadcasts) is no task of the plan. Those that a kernel reads
-through are computed anew in each segment that needs them, so that no copy lies between segments. Those
-that a collective, a loop or the block's result needs are arrays: they are made once, at the end of the last
-segment before, or in a segment of their own where there is none that has their source.
+Nodes that only rename data (reshapes, slices, broadcasts) are no tasks of the plan. If a kernel reads
+through one, every segment that needs it computes it anew, so that no copy is passed between segments. If a
+collective, a loop or the block's result needs one, it must exist as an array: the last segment before makes
+it, or a segment of its own if that one runs too early to have its source.
 
-A bucket becomes one collective with the operands of all its members; it carries their names, joined by ``+``.
+A bucket becomes one collective with the operands of all its members. Its name is theirs, joined by ``+``.
 
-Invariant: every node of the block stands after all that it needs; the order follows from block and plan.
+Invariant: every node of the block stands behind all nodes that it needs; the order follows from block and
+plan.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from ..carve import Await
-from ..values import BlockGraph, Node, NodeKind, Value
+from ..values import BlockGraph, Node, NodeKind, Value, carried_results
 from .model import Graph, Op, Task
 from .replay import Phase, Step
 
@@ -39,7 +40,7 @@ def place(block: BlockGraph, graph: Graph, steps: Sequence[Step]) -> list[Node |
 
 
 class _Placer:
-    """Segments and what stands between them, in order."""
+    """Collects segments, and the collectives, loops, branches and waits between them, in order."""
 
     def __init__(self, block: BlockGraph, graph: Graph) -> None:
         self.block = block
@@ -60,8 +61,8 @@ class _Placer:
         for index in graph.crossings():
             node = _started(graph.tasks[index])
             self.crossing |= {op.node: node for op in graph.tasks[index].ops}
-        self.placed: set[Node] = set()  # of those that are made once
-        # Number of segments before one can read the node's results, or what arrives as a parameter.
+        self.placed: set[Node] = set()  # nodes that are made once and have their place
+        # How many segments must have begun before one can read a node's results, or a parameter that arrives.
         self.since: dict[Node, int] = {}
         self.arrived: dict[Value, int] = {}
 
@@ -91,7 +92,7 @@ class _Placer:
         self.items.append(Await(self.started[task.index]))
         for op in task.ops:
             if task.arrives:
-                for _, k in op.node.carried:
+                for _, k in carried_results(op.node, self.block.results):
                     self.arrived[self.block.parameters[k]] = self.number
             else:
                 self.since[op.node] = self.number
@@ -135,7 +136,7 @@ class _Placer:
                     stack.append(source)
 
     def _make(self, values: Iterable[Value]) -> None:
-        """Have the renamed arrays among these values made by now."""
+        """Place the renaming nodes that give any of these values, so that they exist as arrays."""
         for value in values:
             node = value.root.node
             if node in self.renaming and node not in self.placed:
@@ -159,18 +160,13 @@ class _Placer:
 
 
 def _started(task: Task) -> Node:
-    """The collective that is started: the task's own, or what the members of a bucket are together."""
+    """The collective that is started: the task's own, or one that does what the members of a bucket do."""
     if len(task.ops) == 1:
         return task.ops[0].node
     members = [op.node for op in task.ops]
     first = members[0]
     assert task.collective is not None
     names = dict.fromkeys(m.collective.name for m in members if m.collective is not None)
-    carried: list[tuple[int, int]] = []
-    results = 0
-    for member in members:
-        carried += [(results + i, k) for i, k in member.carried]
-        results += len(member.results)
     return Node(
         first.kind,
         first.instruction,
@@ -178,5 +174,4 @@ def _started(task: Task) -> Node:
         operands=[v for m in members for v in m.operands if v.type is not None],
         results=[v for m in members for v in m.results],
         collective=replace(task.collective, name="+".join(names)),
-        carried=tuple(carried),
     )

@@ -1,22 +1,21 @@
-"""One pass of the scheduler: tasks played against the clock, by an urgency that is given.
+"""One pass of the scheduler: a simulation that issues tasks by a given urgency (list scheduling).
 
-The clock is played forward. Whenever compute is free it takes the most urgent kernel whose inputs
-have arrived; where there is none, it waits for the next arrival. Before a kernel is issued, every stream
-that would run dry while it runs is given its most urgent ready collective, so that starts are issued just
-in time: early enough that no stream idles, not earlier, so that memory is not filled with what nobody
-needs yet. Kernels that nothing urgent depends on (weight gradients) thereby drift behind collectives that
-compute would otherwise wait for.
+Whenever compute is free, it takes the most urgent kernel whose inputs have arrived. If there is none, it
+waits for the next arrival. Before a kernel is issued, every stream that would become idle while the kernel
+runs gets its most urgent ready collective. So collectives start just in time: early enough that no stream
+idles, and not earlier, so that memory does not fill with values that nobody needs yet. Kernels that nothing
+urgent depends on (weight gradients) thereby move behind collectives that compute would otherwise wait for.
 
-*Feeding.* Where weight gradients drift behind a long chain of compute, the stream that they would keep busy
-idles meanwhile, and all of its work is left for the end. A feeding pass runs, whenever a stream would run dry
-until it is through, the kernel from which the least compute leads to a collective of that stream. Where
-compute has as much to do as the stream, a gradient that takes longer than its collective is better left for
-the end, when the collectives that come last leave compute idle (as in Johnson's rule for two machines, one
-behind the other); so there are two kinds of such passes (`Feeding`). They are among the things tried, too.
+*Feeding.* If weight gradients move behind a long chain of compute, the stream that reduces them idles during
+that chain, and all of its work is left for the end. A feeding pass prevents that: if a stream would become
+idle before some collective of it can be ready, the pass runs the kernel from which the least compute leads to
+such a collective. If compute has as much to do as the stream, a gradient that takes longer than its
+collective is better left for the end, where the last collectives leave compute idle (as in Johnson's rule for
+two machines in sequence). So there are two kinds of feeding passes (`Feeding`), and the search tries both.
 
-*Memory.* The module's own order is the fallback at every moment: a task is issued out of turn only if the
-rest could still be run in the module's order within the limit. So passes never get stuck, and prefetched
-values cannot crowd out what the critical path needs.
+*Memory.* A task is issued out of turn only if all remaining tasks could still run in the module's order
+within the limit. So a pass never gets stuck, and prefetched values do not take the memory that the critical
+path needs.
 """
 
 from __future__ import annotations
@@ -30,16 +29,17 @@ import numpy as np
 from .model import Graph
 from .replay import Phase, Step
 
-# A wait that frees memory is issued once the clock is this share of its time past its predicted end.
+# A wait that frees memory is issued when the collective has ended by the prediction, and then this share of
+# its time has passed.
 WAIT_MARGIN = 0.25
-# How many of the most urgent tasks are looked at for one that fits.
+# How many of the most urgent tasks are tried until one fits into memory.
 ALTERNATIVES = 12
 _LATER = float("inf")
 
 
 class Feeding(IntEnum):
-    """Which kernels come first where a stream would run dry: those before a collective that takes no less
-    than the ``LAST`` of them, or than ``ALL`` that lead to it."""
+    """Which kernels are preferred if a stream would become idle: those that lead to a collective which takes
+    at least as long as the ``LAST`` kernel before it, or as ``ALL`` kernels that lead to it together."""
 
     NONE = 0
     LAST = 1
@@ -47,9 +47,9 @@ class Feeding(IntEnum):
 
 
 class Player:
-    """Plays a graph forward or, with all edges turned round, backward.
+    """Simulates a graph forward or, with all edges reversed, backward.
 
-    ``reference`` are the bytes live at each task of the module's own order.
+    ``reference``: the bytes that are live at each task of the module's own order.
     """
 
     def __init__(self, graph: Graph, reference: Sequence[int] = ()) -> None:
@@ -59,7 +59,7 @@ class Player:
         self.stream = [task.stream for task in tasks]
         self.before = [task.before for task in tasks]
         self.after = [task.after for task in tasks]
-        # Of what a task needs, that which must be waited for.
+        # The collectives among the tasks that a task needs.
         self.awaits = [tuple(i for i in task.before if tasks[i].stream >= 0) for task in tasks]
         self.made = graph.made_bytes
         self.reference = np.array(reference, dtype=np.int64)
@@ -68,19 +68,19 @@ class Player:
             for buffer in task.reads:
                 self.readers[buffer].append(task.index)
         self.forward = True
-        # In flight, these hold inputs that nothing else needs: they are waited for soon after their end.
+        # Collectives that hold inputs which nothing else needs: they are awaited soon after their end.
         self.frees_at_wait = [
             task.is_collective and any(not graph.kept[b] and graph.buffers[b] for b in task.reads)
             for task in tasks
         ]
 
-        # What the iteration before has started is under way already, ahead of all else on its stream.
+        # Collectives that the iteration before has started come first on their streams.
         self.starts_first = [task.arrives for task in tasks]
         self.crosses = [task.crosses for task in tasks]
         self._leads: dict[Feeding, list[list[float]]] = {Feeding.NONE: []}
 
     def turn_round(self) -> None:
-        """Play backward from now on, without regard for memory."""
+        """Simulate backward from now on, without a limit of memory."""
         self.before, self.after = self.after, self.before
         stream = self.stream
         self.awaits = [tuple(i for i in before if stream[i] >= 0) for before in self.before]
@@ -94,9 +94,9 @@ class Player:
         window: float = _LATER,
         feeding: Feeding = Feeding.NONE,
     ) -> tuple[list[Step], list[float]]:
-        """Issue order, and when each task ended. The largest urgency goes first.
+        """The issue order, and the time at which each task ended. The task of the largest urgency goes first.
 
-        Backward, times count from the end of the program and the order is the reverse of one.
+        Backward, times count from the end of the program, and the order is the reverse of an issue order.
         """
         limit = memory_limit if self.forward else _LATER
         if feeding not in self._leads:
@@ -107,7 +107,7 @@ class Player:
 
 
 class _Pass:
-    """State of one pass."""
+    """The state of one pass."""
 
     def __init__(
         self,
@@ -131,7 +131,7 @@ class _Pass:
         self.steps: list[Step] = []
         self.clock = 0.0
         self.kernels: list[tuple[float, int]] = []
-        # By stream: those of them that feed it, by how soon; and some that are issued by now.
+        # By stream: the kernels that feed it, by how soon they do; issued ones may still be among them.
         self.feeders: list[list[tuple[float, float, int]]] = [[] for _ in leads]
         self.ready: list[list[tuple[float, int]]] = [[] for _ in range(streams)]
         self.later: list[tuple[float, int]] = []
@@ -140,12 +140,12 @@ class _Pass:
         self.issued = [False] * count
         self.in_flight: list[tuple[float, int]] = []
         self.left = count
-        # Memory if all that is left ran in the module's order from here on, by task of that order.
+        # By task: the memory at its turn if all remaining tasks ran in the module's order from here on.
         self.outlook = player.reference.copy()
         self.frontier = 0
         self.live = player.graph.base_bytes
         self.unread = [len(readers) for readers in player.readers]
-        # Position, among the readers of each buffer, of the last that is not issued.
+        # Position, among the readers of each buffer, of the last one that is not issued.
         self.last_reader = [count - 1 for count in self.unread]
 
     def play(self) -> None:
@@ -178,7 +178,7 @@ class _Pass:
             self._wait(index)
 
     def _reveal(self, index: int) -> None:
-        """All that ``index`` needs is on its way."""
+        """Every task that ``index`` needs has been issued."""
         arrival = self.arrival[index]
         if arrival > self.clock:
             heappush(self.later, (arrival, index))
@@ -201,14 +201,14 @@ class _Pass:
         return self.kernels if stream < 0 else self.ready[stream]
 
     def _upcoming(self) -> float:
-        """When something next arrives or, where something waits for memory, is freed."""
+        """The time of the next arrival, or of the next wait if tasks wait for memory."""
         upcoming = self.later[0][0] if self.later else _LATER
         if self.in_flight and (self.kernels or any(self.ready)):
             upcoming = min(upcoming, self.in_flight[0][0])
         return upcoming
 
     def _kernel(self) -> int | None:
-        """The most urgent kernel that fits, taken from the queue."""
+        """Take the most urgent kernel that fits into memory from the queue."""
         if self.leads:
             fed = self._feeder()
             if fed is not None:
@@ -224,7 +224,7 @@ class _Pass:
         return None
 
     def _feeder(self) -> tuple[float, int] | None:
-        """The kernel that soonest gives a stream something to do that would run dry until then."""
+        """The kernel that feeds a stream first, if that stream would be idle until then."""
         for stream, feeders in enumerate(self.feeders):
             if self.ready[stream]:
                 continue
@@ -245,7 +245,7 @@ class _Pass:
             heapify(queue)
 
     def _fits(self, index: int) -> bool:
-        """Whether the task may run now with the rest in the module's order still within the limit."""
+        """Whether the remaining tasks in the module's order stay within the limit if this one runs now."""
         made = self.player.made[index]
         if not made or not self.limited:
             return True
@@ -275,7 +275,7 @@ class _Pass:
                 self._start(entry[1])
 
     def _force(self) -> None:
-        """Nothing fits and nothing is on its way: the module's own order goes on."""
+        """Issue the next task of the module's order: no other fits, and nothing is in flight."""
         waiting = [*self.kernels, *(entry for queue in self.ready for entry in queue)]
         entry = min(waiting, key=lambda e: e[1])
         self._take(self._queue(entry[1]), entry)
@@ -325,7 +325,7 @@ class _Pass:
                     self._release(index)
 
     def _account(self, index: int) -> None:
-        """The outlook once ``index`` is issued now instead of in its turn."""
+        """Update the outlook: ``index`` is issued now instead of at its turn."""
         graph = self.player.graph
         self.live += self.player.made[index]
         first = self._first_unissued()
@@ -335,7 +335,7 @@ class _Pass:
         for buffer in task.reads:
             if graph.kept[buffer]:
                 continue
-            # Where the last of its readers goes before its turn, it is dead from the next to last on.
+            # If the last reader goes before its turn, the buffer is dead from the next to last one on.
             last = self._last_unissued_reader(buffer, first - 1)
             if last < index:
                 self.outlook[max(first, last + 1) : index + 1] -= graph.buffers[buffer]
@@ -356,7 +356,7 @@ class _Pass:
                 self.live -= graph.buffers[buffer]
 
     def _done(self, index: int, when: float) -> None:
-        """``index`` will be done at ``when``: tell those that need it."""
+        """``index`` will be done at ``when``: update the tasks that need it."""
         self.left -= 1
         arrival, need = self.arrival, self.need
         for after in self.player.after[index]:
@@ -368,8 +368,8 @@ class _Pass:
 
 
 def _leads(graph: Graph, kind: Feeding) -> list[list[float]]:
-    """By stream and kernel: seconds of the least compute, its own included, that leads to a collective of the
-    stream for which this kind of feeding runs it; infinite where there is none."""
+    """By stream and kernel: the least seconds of compute, with the kernel's own, that lead to a collective of
+    the stream which this kind of feeding prefers; infinite if there is none."""
     count = len(graph.tasks)
     leads = [[_LATER] * count for _ in graph.streams]
     takes = [[0.0] * count for _ in graph.streams]  # seconds of that collective

@@ -1,9 +1,9 @@
-"""By which costs the programs of a job are scheduled for overlap, if they are.
+"""Chooses the table of costs by which the programs of a job are scheduled for overlap.
 
-A table that the user names counts as it is: groups without an entry are errors. One that was measured serves
-all groups, each by the nearest entry. Where there is no table, a job whose ranks run on several hosts gets
-that of an ordinary network. On one host without a table nothing is scheduled: the cores that compute move
-the data too, so that there is next to nothing to hide.
+If the user names a table, it is used as it is: groups without an entry are errors. A measured table serves
+all groups, each by the nearest entry. Without a table, a job on several hosts gets that of an ordinary
+network, and a job on one host is not scheduled: its cores both compute and move the data, so there is little
+to hide.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ def policy_of(
     named: bool = False,
     enabled: bool = True,
 ) -> OverlapPolicy | None:
-    """The policy of all ranks, by a table of costs as JSON text. ``hosts`` are theirs.
+    """The policy of all ranks. ``text``: a table of costs as JSON. ``hosts``: the hosts of the ranks.
 
-    ``origin``: where the text comes from; ``named``: whether the user named that; ``enabled``: whether
-    anything is to be scheduled at all. Raises `WorldError` where the text is no table.
+    ``origin``: where the text comes from; ``named``: whether the user named it; ``enabled``: whether programs
+    are scheduled at all. Raises `WorldError` if the text is not a table.
     """
     if not enabled:
         return None

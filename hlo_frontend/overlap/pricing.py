@@ -1,4 +1,4 @@
-"""What each task costs by a table, and on which stream it runs.
+"""The predicted time of each task by a table of costs, and the stream on which it runs.
 
 A kernel reads each of its inputs once and writes each of its outputs once.
 """
@@ -18,8 +18,9 @@ from .model import Buffer, Graph, Task
 
 
 def price(graph: Graph, costs: CostTable, opaque: Callable[[Node], float]) -> None:
-    """Set what each task takes, and on which stream. ``opaque``: seconds of a loop or branch."""
+    """Set time, bytes and stream of each task. ``opaque``: gives the seconds of a loop or branch."""
     streams: dict[object, int] = {}
+    arriving = {task.ops[0].node for task in graph.tasks if task.ops[0].arrives}
     for task in graph.tasks:
         node = task.ops[0].node
         if node.collective is not None:
@@ -36,7 +37,7 @@ def price(graph: Graph, costs: CostTable, opaque: Callable[[Node], float]) -> No
             task.moved_bytes = charge.wire_bytes
             if charge.link is not None:
                 task.latency_s, task.busy = charge.link.latency_s, charge.link.busy
-            task.crosses = bool(node.carried) and not task.ops[0].arrives
+            task.crosses = node in arriving and not task.ops[0].arrives
             if task.ops[0].arrives:
                 task.arrives, task.seconds, task.moved_bytes = True, 0.0, 0.0
                 task.extra_bytes = sum(t.nbytes for t in collective.operands)
@@ -47,7 +48,7 @@ def price(graph: Graph, costs: CostTable, opaque: Callable[[Node], float]) -> No
 
 
 def price_blocks(graph: Graph, opaque: Callable[[Node], float]) -> None:
-    """Set what loops and branches take."""
+    """Set the times of loops and branches."""
     for task in graph.tasks:
         node = task.ops[0].node
         if node.blocks:
@@ -55,7 +56,7 @@ def price_blocks(graph: Graph, opaque: Callable[[Node], float]) -> None:
 
 
 def price_kernel(task: Task, costs: CostTable) -> None:
-    """Set what a kernel takes: as it was measured, or by the rates of the table."""
+    """Set the time of a kernel: as it was measured, or by the rates of the table."""
     task.flops, task.moved_bytes = _kernel_cost(task)
     task.seconds = costs.compute.seconds(task.flops, task.moved_bytes)
     if costs.measured is not None:

@@ -1,17 +1,18 @@
-"""A bound below which no plan of a block can come, whatever it merges or moves between iterations.
+"""A lower bound of the time of every plan of a block, also of plans that merge collectives or stage loops.
 
-`floor` bounds the orders of one graph. A plan may also take combined collectives apart and merge others into
-buckets, and run what is in a loop an iteration early or late. What that cannot change is here:
+`floor` bounds the orders of one graph. A plan may also split combined collectives, merge others into buckets,
+and run parts of a loop an iteration early or late. This bound uses what holds nevertheless:
 
-- A bucket takes at least the bytes of its members and one latency: each member that could be merged
-  counts without its latency, in a graph whose combined collectives are taken apart. The bounds of
-  `floor` hold for such members, one after the other in the bucket's time.
-- Collectives that need one another are not in one bucket, nor are those of different kinds, types or
-  groups (`bucket_key`): of each key there are as many buckets as its longest chain has members.
-- No way through the block gets shorter by merging: a bucket takes longer than each of its members.
-- A resource does all of its work: that of loops as often as they run. Where the iterations of a loop can be
-  moved, this alone bounds the block around it. Kernels that are moved may become one with others and read
-  less: what they compute counts, without what they read and write.
+- A bucket takes at least the time of its members' bytes and one latency. So each collective that could be
+  merged counts without its latency, in a graph whose combined collectives are split. The bounds of `floor`
+  hold for such members, which take the bucket's time one after the other.
+- Collectives that depend on one another are in different buckets, and so are collectives of different kinds,
+  types or groups (`bucket_key`): for each key there are at least as many buckets as its longest chain has
+  members.
+- Merging makes no chain of tasks shorter: a bucket takes longer than each of its members.
+- A resource does all of its work, that of a loop as often as the loop runs. If iterations of a loop can be
+  moved, only this bounds the block around it. Kernels that are moved may be fused with others and read less,
+  so only their arithmetic counts, not the memory that they read and write.
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ from .uncombine import uncombine
 class BlockFloor:
     """Least seconds of a block, of all its compute, and of each stream (by `stream_key`, with its name).
 
-    ``arithmetic``: of ``compute`` what is left if memory takes no time. ``latency``: by stream, what
-    latencies take there at least. ``movable``: whether something in it communicates in a loop of known
-    length, so that iterations of it may run beside what is around it.
+    ``arithmetic``: the part of ``compute`` that is left if memory takes no time. ``latency``: the least sum
+    of latencies by stream. ``movable``: whether the block has a loop of known length that communicates, whose
+    iterations may then run beside the code around it.
     """
 
     floor: Floor
@@ -57,8 +58,8 @@ def floor_of(
     inner: Mapping[Node, tuple[BlockFloor, ...]],
     graph: Graph,
 ) -> BlockFloor:
-    """The floor of a block; ``inner`` has those of the blocks of its loops and branches, ``graph`` is that of
-    the block as it stands, whose loops and branches are priced anew."""
+    """The floor of a block. ``inner``: the floors of the blocks of its loops and branches. ``graph``: the
+    task graph of the block as it is written; times of loops and branches in it are updated in place."""
     undo = uncombine(block, costs)
     try:
         least = {
@@ -99,14 +100,14 @@ def floor_of(
 
 
 def _arithmetic(task: Task, costs: CostTable) -> float:
-    """What a kernel takes at least, with whatever others it is one."""
+    """The least time of a kernel, whichever others it is fused with."""
     if costs.measured is not None:
         return task.seconds
     return costs.compute.seconds(task.flops, 0.0)
 
 
 def _merged(graph: Graph) -> Graph:
-    """The graph with each collective that could be merged as if it were merged for nothing."""
+    """The graph in which each collective that could be merged has no latency."""
     tasks = []
     for task in graph.tasks:
         copy = task.moved(task.index, task.before, task.after)
@@ -119,7 +120,8 @@ def _merged(graph: Graph) -> Graph:
 def _streams(
     graph: Graph, inner: Mapping[Node, tuple[BlockFloor, ...]]
 ) -> tuple[dict[object, tuple[str, float]], dict[object, float]]:
-    """Work of each stream without the latencies that merging could save, and those that it cannot."""
+    """Work of each stream without the latencies of collectives that could be merged, and the latencies that
+    remain even then."""
     work: dict[object, tuple[str, float]] = {}
     latency: dict[object, float] = {}
 
@@ -150,6 +152,6 @@ def _streams(
             if node.kind is NodeKind.LOOP:
                 add(key, name, control_flow_seconds(node, shares))
                 latency[key] = latency.get(key, 0.0) + control_flow_seconds(node, waits)
-            else:  # the branch that is taken may be the one that needs the stream least
+            else:  # the choice that is taken may be the one that uses the stream least
                 add(key, name, min(shares))
     return work, latency

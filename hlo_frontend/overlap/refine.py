@@ -1,10 +1,10 @@
-"""Buckets bettered step by step: two that follow each other are joined, or a first or last member is let
-go, while that lowers the predicted time. A budget of tasks ends that; it goes far in small graphs.
+"""A local search over buckets: joins two buckets that follow each other, or removes the first or last member
+of one, while that lowers the predicted time and a budget of tasks lasts.
 
-That finds plans between those of `buckets`, whose buckets are all about as long: in the body of a loop, a
-small first bucket that the iteration waits for and a large one behind it.
+It finds plans that `buckets` does not make, whose buckets are all about equally long. An example is the body
+of a loop with a small first bucket, which the iteration waits for, and a large one behind it.
 
-Invariant: the work is bounded by a count of tasks scheduled, so that all ranks decide alike.
+Invariant: the work is bounded by a count of tasks, not by time, so that all ranks decide alike.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .buckets import (
 from .costs import CostTable
 from .model import Graph
 
-# The share of its time that a schedule must gain by a step.
+# The share of its time by which a step must improve a schedule.
 LEAST_STEP = 1e-3
 
 
@@ -38,10 +38,10 @@ def refine(
     memory_limit: float,
     budget: int,
 ) -> Bucketed:
-    """The buckets after as many steps as lower the predicted time.
+    """The buckets after all steps that lower the predicted time.
 
-    ``scheduler`` is a quick one, ``memory_limit`` bytes, ``budget`` the number of tasks that may be scheduled
-    in all. What could not take less time in any order is not scheduled.
+    ``scheduler``: a quick one. ``memory_limit``: in bytes. ``budget``: how many tasks may be scheduled in
+    all. Buckets that a lower bound excludes are not scheduled.
     """
     above = ancestors(graph)
     least = least_merged_seconds(graph)
@@ -73,7 +73,7 @@ def refine(
 def _neighbours(
     graph: Graph, found: Bucketed, costs: CostTable, above: list[int]
 ) -> Iterator[list[tuple[int, ...]]]:
-    """Plans that are one step away: groups of tasks of ``graph``, acyclic together."""
+    """Sets of buckets that are one step away, as groups of tasks of ``graph`` that form no cycle."""
     begin = found.order.timeline.begin
     queues: dict[object, list[tuple[int, ...]]] = {}
     pairs = zip(found.graph.tasks, found.members, strict=True)

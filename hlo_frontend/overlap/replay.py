@@ -1,14 +1,14 @@
-"""What an issue order does: times on every stream, exposed waits, live memory.
+"""Simulates an issue order: gives times on every stream, exposed waits, and live memory.
 
-The clock is the compute stream's. Compute steps run one after the other in issue order. A start begins
-when its stream is free and everything issued to compute before it has run; streams are FIFO. A wait holds
-compute until its collective has ended: the time held is exposed. Each run of compute steps that no start
-or wait interrupts is a segment and costs one launch.
+The clock is that of compute. Compute steps run one after the other in issue order. A collective begins when
+its stream is free and all compute issued before its start has run; a stream is first in, first out. A wait
+stops compute until its collective has ended; that time is exposed. Consecutive compute steps without a start
+or a wait in between are one segment, which costs one launch.
 
-A value takes memory from the step that makes it (for collectives, the start) until the last step that
-reads it (for collectives, the wait) is over. Times and orders are exact functions of their arguments.
+A value takes memory from the step that makes it (for a collective, the start) until the end of the last step
+that reads it (for a collective, the wait). The result depends on the arguments alone.
 
-In a loop's body, what a collective that crosses reads is kept until it arrives in the next iteration.
+In a loop's body, the operands of a collective that crosses are kept until it arrives in the next iteration.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ import numpy as np
 
 from .model import Graph
 
-# Iterations of a loop that are replayed at most, and the last ones of which the time of one is taken.
+# How many iterations of a loop are simulated at most, and over how many of the last ones time is averaged.
 ITERATIONS, MEASURED = 9, 4
-# What is left of transfers at the end of an iteration is the same to this share of its time.
+# The simulation ends when the time left of collectives at the end of an iteration changes by no more than
+# this share of the iteration's time.
 STEADY = 1e-9
 
 
@@ -38,9 +39,10 @@ Step = tuple[int, Phase]  # task, phase
 
 @dataclass
 class Timeline:
-    """Times by task; ``exposed`` by collective; memory by step: bytes live while the step runs.
+    """``begin``, ``end`` and ``exposed`` are by task, in seconds; ``live``: bytes in use while each step
+    runs.
 
-    ``held``: seconds that collectives take from compute beside them, as `shared_cores` has it.
+    ``held``: seconds that collectives take from compute beside them (`shared_cores`).
     """
 
     seconds: float
@@ -56,7 +58,7 @@ class Timeline:
         return sum(self.exposed)
 
     def live_by_task(self, graph: Graph, steps: Sequence[Step]) -> list[int]:
-        """Bytes live while each task is issued."""
+        """Bytes in use when each task is issued."""
         by_task = [0] * len(graph.tasks)
         for (index, phase), live in zip(steps, self.live, strict=True):
             if phase is not Phase.WAIT:
@@ -78,8 +80,8 @@ def unscheduled(graph: Graph) -> list[Step]:
 
 
 def handed_over(steps: Sequence[Step]) -> int:
-    """Collectives that are not awaited right where they start. Each is given to its stream's thread and taken
-    back from it, which costs about what a launch does; others run where the program is walked."""
+    """The number of collectives that are not awaited where they start. Each of them is handed to its stream's
+    thread and back, which costs about a launch; the others run in the thread that walks the program."""
     following = [*steps[1:], None]
     return sum(
         phase is Phase.START and after != (index, Phase.WAIT)
@@ -88,16 +90,16 @@ def handed_over(steps: Sequence[Step]) -> int:
 
 
 def replay(graph: Graph, steps: Sequence[Step], launch_s: float = 0.0) -> Timeline:
-    """Run ``steps`` against the clock; those of a loop's body with crossing collectives over and over, until
-    every iteration takes the same time."""
+    """Simulate ``steps``; those of a loop's body with crossing collectives repeatedly, until every iteration
+    takes the same time."""
     return timeline(Clock(graph, steps, launch_s), steps)
 
 
 def timeline(run: Clock, steps: Sequence[Step]) -> Timeline:
-    """What ``steps`` do by a clock of their own: `replay` with another idea of time."""
+    """Simulate ``steps`` by the clock ``run``, which was made for them."""
     crossings = run.graph.crossings()
     live = memory(run.graph, steps)
-    if crossings:  # an iteration among others: seconds to the next, times from its begin on
+    if crossings:  # the time from one iteration to the next; other times count from its begin
         seconds, last = run.repeat(crossings)
     else:
         run.walk()
@@ -106,8 +108,8 @@ def timeline(run: Clock, steps: Sequence[Step]) -> Timeline:
     return Timeline(seconds, begin, end, run.exposed, live, max(live, default=0), run.held)
 
 
-def replayed_seconds(graph: Graph, steps: Sequence[Step], launch_s: float = 0.0) -> float:
-    """The seconds of `replay`, without the rest of it."""
+def replayed_seconds(graph: Graph, steps: Sequence[Step], launch_s: float) -> float:
+    """The seconds of `replay` alone, which is quicker."""
     crossings = graph.crossings()
     run = Clock(graph, steps, launch_s)
     if crossings:
@@ -116,11 +118,11 @@ def replayed_seconds(graph: Graph, steps: Sequence[Step], launch_s: float = 0.0)
     return max([run.clock, *run.free])
 
 
-COMPUTE, WAIT, START, ARRIVING = range(4)  # what a `Clock` is to do
+COMPUTE, WAIT, START, ARRIVING = range(4)  # the kinds of steps of a `Clock`
 
 
 class Clock:
-    """Tasks against the clock: when each began and ended last, and for how long it was waited for."""
+    """The simulation: when each task last began and ended, and for how long compute waited for it."""
 
     def __init__(self, graph: Graph, steps: Sequence[Step], launch_s: float) -> None:
         count = len(graph.tasks)
@@ -139,14 +141,14 @@ class Clock:
             for i, phase in steps
         ]
         arriving = {task.index for task in tasks if task.arrives}
-        if arriving:  # what arrives was started by the iteration before
+        if arriving:  # the iteration before has started these
             self.program = [
                 (ARRIVING if code == START and i in arriving else code, i, seconds)
                 for code, i, seconds in self.program
             ]
 
     def walk(self) -> None:
-        """Run all steps once, from where the clock stands."""
+        """Run all steps once, from the present time on."""
         tasks, launch_s, clock, free = self.graph.tasks, self.launch_s, self.clock, self.free
         begin, end, exposed = self.begin, self.end, [0.0] * len(self.graph.tasks)
         interrupted = True
@@ -171,9 +173,10 @@ class Clock:
         self.clock, self.exposed = clock, exposed
 
     def repeat(self, crossings: dict[int, int]) -> tuple[float, float]:
-        """Run all steps over and over. Seconds from one iteration to the next, and when the last began.
+        """Run all steps repeatedly. Gives the seconds from one iteration to the next, and when the last
+        began.
 
-        An iteration that leaves behind what the one before it did is like all that follow.
+        Ends when an iteration leaves as much in flight as the one before: all later ones are then equal.
         """
         begin, end = self.begin, self.end
         begins = [0.0]
@@ -194,12 +197,12 @@ class Clock:
                 measured = clock - begins[-2]
                 break
             left = now
-        # A stream with more work than that falls behind until its work is all that counts.
+        # A stream with more work than that falls behind in every iteration, so that its work decides.
         return max([measured, *self.graph.stream_seconds()]), begins[-2]
 
 
 def memory(graph: Graph, steps: Sequence[Step]) -> list[int]:
-    """Bytes live while each step runs: what it and those before it made, less what is dead by then."""
+    """Bytes in use while each step runs: all results so far, without those that nobody reads any more."""
     count, use = len(steps), graph.memory_use
     start, wait = Phase.START, Phase.WAIT
     tasks = np.array([index for index, _ in steps], dtype=np.intp)

@@ -1,22 +1,23 @@
-"""The schedule: list scheduling against the clock, improved from both ends.
+"""The search for a schedule: list scheduling with several urgencies, and forward-backward improvement.
 
-A pass (`play`) runs the tasks against the clock by an urgency, feeding streams or not. Which of these serve
-best differs from program to program: they are tried, the likely ones first.
+A pass (`play`) simulates the tasks by an urgency, with or without feeding streams. Which urgency is best
+differs from program to program, so several are tried, the most promising ones first.
 
-*Urgency* is a blend of two: the longest way to the end of the program, which hurries along what all else
-waits for, and the module's own order, which lets nothing pile up. Several blends are tried. After each, the
-program is played backward, most recently finished first, which finds how late each task can run; that
-lateness is the urgency of one more forward pass (forward-backward improvement, as in project scheduling).
-Passes with slightly disturbed urgencies follow while the budget lasts and they gain something.
+*Urgency* is a blend of two numbers. One is the longest chain of tasks to the end of the program; it prefers
+tasks that everything else waits for. The other is the module's own order; it keeps values short-lived.
+Several blends are tried. After each, a backward pass, most recently finished tasks first, finds how late each
+task can run; that lateness is the urgency of one more forward pass (forward-backward improvement, known from
+project scheduling). Passes with slightly perturbed urgencies follow while the budget lasts and they gain
+something.
 
-*Memory.* Where compute or a stream has time to spare, a pass that watches memory would still fill it with
-what is ready but needed only much later. So where memory is short, passes are tried that look no further
-ahead than a *window* of tasks in the module's order. Watching memory costs time, so an urgency is first
-played without; only where that is faster than the best so far but does not fit is it played again, and where
-others have missed by far, at once with memory watched.
+*Memory.* If compute or a stream has time to spare, a pass within a memory limit fills memory up to that limit
+with values that are needed only much later. So if memory is short, passes are tried that look only a *window*
+of tasks ahead in the module's order. A pass with a limit takes longer than one without. So an urgency is
+first tried without a limit, and again with one only if the result is the fastest so far and does not fit. If
+earlier passes without a limit have missed it by far, only passes with one are made.
 
-Invariants: the result depends on the graph and the arguments alone, never on time or hash seeds, so all
-ranks decide alike; budgets are therefore counted in tasks visited, not in seconds.
+Invariants: the result depends on the graph and the arguments alone, never on time or hash seeds, so all ranks
+decide alike. Therefore budgets count tasks that are visited, not seconds.
 """
 
 from __future__ import annotations
@@ -29,21 +30,21 @@ from .model import Graph
 from .play import Feeding, Player
 from .replay import Step, Timeline, replay, unscheduled
 
-# Tasks that passes may visit in all, and passes in all: small graphs need no more. One that does not watch
-# memory counts as this share of one that does.
+# How many tasks all passes together may visit, and how many passes there are: small graphs need few. A pass
+# without a limit of memory counts as this share of one with a limit.
 DEFAULT_BUDGET = 150_000
 LEAST_PASSES, MOST_PASSES = 3, 32
 UNWATCHED = 0.5
-# Shares of the program's time by which urgencies are disturbed.
+# By which shares of the program's time urgencies are perturbed.
 SPREADS = (0.02, 0.005, 0.05, 0.001)
-# How many of those that gain nothing one after the other end the search.
+# The search ends after this many perturbed passes in sequence that gain nothing.
 IDLE_TURNS = 8
-# Passes that do not watch memory are tried as long as they have missed its limit by no more than this share.
+# Passes without a limit of memory are made as long as they miss the limit by no more than this share.
 NEAR = 0.15
 # Shares by which a schedule must beat another in time, or in memory where time is equal.
 CLEARLY_FASTER = 1e-4
 CLEARLY_SMALLER = 0.05
-# How many tasks of the module's order a pass looks ahead, where memory is short.
+# How many tasks of the module's order a pass looks ahead if memory is short.
 WINDOWS = (200, 100, 50, 400, 25)
 _LATER = float("inf")
 
@@ -54,11 +55,11 @@ BLENDS = (0.0, 1.0, 0.5, 0.9, 0.75)
 
 @dataclass
 class IssueOrder:
-    """An issue order and what it does.
+    """An issue order, its simulation, and where the search for a similar graph should begin.
 
-    ``blend`` is the share of the module's own order that served best, ``window`` how far ahead it looked,
-    ``feeding`` what came first where streams ran dry, ``missed`` by what share of the limit a pass that
-    did not watch memory missed it: where the search for a similar graph should begin.
+    ``blend``: the share of the module's own order in the best urgency. ``window``: how many tasks ahead that
+    pass looked, ``feeding``: its kind of feeding. ``missed``: by which share of the limit of memory a pass
+    without a limit missed it.
     """
 
     steps: list[Step]
@@ -78,13 +79,11 @@ def search(
     budget: int = DEFAULT_BUDGET,
     most_passes: int = MOST_PASSES,
     like: IssueOrder | None = None,
-    seed: int = 0,
 ) -> IssueOrder:
-    """The best order found: least time, to a ten-thousandth, within ``memory_limit`` bytes.
+    """The fastest order that was found within ``memory_limit`` bytes, or the module's own if none fits.
 
-    Where no order within the limit is found, the module's own order is kept. ``good_enough`` seconds end
-    the search, as do ``budget``, the number of tasks that may be visited, and ``most_passes``, of which
-    small graphs cannot make more. ``like`` is the schedule of a similar graph.
+    The search ends at ``good_enough`` seconds, after ``most_passes`` passes, and when ``budget`` tasks were
+    visited. ``like``: the schedule of a similar graph.
     """
     steps = unscheduled(graph)
     best = IssueOrder(steps, replay(graph, steps, launch_s))
@@ -94,7 +93,7 @@ def search(
     forward = Player(graph, own.live_by_task(graph, steps))
     backward = Player(graph)
     backward.turn_round()
-    random = Random(seed)
+    random = Random(0)
     passes: float = min(most_passes, max(LEAST_PASSES, budget // len(graph.tasks)))
     tails = longest_tails(graph)
     longest = max(tails)
@@ -105,12 +104,13 @@ def search(
     window = like.window if like else _LATER
     feeding = like.feeding if like else Feeding.NONE
     looked_ahead = False
-    beyond = 0  # by how much passes that watched memory have missed its limit
+    beyond = 0  # bytes by which passes with a limit of memory have missed it
 
     def attempt(
         urgency: Sequence[float], watched: bool, looks: float, feeds: Feeding
     ) -> tuple[list[float], bool]:
-        """A forward pass; gives the ends of its tasks, and whether it would be the best yet if it fitted."""
+        """A forward pass. Gives the ends of its tasks, and whether it is the fastest so far but does not
+        fit."""
         nonlocal best, leading, passes, missed, window, feeding, beyond
         passes -= 1.0 if watched else UNWATCHED
         limit = memory_limit - beyond if watched else _LATER
@@ -136,7 +136,7 @@ def search(
         feed: Feeding | None = None,
         anew: bool = False,
     ) -> list[float]:
-        """Passes with this urgency, of which the best one yet is kept. Gives the ends of tasks."""
+        """Make passes with this urgency; the best pass so far is kept. Gives the ends of tasks."""
         looks = window if ahead is None else ahead
         feeds = feeding if feed is None else feed
         faster = True
@@ -158,7 +158,7 @@ def search(
         blended = [(1.0 - blend) * a + blend * b for a, b in zip(tails, turns, strict=True)]
         ends = play(blended, anew=True)
         if missed <= NEAR:
-            # Where memory is short, the ends say more of it than of what is urgent.
+            # If memory is short, it determines the ends of tasks more than urgency does.
             _, lateness = backward.play(ends)
             passes -= UNWATCHED
             play(lateness)
@@ -187,8 +187,8 @@ def search(
 
 
 def _is_better(found: Timeline, best: Timeline) -> bool:
-    """Clearly faster, or as fast with clearly less memory: urgencies tried first are kept where it is equal,
-    since buckets are made of what they bring together."""
+    """Whether a schedule is clearly faster, or as fast with clearly less memory. Otherwise the one that was
+    found first is kept: the urgencies tried first bring together collectives that make good buckets."""
     if found.seconds > best.seconds:
         return False
     faster = found.seconds < best.seconds * (1.0 - CLEARLY_FASTER)
@@ -196,7 +196,7 @@ def _is_better(found: Timeline, best: Timeline) -> bool:
 
 
 def longest_tails(graph: Graph) -> list[float]:
-    """Seconds of the longest way from each task's begin to the end."""
+    """Seconds of the longest chain of tasks from each task's begin to the end."""
     tails = [0.0] * len(graph.tasks)
     for task in reversed(graph.tasks):
         tails[task.index] = task.seconds + max((tails[s] for s in task.after), default=0.0)

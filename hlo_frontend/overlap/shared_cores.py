@@ -1,10 +1,10 @@
-"""What an issue order does where collectives take time from compute, because the same cores move the data.
+"""Simulates an issue order if collectives slow down compute, because the same cores move the data.
 
-Of each collective under way compute loses the link's ``busy`` share: beside them it goes on at 1 minus the
-sum of their shares, at worst not at all, and takes so much longer. What is longer under way hides more: of a
-collective less is exposed than in `replay`. Collectives take as long as ever.
+Each collective in flight takes its link's ``busy`` share of the cores. Compute beside collectives runs at 1
+minus the sum of their shares, at worst not at all. Collectives take as long as in `replay`, so less of them
+is exposed, since compute beside them takes longer.
 
-The search for an order does not count this (`replay`); what is decided and told of an order does.
+The search for an order uses `replay` instead; decisions between orders and all reports use this.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from .replay import COMPUTE, START, WAIT, Clock, Step, Timeline, replay, timelin
 from .search import IssueOrder
 
 
-def replay_shared(graph: Graph, steps: Sequence[Step], launch_s: float = 0.0) -> Timeline:
-    """`replay` with compute held back by what is under way. ``Timeline.held`` tells for how long in all."""
+def replay_shared(graph: Graph, steps: Sequence[Step], launch_s: float) -> Timeline:
+    """`replay` with compute slowed down by collectives in flight; ``Timeline.held``: by how many seconds."""
     if not any(task.busy for task in graph.tasks):
         return replay(graph, steps, launch_s)
     return timeline(_SharedClock(graph, steps, launch_s), steps)
 
 
-def timeline_of(graph: Graph, found: IssueOrder, launch_s: float = 0.0) -> Timeline:
-    """The same of a schedule, whose own timeline it is where nothing keeps cores busy."""
+def timeline_of(graph: Graph, found: IssueOrder, launch_s: float) -> Timeline:
+    """The same for a schedule."""
     busy = any(task.busy for task in graph.tasks)
     return replay_shared(graph, found.steps, launch_s) if busy else found.timeline
 
 
 class _SharedClock(Clock):
-    """``flights``: by stream, what was started there and is not known to be over: begin, end, share."""
+    """``flights``: by stream, begin, end and share of collectives that may still be in flight."""
 
     def __init__(self, graph: Graph, steps: Sequence[Step], launch_s: float) -> None:
         super().__init__(graph, steps, launch_s)
@@ -68,7 +68,7 @@ class _SharedClock(Clock):
         self.held = max(0.0, self.clock - began - worked - waited)
 
     def _work(self, work: float) -> None:
-        """Advance the clock by so much compute."""
+        """Advance the clock by ``work`` seconds of compute."""
         while work > 0.0:
             lost, until = 0.0, float("inf")
             for flights in self.flights:

@@ -1,17 +1,17 @@
 """Loops whose body is staged: each iteration runs parts of several iterations of the module's loop.
 
 With stages 0 … S, iteration τ of the new loop, the *kernel*, runs stage s of the module's iteration τ - s.
-What would belong to iterations before the first or after the last is left out: so the first S iterations
-stand before the loop, and what is left of the last S stands behind it, each node once for each iteration of
-the module. Nothing runs more or less often than in the module, and each collective once an iteration.
+(This is software pipelining; the code before and behind the loop is its prologue and epilogue.) Nodes of
+iterations before the first or after the last do not exist: the first S iterations of the kernel are written
+out before the loop, the last S behind it, each with the nodes that exist. So every node runs as often as in
+the module, and each collective once in every iteration.
 
-A value that is read j iterations of the kernel after it was made, which are those between the stages and one
-more for each carry that it goes through, lies in a *register* meanwhile: j carries of the new loop, each
-handed on to the next.
+A value may be read j kernel iterations after it was made: one for each stage in between, and one for each
+carry that it goes through. It lies in a *register* meanwhile, which is j carries of the new loop; each
+iteration moves it from one to the next.
 
-Invariants: the kernel's nodes stand latest stage first, by position within a stage, which is a topological
-order; the module's loop and its body are left as they are; nested blocks are shared by all copies of their
-node.
+Invariants: the kernel's nodes stand in a topological order, the latest stage first and by position within a
+stage. The module's loop and its body stay as they are. All copies of a node share its nested blocks.
 """
 
 from __future__ import annotations
@@ -25,16 +25,17 @@ from ..graph import Instruction
 from ..values import Barrier, BlockGraph, Node, NodeKind, Value, number
 from .stages import MAIN, LoopBody, Stages
 
-# A register: a carry of the module's loop, or a value of its body, and how many iterations it is old.
+# A register: a carry of the module's loop or a value of its body, and its age in iterations of the kernel.
 Register = tuple[int | Value, int]
 
 
 @dataclass
 class Skewed:
-    """What stands in the place of a loop: ``nodes``, one of which is the new ``loop``, and its results.
+    """The replacement of a loop. ``nodes``: all new nodes in the block around it, with the new ``loop`` among
+    them; ``results``: the values that replace the results of the module's loop.
 
-    ``copies``: of each node with blocks in the module's body, its copies in the block around the loop and in
-    the kernel.
+    ``copies``: for each node of the module's body that has blocks, its copies in the block around the loop
+    and in the kernel.
     """
 
     loop: Node
@@ -59,14 +60,14 @@ def substitute(block: BlockGraph, at: Node, new: Skewed) -> None:
 
 
 class _LogicalIds:
-    """A block asks once which device it runs for."""
+    """The nodes of a block that give the device's ids, one for each kind of id."""
 
     def __init__(self, nodes: list[Node]) -> None:
         self.nodes = nodes
         self.ids: dict[str, Node] = {}
 
     def fixed(self, root: Value, node: Node) -> Value | None:
-        """The block's own of what is the same in every iteration of any block: constants and device ids."""
+        """A constant or a device id as the block has it; None for other values."""
         if node.kind is NodeKind.CHEAP:
             return root
         return self._logical_id(node) if node.kind is NodeKind.LOGICAL_ID else None
@@ -107,7 +108,7 @@ class _Skewer:
             [node for node in loop_body.nodes if self.stage[node] == s]
             for s in range(self.span, -1, -1)
         ]
-        # In the block around: copies by iteration of the module's loop.
+        # Copies in the block around the loop, by iteration of the module's loop.
         self.around: dict[tuple[Value, int], Value] = {}
         self.copied: dict[tuple[Node, int], Node] = {}
         self.ended: dict[Register, Value] = {}  # registers as the kernel leaves them
@@ -115,7 +116,7 @@ class _Skewer:
         self.ids = _LogicalIds(self.before)
         self.places: dict[int, _Around] = {}
         self.copies: dict[Node, list[Node]] = {}
-        # What is read through a barrier in a stage.
+        # The values that nodes of a stage read through a barrier.
         self.behind: dict[tuple[Barrier, int], set[Value]] = {}
         for node in loop_body.nodes:
             for value in node.operands:
@@ -138,7 +139,7 @@ class _Skewer:
     # The block around the loop.
 
     def _peel(self, step: int, into: list[Node]) -> None:
-        """The iteration of the kernel that ``step`` would be, as far as the module has it."""
+        """Write out iteration ``step`` of the kernel: the nodes whose iteration the module has."""
         for nodes in self.by_stage:
             for node in nodes:
                 t = step - self.stage[node]
@@ -187,7 +188,7 @@ class _Skewer:
         return self.value_at(self.body.results[k].root, t - 1)
 
     def _source_stage(self, k: int) -> int:
-        """In which stage a carry gets its next value; what is handed on is so in the main one."""
+        """The stage in which a carry gets its next value: the main one if that is another carry's value."""
         source = self.loop_body.source[k]
         return self.stage[source] if isinstance(source, Node) else self.main
 
@@ -204,7 +205,8 @@ class _Skewer:
                 self._fill(kernel.copied[node], node, kernel, nodes)
         kernel.stage = self.main
         for k in range(len(self.body.parameters)):
-            # What the first stage makes last is read behind the loop, and so is what is handed on.
+            # The code behind the loop reads what the first stage made last, and carries that get the value of
+            # another one.
             if self._source_stage(k) == 0 and not self.loop_body.invariant(k):
                 kernel.register((k, 1))
             if isinstance(self.loop_body.source[k], int):
@@ -243,7 +245,10 @@ class _Skewer:
 
 
 class _Place:
-    """Where copies read: values by what they are copies of. ``stage``: that of the copy."""
+    """A block that gets copies of nodes: gives the values that a copy reads in the place of the original's.
+
+    ``stage``: the stage of the node that is copied.
+    """
 
     def __init__(self, skewer: _Skewer) -> None:
         self.skewer = skewer
@@ -267,7 +272,7 @@ class _Place:
         return new.view(order, barrier) if order or barrier is not None else new
 
     def barrier(self, old: Barrier) -> Barrier:
-        """A fence as it is; of another barrier, what is read through it in this stage."""
+        """The copy of a barrier: over all its values if it is a fence, else over those read in this stage."""
         key = old, self.stage
         if key not in self.barriers:
             entering = old.operands
@@ -293,7 +298,7 @@ class _Around(_Place):
         return self.skewer.value_at(root, self.t)
 
     def copy_of(self, node: Node) -> Node | None:
-        """What an earlier stage did inside the loop is over behind it."""
+        """None for a copy inside the loop, which has run before anything behind it."""
         return self.skewer.copied.get((node, self.t))
 
 
@@ -323,7 +328,7 @@ class _Kernel(_Place):
         return self.register((root, age)) if age else self._made(root)
 
     def copy_of(self, node: Node) -> Node | None:
-        """An earlier stage ran in an earlier iteration."""
+        """None for a node of an earlier stage, which has run in an earlier iteration."""
         if node not in self.copied or self.skewer.stage[node] != self.stage:
             return None
         return self.copied[node]

@@ -1,13 +1,13 @@
-"""Loops as they are run: whether staging one pays, and the plan of the body that comes of it.
+"""Whether to stage a loop (`stages`, `skew`), and the plan of its body.
 
-What the iterations of a loop take is the time of one among others (`replay`), in which collectives that cross
-begin in one iteration and end in the next. The loop is staged (`stages`, `skew`) where that takes less time
-than the plan of its body as it stands, with the iterations counted in full that then stand around it. Where
-memory is short, fewer of the early collectives move; each share of them is planned without much search, and
-the one that comes out best is bettered. In every loop, staged or not, collectives cross whose
-results are nothing but carries.
+The time of a loop is that of one iteration in a steady state (`replay`), where collectives that cross begin
+in one iteration and end in the next. The loop is staged if that takes less time than the plan of its body as
+it is written; the iterations written out around a staged loop count in full. If memory is short, fewer of
+the early collectives move: several shares of them are planned with a short search, and only the best of these
+plans gets a longer one. In every loop that gets a plan here, staged or not, those collectives cross into the
+next iteration whose results are read by nothing but the next iteration.
 
-Invariant: what is chosen follows from the module and the table of costs.
+Invariant: the choice follows from the module and the table of costs.
 """
 
 from __future__ import annotations
@@ -35,25 +35,26 @@ from .skew import Skewed, skew
 from .stages import EARLY, LoopBody, Stages, is_plain, stages_of
 from .tidy import tidy
 
-# The share of its time that a loop must gain over the plan of its body as it stands. The iterations that then
-# stand around it overlap with what else is there, which is not counted.
+# The share of its time that a staged loop must gain over the plan of its body as it is written. The
+# iterations written out around it overlap with other code there, which the prediction does not count.
 GAIN_OVER_PLAN = 1e-3
-# How often the plan of a body is made, each time with what the last one leaves under way.
+# How often a body is planned, each time with the collectives that the last plan leaves in flight.
 ROUNDS = 3
-# A first plan that takes longer than one of a similar body by this share is the last one.
+# No further plan is tried if the first one takes longer than that of a similar body by this share.
 FAR = 0.02
 # Passes of the search for each plan of buckets, and for each but the first of those rounds.
 BUCKET_PASSES = 12
-# A plan this close to what bounds an iteration is not searched further.
+# The search ends when a plan is this close to the lower bound of an iteration.
 GOOD_ENOUGH = 1.0005
-# Shares of the early collectives that are tried to move, until memory suffices.
+# The shares of the early collectives that are tried, in case not all of them fit into memory.
 SHARES = (1.0, 0.8, 0.65, 0.5, 0.35, 0.2)
 
 
 @dataclass(frozen=True)
 class LoopReport:
-    """What became of a loop: iterations, seconds of one as it stood and as it is run, what moved, or ``why``
-    nothing did. ``trips`` is None where it is not known, ``early`` and ``late`` are names of collectives."""
+    """What was done with a loop. ``trips``: its iterations, None if not known. ``before`` and ``seconds``:
+    the time of an iteration as it was written and as it runs. ``early`` and ``late``: names of the
+    collectives that moved; ``why``: the reason if none did."""
 
     name: str
     trips: int | None
@@ -66,9 +67,10 @@ class LoopReport:
 
 @dataclass
 class Staged:
-    """A loop to be put in the place of another one, or None where it stays, and the plan of its body.
+    """A decision to change a loop. ``new``: its replacement, None if only its body's order changes. ``graph``
+    and ``order``: the plan of the body.
 
-    ``under_way``: seconds for which the last iteration's crossing collectives hold up what stands behind it.
+    ``under_way``: how many seconds the code behind the loop waits for collectives of the last iteration.
     """
 
     new: Skewed | None
@@ -80,12 +82,12 @@ class Staged:
 
 @dataclass(frozen=True)
 class Judge:
-    """By what a loop is judged.
+    """Plans bodies of one loop, and says how fast a body must be.
 
-    ``plain``: seconds of its body as it is planned, ``without`` a plan; ``opaque``: those of nodes with
-    blocks in it; ``least_gain``: the share of its time without a plan that must be gained;
-    ``memory_factor``: how far above the body's own peak memory may go; ``budget``: tasks that each search
-    may visit.
+    ``plain``: seconds of the loop's own body with its plan, ``without``: in its default order. ``opaque``:
+    gives the seconds of a loop or branch in it. ``least_gain``: the share of ``without`` that must be gained.
+    ``memory_factor``: the limit of memory, as a multiple of the body's own peak. ``budget``: how many tasks
+    each search may visit.
     """
 
     costs: CostTable
@@ -98,12 +100,12 @@ class Judge:
 
     @property
     def most(self) -> float:
-        """What an iteration may take at most."""
+        """The most seconds that an iteration may take."""
         over_plan = min(self.least_gain, GAIN_OVER_PLAN)
         return min(self.without * (1.0 - self.least_gain), self.plain * (1.0 - over_plan))
 
     def plan(self, graph: Graph, limit: float) -> BodyPlan:
-        """The plan of a body, its collectives as they are or in buckets of about one size."""
+        """The plan of a body, with its collectives as they are or merged into buckets of about one size."""
         first = self._search(graph, limit, MOST_PASSES)
         as_it_is = Bucketed(graph, first, [(task.index,) for task in graph.tasks])
         found = BodyPlan(graph, as_it_is)
@@ -113,7 +115,7 @@ class Judge:
         return replace(found, found=bucket(graph, first, self.costs, rounds, limit))
 
     def better(self, plan: BodyPlan, limit: float) -> BodyPlan:
-        """The plan after steps from bucket to bucket, and a longer search for their order."""
+        """The plan after a local search over buckets (`refine`), and a longer search for the order."""
         if self._is_settled(plan, limit):
             return plan
         graph, found = plan.source, plan.found
@@ -126,7 +128,7 @@ class Judge:
         return replace(plan, found=found)
 
     def _is_settled(self, plan: BodyPlan, limit: float) -> bool:
-        """Whether no bucket could gain, or it does not fit: nor would it then, as buckets take memory too."""
+        """Whether buckets cannot help: the plan is at its bound, or memory does not suffice even without."""
         timeline = plan.found.order.timeline
         least = least_merged_seconds(plan.source, self.costs.compute.launch_s)
         return timeline.seconds <= least * (1.0 + LEAST_STEP) or timeline.peak_bytes > limit
@@ -134,9 +136,8 @@ class Judge:
     def _search(
         self, graph: Graph, limit: float, passes: int, like: IssueOrder | None = None
     ) -> IssueOrder:
-        """The best of the schedules of a body, each made with what the last one leaves under way.
-
-        One that takes longer than ``like`` by more than `FAR` will hardly be better than that.
+        """The best of several schedules of a body, each made for the collectives that the last one leaves in
+        flight. Gives up after one that takes longer than ``like`` by more than `FAR`.
         """
         launch = self.costs.compute.launch_s
         bound = least_seconds(graph, launch)
@@ -166,7 +167,7 @@ class Judge:
 
 @dataclass(frozen=True)
 class BodyPlan:
-    """How an iteration runs. ``source`` is its graph without buckets."""
+    """How an iteration runs. ``source``: its graph before collectives were merged into buckets."""
 
     source: Graph
     found: Bucketed
@@ -182,7 +183,7 @@ class BodyPlan:
 
 @dataclass(frozen=True)
 class _Try:
-    """A loop that could be put in the place of another one, and the seconds of all its iterations."""
+    """A staged loop that was planned. ``total``: seconds of all its iterations."""
 
     stages: Stages
     new: Skewed
@@ -234,9 +235,8 @@ def stage(loop: Node, judge: Judge) -> Staged | LoopReport:
             continue
         new = skew(loop, loop_body, stages, trips)
         kernel = new.loop.blocks[1]
-        for node, carried in crossing(kernel, None).items():
-            node.carried = carried
-        if not any(node.carried for node in kernel.nodes):
+        kernel.crossing.update(crossing(kernel, None))
+        if not kernel.crossing:
             continue
         seconds = {c: judge.opaque(node) for node, copies in new.copies.items() for c in copies}
         graph = build(kernel, judge.costs, carries_of(kernel), seconds.__getitem__)
@@ -268,14 +268,14 @@ def stage(loop: Node, judge: Judge) -> Staged | LoopReport:
 def _as_it_stands(
     loop: Node, condition: BlockGraph, judge: Judge, limit: float
 ) -> Staged | LoopReport:
-    """A loop of unknown length: collectives may cross, but none begins for an iteration that may not come."""
+    """Plan a loop of unknown length. It is not staged, since nobody knows whether an iteration follows;
+    collectives may still cross into the next one."""
     name, plain, body = loop.instruction.name, judge.plain, loop.blocks[1]
     why = "how often it runs is not known"
     found = crossing(body, condition)
     if not found:
         return LoopReport(name, None, plain, plain, why=why)
-    for node, carried in found.items():
-        node.carried = carried
+    body.crossing.update(found)
     graph = build(body, judge.costs, carries_of(body), judge.opaque)
     plan = judge.better(judge.plan(graph, limit), limit)
     graph, best = plan.graph, plan.order
@@ -285,8 +285,7 @@ def _as_it_stands(
     if best.timeline.peak_bytes <= limit and each + more <= judge.most:
         report = LoopReport(name, None, plain, each)
         return Staged(None, graph, best, report, _under_way(graph, best.timeline))
-    for node in found:
-        node.carried = ()
+    body.crossing.clear()
     return LoopReport(name, None, plain, plain, why=why)
 
 
@@ -300,7 +299,7 @@ def _choices(loop_body: LoopBody, costs: CostTable) -> Iterator[Stages]:
 
 
 def _seconds_of(plan: BodyPlan, launch_s: float) -> float:
-    """Seconds of an iteration, with what its collectives take from compute."""
+    """Seconds of an iteration, with the time that its collectives take from compute."""
     return timeline_of(plan.graph, plan.order, launch_s).seconds
 
 
@@ -310,7 +309,10 @@ def _rank(found: IssueOrder, limit: float) -> tuple[bool, float, int]:
 
 
 def _carry_over(graph: Graph, timeline: Timeline) -> bool:
-    """Have the next plan begin with what is left under way in this one. Whether that is news."""
+    """Set how much of each crossing collective is left when the next iteration begins, for the next plan.
+
+    Whether that differs from what this plan was made for.
+    """
     crossings = graph.crossings()
     busy = [timeline.seconds] * len(graph.streams)
     news = False
@@ -324,6 +326,6 @@ def _carry_over(graph: Graph, timeline: Timeline) -> bool:
 
 
 def _under_way(graph: Graph, timeline: Timeline) -> float:
-    """How long the last iteration's crossing collectives hold up what stands behind the loop."""
+    """How many seconds the code behind the loop waits for crossing collectives of the last iteration."""
     ends = [timeline.end[index] for index in graph.crossings()]
     return max(0.0, max(ends, default=0.0) - timeline.seconds)

@@ -1,15 +1,16 @@
 """Which parts of a loop's body run an iteration early, and which an iteration late.
 
-A collective is *early* where what it reads depends, through any number of iterations, on no other collective
-than early ones, and not on its own result: the weights of the next layer, taken by a counter. It moves to
-stage 0 with all that it needs of its iteration. A collective is *late* where no other collective than late
-ones depends on its result, through any number of iterations, and not it itself: the gradient of a weight
-that is put into a stack. Whoever reads its result moves to stage 2, it stays itself in stage 1 with the rest.
+A collective is *early* if its operands depend, through any number of iterations, neither on collectives
+other than early ones nor on its own result. An example is the gather of the next layer's weights, which only
+a counter selects. It moves to stage 0, with all nodes of its iteration that it needs. A collective is *late*
+if neither collectives other than late ones nor it itself depend on its result, through any number of
+iterations. An example is the reduction of a weight's gradient that is written into a stack. The collective
+stays in stage 1 with the rest of the body; the nodes that depend on its result move to stage 2.
 
-Invariants: along data and order of one iteration stages never fall, and from one iteration to the next they
-fall by at most one, which is what `skew` needs. What sends, receives or has other
-side effects stays in stage 1; bodies in which tokens or control dependencies order anything are not staged.
-All follows from the text of the module and the table of costs.
+Invariants: along data and order of one iteration the stage never decreases, and from one iteration to the
+next it decreases by at most one, which is what `skew` needs. Sends, receives and nodes with other side
+effects stay in stage 1. A body in which tokens or control dependencies order any nodes is not staged. Stages
+follow from the text of the module and the table of costs.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ EARLY, MAIN, LATE = 0, 1, 2
 
 @dataclass
 class Stages:
-    """The stage of each node of a body that is not in `MAIN`; ``moved`` are the collectives that move."""
+    """``of``: the stage of each node that is not in `MAIN`. ``moved``: the early and the late collectives."""
 
     of: dict[Node, int] = field(default_factory=dict)
     moved: tuple[Node, ...] = ()
@@ -46,7 +47,11 @@ class Stages:
 
 
 class LoopBody:
-    """Who reads what in a loop's body, in one iteration and from one to the next."""
+    """Dependences in a loop's body, within an iteration and from one iteration to the next.
+
+    ``before`` and ``after``: the nodes right above and below a node. ``reads``: the carries that it reads;
+    ``readers``: the nodes that read a carry. ``carries``: the carries that a node's results become.
+    """
 
     def __init__(self, body: BlockGraph) -> None:
         self.body = body
@@ -64,10 +69,10 @@ class LoopBody:
                 self.after[earlier].append(node)
             for k in self.reads[node]:
                 self.readers.setdefault(k, []).append(node)
-        # By carry: the node or the other carry that it is after an iteration.
+        # By carry: the node, or the other carry, that gives its value for the next iteration.
         self.source: dict[int, Node | int | None] = {}
         self.carries: dict[Node, list[int]] = {node: [] for node in self.nodes}
-        self.handed: dict[int, list[int]] = {}  # by carry: those that it becomes
+        self.handed: dict[int, list[int]] = {}  # by carry: the carries that get its value
         for k, result in enumerate(body.results):
             source: Node | int | None = self._carry(result)
             if isinstance(source, int):
@@ -136,7 +141,7 @@ def _closure(
 
 
 def _seen(node: Node) -> Iterator[Value]:
-    """What a node reads, and what enters the fences through which it does."""
+    """The values that a node reads, and those that enter the fences through which it reads them."""
     for value in node.operands:
         yield value
         fence = value.fence
@@ -156,8 +161,7 @@ def _producer(value: Value) -> Node | None:
 def is_plain(body: BlockGraph) -> bool:
     """Whether every iteration of a body does the same, on all devices."""
     return not any(
-        node.unread is not None
-        or (node.collective is not None and node.collective.valid_iterations)
+        node in body.unread or (node.collective is not None and node.collective.valid_iterations)
         for node in body.nodes
     )
 
@@ -169,8 +173,9 @@ def is_ordered(body: BlockGraph) -> bool:
     )
 
 
-def stages_of(loop_body: LoopBody, costs: CostTable, most: float = 1.0) -> Stages:
-    """The stages of a body. ``most``: of the early collectives, the share that moves, first readers first."""
+def stages_of(loop_body: LoopBody, costs: CostTable, most: float) -> Stages:
+    """The stages of a body. ``most``: the share of the early collectives that moves, those with the earliest
+    readers first."""
     if is_ordered(loop_body.body):
         return Stages()
     free = [
@@ -202,7 +207,8 @@ def stages_of(loop_body: LoopBody, costs: CostTable, most: float = 1.0) -> Stage
 
 
 def _settled(nodes: Iterable[Node], related: dict[Node, set[Node]]) -> set[Node]:
-    """The most of these collectives that are related to none but each other, and to nothing with effects."""
+    """The largest set of these collectives that are related to none but each other, not to themselves, and to
+    no other node with a side effect."""
     found = set(nodes)
     while True:
         kept = {
@@ -229,7 +235,7 @@ def _staged(loop_body: LoopBody, early: set[Node], late: set[Node]) -> Stages | 
             of[node] = LATE
     for k, source in loop_body.source.items():
         if isinstance(source, Node) and of.get(source) == LATE:
-            # What is handed on from carry to carry is read in stage 1 at the latest.
+            # A carry whose value becomes another carry is read in stage 1 at the latest.
             if loop_body.handed.get(k):
                 return None
             if any(of.get(reader) == EARLY for reader in loop_body.readers.get(k, ())):

@@ -1,10 +1,11 @@
-"""A bound that counts compute and one stream together.
+"""A lower bound of the time of a graph that counts compute and one stream together.
 
 Take a collective X of the stream, and another one, j, that neither comes before X nor waits for it. Either j
 goes first, and then all compute that leads to j is over when X begins; or X does, and then j takes its time
-on the stream after X. So beside what leads to X itself, each such j costs at least the less of the two.
-Compute that leads to several counts for one of them, and what may begin before a threshold h does not count
-at all, as in `floor`. Then come the stream's collectives that wait for X, and what waits for the last of all.
+on the stream after X. So each such j adds at least the smaller of the two times to that of the compute that
+leads to X. Compute that leads to several of them counts for one, and compute that may begin before a
+threshold h does not count, as in `floor`. The stream's collectives that wait for X follow, and at last the
+shortest tail.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ def stream_bound(
     tails: np.ndarray,
     above: np.ndarray,
 ) -> float:
-    """Seconds below which no order can come, by stream ``lane``; 0 where it has no collective.
+    """The bound in seconds for stream ``lane``; 0 if it has no collective.
 
     All arrays are by task: float seconds, stream (-1 for compute), heads and tails as in `floor`, and
-    ``above`` of shape ``[tasks, bytes]``, uint8, bits of ancestors, the least first. Given from the end
-    (all turned round, tails for heads) it bounds what must be waited for at the beginning.
+    ``above`` of shape ``[tasks, bytes]``, uint8, bits of ancestors, the least first. For the reversed graph
+    (all arrays reversed, heads and tails exchanged) the same bound holds from the other end.
     """
     collectives = np.flatnonzero(stream == lane)
     kernels = np.zeros(above.shape[1], dtype=np.uint8)
@@ -63,7 +64,7 @@ def _least(
 ) -> float:
     """The largest, over thresholds, of a threshold and what kernels from there on cost at least.
 
-    ``order`` are kernels, the last head first; those of one owner cost no more than its limit. Up to a
+    ``order``: kernels, the last head first. Those of one owner cost no more than its limit. Up to a
     threshold that no kernel of X itself is behind, all might wait for X to go first.
     """
     left = limits.tolist()

@@ -1,13 +1,13 @@
-"""Fewer cuts: starts and waits that interrupt compute for less than a launch are moved to another cut.
+"""Removes cuts that gain less than the launch they cost, by moving their starts and waits to other cuts.
 
-A *cut* is a run of starts and waits between two runs of compute; it ends a segment and costs the launch of
-the next. A cut is dissolved by moving its waits to the cut before and its starts to the one before or the
-one after, whichever takes less time in the replay; it stays where that takes more.
+A *cut* is a group of starts and waits between two groups of compute steps. It ends a segment, and the next
+one costs a launch. To remove a cut, its waits move to the cut before, and its starts to the cut before or to
+the one after, whichever takes less time in the simulation. The cut stays if that takes longer.
 
-A start moves forward only as far as its inputs are there, and a wait only backward: what is waited for
-earlier frees memory earlier, what is started later takes it later. Starts that move forward take memory
-earlier; the limit is checked in the end, and such moves are undone where it is not kept. No compute is put
-off for it, even where there would be time for it later: that time may not come.
+A start moves to an earlier cut only if its inputs exist there. An earlier wait frees memory earlier, and a
+later start takes memory later, so only earlier starts need more memory. The limit is checked at the end; if
+it is exceeded, everything is done again without moving starts to earlier cuts. No cut is removed if compute
+behind it would end later, even if the prediction has time for it: predictions are inexact.
 
 Invariant: the work is bounded by a count of steps visited, so that all ranks decide alike.
 """
@@ -26,7 +26,7 @@ BUDGET = 400_000
 
 
 def tidy(graph: Graph, found: IssueOrder, launch_s: float, memory_limit: float) -> IssueOrder:
-    """The schedule with the cuts dissolved that cost more than they gain."""
+    """The schedule without the cuts that cost more than they gain."""
     for may_hurry in (True, False):
         steps = _dissolve(graph, found.steps, launch_s, may_hurry)
         timeline = replay(graph, steps, launch_s)
@@ -41,14 +41,14 @@ Stretch = list[Step]
 
 
 def _dissolve(graph: Graph, steps: Sequence[Step], launch_s: float, may_hurry: bool) -> list[Step]:
-    """``may_hurry``: whether starts may move forward."""
+    """Remove cuts. ``may_hurry``: whether starts may move to an earlier cut."""
     runs = _runs(steps)
     clock = _Clock(graph, launch_s)
     best = clock.seconds(runs)
     left = BUDGET
     position = 1 if runs and runs[0] and runs[0][0][1] is Phase.COMPUTE else 2
     while position < len(runs) - 1 and left > 0:
-        clock.settle(runs, position - 2)  # what is before the cut that comes before
+        clock.settle(runs, position - 2)  # runs before the previous cut do not change any more
         for hurried in (True, False) if may_hurry else (False,):
             tried = _without(graph, runs, position, hurried)
             if tried is None:
@@ -60,7 +60,7 @@ def _dissolve(graph: Graph, steps: Sequence[Step], launch_s: float, may_hurry: b
             if time <= best:
                 runs, best = tried, time
                 if position == 1 < len(runs) and runs[1][0][1] is Phase.COMPUTE:
-                    position = 2  # a cut was put before all compute
+                    position = 2  # there is a new cut before all compute
                 break
         else:
             position += 2
@@ -68,7 +68,7 @@ def _dissolve(graph: Graph, steps: Sequence[Step], launch_s: float, may_hurry: b
 
 
 def _runs(steps: Sequence[Step]) -> list[Stretch]:
-    """Runs of compute and cuts, in turn."""
+    """Groups of compute steps and cuts, in turn."""
     runs: list[Stretch] = []
     for step in steps:
         is_compute = step[1] is Phase.COMPUTE
@@ -81,7 +81,8 @@ def _runs(steps: Sequence[Step]) -> list[Stretch]:
 def _without(
     graph: Graph, runs: list[Stretch], position: int, hurried: bool
 ) -> list[Stretch] | None:
-    """The runs with one cut dissolved; None where that cannot be."""
+    """The groups with one cut removed; None if dependences do not allow it. ``hurried``: whether its starts
+    move to the cut before, and not to the one after."""
     before, cut, after = runs[position - 1], runs[position], runs[position + 1]
     inside = {index for index, _ in before}
     earlier: list[Step] = []
@@ -114,7 +115,7 @@ def _without(
 
 
 class _Clock:
-    """When compute and the streams get through runs of steps. What has been passed for good is kept."""
+    """Simulates groups of steps. The state behind groups that do not change any more is kept."""
 
     def __init__(self, graph: Graph, launch_s: float) -> None:
         self.graph, self.launch_s = graph, launch_s
@@ -127,13 +128,13 @@ class _Clock:
         self.free = [0.0] * len(graph.streams)
 
     def settle(self, runs: Sequence[Stretch], count: int) -> None:
-        """The first ``count`` runs stay as they are from now on."""
+        """The first ``count`` groups do not change any more."""
         if count > self.passed:
             self.now = self._walk(runs[self.passed : count], self.end, self.free)
             self.passed = count
 
     def seconds(self, runs: Sequence[Stretch]) -> float:
-        """The time of `replay`, without the rest of it."""
+        """The time of `replay`."""
         if self.repeats:
             steps = [step for run in runs for step in run]
             return replayed_seconds(self.graph, steps, self.launch_s)
@@ -141,17 +142,17 @@ class _Clock:
         return max([self._walk(runs[self.passed :], self.end.copy(), free), *free])
 
     def puts_off(self, runs: list[Stretch], tried: list[Stretch], position: int) -> bool:
-        """Whether compute on both sides of the cut at ``position`` ends later without it, in ``tried``."""
+        """Whether the compute behind the cut at ``position`` ends later in ``tried``, without the cut."""
         if self.repeats:
             return False  # an iteration has no begin to count from
-        behind = len(runs) - position - 2  # runs behind both, as many as before
+        behind = len(runs) - position - 2  # groups behind the cut and the compute that follows it
         return self._reached(tried[: len(tried) - behind]) > self._reached(runs[: position + 2])
 
     def _reached(self, runs: Sequence[Stretch]) -> float:
         return self._walk(runs[self.passed :], self.end.copy(), self.free.copy())
 
     def _walk(self, runs: Sequence[Stretch], end: list[float], free: list[float]) -> float:
-        """When compute gets through the runs; ``end`` is told of each collective, ``free`` of each stream."""
+        """When compute ends. Sets ``end`` of each collective, and ``free`` of each stream."""
         took, stream, clock = self.took, self.stream, self.now
         for run in runs:
             if run[0][1] is Phase.COMPUTE:

@@ -1,25 +1,25 @@
-"""Combined all-reduces taken apart: XLA puts all that are ready at some point into one of many operands.
+"""Splits combined all-reduces. XLA combines all-reduces into one with many operands.
 
-That saves latencies and costs overlap: the combined one starts when its last operand is there. An operand
-that takes longer on the wire than the latency becomes a collective of its own; smaller ones stay together,
-in the order in which they are computed, until they do.
+That saves latency, but prevents overlap: the combined all-reduce cannot start before its last operand is
+computed. Operands are taken in the order in which they are computed, and gathered into one all-reduce until
+its time on the wire exceeds the latency; the next operand then begins another one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 
 from stretto.collectives.ops import Collective, Kind
 
+from ..edit import restricted
 from ..values import BlockGraph, Node, Value
 from .costs import CostTable
 
 
 def uncombine(block: BlockGraph, costs: CostTable) -> Callable[[], None] | None:
-    """Take the block's combined all-reduces apart, in place.
+    """Split the block's combined all-reduces, in place.
 
-    Gives what undoes that, None where there was nothing to do.
+    Gives a function that undoes this, or None if there was nothing to split.
     """
     parts = {
         node: made
@@ -64,7 +64,7 @@ def uncombine(block: BlockGraph, costs: CostTable) -> Callable[[], None] | None:
 
 
 def _parts(node: Node, collective: Collective, costs: CostTable) -> list[Node]:
-    """The collectives that come of one."""
+    """The collectives that replace one."""
     arrays = [value for value in node.operands if value.type is not None]
     tokens = [value for value in node.operands if value.type is None]
     return [
@@ -75,18 +75,10 @@ def _parts(node: Node, collective: Collective, costs: CostTable) -> list[Node]:
             operands=[*(arrays[k] for k in chosen), *tokens],
             order=node.order,
             results=[node.results[k] for k in chosen],
-            collective=_part(collective, chosen),
+            collective=restricted(collective, chosen),
         )
         for chosen in _grouped(arrays, collective, costs)
     ]
-
-
-def _part(collective: Collective, chosen: Sequence[int]) -> Collective:
-    return replace(
-        collective,
-        operands=tuple(collective.operands[k] for k in chosen),
-        results=tuple(collective.results[k] for k in chosen),
-    )
 
 
 def _grouped(
@@ -101,7 +93,7 @@ def _grouped(
     group: list[int] = []
     for k in sorted(range(len(arrays)), key=computed):
         group.append(k)
-        charge = costs.collective(_part(collective, group))
+        charge = costs.collective(restricted(collective, group))
         if charge.link is None or charge.seconds > 2.0 * charge.link.latency_s:
             yield group
             group = []

@@ -1,13 +1,14 @@
-"""The default order of a block: by collective depth, with memory in mind.
+"""The default order of a block: by collective depth, and with little memory.
 
-The level of a node is the number of runtime nodes (collectives, loops, branches) on the longest path
-above it. Each level has its compute first, then its runtime nodes, each by position: compute between
-two rounds of collectives becomes one segment, or a few where some devices leave part of it out (`unread`).
-The phases of a pipelined body come one after the other (`rotate`).
+The level of a node is the number of runtime nodes (collectives, loops, branches) on the longest path above
+it. Each level has its compute first, then its runtime nodes, both by position. So the compute between two
+rounds of collectives becomes one segment, or a few if some devices skip part of it (`unread`). The phases of
+a pipelined body come one after the other (`rotate`).
 
-What is made of one parameter alone (a weight gathered, widened, transposed), or of none (masks), is then
-put off to the level where it is first needed, so that it does not pile up long before its use: the
-parameter is there anyway. All else stays early, which ends the lives of activations and gradients.
+Nodes that depend on one parameter alone (a weight that is gathered, widened, transposed), or on none (masks),
+then move to the level at which they are first needed. Their results would otherwise take memory long before
+their use, while the parameter exists anyway. All other nodes stay early, since they end the lives of
+activations and gradients.
 
 Invariant: the order follows from data and control dependencies and positions alone, so every process
 that compiles the same module has the same one.
@@ -23,17 +24,17 @@ from .valid.decide import LEAST_FLOPS
 
 
 def order(block: BlockGraph, least_flops: float = LEAST_FLOPS) -> Ordered:
-    """The block's nodes in the order in which they are to run, parted. The block stays as it is.
+    """The block's nodes in the order in which they run, and the parts of its compute. Changes nothing.
 
     ``least_flops``: see `unread`.
     """
     levels = _earliest(block.nodes)
     _put_off(block.nodes, levels)
-    parts, valid = divide(block.nodes, levels, least_flops)
+    parts, valid = divide(block, levels, least_flops)
     nodes = sorted(
         block.nodes,
         key=lambda node: (
-            node.phase,
+            block.phases.get(node, 0),
             levels[node],
             node.is_runtime,
             parts.get(node, (0, 0)),
@@ -44,9 +45,9 @@ def order(block: BlockGraph, least_flops: float = LEAST_FLOPS) -> Ordered:
 
 
 def _gap(before: Node, after: Node, value: Value | None) -> int:
-    """How many levels ``after`` must be below ``before``, which it reads ``value`` of.
+    """How many levels ``after`` must be below ``before``. ``value``: the operand that ``before`` gives it.
 
-    Runtime nodes that are only ordered share a level: they are started in order of position.
+    Runtime nodes with order alone between them may share a level, in which they start by position.
     """
     reads = value is not None and value.type is not None
     return int(before.is_runtime and (reads or not after.is_runtime))
@@ -82,7 +83,7 @@ _SMALL_BYTES = 1024
 
 def _floating(nodes: Sequence[Node]) -> set[Node]:
     """Nodes without side effects that come from at most one parameter of the block."""
-    origin: dict[Node, Value | None] = {}  # of those that float: the parameter, if any
+    origin: dict[Node, Value | None] = {}  # the nodes found, with their parameter, if any
     for node in nodes:
         if node.kind is NodeKind.LOGICAL_ID:
             origin[node] = None

@@ -1,13 +1,13 @@
-"""Loops pipelined: a permute that only the next iteration reads is awaited there.
+"""Pipelines loops: a permute that only the next iteration reads is awaited in that iteration.
 
-In a pipeline's loop a device sends at the end of an iteration what its neighbour reads in the next one.
-Such a permute becomes a start whose outputs are carries under way (`runtime.program.Carried`), and the body
-is put into three phases: what depends on nothing that is under way; then, behind the wait, what the permutes'
-operands need; then, behind their starts, all the rest. So the transfer runs beside the last phase and the
-first one of the next iteration.
+In the loop of a pipeline, a device sends data at the end of an iteration that its neighbour reads in the next
+one. Such a permute becomes a start whose results are carries in flight (`runtime.program.Carried`), and the
+body is divided into three phases: first the nodes that do not depend on carries in flight; then, behind the
+wait, the nodes that the permutes' operands need; then, behind their starts, all other nodes. So the transfer
+runs beside the last phase and the first phase of the next iteration.
 
-Invariants: phases never fall along data and order; a carry under way is read by neither the loop's condition
-nor anything in the first phase; what is decided follows from the text of the module.
+Invariants: phases never decrease along data and order. Neither the loop's condition nor a node of the first
+phase reads a carry in flight. The result follows from the text of the module.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from stretto.collectives.ops import Kind
 
 from ..flops import flops_of
 from ..trips import trip_count
-from ..values import BlockGraph, Node, NodeKind, Value, all_nodes
+from ..values import BlockGraph, Node, NodeKind, Value, all_nodes, carried_results
 
-# Operations that must be there to hide a transfer behind: about what a core does while a message is
-# handed to the stream's thread and comes over from the next process.
+# How many operations must be there to hide a transfer: about what a core does while a message is handed to
+# the stream's thread and arrives from the next process.
 LEAST_HIDDEN_FLOPS = 5e5
-# Streams for permutes under way, beside that of all other collectives: a ring and its reverse do not wait for
+# Streams for crossing permutes, beside that of all other collectives: a ring and its reverse do not wait for
 # each other.
 STREAMS = 2
 
 
 def rotate(block: BlockGraph, left: Collection[Node] = ()) -> bool:
-    """Pipeline the loops in a block and in those inside it, without those that are ``left`` as they are: set
-    ``carried`` of permutes, and ``phase`` of the nodes beside them. Whether there is such a loop.
+    """Pipeline the loops in a block and in the blocks inside it, except those in ``left``: set ``phases`` and
+    ``crossing`` of their bodies. Whether any loop was pipelined.
     """
     loops = [n for n in all_nodes(block) if n.kind is NodeKind.LOOP and n not in left]
     return any([_rotate(loop) for loop in loops])
@@ -56,18 +56,16 @@ def _rotate(loop: Node) -> bool:
     for phase, flops in zip((0, 2), hidden, strict=True):
         if flops < LEAST_HIDDEN_FLOPS / 2:
             _fold(body, chosen, phases, phase)
-    for node in body.nodes:
-        node.phase = phases[node]
-    for node, carries in chosen.items():
-        node.carried, node.apart = carries, True
+    body.phases.update(phases)
+    body.crossing.update(chosen)
     return True
 
 
 def crossing(
     body: BlockGraph, condition: BlockGraph | None, kinds: Collection[Kind] = tuple(Kind)
 ) -> dict[Node, tuple[tuple[int, int], ...]]:
-    """Collectives of these kinds all of whose results are carries and nothing else, with (result, carry)
-    pairs. ``condition``: that of the loop, if it is evaluated."""
+    """The collectives of these kinds whose results are carries of the loop that nothing in the body reads,
+    with (result, carry) pairs. ``condition``: that of the loop, if it is evaluated; it must not read them."""
     read = {v.root for node in body.nodes for v in node.operands}
     tested: set[Value] = set()
     if condition is not None:
@@ -78,12 +76,7 @@ def crossing(
     for node in body.nodes:
         if node.collective is None or node.collective.kind not in kinds:
             continue
-        carries = tuple(
-            (i, k)
-            for i, result in enumerate(node.results)
-            for k, value in enumerate(body.results)
-            if value.root is result
-        )
+        carries = carried_results(node, body.results)
         if not carries or read.intersection(node.results):
             continue
         if tested.intersection(body.parameters[k] for _, k in carries):
@@ -119,7 +112,7 @@ def _flops(body: BlockGraph, phases: dict[Node, int], phase: int) -> float:
 
 
 def _fold(body: BlockGraph, chosen: Collection[Node], phases: dict[Node, int], phase: int) -> None:
-    """Make a phase part of the one between, unless collectives or their order keep it apart."""
+    """Merge a phase into the middle one, unless collectives or their order forbid it."""
     own = [node for node in body.nodes if phases[node] == phase]
     if any(node.is_runtime or any(b in chosen for b, _ in node.before()) for node in own):
         return

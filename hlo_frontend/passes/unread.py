@@ -1,15 +1,15 @@
-"""Compute that nobody reads on some devices, in some iterations: into segments of its own, not run there.
+"""Puts compute that nobody reads on some devices, in some iterations, into segments that are skipped there.
 
-`passes.valid` notes for the compute nodes of a block where they are read (`Unread`). Between two rounds of
-collectives, `divide` parts the nodes that cost much and are unread in the same places from the others;
-`carve` then makes a segment of each part, and the executor leaves those out where they are unread.
+`passes.valid` finds the *places* (devices and iterations) in which nobody reads a compute node's results
+(`Unread`). Between two rounds of collectives, `divide` separates expensive nodes that are unread in the same
+places from the others. `carve` makes a segment of each part, and the executor skips it where it is unread.
 
-A part is a pair (stage, class). Nodes of class 0 always run, those of class k are unread wherever the k-th
-pattern says. Parts run by stage, then by class, and a node is in the first stage in which all it reads is
-there before it, so that parts are in topological order.
+A part is a pair (stage, class). Nodes of class 0 always run; nodes of class k are unread in all places of the
+k-th pattern. Parts run by stage, then by class. A node is in the first stage in which everything that it
+reads comes before it, so parts are in topological order.
 
-Invariants: a node that has an effect or is known (see `passes.valid`) is in class 0; a part is worth its
-dispatch (`least_flops`); all follows from the text of the module.
+Invariants: a node with a side effect, or with a known result (`passes.valid`), is in class 0. Every part
+saves enough to be worth its dispatch (`least_flops`). The parts follow from the text of the module.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ import numpy as np
 
 from ..iterations import Bounds, Unread
 from ..values import BlockGraph, Node, NodeKind
-from .valid.decide import LEAST_FLOPS
 from .valid.liveness import Liveness, Reads
 
 MOST_CLASSES = 8
 
 
-Levels = dict[Node, int]  # by node, collectives on the longest path above it (see `order`)
+# How many runtime nodes are on the longest path above each node (see `order`).
+Levels = dict[Node, int]
 Part = tuple[int, int]  # stage and class
 Parts = dict[Node, Part]
 Valid = dict[Node, tuple[Bounds, ...]]
 
 
 class Ordered(list[Node]):
-    """The nodes of a block in an order, and how its compute is parted.
+    """The nodes of a block in an order, and the parts of its compute.
 
-    ``parts``: of nodes that are not in part (0, 0), the part of its level that it runs in. ``valid``: of
-    nodes that some devices leave out, the iterations in which each runs it, as in `Run.valid`.
+    ``parts``: the part of each node that is not in part (0, 0) of its level. ``valid``: for each node that
+    some devices skip, the iterations in which each device runs it, as in `Run.valid`.
     """
 
     def __init__(self, nodes: Iterable[Node], parts: Parts, valid: Valid) -> None:
@@ -46,7 +46,7 @@ class Ordered(list[Node]):
 
 
 def mark(liveness: Liveness) -> None:
-    """Set ``unread`` of the compute nodes that somewhere nobody reads."""
+    """Set ``unread`` of all blocks: the compute nodes whose results nobody reads in some places."""
     for block, reads in liveness.reads.items():
         _mark_block(block, reads, liveness.forward.num_devices)
 
@@ -68,44 +68,37 @@ def _mark_block(block: BlockGraph, reads: Reads, devices: int) -> None:
             packed = np.packbits(~read.reshape(-1), bitorder="little").tobytes()
             cells = int.from_bytes(packed, "little")
             flops = reads.flops.get(node, 0.0)
-            node.unread = Unread(cells, devices, iterations, flops, everywhere)
+            block.unread[node] = Unread(cells, devices, iterations, flops, everywhere)
 
 
-def divide(
-    nodes: Sequence[Node], levels: Levels, least_flops: float = LEAST_FLOPS
-) -> tuple[Parts, Valid]:
+def divide(block: BlockGraph, levels: Levels, least_flops: float) -> tuple[Parts, Valid]:
     """The parts of a block's nodes, and the iterations in which those parts are run: see `Ordered`."""
-    classes = _classes(nodes, least_flops)
+    unread = {node: block.unread[node] for node in block.nodes if node in block.unread}
+    classes = _classes(unread.values(), least_flops)
     chosen: dict[Node, int] = {}
-    for node in nodes:
-        if node.unread is not None:
-            fitting = [
-                (-cells.bit_count(), k)
-                for k, cells in enumerate(classes, 1)
-                if cells & ~node.unread.cells == 0
-            ]
-            if fitting:
-                chosen[node] = min(fitting)[1]
+    for node, where in unread.items():
+        fitting = [
+            (-cells.bit_count(), k)
+            for k, cells in enumerate(classes, 1)
+            if cells & ~where.cells == 0
+        ]
+        if fitting:
+            chosen[node] = min(fitting)[1]
     while chosen:
-        parts = _place(nodes, levels, chosen)
-        poor = _poor(levels, parts, chosen, classes, least_flops)
+        parts = _place(block.nodes, levels, chosen)
+        poor = _poor(levels, parts, chosen, unread, classes, least_flops)
         if not poor:
-            return parts, {
-                node: node.unread.bounds(classes[k - 1])
-                for node, k in chosen.items()
-                if node.unread is not None
-            }
+            return parts, {node: unread[node].bounds(classes[k - 1]) for node, k in chosen.items()}
         for node in poor:
             del chosen[node]
     return {}, {}
 
 
-def _classes(nodes: Sequence[Node], least_flops: float) -> list[int]:
-    """Patterns of cells, those first that save most."""
+def _classes(unread: Iterable[Unread], least_flops: float) -> list[int]:
+    """The patterns of places that save enough, the one that saves most first."""
     saved: dict[int, float] = {}
-    for node in nodes:
-        u = node.unread
-        if u is not None and u.flops:
+    for u in unread:
+        if u.flops:
             saved[u.cells] = saved.get(u.cells, 0.0) + u.flops / (u.devices * u.iterations)
     patterns = sorted(saved, key=lambda cells: (-saved[cells], cells))
     return [cells for cells in patterns if saved[cells] >= least_flops][:MOST_CLASSES]
@@ -128,6 +121,7 @@ def _poor(
     levels: Levels,
     parts: Parts,
     chosen: dict[Node, int],
+    unread: dict[Node, Unread],
     classes: list[int],
     least_flops: float,
 ) -> list[Node]:
@@ -139,8 +133,7 @@ def _poor(
     for (_, (_, k)), group in groups.items():
         saved = 0.0
         for node in group:
-            u = node.unread
-            assert u is not None
+            u = unread[node]
             share = classes[k - 1].bit_count() / u.cells.bit_count()
             saved += u.flops * share / (u.devices * u.iterations)
         if saved < least_flops:

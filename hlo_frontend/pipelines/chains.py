@@ -1,10 +1,10 @@
-"""Who computes on what: the way of values from stage to stage, followed exactly.
+"""Traces values from stage to stage, back to the node that made them.
 
-`Origins` goes from a value of one device and iteration backwards through everything that hands its operand
-on as it is: selects and conditionals whose predicate is known, reshapes, permutes, carries, slices that are
-put into an array and taken out of it; and through additions of what is known to be zero. What it ends at made
-the value, bit for bit, or but for the sign of zeros where something was added. `Followed` goes on from one
-loop to the loop before it that made what it began with.
+`Origins` goes backwards from a value of one device and iteration, through nodes that hand on an operand
+unchanged: selects and conditionals with a known predicate, reshapes, permutes, carries, slices that are put
+into an array and taken out of it. It also goes through additions of values that are known to be zero. The
+node at which it ends made the value bit for bit, except for the sign of zeros if there were additions.
+`Followed` goes on from a loop to the loop before it that made its initial values.
 """
 
 from __future__ import annotations
@@ -35,10 +35,11 @@ class Execution:
 
 @dataclass(frozen=True)
 class Made:
-    """What made a value: result ``leaf`` of ``node``, or, without a node, what the loop started with.
+    """The origin of a value: result ``leaf`` of ``node``, or, if that is None, initial value ``leaf`` of the
+    loop.
 
-    ``slot``: the slice of it that is meant, along its first dimension; None for all of it. ``plus``: zeros
-    were added to floats on the way, which makes negative zeros positive.
+    ``slot``: the number of a slice along its first dimension; None for the whole array. ``plus``: whether
+    zeros were added to floats on the way, which makes negative zeros positive.
     """
 
     node: Node | None
@@ -49,7 +50,7 @@ class Made:
 
 
 class Origins:
-    """Where the values in the body of a loop come from, once the loop is traced. ``node``: the loop."""
+    """The origins of values in the body of a loop that was traced. ``node``: the loop."""
 
     def __init__(self, forward: Forward, node: Node, trace: LoopTrace) -> None:
         self.forward = forward
@@ -58,8 +59,7 @@ class Origins:
         self._index = {p: i for i, p in enumerate(self.block.parameters)}
 
     def of(self, value: Value, at: Execution, slot: int | None = None) -> Made:
-        """What made the value that a device has in an iteration; or a slice of it along its first
-        dimension, ``slot``."""
+        """The origin of a value on a device in an iteration, or of slice ``slot`` of it."""
         plus = False
         for _ in range(MOST_STEPS):
             root = value.root
@@ -97,7 +97,7 @@ class Origins:
         return _zero_on(self.forward, self.iterations[at.iteration], value, at.device)
 
     def _beside_zero(self, value: Value, at: Execution) -> Value | None:
-        """What zeros are added to, if the value is such a sum, or is written as ``0 if x == 0 else x``."""
+        """x, if the value is the sum of x and zeros, or is written as ``0 if x == 0 else x``."""
         node = value.node
         assert node is not None
         opcode = node.instruction.opcode
@@ -117,7 +117,7 @@ class Origins:
         return other if is_zero else None
 
     def _slot(self, node: Node, at: Execution) -> int | None:
-        """The slice that is read or written, where that is one along the first dimension and known."""
+        """The number of the slice along the first dimension that a node reads or writes, if it is known."""
         opcode = node.instruction.opcode
         if opcode == "dynamic-slice":
             first, part = 1, node.results[0].type
@@ -134,7 +134,7 @@ class Origins:
         return None if starts is None else int(starts[at.device if len(starts) > 1 else 0][0])
 
     def row(self, value: Value, at: Execution) -> bool | None:
-        """A predicate that is the same for all elements, where it is known; not 0 for an integer."""
+        """A known predicate that is the same for all elements; for an integer, whether it is not 0."""
         known = self.forward.known(self.iterations[at.iteration], value)
         if known is None:
             return None
@@ -142,7 +142,7 @@ class Origins:
         return bool(own.all()) if own.all() == own.any() else None
 
     def number(self, value: Value, at: Execution) -> int | None:
-        """An integer that is the same for all elements, where it is known."""
+        """A known integer that is the same for all elements."""
         known = self.forward.known(self.iterations[at.iteration], value)
         if known is None:
             return None
@@ -150,7 +150,7 @@ class Origins:
         return int(own[0]) if own.size and (own == own[0]).all() else None
 
     def _before(self, value: Value, at: Execution) -> tuple[Value, Execution] | None:
-        """The value that this one is, bit for bit; None where it was made here."""
+        """The value that this one is a copy of, bit for bit; None if a node computes it."""
         node = value.node
         assert node is not None
         opcode = node.instruction.opcode
@@ -194,8 +194,8 @@ def _zero_on(forward: Forward, trace: Trace, value: Value, device: int) -> bool:
 
 @dataclass(frozen=True)
 class Source:
-    """What made a value, in whichever loop: ``made`` in ``loop``; or, where ``made.node`` is None, the value
-    ``begin`` of the entry computation, with which ``loop`` begins."""
+    """The origin of a value in any loop: ``made`` in ``loop``, or, if ``made.node`` is None, ``begin``, a
+    value of the entry computation that is an initial value of ``loop``."""
 
     loop: Node
     made: Made
@@ -212,7 +212,7 @@ class Followed:
         self.origins = {node: Origins(forward, node, trace) for node, trace in loops.items()}
 
     def of(self, loop: Node, value: Value, at: Execution) -> Source:
-        """What made a value that a device has in an iteration of ``loop``."""
+        """The origin of a value on a device in an iteration of ``loop``."""
         slot, plus = None, False
         for _ in range(len(self.origins)):
             made = self.origins[loop].of(value, at, slot)
@@ -234,7 +234,7 @@ class Followed:
 
 
 def _handed_on(root: Instruction, leaf: int) -> int | None:
-    """The leaf of a computation's only parameter that a leaf of its root is; None where it is another."""
+    """The leaf of a computation's only parameter that a leaf of its root returns unchanged, or None."""
     part = root
     if root.shape.element_type == TUPLE and root.opcode == "tuple":
         part = root.operands[leaf]
@@ -250,9 +250,9 @@ def _handed_on(root: Instruction, leaf: int) -> int | None:
 def chains(
     live: Sequence[Execution], before: dict[Execution, Execution]
 ) -> list[tuple[Execution, ...]]:
-    """Executions that take from one another, each from its first to its last, by their first ones.
+    """Chains of executions, in each of which the next one takes the result of the one before.
 
-    An execution of which two others take is the end of none: both chains have it.
+    If two executions take the result of one, it belongs to both chains.
     """
     taken = set(before.values())
     found = []

@@ -1,9 +1,9 @@
-"""One chunk of a device's layers: what an iteration of the new loop runs.
+"""One chunk of a device's layers, which an iteration of the new loop runs.
 
-The loop over layers, on a range of its iterations, under a conditional. Its weights, and slices that another
-pipeline kept, are read where they are: the latter in row ``row`` of arrays by microbatch and slice. What its
-layers give slice by slice goes into stacks of a chunk's size. Where a stage is computed again first, so is a
-chunk, from what it began with.
+It is the loop over layers on a range of its iterations, under a conditional. Weights are read in place, and
+so are slices that another pipeline kept: these are in row ``row`` of arrays by microbatch and slice. Slices
+that the layers give go into stacks of a chunk's size. If a stage is recomputed before its layers run, a chunk
+is recomputed too, from its initial values.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..builder import array_shape, resized, tuple_shape
 from ..graph import Instruction
-from .emit import Builder, Editor, array_shape, resized, tuple_shape
+from .emit import Builder, Editor
 from .layers import LayerLoop
 from .parts import Kept, Pipeline, Recomputed
 from .refusal import Refusal
@@ -22,13 +23,13 @@ Shapes = Mapping[int, Any]  # by position in the carry of a loop over layers
 
 
 def again(position: int) -> int:
-    """The key of what a loop that computes a stage again takes at this position of its carry."""
+    """The key of the operand at this position of the carry of a loop that recomputes a stage."""
     return ~position
 
 
 class Chunk:
-    """``held``: the shapes of what the new loop holds for its layers, by position in the carry of the loop
-    over layers, or by `again`; ``given``: positions of stacks that are wanted."""
+    """``held``: the shapes of operands of the layers in the new loop's carry, by position in the carry of the
+    loop over layers, or by `again`. ``given``: positions of stacks that are needed."""
 
     def __init__(
         self, editor: Editor, pipeline: Pipeline, size: int, held: Shapes, given: Sequence[int]
@@ -51,8 +52,8 @@ class Chunk:
     ) -> tuple[str, list[Any], list[Any]]:  # fmt: skip
         """Run the chunk from iteration ``start`` of the loop over layers on, whose first slice is ``first``.
 
-        ``held``: what the layers take. Gives the conditional's name, what goes on to the next chunk and the
-        stacks; where it is not ``working`` all of them are zeros.
+        ``held``: the operands of the layers. Gives the conditional's name, the values for the next chunk, and
+        the stacks. If not ``working``, all of them are zeros.
         """
         own = b.tuple([start, first, row, *xs, *(held[i] for i in self.held)])
         shape = tuple_shape([*self.passed.values(), *self.stacks.values()])
@@ -112,18 +113,18 @@ def _stacks(layers: LayerLoop, positions: Sequence[int], size: int) -> dict[int,
 
 
 def _entry(b: Builder, array: Any, at: Sequence[Any]) -> Any:
-    """What an array has at these first indices."""
+    """The part of an array at these indices of its first dimensions."""
     dimensions = list(array.shape.dimensions)[len(at) :]
     starts = [*at, *(b.constant(0) for _ in dimensions)]
-    return b.reshape(b.slice(array, starts, [1] * len(at) + dimensions), dimensions)
+    return b.reshape(b.dynamic_slice(array, starts, [1] * len(at) + dimensions), dimensions)
 
 
 class _Run:
     """A loop over layers, for a part of its iterations.
 
-    ``shapes``: of what it takes, by position in its carry; ``stacks``: of those that are wanted, of a chunk's
-    size. What it takes is read in row ``row`` where it is ``kept``, and is of a chunk's size itself where it
-    is in ``cut``.
+    ``shapes``: those of its operands, by position in its carry. ``stacks``: the shapes of stacks that are
+    needed, of a chunk's size. Operands in ``kept`` are read in row ``row``; those in ``cut`` have a chunk's
+    size.
     """
 
     def __init__(
@@ -149,7 +150,7 @@ class _Run:
     def emit(
         self, b: Builder, parts: dict[int, Any], start: Any, first: Any, row: Any
     ) -> dict[int, Any]:
-        """Run it from iteration ``start`` on; gives what it ends with."""
+        """Run it from iteration ``start`` on; gives its final values."""
         limit = b.add("add", array_shape(SCALAR), [start, b.constant(self.size)])
         begin = parts | {self.layers.counter: start}
         begin |= {i: b.zeros(s) for i, s in self.stacks.items()}  # all of it is overwritten
@@ -188,11 +189,11 @@ class _Run:
                 at, *others = (env[o] for o in taken.operands[1:])
                 sizes = list(taken.shape.dimensions)
                 if position in self.kept:
-                    part = b.slice(parts[position], [row, at, *others], [1, *sizes])
+                    part = b.dynamic_slice(parts[position], [row, at, *others], [1, *sizes])
                     env[taken] = b.reshape(part, sizes)
                 else:
                     own = b.add("subtract", at.shape, [at, first])
-                    env[taken] = b.slice(parts[position], [own, *others], sizes)
+                    env[taken] = b.dynamic_slice(parts[position], [own, *others], sizes)
         results = dict(parts)
         for position in self.stacks:
             put = layers.updates[position]
@@ -208,7 +209,7 @@ class _Run:
         return b
 
     def _check_direct(self, instruction: Instruction) -> None:
-        """Slices are read and written otherwise here: they must be what the body itself reads and writes."""
+        """Refuse slices that the body does not read or write directly: they are rewritten here."""
         array = instruction.operands[0]
         body = self.layers.loop.called[0]
         first = instruction.operands[1 if instruction.opcode == "dynamic-slice" else 2]

@@ -1,4 +1,4 @@
-"""Values of a loop's body that are the same in every iteration, by what they are computed from."""
+"""Values of a loop's body that are the same in every iteration, and the instructions that compute them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .refusal import Refusal
 
 @dataclass(frozen=True, eq=False)
 class Constant:
-    """A value that does not change: in the body of ``loop``, or, where that is None, of the entry."""
+    """A value that does not change: in the body of ``loop``, or in the entry computation if that is None."""
 
     value: Instruction
     loop: Instruction | None
@@ -37,7 +37,7 @@ class Constants:
         }  # fmt: skip
 
     def computed_by(self, wanted: Instruction) -> Sequence[Instruction]:
-        """What the value is computed by in the body. Raises `Refusal` where it may change."""
+        """The instructions of the body that compute the value. Raises `Refusal` if it may change."""
         inner = slice_of([wanted], set(self.inits))
         for instruction in inner:
             if instruction in self.reads or instruction.opcode in ("collective-permute", "while"):
@@ -56,7 +56,7 @@ class Constants:
 
 
 def behind(instruction: Instruction) -> Instruction:
-    """What an instruction is a copy of."""
+    """The instruction of which this one is a copy, or itself."""
     while instruction.opcode == "copy":
         instruction = instruction.operands[0]
     return instruction

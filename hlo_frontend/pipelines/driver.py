@@ -1,4 +1,4 @@
-"""Interleaves the pipelines of a module, or says why not."""
+"""Interleaves the pipelines of a module, or reports why it does not."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ from .verify import check
 def interleave(
     serialized: bytes, num_replicas: int, num_partitions: int, chunks: int
 ) -> tuple[bytes, tuple[Interleaved, ...]]:
-    """The module, where its pipelines have ``chunks`` chunks of layers a device, and what was found.
+    """The module with ``chunks`` chunks of layers for each device of its pipelines, and a report on each
+    loop.
 
-    A loop that cannot be interleaved stays as it is; so does one that depends on what it keeps. ``chunks`` is
-    at least 2.
+    A loop that cannot be interleaved stays as it is, and so do loops that depend on its residuals. ``chunks``
+    is at least 2.
     """
     written = Module.parse(serialized)
     entry = flatten(written.entry, CollectiveReader(num_replicas, num_partitions))

@@ -1,8 +1,8 @@
-"""Writing HLO: a module that gets new computations, and builders of their instructions.
+"""Writing HLO into a module: new computations, and instructions in the place of others.
 
-Invariants: what was in the module stays as it is; ids of what is new are not in use, and composed of a
-computation's and an instruction's where the module's own are (jaxlib 0.12 and later); names are unique;
-arrays are row-major; new computations stand before the entry computation.
+Invariants: other parts of the module stay as they are. New ids are unique, and composed of the ids of a
+computation and an instruction if those of the module are (jaxlib 0.12 and later). Names are unique. Arrays
+are row-major. New computations stand before the entry computation.
 """
 
 from __future__ import annotations
@@ -12,41 +12,14 @@ from typing import Any
 
 import numpy as np
 
+from .. import builder
+from ..builder import array_shape, fill
 from ..graph import Instruction, Module
-from ..schema import (
-    PRIMITIVE_CODES,
-    TUPLE,
-    HloComputationProto,
-    HloInstructionProto,
-    HloModuleProto,
-    LiteralProto,
-    ShapeProto,
-)
-
-_LITERALS = {"pred": "preds", "s32": "s32s", "u32": "u32s"}
-
-
-def array_shape(dtype: str, dimensions: Sequence[int] = ()) -> Any:
-    """The ShapeProto of an array."""
-    shape = ShapeProto(element_type=PRIMITIVE_CODES[dtype], dimensions=dimensions)
-    shape.is_dynamic_dimension.extend([False] * len(dimensions))
-    shape.layout.minor_to_major.extend(range(len(dimensions))[::-1])
-    return shape
-
-
-def resized(shape: Any, dimensions: Sequence[int]) -> Any:
-    """An array of the same element type as ``shape``."""
-    other = array_shape("s32", dimensions)
-    other.element_type = shape.element_type
-    return other
-
-
-def tuple_shape(parts: Iterable[Any]) -> Any:
-    return ShapeProto(element_type=TUPLE, tuple_shapes=parts)
+from ..schema import TUPLE, HloComputationProto, HloInstructionProto, HloModuleProto
 
 
 class Editor:
-    """A copy of a module's proto, to be added to; `finish` gives it, serialized."""
+    """A copy of a module's proto to which computations and instructions are added; `finish` serializes it."""
 
     def __init__(self, module: Module) -> None:
         self.proto = HloModuleProto()
@@ -81,7 +54,7 @@ class Editor:
         return Builder(self, proto)
 
     def replace(self, instruction: Instruction) -> Builder:
-        """Adds in place of an instruction; what is given to `Builder.stand_in` then stands for it."""
+        """A builder that adds instructions in place of this one, and ends with `Builder.stand_in`."""
         for proto in self.proto.computations:
             if proto.id == instruction.computation.proto.id:
                 return Builder(self, proto, instruction)
@@ -99,12 +72,12 @@ class Editor:
         return result.SerializeToString()
 
 
-class Builder:
-    """Adds instructions to a computation; they are protos, and their ids are what refers to them."""
+class Builder(builder.Builder):
+    """Adds instructions to a new computation, or to one of the module in place of one of its instructions."""
 
     def __init__(self, editor: Editor, proto: Any, replaced: Instruction | None = None) -> None:
+        super().__init__(proto)
         self.editor = editor
-        self.proto = proto
         self.metadata: Any = None  # of what is added from now on
         self._replaced: Instruction | None = None
         self._later: list[Any] = []
@@ -112,7 +85,7 @@ class Builder:
             self.go_on_to(replaced)
 
     def go_on_to(self, replaced: Instruction) -> None:
-        """Add in place of this instruction from now on, which comes after those that are replaced already."""
+        """Add in place of this instruction from now on; it stands behind those replaced so far."""
         if self._replaced is replaced:
             return
         self._replaced = replaced
@@ -122,45 +95,18 @@ class Builder:
                        for i in instructions[at + 1 :]]  # fmt: skip
         del self.proto.instructions[at:]
 
-    @property
-    def id(self) -> int:
-        found: int = self.proto.id
-        return found
-
-    def _append(self, proto: Any, id: int | None = None) -> Any:
-        proto.id = self.editor.instruction_id(self.proto.id) if id is None else id
-        added = self.proto.instructions.add()
-        added.CopyFrom(proto)
-        return added
-
-    def add(self, opcode: str, shape: Any, operands: Sequence[Any] = (), **fields: Any) -> Any:
-        """A new instruction; ``fields`` are fields of its proto."""
-        proto = HloInstructionProto(name=self.editor.name(f"interleave.{opcode}"), opcode=opcode)
-        proto.shape.CopyFrom(shape)
-        proto.operand_ids.extend(o.id for o in operands)
-        if self.metadata is not None:
+    def identify(self, proto: Any, opcode: str, copied: Instruction | None = None) -> None:
+        name = f"interleave.{opcode}" if copied is None else f"{copied.name}.interleaved"
+        proto.name = self.editor.name(name)
+        proto.id = self.editor.instruction_id(self.proto.id)
+        if copied is None and self.metadata is not None:
             proto.metadata.CopyFrom(self.metadata)
-        for name, value in fields.items():
-            if isinstance(value, (list, tuple)):
-                getattr(proto, name).extend(value)
-            else:
-                setattr(proto, name, value)
-        return self._append(proto)
-
-    def copy(self, instruction: Instruction, operands: Sequence[Any]) -> Any:
-        """The same instruction on other operands."""
-        proto = HloInstructionProto()
-        proto.CopyFrom(instruction.proto)
-        proto.name = self.editor.name(f"{instruction.name}.interleaved")
-        del proto.operand_ids[:]
-        del proto.control_predecessor_ids[:]
-        proto.operand_ids.extend(o.id for o in operands)
-        return self._append(proto)
 
     def clone(
         self, wanted: Iterable[Instruction], env: dict[Instruction, Any]
     ) -> dict[Instruction, Any]:
-        """Copies of everything that ``wanted`` need and ``env`` does not have, which ``env`` then has."""
+        """Add copies of all instructions that ``wanted`` need to the computation and to ``env``, except those
+        that ``env`` already has."""
         needed = slice_of(wanted, env)
         for instruction in needed:
             sources = needed_by(instruction)
@@ -170,59 +116,23 @@ class Builder:
                 env[instruction] = env[sources[0]]
         return env
 
-    def parameter(self, shape: Any) -> Any:
-        number = sum(i.opcode == "parameter" for i in self.proto.instructions)
-        return self.add("parameter", shape, parameter_number=number)
-
-    def tuple(self, parts: Sequence[Any]) -> Any:
-        return self.add("tuple", tuple_shape(p.shape for p in parts), parts)
-
-    def element(self, of: Any, index: int) -> Any:
-        return self.add("get-tuple-element", of.shape.tuple_shapes[index], [of], tuple_index=index)
-
-    def elements(self, of: Any) -> list[Any]:
-        return [self.element(of, i) for i in range(len(of.shape.tuple_shapes))]
-
-    def constant(self, array: np.ndarray | int, dtype: str = "s32") -> Any:
-        values = np.asarray(array)
-        shape = array_shape(dtype, values.shape)
-        literal = LiteralProto(shape=shape)
-        flat = values.reshape(-1).tolist()
-        getattr(literal, _LITERALS[dtype]).extend(bool(v) if dtype == "pred" else v for v in flat)
-        return self.add("constant", shape, literal=literal.SerializeToString())
-
     def zeros(self, shape: Any) -> Any:
         """Positive zeros, whatever the type is."""
-        zero = self.constant(0)
-        scalar = resized(shape, ())
-        if scalar.element_type != zero.shape.element_type:
-            zero = self.add("convert", scalar, [zero])
+        zero = self.convert(self.constant(0), shape)
         return self.broadcast(zero, shape) if shape.dimensions else zero
 
-    def broadcast(self, scalar: Any, shape: Any) -> Any:
-        return self.add("broadcast", resized(scalar.shape, shape.dimensions), [scalar])
-
     def select(self, predicate: Any, on_true: Any, on_false: Any) -> Any:
-        """By a scalar predicate."""
+        """Selects by a scalar predicate."""
         if on_true.shape.dimensions:
             predicate = self.broadcast(predicate, on_true.shape)
         return self.add("select", on_true.shape, [predicate, on_true, on_false])
 
     def lookup(self, table: np.ndarray, indices: Sequence[Any]) -> Any:
         """One element of a constant s32 table, as a scalar; an index is a scalar."""
-        return self.reshape(self.slice(self.constant(table), indices, [1] * table.ndim), ())
-
-    def slice(self, array: Any, starts: Sequence[Any], sizes: Sequence[int]) -> Any:
-        return self.add(
-            "dynamic-slice", resized(array.shape, sizes), [array, *starts],
-            dynamic_slice_sizes=list(sizes),
-        )  # fmt: skip
+        return self.reshape(self.dynamic_slice(self.constant(table), indices, [1] * table.ndim), ())
 
     def update(self, array: Any, part: Any, starts: Sequence[Any]) -> Any:
         return self.add("dynamic-update-slice", array.shape, [array, part, *starts])
-
-    def reshape(self, array: Any, dimensions: Sequence[int]) -> Any:
-        return self.add("reshape", resized(array.shape, dimensions), [array])
 
     def is_one(self, scalar: Any) -> Any:
         """Whether an s32 scalar is not zero."""
@@ -232,37 +142,24 @@ class Builder:
     def conditional(
         self, predicate: Any, branches: Sequence[Builder], arguments: Sequence[Any], shape: Any
     ) -> Any:
-        """``branches``: where the predicate is true, and where it is not."""
+        """``branches``: for a predicate that is true, and for one that is false."""
         called = [b.id for b in branches]
         operands = [predicate, *arguments]
         return self.add("conditional", shape, operands, called_computation_ids=called)
-
-    def finish(self, root: Any) -> None:
-        """End a new computation."""
-        self.proto.root_id = root.id
-        parameters = [i for i in self.proto.instructions if i.opcode == "parameter"]
-        program = self.proto.program_shape
-        program.Clear()
-        program.parameters.extend(p.shape for p in parameters)
-        program.parameter_names.extend(p.name for p in parameters)
-        program.result.CopyFrom(root.shape)
 
     def stand_in(self, parts: Sequence[Any] | Any) -> None:
         """End a replacement: a tuple of ``parts``, or one array, has the replaced instruction's id."""
         assert self._replaced is not None
         old = self._replaced.proto
-        proto = HloInstructionProto(name=old.name, opcode="tuple")
-        operands = parts
-        if old.shape.element_type != TUPLE:
-            proto.opcode, operands = "copy", [parts]
-        proto.shape.CopyFrom(old.shape)
-        proto.operand_ids.extend(p.id for p in operands)
-        self._append(proto, old.id)
+        is_tuple = old.shape.element_type == TUPLE
+        proto = self.proto.instructions.add(name=old.name, id=old.id)
+        fill(proto, *(("tuple", old.shape, parts) if is_tuple else ("copy", old.shape, [parts])))
         self.proto.instructions.extend(self._later)
 
 
 def needed_by(instruction: Instruction) -> tuple[Instruction, ...]:
-    """Its operands; of an element of a tuple that is made here, only that element."""
+    """The operands of an instruction; for an element of a tuple made in this computation, that element
+    alone."""
     if instruction.opcode == "get-tuple-element" and instruction.operands[0].opcode == "tuple":
         return (instruction.operands[0].operands[instruction.proto.tuple_index],)
     return instruction.operands
@@ -271,7 +168,8 @@ def needed_by(instruction: Instruction) -> tuple[Instruction, ...]:
 def slice_of(
     wanted: Iterable[Instruction], have: Mapping[Instruction, Any] | set[Instruction]
 ) -> list[Instruction]:
-    """What ``wanted`` depend on in their computation, up to what one has; in topological order."""
+    """The instructions on which ``wanted`` depend, with themselves, up to those that one has; in topological
+    order."""
     found: set[Instruction] = set()
     stack = [w for w in wanted if w not in have]
     order: dict[Instruction, int] = {}

@@ -1,14 +1,14 @@
-"""What ties the pipeline of a backward pass to that of the forward pass, and where its gradients go.
+"""Analyses the pipeline of a backward pass: its residuals from the forward pass, and its sums of gradients.
 
-Its layers read slices that the layers of the forward pass gave (residuals), which the forward loop has put
-into stacks by iteration, and from there in the backward loop's iterations come to them: `find_operands`
-follows each of them for each run on each device to what made it (see `operands`). They must come from the
-run of the same layers, of the same microbatch for all of a run's residuals and all runs of a microbatch.
+Residuals are slices that layers of the forward pass gave. The forward loop stacks them by iteration, and the
+backward loop reads them from there. `find_operands` traces each residual, for each run on each device, to its
+origin (see `operands`). It must come from the run of the same layers. All residuals of a run, and those of
+all runs of a microbatch, must come from the same microbatch of the forward pass.
 
-Gradients of weights are what layers give, slice by slice, added to a sum in each iteration (`find_sums`). In
-iterations in which a device has no microbatch what it adds must be known to be zero, or it is refused: what
-a stage computes on padding is not computed any more, and ``0 * x`` need not be zero. A sum that begins as
-positive zeros never is a negative zero, so that adding zeros to it, or not, makes no difference.
+Gradients of weights are slices that layers give, and that each iteration adds to a sum (`find_sums`). In
+iterations in which a device has no microbatch, it must add values that are known to be zero; otherwise the
+loop is refused, since the new loop does not compute on padding, and ``0 * x`` need not be zero. A sum that
+begins as positive zeros is never a negative zero, so adding zeros to it makes no difference.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .refusal import Refusal
 
 
 def find_operands(followed: Followed, part: Part, parts: Sequence[Part]) -> None:
-    """Fill in ``weights``, ``shared`` and ``again``: what the layers of a part take. Raises `Refusal`."""
+    """Set ``weights``, ``shared`` and ``again``: the operands of a part's layers. Raises `Refusal`."""
     layers = part.layers
     for i in [*layers.weights, *layers.shared]:
         found = operand(followed, part, parts, part.stage, i)
@@ -46,7 +46,7 @@ def find_operands(followed: Followed, part: Part, parts: Sequence[Part]) -> None
 
 
 def find_sums(followed: Followed, part: Part, num_devices: int) -> None:
-    """Fill in ``sums``: the carries in which what layers give is summed up over microbatches."""
+    """Set ``sums``: the carries that sum up slices of layers over microbatches."""
     for leaf in sorted(part.given):
         carries = range(len(part.loop.blocks[1].parameters))
         found = next((c for c in carries if _sums_up(followed, part, num_devices, leaf, c)), None)
@@ -62,7 +62,7 @@ def sum_node(part: Part, carry: int) -> Node:
 
 
 def _sums_up(followed: Followed, part: Part, num_devices: int, leaf: int, carry: int) -> bool:
-    """Whether the carry is the sum of what the stage gives as ``leaf``, by all its runs, and of zeros."""
+    """Whether the carry is the sum of result ``leaf`` of all runs of the stage, and of zeros."""
     block = part.loop.blocks[1]
     parameter, result = block.parameters[carry], block.results[carry].root
     node = result.node

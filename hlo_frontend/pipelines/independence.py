@@ -1,4 +1,4 @@
-"""Which runs of a pipeline's layers reach a result, and the proof that nothing else reads a microbatch.
+"""Which runs of a pipeline's layers reach a result, and the proof that only the pipeline reads microbatches.
 
 `find_live` finds the runs that reach a result. `check_alone` proves point 3 of `recognize`: if every run
 needs only the first input of its microbatch and its weights, then no transfer is read, and the only results
@@ -24,7 +24,7 @@ from .refusal import Refusal, about
 
 
 def _rows(masks: Sequence[Mask], positions: Iterable[int], count: int) -> np.ndarray:
-    """Devices on which anything is live of these results."""
+    """The devices on which any of these results is live."""
     found = np.zeros(count, bool)
     for i in positions:
         mask = masks[i]
@@ -56,7 +56,7 @@ def find_live(entry: BlockGraph, parts: Sequence[Part], forward: Forward, trace:
             assert at.iteration is not None
             part.given |= {i for i in layers.stacked if masks[i] is not None}
             rows = _rows(masks, [*layers.passed, *layers.stacked], forward.num_devices)
-            for group in groups:  # of which all members take part where one does
+            for group in groups:  # if one member takes part, all do
                 rows[group] |= rows[group].any()
             part.live.extend(Execution(at.iteration, int(d)) for d in np.flatnonzero(rows))
             if _rows(masks, others, forward.num_devices).any():
@@ -126,7 +126,7 @@ def _restricted(part: Part, count: int) -> Needs:
 
 
 def _restricted_again(part: Part, node: Node, count: int) -> Needs:
-    """Nobody but the layers of the stage may read what is computed again."""
+    """A rule by which only the layers of the stage read recomputed values."""
     assert part.again is not None
     layers = part.again.layers
     runs = {run for chain in part.chains for run in chain}

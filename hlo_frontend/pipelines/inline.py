@@ -1,8 +1,9 @@
-"""Conditionals and calls around a loop over layers, inlined: a stage is then in the loop's own body.
+"""Inlines conditionals and calls around a loop over layers, so that the stage is in the loop's own body.
 
-Conditionals become selects. What runs under `lax.cond` runs in all cases then, and a select takes what the
-branch gave. That is the same result, and more work, so it is for analysis, and for rewriting where the stage
-gets a conditional of its own. Layers that communicate would wait for others that do so in all cases too.
+Conditionals become selects: code under `lax.cond` then runs in all cases, and a select takes the result of
+the branch. The results are the same, with more work. So the inlined module serves for analysis, and for a
+rewrite that puts the stage under a conditional of its own. Layers that communicate would then do so in all
+cases too.
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from ..builder import array_shape
 from ..graph import COLLECTIVES, LOGICAL_IDS, Computation, Instruction, Module, all_instructions
 from ..schema import PRIMITIVE_CODES, TOKEN, TUPLE
-from .emit import Builder, Editor, array_shape
+from .emit import Builder, Editor
 
 
 def inlined(module: Module, loop: str) -> Module:
@@ -44,12 +46,12 @@ def _can_be(caller: Instruction) -> bool:
     )
 
 
-# Collectives that layers may have: each of their groups does the same at the same time.
+# Collectives that layers may have: all members of a group run the same layers at the same time.
 GROUPED = frozenset({"all-reduce", "all-gather", "reduce-scatter", "all-to-all"})
 
 
 def _stands_alone(computation: Computation) -> bool:
-    """Whether it communicates otherwise than within a loop, or by more than collectives of groups."""
+    """Whether it communicates outside of loops, or by collectives other than `GROUPED`."""
     return any(
         i.opcode in COLLECTIVES
         or any(
@@ -60,13 +62,14 @@ def _stands_alone(computation: Computation) -> bool:
 
 
 def other_communication(computation: Computation) -> Instruction | None:
-    """What in it, or in what it calls, communicates otherwise than `GROUPED`, or reads the device's id."""
+    """An instruction in it, or in a computation that it calls, that reads the device's id or is a collective
+    other than `GROUPED`."""
     refused = (COLLECTIVES | LOGICAL_IDS.keys()) - GROUPED
     return next((i for i in all_instructions(computation) if i.opcode in refused), None)
 
 
 def communicates(computation: Computation) -> bool:
-    """Whether a collective is in it or in what it calls."""
+    """Whether there is a collective in it, or in a computation that it calls."""
     return any(i.opcode in COLLECTIVES for i in all_instructions(computation))
 
 
@@ -112,7 +115,7 @@ def _results(
     }
     given = dict(zip(called.parameters, arguments, strict=True))
     for read in called.instructions:
-        # Reads of what a tuple was made of are what it was made of: nothing else is then needed.
+        # An element of a tuple that is made here is the operand itself, so the rest is not needed.
         if read.opcode == "get-tuple-element" and read.operands[0] in given:
             argument = given[read.operands[0]]
             if argument.opcode == "tuple":

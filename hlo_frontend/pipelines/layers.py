@@ -1,14 +1,13 @@
-"""A loop over layers, as `lax.scan` writes it: what of its carry is what.
+"""Analyses a loop over layers, as `lax.scan` writes it: the roles of its carries.
 
 Every iteration is a layer. The carry has a counter from 0, values that go from layer to layer, stacks that
-get one slice from each layer and are not read, and what does not change: weights, of which a layer reads
-its own slice along the first dimension and nothing else, and what all layers share. A layer's slice is that
-of its number, or, in a loop that goes through the layers backwards as a gradient does, of its number from the
-end. A loop of that shape may be run on any range of layers: iterations ``a … b - 1`` are what it computes
-with its counter from a to b.
+get one slice from each layer and are not read, and values that do not change: weights, of which each layer
+reads only its own slice along the first dimension, and values that all layers share. The slice of layer i has
+number i, or number i from the end in a loop that goes through the layers backwards, as a gradient does. Such
+a loop may be run on any range of layers: with its counter from a to b it computes iterations ``a … b - 1``.
 
-How slices are read and written is found by following the counter exactly through the body
-(`passes.valid.known`), for each of its values.
+The slices that the body reads and writes are found by evaluating it for each value of the counter
+(`passes.valid.known`).
 """
 
 from __future__ import annotations
@@ -35,8 +34,9 @@ MOST_LAYERS = 1024
 class LayerLoop:
     """``loop`` runs ``count`` layers; the rest are positions in its carry.
 
-    ``slices``: the instructions of its body that take a layer's slice of weights, ``updates``: by position
-    of a stack, the one that puts a layer's slice into it. ``reverse``: whether it begins with the last ones.
+    ``slices``: the instructions of its body that read a layer's slice of weights. ``updates``: for the
+    position of each stack, the instruction that writes a layer's slice. ``reverse``: whether it begins with
+    the last slices.
     """
 
     loop: Instruction
@@ -56,7 +56,7 @@ class LayerLoop:
 
 
 def layer_loop(loop: Instruction, reader: CollectiveReader) -> LayerLoop:
-    """The loop taken apart. Raises `Refusal`."""
+    """The analysis of a loop. Raises `Refusal`."""
     name = f"the loop %{loop.name}"
     body = loop.called[0]
     count = annotated_trips(loop)
@@ -103,7 +103,7 @@ def layer_loop(loop: Instruction, reader: CollectiveReader) -> LayerLoop:
 
 
 def _counter(loop: Instruction, block: BlockGraph, changing: list[int]) -> int:
-    """The position that counts 0, 1, …: it is one more after an iteration, whatever it was."""
+    """The position of the carry that counts 0, 1, …"""
     forward = Forward(1, 1, follow_zeros=False)
     init = loop.operands[0]
     for i in changing:
@@ -180,7 +180,7 @@ class _Slices:
         self.updates = {i: node for i, node in self.updates.items() if fits[node]}
 
     def _starts(self, count: int) -> dict[Node, list[int | None]]:
-        """By node: the slice that it reads or writes in each iteration, None where that is not known."""
+        """For each node: the slice that it reads or writes in each iteration, None if not known."""
         forward = Forward(1, 1, follow_zeros=False)
         nodes = [(n, 1) for own in self.slices.values() for n in own]
         nodes += [(n, 2) for n in self.updates.values()]
@@ -194,7 +194,7 @@ class _Slices:
         return found
 
     def numbered(self) -> dict[Value, Node]:
-        """By value that depends on the counter otherwise: where that begins."""
+        """For each value that depends on the counter in another way: the node at which that begins."""
         known = {n for own in self.slices.values() for n in own} | set(self.updates.values())
         tainted: dict[Value, Node] = {}
         number = self.block.parameters[self.counter]
@@ -209,13 +209,13 @@ class _Slices:
 
 
 def _is_index(node: Node) -> bool:
-    """Whether all that the node computes from are integer scalars: how numbers become indices."""
+    """Whether all operands of the node are integer scalars, as in the computation of an index."""
     return all(o.type is not None and not o.type.shape and o.type.dtype in ("s32", "u32", "pred")
                for o in node.operands)  # fmt: skip
 
 
 def _takes_a_slice(node: Node, value: Value, count: int) -> bool:
-    """A slice of one along the first dimension, of ``count``, and all of the others."""
+    """Whether the node reads one of ``count`` slices along the first dimension, whole in all others."""
     if node.instruction.opcode != "dynamic-slice" or node.operands[0].root is not value:
         return False
     if any(o.root is value for o in node.operands[1:]) or value.type is None:

@@ -1,4 +1,4 @@
-"""What the layers of a stage take, in each of its runs: followed to what made it."""
+"""Traces the operands of a stage's layers to their origins, in each run of the stage."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from .refusal import Refusal
 def operand(
     followed: Followed, part: Part, parts: Sequence[Part], node: Node, i: int
 ) -> Constant | Kept | Recomputed:
-    """What an operand of ``node`` is, a loop over layers in the body of a part's loop, in its live runs.
+    """The origin of an operand of ``node``, a loop over layers in the body of a part's loop, in all live
+    runs.
 
     Raises `Refusal`.
     """
@@ -75,7 +76,7 @@ def _sized(constant: Constant, given: object, refusal: Refusal) -> Constant:
 
 
 def _order(part: Part, owner: Part, sources: Sequence[Source], what: str) -> tuple[int, ...]:
-    """By microbatch of ``part``: the number of it in the pipeline ``owner``, which keeps what it reads."""
+    """For each microbatch of ``part``: its number in the pipeline ``owner``, which keeps its residuals."""
     opposite = part.layers.reverse != owner.layers.reverse
     stages = len(part.groups[0])
     wrong = (

@@ -15,7 +15,7 @@ from .layers import LayerLoop
 @dataclass(frozen=True)
 class Kept:
     """Slices that layers of another pipeline gave: result ``leaf`` of the loop over layers in its ``loop``,
-    each from the run of the same layers. ``order``: by microbatch the number of it there."""
+    each from the run of the same layers. ``order``: for each microbatch, its number in that pipeline."""
 
     loop: str
     leaf: int
@@ -35,10 +35,10 @@ Weights = dict[int, "Constant | Kept | Recomputed"]
 
 @dataclass(frozen=True, eq=False)
 class Again:
-    """A loop over layers that computes again what a stage of another pipeline did (see `recomputed`).
+    """A loop over layers that recomputes a stage of another pipeline (see `recomputed`).
 
-    By position in its carry: ``weights`` and ``shared``; ``inputs``: what it begins with, as what its
-    ``leaf`` began with in the other pipeline.
+    All by position in its carry: ``weights``, ``shared``, and ``inputs``, its initial values, which are those
+    of the other pipeline's loop at position ``leaf``.
     """
 
     node: Node
@@ -52,13 +52,14 @@ class Again:
 class Pipeline:
     """A pipeline in ``loop`` of the entry computation.
 
-    ``groups[g][stage]``: devices of each of the pipelines that run side by side. ``enters`` and ``leaves``:
-    by microbatch the iterations of the loop in which it is taken in and given out. ``trips``: of the loop.
+    ``groups[g][stage]``: the devices of each of the pipelines that run side by side. ``enters`` and
+    ``leaves``: for each microbatch, the iteration of the loop in which it enters and leaves. ``trips``: the
+    number of iterations.
 
-    By position in the carry of the loop over layers: ``weights`` and ``shared`` tell what these are; ``sums``
-    in which carry of the loop a stack is summed up, slice by slice, over microbatches. ``plus``: values to
-    which zeros are added between a stage and the next, which makes negative zeros positive. ``again``: what
-    is computed again before the layers are run.
+    By position in the carry of the loop over layers: ``weights`` and ``shared``; ``sums``: the carry of the
+    loop that sums up a stack, slice by slice, over microbatches; ``plus``: values to which zeros are added
+    between a stage and the next, which makes negative zeros positive. ``again``: the recomputation before the
+    layers run.
     """
 
     loop: Instruction
@@ -83,7 +84,7 @@ class Pipeline:
 
     @property
     def kept(self) -> list[Kept]:
-        """All that it takes of what other pipelines kept."""
+        """All slices of other pipelines that it reads."""
         inputs = [] if self.again is None else list(self.again.inputs.values())
         return [w for w in self.weights.values() if isinstance(w, Kept)] + inputs
 
@@ -95,10 +96,10 @@ class Pipeline:
 
 @dataclass(eq=False)
 class Part:
-    """What is known of one of the loops on the way to its `Pipeline`. ``stage``: its loop over layers.
+    """The analysis of a loop before it is a `Pipeline`. ``stage``: its loop over layers.
 
-    ``live``: runs of the stage of which something reaches a result of the program; ``given``: positions
-    in the stage's carry of stacks of which something does.
+    ``live``: the runs of the stage that reach a result of the program. ``given``: positions in the stage's
+    carry of the stacks that do.
     """
 
     loop: Node
@@ -125,7 +126,7 @@ class Part:
 
     @cached_property
     def places(self) -> dict[Execution, tuple[int, int]]:
-        """By run: number of its microbatch, and of its stage."""
+        """For each run, the numbers of its microbatch and its stage."""
         found: dict[Execution, tuple[int, int]] = {}
         for way in self.groups:
             own = [c for c in self.chains if tuple(run.device for run in c) == way]

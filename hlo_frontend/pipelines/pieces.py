@@ -1,8 +1,8 @@
-"""The body of a written loop, cut at its loop over layers into what comes before it and all else.
+"""Cuts the body of a written loop at its loop over layers, into the part before it and the rest.
 
-What is not run as it is written has stand-ins there: permutes give zeros (what they move is only handed on,
-see `recognize`), and the loop over layers what it is said to give. Sums of gradients are left out, since
-the new loop makes them itself.
+Some instructions are replaced in these pieces: permutes give zeros (their operands are only handed on, see
+`recognize`), and the loop over layers gives values that are parameters of the piece. Sums of gradients are
+left out, since the new loop makes them itself.
 """
 
 from __future__ import annotations
@@ -10,14 +10,15 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
+from ..builder import tuple_shape
 from ..graph import Instruction
 from .constants import Constants, behind
-from .emit import Builder, Editor, needed_by, slice_of, tuple_shape
+from .emit import Builder, Editor, needed_by, slice_of
 from .parts import Pipeline
 
 
 class Pieces:
-    """Of the body of one loop. ``wanted``: positions of its carry that are read after it."""
+    """The pieces of one loop's body. ``wanted``: positions of its carry that are read behind the loop."""
 
     def __init__(self, editor: Editor, pipeline: Pipeline, wanted: Collection[int]) -> None:
         self.editor = editor
@@ -39,7 +40,7 @@ class Pieces:
         self.needed = self._closed(wanted)
 
     def _closed(self, wanted: Collection[int]) -> list[int]:
-        """Positions of the carry that are needed, iteration after iteration."""
+        """The positions of the carry that are needed in any iteration."""
         stack = [*(set(wanted) - self.sums), *(self.reads[r] for r in self._read(self.first)[0])]
         found: set[int] = set()
         while stack:
@@ -52,7 +53,8 @@ class Pieces:
         return sorted(found)
 
     def _read(self, wanted: Sequence[Instruction]) -> tuple[list[Instruction], bool]:
-        """Reads of the carry that values depend on other than through the cuts; whether on the id."""
+        """The reads of the carry on which values depend, not through the loop over layers or permutes, and
+        whether they depend on the device's id."""
         cuts = {*self.permutes, *(i for i in self.body.instructions if self.stage in i.operands)}
         inner = slice_of(wanted, {*cuts, *self.reads, *self.ids})
         used = {o for i in inner for o in needed_by(i)} | set(wanted)
@@ -62,8 +64,9 @@ class Pieces:
     def _piece(
         self, name: str, wanted: Sequence[Instruction], ys: Sequence[Any]
     ) -> tuple[Builder, list[int]]:
-        """A computation of the body's ``wanted``. Its parameter: what the loop over layers gives, of the
-        shapes ``ys``; carries, whose positions are given; the device's id, as position -1, if it is read."""
+        """A computation of the body's ``wanted``. Its parameter has results of the loop over layers, of
+        shapes ``ys``, carries, whose positions are given, and the device's id, as position -1, if it is
+        read."""
         reads, has_id = self._read(wanted)
         positions = sorted({self.reads[r] for r in reads})
         b = self.editor.computation(name)
@@ -95,7 +98,7 @@ class Pieces:
         return b
 
     def takes_in(self) -> Any:
-        """What emits what a stage begins with: what a microbatch is taken in as, or what was received."""
+        """A function that emits the input of a stage: that of a new microbatch, or the received values."""
         passed = [v.shape for v in self.first]
         takes_in, reads = self._piece("interleaved.takes_in", self.first, ())
         other = self._identity("interleaved.goes_on", passed)
@@ -111,7 +114,7 @@ class Pieces:
         return emit
 
     def goes_forward(self) -> Any:
-        """What emits the carry, one iteration of the written loop further, or as it is."""
+        """A function that emits the carry after one more iteration of the written loop, or unchanged."""
         changing = [n for n in self.needed if n not in self.unchanged]
         wanted = [self.body.root.operands[n] for n in changing]
         passed = [v.shape for v in self.first]

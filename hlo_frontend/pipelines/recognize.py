@@ -1,14 +1,14 @@
 """Finds pipelines: loops in which microbatches go from device to device, through a loop over layers on each.
 
-Nothing of how such loops are written is taken for granted; that they *are* pipelines follows from what their
-devices do, iteration by iteration:
+Nothing is assumed about how such loops are written. That they are pipelines is proved from what their devices
+do, iteration by iteration:
 
-1. Runs of the loop over layers of which something reaches a result of the program form chains. A run's
-   input is, bit for bit, what the run before it in its chain gave (see `chains`), on another device.
+1. The runs of the loop over layers that reach a result of the program form chains. The input of a run is, bit
+   for bit, the result of the run before it in its chain (see `chains`), on another device.
 2. Each chain, a microbatch, visits the same devices in the same order.
-3. If runs needed nothing but the first inputs of chains, nothing that is sent would be read at all, and of
-   what runs give only the ends of chains would be. So besides handing on, devices do not depend on each
-   other, and nobody looks at a microbatch on its way.
+3. If runs depended only on the first inputs of their chains, nothing that is sent would be read, and only the
+   results at the ends of chains would be. So devices depend on each other only along chains, and nothing
+   reads a microbatch on its way.
 
 A step of training has two of them: the layers of the backward pass read slices that those of the forward pass
 gave for the same microbatch, and give gradients of their own slices of the weights, which are summed up over
@@ -39,17 +39,17 @@ from .refusal import Refusal, about
 
 
 def is_candidate(node: Node) -> bool:
-    """Whether a node of the entry is a loop that moves something in each of its iterations."""
+    """Whether a node of the entry is a loop with transfers in its body."""
     return node.kind is NodeKind.LOOP and any(map(is_transfer, node.blocks[1].nodes))
 
 
 def find(
     entry: BlockGraph, nodes: Sequence[Node], num_replicas: int, num_partitions: int
 ) -> list[Pipeline]:
-    """The pipelines in these loops, all of them.
+    """The pipelines in these loops, one for each.
 
-    Raises `Refusal`, which names the loop, where one of them has none; and `GaveUpError` where the program
-    is too large.
+    Raises `Refusal`, which names the loop, if one of them is no pipeline, and `GaveUpError` if the program is
+    too large.
     """
     if num_replicas > 1:
         with about(nodes[0].instruction.name):
@@ -126,7 +126,7 @@ def _check_body(node: Node) -> None:
 
 
 def _loops_of_groups(node: Node) -> list[Node]:
-    """Loops in the body of a loop that communicate, and only within groups that do the same."""
+    """Loops in the body of a loop that communicate only by collectives of groups."""
     return [
         n for n in node.blocks[1].nodes
         if n.kind is NodeKind.LOOP and not any(map(other_communication, n.instruction.called))
@@ -134,9 +134,9 @@ def _loops_of_groups(node: Node) -> list[Node]:
 
 
 def _check_rings(node: Node) -> None:
-    """Whether what is communicated within loops stays clear of what is sent from stage to stage.
+    """Check that collectives in inner loops do not connect stages of one pipeline.
 
-    Devices that permutes connect are stages of one pipeline, of which a group may have only one.
+    The devices that permutes connect are the stages of a pipeline; a group may have only one of them.
     """
     ring: dict[int, int] = {}
 
@@ -160,8 +160,8 @@ def _check_rings(node: Node) -> None:
 
 
 def _check_groups(part: Part) -> None:
-    """Whether layers communicate only among devices that run the same layers at the same time: those with
-    the same number in the pipelines side by side."""
+    """Check that layers communicate only among devices that run the same layers at the same time: the same
+    stages of pipelines that run side by side."""
     layers = [part.stage] if part.again is None else [part.stage, part.again.node]
     stage_of = {d: stage for group in part.groups for stage, d in enumerate(group)}
     for loop in _loops_of_groups(part.loop):
@@ -180,7 +180,7 @@ def _check_groups(part: Part) -> None:
 
 
 def _stage(followed: Followed, node: Node, num_devices: int) -> Node:
-    """The loop over layers that gives what is sent, in any iteration and on any device."""
+    """The loop over layers that made the data which permutes send, in any iteration and on any device."""
     origins = followed.origins[node]
     found: dict[Node, None] = {}
     other: Made | None = None
@@ -225,7 +225,7 @@ def _find_chains(followed: Followed, part: Part) -> None:
 
 
 def _find_before(followed: Followed, part: Part) -> None:
-    """By run: the run whose results it takes, for all that do not begin a chain."""
+    """Find, for each run that does not begin a chain, the run whose results it takes."""
     origins, stage, passed = followed.origins[part.loop], part.stage, part.layers.passed
     runs = set(part.live)
     pluses: dict[int, set[bool]] = {i: set() for i in passed}
@@ -259,14 +259,14 @@ Shape = tuple[tuple[tuple[int, ...], ...], tuple[int, ...], tuple[int, ...]]
 
 
 def _made_by(followed: Followed, part: Part) -> str:
-    """What made the last input of a stage."""
+    """A description of the origin of a stage's last input."""
     value = part.stage.operands[part.layers.passed[0]]
     made = followed.origins[part.loop].of(value, part.live[-1])
     return "" if made.node is None else f", by {made.node.instruction.describe()}"
 
 
 def _regular(followed: Followed, part: Part) -> Shape:
-    """Groups of devices, and when microbatches enter and leave: the same for all groups."""
+    """The groups of devices, and when microbatches enter and leave, which must be the same for all groups."""
     ways: dict[tuple[int, ...], list[tuple[int, int]]] = {}
     for chain in part.chains:
         way = tuple(run.device for run in chain)

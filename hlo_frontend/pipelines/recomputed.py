@@ -1,10 +1,10 @@
-"""A stage that is computed again in the backward pass (`jax.checkpoint` of a stage).
+"""Analyses a stage that the backward pass recomputes (`jax.checkpoint` of a stage).
 
-The backward loop then has two loops over layers: the first runs the stage as the forward pass did, from what
-it began with there, and its layers keep what those of the second read. `find_again` shows that the
-first begins, in each run, with what made the input of the same layers in the forward pass, for the same
-microbatch. In the interleaved loops each chunk is computed again from what the chunk began with, which the
-forward loop keeps.
+The backward loop then has two loops over layers. The first one runs the stage as the forward pass did, from
+the same initial values, and its layers give the residuals that the layers of the second one read.
+`find_again` proves that the initial values of the first one are, in each run, those of the same layers in the
+forward pass, for the same microbatch. In the interleaved loops each chunk is recomputed from the chunk's
+initial values, which the forward loop keeps.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .refusal import Refusal
 
 
 def find_again(followed: Followed, part: Part, parts: Sequence[Part], node: Node) -> Again:
-    """What is computed again by ``node`` in the body of a part's loop. Raises `Refusal`."""
+    """The recomputation by ``node`` in the body of a part's loop. Raises `Refusal`."""
     layers = layer_loop(node.instruction, followed.reader)
     own = part.layers
     name = f"the loop %{node.instruction.name}, which computes a stage again,"
@@ -84,7 +84,7 @@ Sources = dict[Execution, object]
 def _sources(
     followed: Followed, part: Part, node: Node, operand: int, runs: Sequence[Execution]
 ) -> Sources:
-    """By run: what made the operand, as something that is equal where it was the same."""
+    """For each run, a key of the operand's origin, equal for equal origins."""
     found: Sources = {}
     for run in runs:
         s = followed.of(part.loop, node.operands[operand], run)
@@ -95,7 +95,7 @@ def _sources(
 
 
 def _order(part: Part, owner: Part, taken: Sources, begun: Sources) -> tuple[int, ...] | None:
-    """By microbatch of ``part``: that of ``owner`` whose inputs it takes, in all of its stages."""
+    """For each microbatch of ``part``: that of ``owner`` with the same inputs in all stages, or None."""
     stages = len(part.groups[0])
     by_place: dict[tuple[int, int], list[object]] = {}
     for run, source in begun.items():

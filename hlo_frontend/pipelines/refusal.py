@@ -1,4 +1,4 @@
-"""Why a loop is left as it is."""
+"""The reason why a loop is not interleaved."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Refusal(Exception):
 
 @contextmanager
 def about(loop: str) -> Iterator[None]:
-    """What is refused within is this loop, unless it is said to be another one."""
+    """A context in which a `Refusal` gets the name of this loop, unless it has one."""
     try:
         yield
     except Refusal as refusal:

@@ -1,21 +1,21 @@
-"""Pipelines' loops, rewritten: the loops of their interleaved schedules.
+"""Rewrites the loops of pipelines into those of their interleaved schedules.
 
-Every device keeps the carry of the written loop, and takes it forward one iteration at a time, though not in
-every iteration of the new loop, as the timetable says. For that the written body is cut at its loop over
-layers (`pieces`):
+Every device keeps the carry of the written loop, and advances it by one iteration at a time, in those
+iterations of the new loop that the timetable says. For this, the written body is cut at its loop over layers
+(`pieces`):
 
-- what comes before it is run where a microbatch is taken in, on the first stage: its input;
-- what comes after it, and all else, is run where the device goes forward. What the stage gives is handed to
-  it where that is what the last stage gave for the microbatch then; everywhere else nobody reads it (proved
-  in `recognize`), and it gets zeros;
-- of the loop over layers each iteration of the new loop runs one chunk (`chunk`).
+- The part before it runs when a microbatch enters, on the first stage; it gives the microbatch's input.
+- The part behind it, with all other code, runs when the device advances the carry. It gets the result of the
+  stage if that is the last stage's result for the microbatch that leaves then. In all other cases nobody
+  reads it, as `recognize` proves, and it gets zeros.
+- Each iteration of the new loop runs one chunk of the loop over layers (`chunk`).
 
-Both run under a conditional. What is sent goes once round the ring of stages in every iteration; what must
-wait for its next round waits at stage 0. What layers give for another pipeline's layers is put away by
-microbatch and slice, and what they give as gradients is added to the sums of the chunk's slices.
+Both parts run under conditionals. In every iteration each stage sends to the next one in a ring; values that
+must wait for their next round wait at stage 0. Slices for another pipeline's layers are stored by microbatch
+and slice. Gradients are added to the sums of the chunk's slices.
 
-The new loop's carry is: what is needed of the carry of the written loop, a counter, what was received, what
-waits, what is put away, sums, and what the layers take.
+The new loop's carry has: the needed carries of the written loop, a counter, received values, waiting values,
+stored slices, sums, and the operands of the layers.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ from typing import Any
 
 import numpy as np
 
+from ..builder import array_shape, resized
 from ..graph import Instruction, Module
 from ..passes.valid.known import keeps_order
 from .chunk import Chunk, again
 from .constants import Constant, Constants
-from .emit import Builder, Editor, array_shape, resized
+from .emit import Builder, Editor
 from .parts import Kept, Pipeline
 from .pieces import Pieces
 from .refusal import Refusal, about
@@ -66,7 +67,7 @@ class Rewritten:
 
 @dataclass(eq=False)
 class _New:
-    """A loop that has been rewritten: what it keeps for others, in the entry computation."""
+    """A loop that has been rewritten, and the slices that it keeps for others, in the entry computation."""
 
     pipeline: Pipeline
     banks: dict[int, Any] = field(default_factory=dict)
@@ -105,7 +106,7 @@ def rewritten(
 def _wanted_by_others(
     editor: Editor, module: Module, pipelines: Sequence[Pipeline]
 ) -> dict[str, set[int]]:
-    """By loop: positions of its carry that are read after it, also by other loops, as these will be."""
+    """For each loop: positions of its carry that are read behind it, also by rewritten loops."""
     by_loop = {p.loop: p for p in pipelines}
     wanted: dict[str, set[int]] = {}
     for pipeline in reversed(pipelines):
@@ -130,7 +131,7 @@ def _is_read(
     wanted: Mapping[str, set[int]],
     editor: Editor,
 ) -> bool:
-    """Whether a result of a loop is read by more than the beginning of a carry that is not needed."""
+    """Whether a result of a loop is read, other than as the initial value of a carry that is not needed."""
     if module.entry.root is value:
         return True
     for user in module.entry.instructions:
@@ -237,7 +238,7 @@ class _Loop:
     # What the layers take.
 
     def _held(self) -> dict[int, Any]:
-        """What the new loop holds for its layers, as `Chunk` has it."""
+        """The operands of the layers in the new loop's carry, with the keys of `Chunk`."""
         pipeline, before = self.pipeline, self.pipeline.again
         given = self.pieces.given
         held: dict[int, Any] = {}
@@ -258,7 +259,7 @@ class _Loop:
         return held
 
     def _kept_at(self, key: int) -> Kept | None:
-        """What another pipeline kept that the new loop holds under this key."""
+        """The slices of another pipeline that the new loop has under this key."""
         before = self.pipeline.again
         if key < 0 and before is not None:
             return before.inputs.get(again(key))
@@ -273,7 +274,7 @@ class _Loop:
         return self.placed[key]
 
     def _shared(self, found: Constant, shape: Any) -> Any:
-        """What all layers of a stage share, in the entry computation. Raises `Refusal`."""
+        """A value that all layers of a stage share, in the entry computation. Raises `Refusal`."""
         inner, inits = _computed_by(found)
         classes = {read: self.sameness.of(init) for read, init in inits.items()}
         for instruction in inner:
@@ -288,7 +289,7 @@ class _Loop:
         return _shaped(self.entry, self.entry.clone([found.value], env)[found.value], shape)
 
     def _put_back(self, total: Any, carry: int) -> Any:
-        """Sums by slices as the new loop has them, as the written loop gives them."""
+        """A sum of the new loop, which is by slices, in the form in which the written loop gives it."""
         moved = self.mover.put_back(total)
         return _shaped(self.entry, moved, self.loop.shape.tuple_shapes[carry])
 
@@ -345,7 +346,7 @@ class _Loop:
         if now.banks:
             row = at(table.microbatch(self.pipeline.microbatches))
             slot = at(firsts // self.size)
-            # What is received where there is no microbatch is not to be read.
+            # Values that are received without a microbatch must not be read.
             begun = {i: b.select(working, x, b.zeros(x.shape))
                      for i, x in zip(layers.passed, xs, strict=True) if i in now.banks}  # fmt: skip
             for i, bank in now.banks.items():
@@ -356,7 +357,7 @@ class _Loop:
                 names.kept[i] = now.banks[i].name
         for i, total in now.sums.items():
             zeros = [b.constant(0)] * (len(total.shape.dimensions) - 1)
-            own = b.slice(total, [first, *zeros], list(given[i].shape.dimensions))
+            own = b.dynamic_slice(total, [first, *zeros], list(given[i].shape.dimensions))
             more = b.add("add", own.shape, [own, given[i]])
             now.sums[i] = b.update(total, more, [first, *zeros])
             names.sums[i] = now.sums[i].name
@@ -386,7 +387,7 @@ class _Loop:
 
 @dataclass
 class _Names:
-    """Of what a new body is verified by."""
+    """Names of instructions of a new body by which it is verified."""
 
     takes_in: str = ""
     runs: str = ""
@@ -410,7 +411,8 @@ class _Values:
 
 @dataclass(frozen=True)
 class _Parts:
-    """Where what is in the carry of a new loop; by position in the written loop's, or as `Chunk` has it."""
+    """The positions of the parts of a new loop's carry, by position in the written loop's carry, or by the
+    keys of `Chunk`."""
 
     old: list[int]
     received: int
@@ -453,7 +455,7 @@ class _Parts:
 
 
 def _computed_by(found: Constant) -> tuple[Sequence[Instruction], dict[Instruction, Instruction]]:
-    """What a constant is computed by in its loop's body, and the reads there with what they begin as."""
+    """The instructions that compute a constant in its loop's body, and the initial values that they read."""
     if found.loop is None:
         return [], {found.value: found.value}
     constants = Constants(found.loop)
@@ -461,7 +463,7 @@ def _computed_by(found: Constant) -> tuple[Sequence[Instruction], dict[Instructi
 
 
 def _source(found: Constant, inits: Mapping[Instruction, Instruction]) -> Instruction:
-    """What a constant is but for its dimensions: in the entry where it is one of its values."""
+    """The instruction whose value a constant is, except for its dimensions; in the entry if it is there."""
     value = found.value
     while value not in inits and _only_reshapes(value):
         value = value.operands[0]
@@ -481,7 +483,7 @@ def _shaped(b: Builder, value: Any, shape: Any) -> Any:
 
 
 def _without_sign_of_zero(b: Builder, value: Any) -> Any:
-    """What adding positive zeros gives, written so that no simplification takes it for nothing."""
+    """The value plus positive zeros, in a form that no simplification removes."""
     zeros = b.zeros(value.shape)
     shape = resized(array_shape("pred"), value.shape.dimensions)
     is_zero = b.add("compare", shape, [value, zeros], comparison_direction="EQ")
@@ -489,7 +491,7 @@ def _without_sign_of_zero(b: Builder, value: Any) -> Any:
 
 
 def _put(b: Builder, array: Any, part: Any, starts: Sequence[Any]) -> Any:
-    """``part`` in an array that has more dimensions."""
+    """Write ``part`` into an array that has more dimensions."""
     rank = len(array.shape.dimensions)
     ones = [1] * (rank - len(part.shape.dimensions))
     zeros = [b.constant(0)] * (rank - len(starts))
@@ -503,4 +505,4 @@ def _stored(b: Builder, room: Any, value: Any, place: Any) -> Any:
 def _fetched(b: Builder, room: Any, place: Any, shape: Any) -> Any:
     zero = b.constant(0)
     starts = [place] + [zero] * len(shape.dimensions)
-    return b.reshape(b.slice(room, starts, [1, *shape.dimensions]), list(shape.dimensions))
+    return b.reshape(b.dynamic_slice(room, starts, [1, *shape.dimensions]), list(shape.dimensions))

@@ -1,10 +1,10 @@
 """Which values of a program are the same on all devices of a pipeline, bit for bit, before its loop.
 
-`Sameness.of` puts an instruction of the entry computation in one of three classes: the same on all stages; a
-known function of the device's own id and of what is the same (`BY_ID`), so that each device can have
-another's for the asking; or anything else. Parameters are the same where the module says that they are
-sharded so. The result of floating point arithmetic on what depends on the id counts as anything: another
-program for it might round differently.
+`Sameness.of` puts an instruction of the entry computation into one of three classes: the same on all stages;
+a known function of the device's id and of values that are the same (`BY_ID`), so that each device can compute
+another one's value; or anything else. Parameters are the same if their shardings say so. Floating point
+arithmetic on values that depend on the id is in the third class: another program for it might round
+differently.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Sameness:
         self._found: dict[Instruction, Class] = {}
         shardings = list(module.proto.spmd_parameters_shardings)
         parameters = module.entry.parameters
-        if len(shardings) != len(parameters):  # HLO text has them with the parameters alone
+        if len(shardings) != len(parameters):  # HLO text has shardings only on parameters
             shardings = [p.proto.sharding or None for p in parameters]
         for parameter, sharding in zip(parameters, shardings, strict=True):
             same = sharding is not None and self._is_same(sharding)
@@ -113,9 +113,10 @@ Part = tuple[int, ...]
 
 
 def parts(serialized: bytes) -> Callable[[int], Part] | None:
-    """By device: which part of an array it holds, by a serialized ``OpSharding``; None where it is unclear.
+    """A function that gives the part of an array that a device holds, by a serialized ``OpSharding``; None
+    for a sharding with anything unknown in it.
 
-    Devices with the same part hold the same. A sharding with anything unknown in it is unclear.
+    Devices with the same part hold the same elements.
     """
     sharding = OpSharding.FromString(serialized)
     known = OpSharding()

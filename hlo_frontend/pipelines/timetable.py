@@ -20,12 +20,12 @@ import numpy as np
 
 from .refusal import Refusal
 
-RECEIVED, ENTERS, WAITED = 0, 1, 2  # where a stage's input comes from
+RECEIVED, ENTERS, WAITED = 0, 1, 2  # the sources of a stage's input
 
 
 @dataclass(frozen=True)
 class Run:
-    """A stage runs a chunk of a microbatch."""
+    """One run of a chunk on a microbatch."""
 
     microbatch: int
     chunk: int
@@ -35,10 +35,10 @@ class Run:
 class Timetable:
     """``runs[stage][iteration]``; of the other tables each is s32[P, iterations].
 
-    ``source``: where a run's input comes from. ``place``: the slot of the waiting room that is read then.
-    ``store``: the slot into which what was received goes at the beginning of an iteration: ``rooms``
-    where it need not be kept. ``commit``: iterations of the loop as it was written that a stage goes forward
-    (0 or 1). ``reads``: whether the result of the run is what that iteration of the written loop had.
+    ``source``: where a run's input comes from. ``place``: the slot of the waiting room that it reads.
+    ``store``: the slot into which received values go at the beginning of an iteration, ``rooms`` if they need
+    not be kept. ``commit``: by how many iterations of the written loop a stage advances (0 or 1). ``reads``:
+    whether the result of the run is that of the last stage in this iteration of the written loop.
     """
 
     runs: tuple[tuple[Run | None, ...], ...]
@@ -62,20 +62,20 @@ class Timetable:
         return np.array([[run.chunk if run else 0 for run in row] for row in self.runs], np.int32)
 
     def microbatch(self, rests: int) -> np.ndarray:
-        """The microbatch that a stage works on, ``rests`` where there is none."""
+        """The microbatch that a stage works on, ``rests`` if there is none."""
         return np.array(
             [[run.microbatch if run else rests for run in row] for row in self.runs], np.int32
         )
 
     def seams(self, chunks: int) -> np.ndarray:
-        """Whether a run takes what one of another stage of the written loop gave."""
+        """Whether a run takes the result of a run that was on another stage in the written loop."""
         rows = [[run is not None and (run.chunk * len(self.runs) + stage) % chunks == 0
                  for run in row] for stage, row in enumerate(self.runs)]  # fmt: skip
         return np.array(rows, np.int32)
 
 
 def groups(microbatches: int, stages: int) -> list[int]:
-    """Sizes of the groups that go round together: as equal as they can be, none smaller than it must be."""
+    """Sizes of the groups of microbatches that go round together, as equal as possible."""
     count = max(1, microbatches // stages)
     return [(microbatches + count - 1 - i) // count for i in range(count)]
 
@@ -85,8 +85,8 @@ def timetable(
 ) -> Timetable:
     """The timetable of a loop of ``trips`` iterations as written.
 
-    ``enters[m]`` and ``leaves[m]`` are the iterations of the written loop in which microbatch m is taken in
-    by the first stage and given out by the last. Raises `Refusal` where these cannot be kept in their order.
+    ``enters[m]`` and ``leaves[m]``: the iterations of the written loop in which microbatch m enters the first
+    stage and leaves the last one. Raises `Refusal` if their order cannot be kept.
     """
     slots: dict[int, Run] = {}  # of stage 0; stage s is s iterations later
     waits: list[tuple[int, int]] = []  # received at the beginning of, and needed in, an iteration
@@ -139,14 +139,15 @@ def timetable(
 def _delay(
     began: dict[int, int], ended: dict[int, int], enters: Sequence[int], leaves: Sequence[int]
 ) -> int:
-    """Iterations to wait so that what a stage does before its first microbatch has its place."""
+    """How many iterations to wait so that a stage can do everything that comes before its first
+    microbatch."""
     early = [enters[m] - at for m, at in began.items()]
     late = [leaves[m] - at for m, at in ended.items()]
     return max(0, *early, *late)
 
 
 def _commits(fixed: dict[int, int], trips: int) -> list[int]:
-    """In which iteration each iteration of the written loop takes place: some at given times."""
+    """The iteration in which each iteration of the written loop takes place; some are fixed."""
     times: list[int] = []
     for iteration in range(trips):
         earliest = times[-1] + 1 if times else 0
@@ -158,7 +159,7 @@ def _commits(fixed: dict[int, int], trips: int) -> list[int]:
 
 
 def _rooms(waits: Sequence[tuple[int, int]]) -> tuple[int, list[int]]:
-    """Slots for sorted times [arrives, needed): what is needed is read before what arrives is put there."""
+    """Slots for sorted times [arrives, needed): a slot is read before the next value is put into it."""
     free: list[int] = []
     used: list[int] = []  # until when each slot is
     taken: list[int] = []

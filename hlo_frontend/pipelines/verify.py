@@ -1,10 +1,10 @@
-"""Rewritten loops, looked at as if others had written them: does each microbatch see all layers in turn?
+"""Verifies rewritten loops independently: each microbatch must go through all layers in their order.
 
-`check` follows the new loops' own instructions, on every device and in every iteration, and takes nothing
-from the timetables: what the last stage's result for a microbatch was made by, back through all chunks of
-layers to where the first stage took it in. All runs of layers must be met on these ways. What other
-pipelines' layers read must be what the run of the same layers put away for the same microbatch, and a chunk's
-gradients are added to the sums of its own slices, in the order of the microbatches.
+`check` follows the instructions of the new loops on every device and in every iteration, without the
+timetables. It traces the last stage's result for each microbatch back through all chunks of layers to its
+input. These paths must contain all runs of layers. Residuals that other pipelines' layers read must come from
+the run of the same layers for the same microbatch. A chunk's gradients must be added to the sums of its own
+slices, in the order of the microbatches.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def check(
     chunks: int,
     num_devices: int,
 ) -> None:
-    """Raises `Refusal` where rewritten loops are not seen to do what the written ones do."""
+    """Raise `Refusal` if it is not proved that the rewritten loops do what the written ones do."""
     entry = flatten(Module.parse(module).entry, CollectiveReader(1, num_devices))
     nodes = {n.instruction.name: n for n in entry.nodes}
     forward = Forward(1, num_devices, follow_zeros=True)
@@ -62,7 +62,7 @@ def check(
 
 @dataclass(frozen=True)
 class _Done:
-    """A run of a chunk of layers: of which microbatch, which virtual stage, and its first slice."""
+    """A run of a chunk of layers: its microbatch, its virtual stage, and its first slice."""
 
     run: Run
     first: int
@@ -89,7 +89,7 @@ class _Checker:
         self.iterations = len(self.origins.iterations)
 
     def group(self, number: int, group: tuple[int, ...]) -> None:
-        """The ways of the microbatches of one of the pipelines side by side."""
+        """Trace the microbatches of one of the pipelines that run side by side."""
         times = {d: self._times(self.forward, d) for d in group}
         if any(len(t) != self.pipeline.trips for t in times.values()):
             raise self._wrong("a device does not go forward as often as it should")
@@ -106,14 +106,14 @@ class _Checker:
                 raise self._wrong("layers are run for no microbatch")
 
     def _times(self, node: Node, device: int) -> list[int]:
-        """When a device takes the first branch of a conditional."""
+        """The iterations in which a device takes the first branch of a conditional."""
         taken = [self._taken(node, Execution(t, device)) for t in range(self.iterations)]
         return [t for t, go in enumerate(taken) if go]
 
     def _way(
         self, group: tuple[int, ...], microbatch: int, leaf: int, begun: Execution, ended: Execution
     ) -> None:
-        """From what ``forward`` is given where a microbatch ends to where it begins."""
+        """Trace a microbatch from the value that ``forward`` gets when it leaves back to its input."""
         layers = self.pipeline.layers
         plus = layers.passed[leaf] in self.pipeline.plus
         value, at = self.forward.operands[1 + leaf], ended
@@ -141,7 +141,7 @@ class _Checker:
             raise self._wrong("a microbatch is not taken in")
 
     def together(self) -> None:
-        """Whether devices among which layers communicate run the same chunk of a microbatch at a time."""
+        """Check that devices whose layers communicate run the same chunk of a microbatch at the same time."""
         for node in (n for block in self.runs.blocks for n in all_nodes(block)):
             for group in () if node.collective is None else node.collective.groups:
                 for t in range(self.iterations):
@@ -149,9 +149,9 @@ class _Checker:
                         raise self._wrong("devices that communicate run different layers at a time")
 
     def kept(self, leaf: int, device: int) -> dict[tuple[int, int], Run]:
-        """By row and first slice: what a device holds there after the loop, of which run.
+        """For each row and first slice, the run whose values a device has there after the loop.
 
-        It is a stack of the layers, or, by slot, what they begin with.
+        They are a stack of the layers, or, by slot, their initial values.
         """
         name, carry = self.done.kept[leaf]
         put = self.body[name]
@@ -183,12 +183,12 @@ class _Checker:
         return found
 
     def _gives(self, value: Value, at: Execution) -> bool:
-        """Whether what is put away is what the chunk gives."""
+        """Whether a stored value is a result of the chunk."""
         made = self.origins.of(value, at)
         return made.node is self.runs and made.at == at and made.leaf >= self.values
 
     def reads(self, others: dict[str, _Checker]) -> None:
-        """What it reads of what other pipelines kept."""
+        """Check the residuals of other pipelines that it reads."""
         stages = self.pipeline.stages * self.chunks
         for argument, source in self.done.read.items():
             other = others[source.loop]
@@ -217,7 +217,7 @@ class _Checker:
         raise self._wrong("what its layers take is not the same in all iterations")
 
     def sums(self) -> None:
-        """Whether sums of gradients get what each microbatch's layers give, in the order of microbatches."""
+        """Check that sums of gradients get the results of each microbatch's layers, in their order."""
         for name in self.done.sums.values():
             put = self.body[name]
             block = self.loop.blocks[1]

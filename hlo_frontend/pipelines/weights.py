@@ -1,13 +1,13 @@
-"""The layers that a device needs in the interleaved schedule, from those that it has in the written one.
+"""Moves weights to the devices that need them in the interleaved schedule, and gradients back.
 
-In the written loop a device holds consecutive layers, in R chunks: chunk c of stage s holds the layers of
-virtual stage ``s * R + c``. In the interleaved schedule slot r of stage s holds virtual stage ``r * P + s``.
-So chunks change places, once for each run of the program, before the loop. Where every device can compute
-which weights another one takes (from arrays that all have), it takes others; where it cannot, chunks are
-moved by R permutes. Their gradients are moved back after the loop.
+In the written loop a device has consecutive layers, in R chunks: chunk c of stage s has the layers of virtual
+stage ``s * R + c``. In the interleaved schedule, slot r of stage s has virtual stage ``r * P + s``. So chunks
+change places before the loop, once in each run of the program. If all devices have the arrays from which
+weights are taken, and can compute which part each device takes, a device just takes another part. Otherwise R
+permutes move the chunks. Gradients are moved back behind the loop.
 
-A backward pass goes through stages and layers the other way round. Stages and slots are counted here as the
-layers are in arrays, so that both passes have them in the same places.
+A backward pass goes through stages and layers in reverse. Stages and slots are numbered here by the layers'
+order in arrays, so that both passes have them in the same places.
 """
 
 from __future__ import annotations
@@ -20,19 +20,20 @@ import numpy as np
 
 from stretto.collectives.types import TensorType
 
+from ..builder import array_shape
 from ..graph import Instruction, leaf_types
-from .emit import Builder, array_shape
+from .emit import Builder
 from .parts import Pipeline
 from .sameness import Class, Sameness
 
-# By read of the loop's carry in its body: what the carry begins as.
+# For each read of the loop's carry in its body, the initial value of the carry.
 Inits = dict[Instruction, Instruction]
 
 
 @dataclass(frozen=True)
 class Move:
-    """In a round, stage s sends its chunk ``gives[s]`` to stage ``to[s]``, and puts what it gets into
-    slot ``takes[s]``."""
+    """One round: stage s sends its chunk ``gives[s]`` to stage ``to[s]``, and puts the one that it receives
+    into slot ``takes[s]``."""
 
     gives: tuple[int, ...]
     to: tuple[int, ...]
@@ -98,7 +99,7 @@ class Weights:
         self.size = pipeline.layers.count // chunks  # layers of a chunk
         self.sameness = sameness
         self.moved = self.back = 0
-        self.taken = 0  # weights that are indexed otherwise, and nothing is moved
+        self.taken = 0  # arrays of weights of which devices take other parts, without moving any
         self.device = builder.add("partition-id", array_shape("u32"))
         self.stage_of = np.zeros(num_devices, np.int32)
         for group in pipeline.upwards:
@@ -110,8 +111,8 @@ class Weights:
     ) -> Any:
         """The weights ``wanted`` of a loop's body in their new places, as an array of this shape.
 
-        ``inner``: what of the body they are computed by, ``inits`` what its reads of the carry are before
-        the loop.
+        ``inner``: the instructions of the body that compute them; ``inits``: the initial values of the
+        carries that these read.
         """
         classes: dict[Instruction, Class] = {
             read: self.sameness.of(init) for read, init in inits.items()
@@ -134,7 +135,8 @@ class Weights:
         return self.builder.add("concatenate", shape, parts, dimensions=[0])
 
     def put_back(self, whole: Any) -> Any:
-        """What the layers' slots hold after the loop, where the written loop has it."""
+        """The values of the layers' slots behind the loop, in the places that they have in the written
+        loop."""
         (type,) = leaf_types(whole.shape, self.pipeline.loop)
         assert type is not None
         return self._permuted(whole, type, back=True)
@@ -155,7 +157,7 @@ class Weights:
     def _as_on(
         self, partner: Any, inner: Sequence[Instruction], inits: Inits
     ) -> dict[Instruction, Any]:
-        """What the carries are on another device, computed from what is the same on all."""
+        """The values of carries on another device, computed from values that are the same on all."""
         entry = self.pipeline.loop.computation
         env: dict[Instruction, Any] = {}
         for instruction in entry.instructions:
@@ -188,7 +190,7 @@ class Weights:
     def _chunk(self, whole: Any, start: Any, type: TensorType) -> Any:
         zero = self.builder.constant(0)
         starts = [start] + [zero] * (len(type.shape) - 1)
-        return self.builder.slice(whole, starts, [self.size, *type.shape[1:]])
+        return self.builder.dynamic_slice(whole, starts, [self.size, *type.shape[1:]])
 
     def _permuted(self, whole: Any, type: TensorType, *, back: bool) -> Any:
         b = self.builder

@@ -1,11 +1,11 @@
-"""Whether the shapes of a module's instructions fit each other, for HLO of unknown origin.
+"""Checks that the shapes of a module's instructions fit each other, for HLO of unknown origin.
 
-XLA verifies what it compiles; what comes from a file was never compiled. Its parser and loader count
-operands, and believe the shapes that are written. What is checked here is what the front end relies on:
-shapes of what hands its operands on, of what computes element by element, and of what calls. Everything
-else is for the engine that compiles it. Layouts are ignored. Rules are in tables by opcode, beside their
-functions: `arrays` (what computes), `calls` (what calls, collectives), `transfers` (what is in flight).
-`partitioned` tells modules that XLA has yet to partition.
+XLA verifies modules that it compiles, but a module from a file was never compiled. XLA's parser and loader
+count operands, and do not check shapes. This package checks the shapes on which the front end relies: of ops
+that hand on their operands, of elementwise ops, and of calls. The engine that compiles a segment checks all
+others. Layouts are ignored. The rules are in tables by opcode, beside their functions: `arrays` (ops that
+compute), `calls` (calls and collectives), `transfers` (sends, receives, starts and dones). `partitioned`
+recognizes modules that XLA has yet to partition.
 
 Source of the rules: XLA's ``hlo_verifier`` and ``shape_inference``.
 """
@@ -23,9 +23,9 @@ _RULES = {**arrays.RULES, **calls.RULES, **transfers.RULES}
 
 
 def verify(module: Module) -> None:
-    """Raise `InvalidProgramError`, naming the instruction, where shapes contradict each other.
+    """Raise `InvalidProgramError`, naming the instruction, if shapes contradict each other.
 
-    Raises `UnsupportedError` for a group of sends and receives, which nothing else here could be made of.
+    Raises `UnsupportedError` for a group of sends and receives.
     """
     for computation in module.computations:
         for instruction in computation.instructions:

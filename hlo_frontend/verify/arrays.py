@@ -1,4 +1,4 @@
-"""Rules of instructions that compute arrays, and of those that only hand their operands on."""
+"""Rules for instructions that compute arrays, and for those that hand on their operands."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def _reshape(where: Instruction) -> None:
 
 
 def _bitcast(where: Instruction) -> None:
-    """Memory is read anew: there must be as much of it."""
+    """A bitcast reinterprets memory: both shapes must take as many bytes."""
     expect_array(where)
     sizes = [_bits(shape) for shape in (array_operand(where, 0), where.shape)]
     if sizes[0] != sizes[1]:

@@ -1,7 +1,7 @@
-"""Whether a module has been through XLA's SPMD partitioner, as what is for several partitions must have been.
+"""Checks that a module for several partitions has been through XLA's SPMD partitioner.
 
-Before it, shapes are those of whole arrays, and shardings say how they are divided. The partitioner leaves
-shardings on parameters, and on what XLA later copies from those.
+Before partitioning, shapes are those of whole arrays, and shardings say how they are divided. The partitioner
+leaves shardings on parameters, and on instructions that XLA later copies from those.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ _TUPLE, _TILED = 2, 3
 
 
 def check_partitioned(module: Module, num_partitions: int) -> None:
-    """Raise `UnsupportedError` where shardings say that the module is to be partitioned yet.
+    """Raise `UnsupportedError` if shardings show that the module is not partitioned yet.
 
-    One that communicates is taken to have been: what is written by hand before that is found by its custom
-    calls (see `flatten`).
+    A module that communicates counts as partitioned. Manually partitioned parts of a module that is not are
+    recognized by their custom calls (see `flatten`).
     """
     if num_partitions < 2 or module.entry.needs_runtime:
         return

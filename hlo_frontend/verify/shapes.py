@@ -1,4 +1,4 @@
-"""What the rules of all kinds of instructions say of shapes, and how they say it."""
+"""Shapes in the rules of all kinds of instructions: comparing them, and spelling them in errors."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 from ..graph import Instruction
 from ..schema import PRIMITIVE_TYPES, TOKEN, TUPLE
 
-# More elements than that are in no array: their bytes must fit 63 bits, in any type.
+# No array has more elements: its bytes must fit into 63 bits, in any type.
 _MOST_ELEMENTS = 1 << 58
 PRED, S32 = 1, 4
 
 
 def spelled(shape: Any) -> str:
-    """As HLO text writes it, without the layout."""
+    """A shape in HLO's syntax, without the layout."""
     if shape.element_type == TUPLE:
         return f"({', '.join(map(spelled, shape.tuple_shapes))})"
     if shape.element_type == TOKEN:

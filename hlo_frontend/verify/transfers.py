@@ -1,4 +1,4 @@
-"""Rules of what is in flight between two instructions: sends, receives, starts and their dones."""
+"""Rules for asynchronous instructions: sends, receives, starts and their dones."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from ..graph import POINT_TO_POINT, START_COLLECTIVES, Instruction
 from ..schema import TOKEN, TUPLE
 from .shapes import expect, expect_token, same_as_operand, spelled
 
-# What they give is there when their done has ended.
+# Instructions whose results exist only when their done has ended.
 IN_FLIGHT = START_COLLECTIVES | POINT_TO_POINT | {"async-start", "async-update", "copy-start"}
 
 
 def check_alone(start: Instruction) -> None:
-    """A send or receive is started by itself; XLA:GPU groups those that NCCL is to launch together."""
+    """Refuse groups of sends and receives, which XLA:GPU makes so that NCCL launches them together."""
     called = [i for c in start.called for i in c.instructions if i.opcode in POINT_TO_POINT]
     if called:
         raise start.unsupported(
@@ -51,7 +51,7 @@ def _transfer(where: Instruction) -> None:
 
 
 def _begun(where: Instruction, *opcodes: str) -> Any:
-    """The shape of the start that a done ends."""
+    """The shape of the start to which a done belongs."""
     start = where.operands[0]
     while start.opcode == "async-update" and start.operands:
         start = start.operands[0]

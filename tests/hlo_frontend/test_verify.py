@@ -308,3 +308,31 @@ def test_sends_and_receives_in_one_async_start() -> None:
     """
     with pytest.raises(UnsupportedError, match=r"^w \(async-start\): it groups send s, recv r, as"):
         verify(Module.parse(parse_hlo_text(text)))
+
+
+def test_a_computation_that_calls_itself_by_way_of_another_one() -> None:
+    text = """HloModule m
+
+f {
+  x = f32[] parameter(0)
+  ROOT fx = f32[] negate(x)
+}
+
+g {
+  y = f32[] parameter(0)
+  ROOT gy = f32[] call(y), to_apply=f
+}
+
+ENTRY e {
+  z = f32[] parameter(0)
+  ROOT r = f32[] call(z), to_apply=g
+}
+"""
+    proto = HloModuleProto.FromString(parse_hlo_text(text))
+    assert Module.parse(proto.SerializeToString()).entry.name == "e"
+    f, g, _ = proto.computations
+    assert (f.name, g.name) == ("f", "g")
+    f.instructions[-1].opcode = "call"
+    f.instructions[-1].called_computation_ids.append(g.id)
+    with pytest.raises(InvalidProgramError, match=r"computation (f|g) calls itself"):
+        Module.parse(proto.SerializeToString())

@@ -1,15 +1,15 @@
-"""Fewer bytes for the same results: collectives rewritten before a program is ordered and carved.
+"""Rewrites collectives so that they send fewer bytes for the same results.
 
 - `alone`: collectives over groups of one are copies.
 - `merge`: collectives that do the same to the same operands are one.
-- `gathers`: what a device gathers only to cut out what it gave is not gathered.
+- `gathers`: an all-gather of which every device reads only its own part is left out.
 - `scatter`: an all-reduce of which every device reads only its own part is a reduce-scatter.
-- `narrow`: converted data travel in the narrower type, where that is exact.
+- `narrow`: converted data are sent in the narrower type, if that is exact.
 
 Invariants. A rewritten collective keeps its instruction, and so its name and source line, and its place in
-every order: tokens, control and barriers. What is rewritten follows from the program's text alone, for all
-devices, whatever they are given. Results are the same bit for bit, but for the order of additions that
-`scatter` names. Ranks whose programs differ in what can be rewritten all run them as they are written
+every order (of tokens, control dependencies and barriers). The rewrites follow from the program's text alone.
+Results are the same bit for bit, except for the order of additions that `scatter` describes. If the programs
+of the ranks differ in their rewrites, all ranks run them as they are written
 (`runtime.execution.negotiation`).
 """
 

@@ -1,6 +1,6 @@
-"""Collectives over groups of one give what they take: no message, no start, no wait.
+"""Leaves out collectives over groups of one device: their results are their operands.
 
-Only where every device is in a group (or sends to itself): the others would have zeros.
+Only if every device is in a group (or sends to itself): the results of other devices are zeros.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _IDENTITIES = frozenset(
 
 
 def leave_out_alone(editor: Editor, node: Node, context: Context) -> Rewritten | None:
-    """Leave ``node`` out; None where it stays."""
+    """Leave ``node`` out; None if it stays."""
     collective = node.collective
     if collective is None or not _is_identity(collective, context.num_devices):
         return None

@@ -1,4 +1,4 @@
-"""All rewrites of a program, in an order in which each finds what the one before has left."""
+"""Applies all rewrites to a program. Each works on the result of the one before."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Found = dict[Node, Rewritten]
 
 @dataclass(frozen=True)
 class Rewrite:
-    """What became of a collective. ``said`` follows its ``name``, which is the module's."""
+    """The rewrite of one collective. ``said``: a description that follows its ``name`` in a sentence."""
 
     name: str
     source: str
@@ -33,9 +33,9 @@ class Rewrite:
 
 @dataclass(frozen=True)
 class RewriteReport:
-    """What `rewrite` did. ``digest`` is empty if that is nothing, else equal only for programs that had the
-    same collectives and had the same done to them: each counted as it stood in the default order of its
-    block before.
+    """The result of `rewrite`. ``digest``: empty if nothing was rewritten, else equal only for programs with
+    the same collectives and the same rewrites of them. It numbers the collectives of a block by its default
+    order before the rewrites.
     """
 
     rewrites: tuple[Rewrite, ...] = ()
@@ -110,7 +110,7 @@ class _Block:
         return RewriteReport(tuple(self._done), self._digest.digest()) if self._done else None
 
     def _number(self) -> None:
-        """Where every collective stands as long as nothing is changed, and what it is."""
+        """Number the collectives by the block's default order before the first rewrite."""
         for node in order(self._block):
             if node.collective is not None:
                 entry = entry_of(node.collective, (), "")

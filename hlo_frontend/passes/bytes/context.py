@@ -1,4 +1,4 @@
-"""What the rewrites of a program share."""
+"""Data that all rewrites of a program use."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .device_values import DeviceValues
 
 @dataclass(frozen=True, eq=False)
 class Context:
-    """``known``: values that devices have; ``num_devices``: of the program, replicas times partitions.
+    """``known``: known values on every device. ``num_devices``: replicas times partitions of the program.
 
     ``has_slices``: whether the block has dynamic slices at all.
     """
@@ -22,7 +22,8 @@ class Context:
 
 @dataclass(frozen=True, eq=False)
 class Rewritten:
-    """What became of a collective, in words that follow its name. ``same``: the one that stands for it."""
+    """A rewrite. ``said``: a description that follows the collective's name in a sentence. ``same``: the
+    collective that replaces it."""
 
     said: str
     same: Node | None = None

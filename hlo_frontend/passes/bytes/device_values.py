@@ -1,8 +1,8 @@
-"""Integers that every device is known to have in a block: from constants, tables and its own id.
+"""Known integers on every device, which follow from constants, tables and the device's id.
 
-A value is known where it follows from those alone, whichever iteration or run it is: a parameter of a
-loop's body is known where the loop hands it on as it came in, a branch's where the operand is. Values
-are asked for one by one, and nothing else is evaluated.
+A value is known only if it is the same in every iteration and every run. A parameter of a loop's body is
+known if the body does not change it and the loop's operand is known; a parameter of a branch, if the operand
+is. Values are evaluated on request.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import numpy as np
 from ...values import BlockGraph, Node, NodeKind, Value, all_nodes
 from ..valid.known import Known, evaluate
 
-# Nodes between a value and the constants it comes from, at most.
+# The most nodes between a value and the constants from which it follows.
 _DEPTH = 64
 
 
@@ -45,7 +45,7 @@ class DeviceValues:
                         self._outer[parameter] = next(operands)
 
     def of(self, value: Value) -> Known:
-        """What the devices have, or None where that is not known."""
+        """The value on every device, or None if it is not known."""
         return self._of(value.root, _DEPTH)
 
     def _of(self, root: Value, depth: int) -> Known:

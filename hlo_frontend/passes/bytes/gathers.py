@@ -1,11 +1,10 @@
-"""Own parts of what an all-gather gives are its operand: such slices go, and the gather that nobody reads.
+"""Replaces slices of an all-gather's result that are the device's own part by the all-gather's operand.
 
-Only where every device takes part in the gather: the others have zeros, and not their operand.
+An all-gather that nobody reads afterwards is left out. Only if every device takes part in the all-gather: the
+results of other devices are zeros, and not their operands.
 """
 
 from __future__ import annotations
-
-from dataclasses import replace
 
 from stretto.collectives.ops import Kind
 
@@ -16,7 +15,7 @@ from .own_parts import give_parts, own_parts, places
 
 
 def take_own(editor: Editor, node: Node, context: Context) -> Rewritten | None:
-    """Rewrite readers of ``node``, and perhaps leave it out; None where all stays."""
+    """Rewrite readers of ``node``, and leave it out if nobody else reads it; None if nothing changes."""
     collective = node.collective
     if collective is None or collective.kind is not Kind.ALL_GATHER:
         return None
@@ -39,11 +38,5 @@ def take_own(editor: Editor, node: Node, context: Context) -> Rewritten | None:
         editor.remove(node)
         return Rewritten(f"goes: {said}")
     if len(kept) < len(node.operands):
-        left = replace(
-            collective,
-            operands=tuple(collective.operands[k] for k in kept),
-            results=tuple(collective.results[k] for k in kept),
-        )
-        results = [node.results[k] for k in kept]
-        editor.change(node, [node.operands[k] for k in kept], results, left)
+        editor.restrict(node, kept)
     return Rewritten(f"is not read by all: {said}")

@@ -1,8 +1,8 @@
-"""Collectives that do the same to the same operands are one.
+"""Merges collectives that do the same to the same operands.
 
-XLA merges those whose instructions are spelled alike; groups can be spelled in several ways. Left alone is
-what tokens, control or an optimization barrier put in an order: whoever wrote that wants both, to gather
-weights again instead of keeping them, for one.
+XLA merges instructions that are spelled alike, but groups can be spelled in several ways. Collectives that
+tokens, control dependencies or an optimization barrier put in an order stay as they are: the program wants
+both, for example to gather weights again instead of keeping them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .context import Rewritten
 
 
 def merge(editor: Editor, nodes: Sequence[Node]) -> dict[Node, Rewritten]:
-    """Leave out those of ``nodes``, collectives of the block, that an earlier one can stand for."""
+    """Leave out those of ``nodes``, collectives of the block, that do the same as an earlier one."""
     first: dict[Hashable, Node] = {}
     merged: dict[Node, Rewritten] = {}
     for node in nodes:
@@ -35,7 +35,7 @@ def merge(editor: Editor, nodes: Sequence[Node]) -> dict[Node, Rewritten]:
 
 
 def _key(node: Node) -> Hashable | None:
-    """Equal for collectives that give the same; None for those that are not compared."""
+    """A key that is equal for collectives with equal results; None for those that are never merged."""
     collective = node.collective
     if collective is None or collective.kind in (Kind.SEND, Kind.RECV) or not node.operands:
         return None

@@ -1,9 +1,9 @@
-"""Collectives of converted data travel in the narrower type.
+"""Sends converted data in the narrower type.
 
-An element that only moves may be converted before or after: an operand that has just been widened travels
-as it was before, and a result that every reader narrows alike travels as they want it. Minima, maxima and
-bitwise reductions of integers are the same before and after a conversion that keeps values; sums are not,
-nor are reductions of floats touched.
+An element that is only moved may be converted before or after: an operand that has just been widened is sent
+as it was before, and a result that all readers narrow to one type is sent in that type. Minima, maxima and
+bitwise reductions of integers commute with a conversion that keeps values; sums do not. Reductions of floats
+stay as they are.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _LONGEST = 16
 
 
 def narrow(editor: Editor, node: Node, context: Context) -> Rewritten | None:
-    """Rewrite ``node``; None where it stays."""
+    """Rewrite ``node``; None if it stays."""
     collective = node.collective
     if collective is None or collective.kind not in _MOVES | _REDUCES or collective.tuple_form:
         return None

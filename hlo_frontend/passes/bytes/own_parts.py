@@ -1,9 +1,9 @@
-"""Who reads only its own part of what a collective gives.
+"""Finds readers of a collective's result that read only the device's own part.
 
 A device's *own part* of an array is, along some dimension, part p of n, where n is the size of its group in
 a collective and p its place there. It is read by a dynamic slice whose start is known on every device
-(`DeviceValues`), directly or behind transposes, reshapes and conversions. Reads through an optimization
-barrier count as reads of the whole: what the barrier holds back must be there.
+(`DeviceValues`), directly or behind transposes, reshapes and conversions. A read through an optimization
+barrier counts as a read of the whole array.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from ..valid.known import starts_of
 from .device_values import DeviceValues
 from .steps import Step, backward, emit, of_part, steps_of
 
-# Steps between a collective and a slice, at most.
+# The most steps between a collective and a slice.
 _LONGEST = 16
 
 
 @dataclass(frozen=True, eq=False)
 class OwnPart:
-    """A slice that reads own parts along ``dimension`` of the collective's result, after ``steps``.
+    """A slice ``node`` that reads own parts along ``dimension`` of the collective's result, after ``steps``.
 
-    ``order``: nodes that come first on the way there.
+    ``order``: nodes that it must come after.
     """
 
     node: Node
@@ -38,14 +38,14 @@ class OwnPart:
 
 @dataclass(frozen=True)
 class Places:
-    """Groups of one size: ``parts``. ``place[d]``: where device d stands in its group."""
+    """Groups of equal size ``parts``. ``place[d]``: the position of device d in its group."""
 
     parts: int
     place: Mapping[int, int]
 
 
 def places(collective: Collective) -> Places | None:
-    """None where groups differ in size, or have one member."""
+    """The places of a collective's groups; None if groups differ in size, or have one member."""
     sizes = {len(group) for group in collective.groups}
     if len(sizes) != 1 or sizes == {1}:
         return None
@@ -116,7 +116,7 @@ def _own_part(
 def give_parts(
     editor: Editor, collective: Node, part: Value, taken: Sequence[OwnPart], parts: int
 ) -> None:
-    """Give ``part``, the devices' own parts, to the slices that read them, which go."""
+    """Replace slices that read own parts by ``part``, which has them."""
     made: dict[tuple[object, ...], Value] = {}
     for own in taken:
         cut = of_part(own.steps, own.dimension, parts)

@@ -1,6 +1,6 @@
-"""An all-reduce of which every device reads only its own part becomes a reduce-scatter.
+"""Makes an all-reduce a reduce-scatter if every device reads only its own part.
 
-Half the bytes on the wire. XLA's CPU pipeline never does it, so that every program with sharded weights and
+That halves the bytes on the wire. XLA's CPU pipeline never does it, so every program with sharded weights and
 plain `jit` has such all-reduces for its gradients.
 
 Bits: within a process, and between two processes, both add in the same order. Among more processes MPI adds
@@ -14,21 +14,21 @@ from dataclasses import replace
 
 from stretto.collectives.ops import Collective, Kind
 
-from ...edit import Editor
+from ...edit import Editor, restricted
 from ...values import Node, Value
 from .context import Context, Rewritten
 from .own_parts import OwnPart, give_parts, own_parts, places
 from .steps import part_of
 
-# What is worth a message of its own where the rest of a combined all-reduce is read as a whole.
+# From how many bytes on a part of a combined all-reduce is worth a message of its own.
 _WORTH_SPLITTING = 1 << 15  # bytes
 
 
 def scatter(editor: Editor, node: Node, context: Context) -> Rewritten | None:
-    """Rewrite ``node``; None where it stays.
+    """Rewrite ``node``; None if it stays.
 
-    XLA combines all-reduces into one of several operands. Those of which own parts are read along one
-    dimension become one reduce-scatter; the rest, if any, stays an all-reduce.
+    XLA combines all-reduces into one with several operands. The operands whose own parts are read along one
+    dimension become one reduce-scatter; the others, if any, stay an all-reduce.
     """
     collective = node.collective
     if collective is None or collective.kind is not Kind.ALL_REDUCE:
@@ -63,7 +63,7 @@ def _split(
     along: dict[int, list[int]],
     parts: int,
 ) -> Rewritten | None:
-    """Reduce-scatters right behind ``node`` for what is worth it."""
+    """Put reduce-scatters of the operands that are worth it right behind ``node``."""
     worth = {
         dimension: chosen
         for dimension, chosen in along.items()
@@ -80,12 +80,7 @@ def _split(
             give_parts(editor, node, part, slices[k], parts)
     left = [k for k in range(len(node.results)) if k not in split]
     if left:
-        kept = replace(
-            collective,
-            operands=tuple(collective.operands[k] for k in left),
-            results=tuple(collective.results[k] for k in left),
-        )
-        editor.change(node, [node.operands[k] for k in left], [node.results[k] for k in left], kept)
+        editor.restrict(node, left)
     else:
         editor.remove(node)
     return _said(slices, split)
@@ -94,12 +89,11 @@ def _split(
 def _scattered(
     collective: Collective, chosen: Sequence[int], dimension: int, parts: int, node: Node
 ) -> tuple[list[Value], Collective]:
-    """The results of ``node`` and what it is, if it scatters these operands."""
+    """The results and the collective of ``node`` as a reduce-scatter of these operands."""
     types = tuple(part_of(collective.results[k], dimension, parts) for k in chosen)
     scattered = replace(
-        collective,
+        restricted(collective, chosen),
         kind=Kind.REDUCE_SCATTER,
-        operands=tuple(collective.operands[k] for k in chosen),
         results=types,
         dimension=dimension,
     )

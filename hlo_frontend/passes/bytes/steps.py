@@ -1,8 +1,8 @@
-"""Ops that commute with cutting an array into equal parts along a dimension: what they are, made anew.
+"""Steps: ops that commute with cutting an array into equal parts along a dimension.
 
-A `Step` transposes, reshapes or converts. Row-major reshapes keep parts together where the dimensions
-before the cut have the same number of elements on both sides. `emit` makes the nodes that do the same to
-arrays of other shapes or types; they carry the name and the source of the instruction they stand for.
+A `Step` transposes, reshapes or converts. A row-major reshape keeps parts together if the dimensions before
+the cut have the same number of elements on both sides. `emit` makes nodes for the same steps on arrays of
+other shapes or types; they have the name and the source line of the original instruction.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from math import prod
 
 from stretto.collectives.types import TensorType
 
+from ...builder import fill, shape_of
 from ...graph import Instruction
 from ...schema import HloInstructionProto
-from ...segments import set_shape
 from ...values import Node, NodeKind, Value
 
 
@@ -23,7 +23,7 @@ from ...values import Node, NodeKind, Value
 class Step:
     """``opcode``: transpose (by ``permutation``), reshape or convert, of ``source`` to ``target``.
 
-    ``like`` is the instruction that it comes from; it is no part of what a step is.
+    ``like``: the instruction that it comes from.
     """
 
     opcode: str
@@ -38,7 +38,7 @@ class Step:
 
 
 def steps_of(node: Node) -> tuple[Step, ...] | None:
-    """The steps that a node of one operand consists of, or None."""
+    """The steps of a node with one operand, or None if it is something else."""
     if node.kind is not NodeKind.COMPUTE or len(node.operands) != 1 or len(node.results) != 1:
         return None
     source, target = node.operands[0].type, node.results[0].type
@@ -56,7 +56,7 @@ def steps_of(node: Node) -> tuple[Step, ...] | None:
 
 
 def _bitcast(instruction: Instruction, source: TensorType, target: TensorType) -> tuple[Step, ...]:
-    """Into the order of memory, reshaped, out of it (as `segments` does it)."""
+    """A transpose into the order of memory, a reshape, and a transpose out of it (as in `segments`)."""
     steps: list[Step] = []
     into = _major_to_minor(instruction.operands[0].shape, source)
     out = _major_to_minor(instruction.shape, target)
@@ -87,7 +87,7 @@ def backward(step: Step, dimension: int, parts: int) -> int | None:
 
 
 def forward(step: Step, dimension: int, parts: int) -> int | None:
-    """The other way round: the dimension of the target."""
+    """The dimension of the target whose parts are the parts of the source along ``dimension``."""
     if step.opcode == "transpose":
         return step.permutation.index(dimension)
     if step.opcode == "reshape":
@@ -114,7 +114,7 @@ def part_of(type: TensorType, dimension: int, parts: int) -> TensorType:
 
 
 def of_part(steps: Sequence[Step], dimension: int, parts: int) -> tuple[Step, ...]:
-    """The same steps for one part along ``dimension`` of what the first one takes."""
+    """The same steps for one part, along ``dimension``, of the first one's operand."""
     cut: list[Step] = []
     for step in steps:
         to = forward(step, dimension, parts)
@@ -138,7 +138,7 @@ def of_type(steps: Sequence[Step], dtype: str) -> tuple[Step, ...]:
 
 
 def emit(steps: Sequence[Step], value: Value) -> tuple[list[Node], Value]:
-    """New nodes that apply the steps to a value, and what they give."""
+    """New nodes that apply the steps to a value, and the result of the last one."""
     nodes: list[Node] = []
     for step in steps:
         node = _node(step, value)
@@ -149,24 +149,13 @@ def emit(steps: Sequence[Step], value: Value) -> tuple[list[Node], Value]:
 
 def _node(step: Step, operand: Value) -> Node:
     like = step.like
-    proto = HloInstructionProto(name=like.name, opcode=step.opcode)
+    proto = HloInstructionProto(name=like.name)
     proto.metadata.CopyFrom(like.proto.metadata)
-    proto.dimensions.extend(step.permutation)
-    _set_type(proto.shape, step.target)
+    fill(proto, step.opcode, shape_of(step.target), dimensions=step.permutation)
     instruction = Instruction(proto, like.computation)
-    instruction.operands = (_stand_in(step, like),)
+    # Readers ask only for the operand's shape: a parameter has it.
+    source = fill(HloInstructionProto(name=like.name), "parameter", shape_of(step.source))
+    instruction.operands = (Instruction(source, like.computation),)
     node = Node(NodeKind.COMPUTE, instruction, -1, [operand])
     node.results = [Value(step.target, node)]
     return node
-
-
-def _stand_in(step: Step, like: Instruction) -> Instruction:
-    """An instruction that only tells the operand's shape."""
-    proto = HloInstructionProto(name=like.name, opcode="parameter")
-    _set_type(proto.shape, step.source)
-    return Instruction(proto, like.computation)
-
-
-def _set_type(shape: object, type: TensorType) -> None:
-    set_shape(shape, type)
-    shape.layout.minor_to_major.extend(range(len(type.shape))[::-1])  # type: ignore[attr-defined]

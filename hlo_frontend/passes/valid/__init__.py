@@ -1,13 +1,15 @@
-"""Valid iterations: which transfers of a loop are made, and the proof that the others may be left out.
+"""Valid iterations: the iterations in which a loop's transfers are made, and the proof that others can be
+skipped.
 
-A pipeline's loop runs the same transfers in every iteration, though at its beginning and its end some move
-what nobody will read. `_xla_send_recv_validation` names the iterations in which a pair of a permute, send
-or receive is valid; `apply` proves that what the attribute leaves out is never read, or refuses it, and finds
-the valid iterations of loops that have no such attribute.
+The loop of a pipeline makes the same transfers in every iteration, although in the first and the last ones
+some transfers move data that nobody will read. The attribute `_xla_send_recv_validation` names the iterations
+in which a pair of a permute, send or receive is valid. `apply` proves that nobody reads the data that the
+attribute leaves out, or refuses the program. For loops without the attribute it finds the valid iterations.
 
-How: `trace` follows integers, predicates and zeros through the program for every device and iteration,
-exactly; `liveness` goes from the program's results backwards, element by element where indices are known.
-What is neither live nor anything but zeros is not sent. Everything that is not understood is live.
+How: `trace` follows the exact values of integers and predicates, and zeros, through the program, for every
+device and iteration. `liveness` goes backwards from the program's results, element by element if indices are
+known. A transfer is skipped if its data are not live, or are all zeros. Data of ops that the analysis does
+not know are live.
 """
 
 from .decide import LoopReport, ValidPolicy, ValidReport, apply

@@ -1,7 +1,8 @@
-"""From what is live to valid iterations: attributes are checked, missing ones are found.
+"""Decides the valid iterations of transfers: checks attributes, and derives valid iterations without one.
 
-An attribute is honoured exactly as it is written if all that it leaves out may be left out, and refused by an
-error with the way from a received value to a result if not. `ValidPolicy.trust` honours it unproved.
+An attribute is used exactly as it is written if the proof shows that the transfers which it leaves out can be
+skipped. If not, an error shows a path from a received value to a result of the program. `ValidPolicy.trust`
+uses attributes without a proof.
 """
 
 from __future__ import annotations
@@ -22,14 +23,15 @@ from ...values import BlockGraph, Node, NodeKind, all_blocks, all_nodes
 from .liveness import Liveness, Place
 from .trace import Forward, GaveUpError, Trace, Transfer, is_transfer
 
-MOST_STEPS = 12  # of a path that an error names
-# Floating point operations that must be saved on average each time that a segment could be left out, or it
-# is no segment of its own: about what a processor does while another segment is dispatched.
+MOST_STEPS = 12  # of a path in an error
+# How many floating point operations a segment must save on average each time that it could be skipped;
+# compute that saves less gets no segment of its own. It is about what a core does while a segment is
+# dispatched.
 LEAST_FLOPS = 2e5
 
 
 class ValidOptions(Protocol):
-    """The options of the runtime that concern valid iterations."""
+    """The options of the runtime that are about valid iterations."""
 
     @property
     def derive_valid_iterations(self) -> bool: ...
@@ -49,16 +51,15 @@ class ValidOptions(Protocol):
 
 @dataclass(frozen=True)
 class ValidPolicy:
-    """How loops that send are treated.
+    """How loops with transfers are treated.
 
-    ``derive``: find valid iterations of loops that have none (STRETTO_DERIVE_VALID_ITERATIONS).
-
-    ``trust``: honour attributes without proof (STRETTO_TRUST_VALID_ITERATIONS). ``dead_only``: leave out
-    only what nobody reads, not zeros that are read: for runs that fill what is left out with NaN.
-    ``compute``: also leave out compute that nobody reads (STRETTO_SKIP_COMPUTE), where it is found at
-    all, that is, with ``derive``; ``least_flops`` is what that must save (`LEAST_FLOPS`). ``as_written``:
-    leave out nothing at all, attributes are dropped unseen: what other runs are compared with.
-    ``pipeline``: have permutes that only the next iteration reads awaited there (STRETTO_PIPELINE_LOOPS).
+    ``derive``: find valid iterations of loops without the attribute (STRETTO_DERIVE_VALID_ITERATIONS).
+    ``trust``: use attributes without a proof (STRETTO_TRUST_VALID_ITERATIONS). ``dead_only``: skip only
+    transfers that nobody reads, not transfers of zeros; for runs that fill skipped results with NaN.
+    ``compute``: also skip compute that nobody reads (STRETTO_SKIP_COMPUTE); it is found only with ``derive``.
+    ``least_flops``: see `LEAST_FLOPS`. ``as_written``: skip nothing and ignore attributes; other runs are
+    compared with such a run. ``pipeline``: await permutes that only the next iteration reads in that
+    iteration (STRETTO_PIPELINE_LOOPS).
     """
 
     derive: bool = True
@@ -71,7 +72,7 @@ class ValidPolicy:
 
     @classmethod
     def of(cls, options: ValidOptions) -> ValidPolicy:
-        """What the options in force ask for."""
+        """The policy by the options of the runtime."""
         return cls(
             derive=options.derive_valid_iterations,
             trust=options.trust_valid_iterations,
@@ -83,12 +84,12 @@ class ValidPolicy:
 
 @dataclass(frozen=True)
 class LoopReport:
-    """A loop that communicates. ``sent`` of ``transfers``: messages of one entry, over all pairs.
+    """A loop with transfers. ``transfers``: how many messages all pairs send in one run of the loop as it is
+    written; ``sent``: how many are left.
 
-    ``idle``: share of the loop's floating point operations whose result nobody reads. ``busy``: for each
-    device one flag an iteration, whether it computes there what is read, in earnest: at least half as much
-    as in any other; empty if not known.
-    ``why``: why the loop was not followed, or an empty string.
+    ``idle``: the share of the loop's floating point operations whose results nobody reads. ``busy``: for each
+    device and iteration, whether the device computes results that are read, and at least half as many as in
+    its busiest iteration; empty if not known. ``why``: why the loop was not followed, or an empty string.
     """
 
     name: str
@@ -103,9 +104,10 @@ class LoopReport:
 
 @dataclass(frozen=True)
 class ValidReport:
-    """What `apply` found. ``gave_up``: why there is no proof, or an empty string.
+    """The result of `apply`. ``gave_up``: why there is no proof, or an empty string. ``visits``: how many
+    nodes the proof has visited.
 
-    ``liveness``: the proof itself, where compute may be left out by it (`passes.unread`).
+    ``liveness``: the proof itself, if compute may be skipped by it (`passes.unread`).
     """
 
     loops: tuple[LoopReport, ...] = ()
@@ -138,8 +140,8 @@ def apply(
 ) -> ValidReport:
     """Set the valid iterations of a program's transfers, in place.
 
-    Raises `InvalidProgramError` for an attribute that leaves out what is read, naming the way to the
-    result that it would change.
+    Raises `InvalidProgramError` if an attribute leaves out data that are read, with the path to the result
+    that would change.
     """
     looped = list(_looped(entry, False))
     attributed = [node for node in looped if _given(node)]
@@ -233,7 +235,7 @@ def _iterations(bounds: Bounds, trips: int) -> set[int]:
 
 
 def _lost(transfer: Transfer, given: tuple[Bounds, ...]) -> tuple[int, int | None] | None:
-    """A pair and an iteration that the bounds leave out though it is needed, if there is one."""
+    """A pair and an iteration that are needed although the bounds leave them out, if there is one."""
     for k, bounds in enumerate(given):
         for iteration in sorted(transfer.live[k]):
             if not _within(bounds, iteration):
@@ -244,7 +246,7 @@ def _lost(transfer: Transfer, given: tuple[Bounds, ...]) -> tuple[int, int | Non
 
 
 def _last(transfer: Transfer) -> int:
-    """The last iteration in which a transfer of a loop that was not followed may run."""
+    """The last iteration in which a transfer may run whose loop was not followed."""
     return LAST if transfer.last is None else transfer.last
 
 
@@ -256,7 +258,7 @@ def _derive(proof: _Proof, node: Node) -> None:
 
 
 def _bounds(transfer: Transfer) -> tuple[Bounds, ...]:
-    """Valid iterations for each pair; empty where all are needed in all iterations."""
+    """Valid iterations of each pair; empty if all pairs are needed in all iterations."""
     found: list[Bounds] = []
     everything = True
     for live, always in zip(transfer.live, transfer.always, strict=True):
@@ -269,7 +271,7 @@ def _bounds(transfer: Transfer) -> tuple[Bounds, ...]:
 
 
 def _ends(block: BlockGraph) -> Iterable[tuple[Node, Node]]:
-    """Sends and receives of the same block that are each other's only match."""
+    """Pairs of a send and a receive in a block that match each other and nothing else."""
     by_channel: dict[object, list[Node]] = {}
     for node in block.nodes:
         c = node.collective
@@ -291,7 +293,7 @@ def _check_ends(entry: BlockGraph) -> None:
 
 
 def _make_ends_agree(proof: _Proof) -> None:
-    """A receive must wait for exactly what is sent: where the two were not linked, for everything."""
+    """Make sends and receives agree: those that were not matched are made in all iterations."""
     assert proof.liveness is not None
     agreed = {node for pair in proof.liveness.links.items() for node in pair}
     for node in all_nodes(proof.entry):
@@ -303,7 +305,7 @@ def _make_ends_agree(proof: _Proof) -> None:
 
 
 def _path(proof: _Proof, node: Node, k: int, iteration: int | None) -> str:
-    """The way of a received value to a result, instruction by instruction."""
+    """The path of a received value to a result, instruction by instruction."""
     assert proof.trace is not None
     explained = Liveness(Forward(*proof.forward.shape, follow_zeros=proof.forward.follow_zeros),
                          explain=True)  # fmt: skip
@@ -342,7 +344,7 @@ def _reports(proof: _Proof, block: BlockGraph) -> Iterable[LoopReport]:
 
 
 def _own_transfers(block: BlockGraph) -> Iterable[Node]:
-    """Transfers of a loop's block and its branches, which count its iterations; not of inner loops."""
+    """Permutes and sends in a loop's block and in branches inside it, but not in inner loops."""
     for node in block.nodes:
         c = node.collective
         if c is not None and c.kind in (Kind.PERMUTE, Kind.SEND):

@@ -1,7 +1,7 @@
-"""Which parameters the results of a called computation depend on, leaf by leaf.
+"""On which parameters the results of a called computation depend, leaf by leaf.
 
-For ops that stay whole inside a segment: calls, loops and conditionals without collectives. Every leaf of
-a result is given the parameter leaves that it may depend on, through values or through control flow.
+This is for calls, loops and conditionals without collectives, which stay whole inside a segment. For every
+leaf of a result it gives the leaves of the parameters on which it may depend, through values or control flow.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ Leaves = list[frozenset[int]]  # for each leaf of a value: positions of paramete
 
 
 class Dependence:
-    """Answers for the computations of one module; each is looked at once."""
+    """Dependences in the computations of one module; each computation is analysed once."""
 
     def __init__(self) -> None:
         self._results: dict[Computation, Leaves] = {}
@@ -33,9 +33,9 @@ class Dependence:
         return self._results[computation]
 
     def control(self, instruction: Instruction) -> frozenset[int]:
-        """Operand leaves that decide how long a loop inside runs, where its text does not tell.
+        """Operand leaves that decide how often loops inside run, if their text does not say it.
 
-        They matter even if no result does: on other values the loop might never end.
+        These leaves are needed even if no result is: with other values a loop might never end.
         """
         if not instruction.called:
             return frozenset()
@@ -46,7 +46,7 @@ class Dependence:
         return self._steering[instruction]
 
     def _inner_control(self, computation: Computation) -> frozenset[int]:
-        """Parameter leaves that decide how long loops in a computation run."""
+        """Parameter leaves that decide how often loops in a computation run."""
         if computation not in self._controls:
             self.branch(computation)
         return self._controls[computation]
@@ -98,7 +98,8 @@ class Dependence:
         return env[computation.root]
 
     def _apply(self, instruction: Instruction, operands: Leaves) -> Leaves:
-        """Dependences of an instruction's leaves, where its operands' leaves have these."""
+        """Dependences of the leaves of an instruction's result. ``operands``: those of its operands'
+        leaves."""
         opcode = instruction.opcode
         if op_of(opcode).hands_on:
             return operands
@@ -119,7 +120,7 @@ class Dependence:
             control = frozenset().union(*(carries[i] for i in stays))
             again = _through(body_leaves, carries)
             grown = [c | a | control for c, a in zip(carries, again, strict=True)]
-            # What the body hands on as it came does not depend on how often it runs.
+            # A carry that the body does not change does not depend on the number of iterations.
             for i, leaf in enumerate(body_leaves):
                 if leaf == {i} and _handed_on(body, i):
                     grown[i] = carries[i]

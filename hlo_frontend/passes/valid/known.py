@@ -1,9 +1,9 @@
 """Exact values of integers and booleans that follow from constants, iotas and device ids alone.
 
-`evaluate` gives what a node computes on every device, in reduced form (see `tensors`), or None. A value
-that depends in any way on an argument of the program or on received data is not known, so that what is
-known holds in every run, whatever is sent or skipped. Arithmetic is numpy's in the tensor's own type,
-which wraps as HLO's does.
+`evaluate` gives the result of a node on every device, in reduced form (see `tensors`), or None if it is not
+known. A value that depends on an argument of the program or on received data is not known. So known values
+hold in every run, whatever is sent or skipped. Arithmetic is numpy's in the tensor's own type, which wraps
+around as HLO's does.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ FOLLOWED = frozenset({"pred", "s8", "s16", "s32", "s64", "u8", "u16", "u32", "u6
 
 
 def evaluate(node: Node, operands: Sequence[Known]) -> Known:
-    """The only result of ``node``, where it is known."""
+    """The only result of ``node``, or None if it is not known."""
     rule = _RULES.get(node.instruction.opcode)
     (result,) = node.results
     type = result.type
@@ -86,7 +86,7 @@ def _iota(node: Node) -> Known:
 
 
 def _divide(node: Node, x: np.ndarray, y: np.ndarray) -> Known:
-    """Towards zero; -1 where the divisor is 0, as XLA defines it for signed and unsigned."""
+    """Rounds towards zero; -1 if the divisor is 0, as XLA defines it for signed and unsigned types."""
     if x.dtype == bool:
         return None
     if x.dtype.kind == "u":
@@ -101,7 +101,7 @@ def _divide(node: Node, x: np.ndarray, y: np.ndarray) -> Known:
 
 
 def _remainder(node: Node, x: np.ndarray, y: np.ndarray) -> Known:
-    """With the sign of the dividend; the dividend where the divisor is 0."""
+    """With the sign of the dividend; the dividend itself if the divisor is 0."""
     if x.dtype == bool:
         return None
     safe = np.where((y == 0) | (y == np.array(-1).astype(y.dtype)), 1, y).astype(x.dtype)
@@ -113,7 +113,7 @@ def _remainder(node: Node, x: np.ndarray, y: np.ndarray) -> Known:
 
 
 def _shift(node: Node, x: np.ndarray, y: np.ndarray) -> Known:
-    """By as many bits as there are or more (a negative number is many): 0, or the sign."""
+    """A shift by at least the width of the type (or by a negative number) gives 0, or the sign."""
     opcode, bits = node.instruction.opcode, 8 * x.dtype.itemsize
     if x.dtype == bool:
         return None
@@ -156,7 +156,7 @@ _PRED: dict[str, Callable[..., np.ndarray]] = {
 
 
 def _logic(node: Node, operands: Sequence[Known]) -> Known:
-    """and, or: one known operand may decide alone."""
+    """``and`` and ``or``: one known operand may decide the result."""
     x, y = operands
     opcode = node.instruction.opcode
     if x is not None and y is not None:
@@ -334,7 +334,7 @@ def _pad(node: Node, x: np.ndarray, padding: np.ndarray) -> Known:
 
 
 def padded(node: Node) -> tuple[slice, ...] | None:
-    """Where a pad puts its operand; None where it cuts something off."""
+    """The place of its operand in the result of a pad; None if the pad cuts elements off."""
     slices = []
     for n, d in zip(
         operand_shape(node), node.instruction.proto.padding_config.dimensions, strict=True

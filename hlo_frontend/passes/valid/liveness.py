@@ -1,11 +1,11 @@
-"""From the results of a program backwards: which transfers, and which compute, does anybody read?
+"""Which transfers and which compute are read, found backwards from the results of a program.
 
-`Liveness` walks the traces of `Forward` from their ends. What it calls live is everything that may reach a
-result of the program, decide a branch or a loop, or reach an op with an effect, on any device. So what is not
-live may be left out, all of it at once, and no result changes by a bit.
+`Liveness` walks the traces of `Forward` from their ends. A value is live if it may reach a result of the
+program, decide a branch or a loop, or reach an op with a side effect, on any device. So all values that are
+not live can be left out together, and no result changes by a bit.
 
-A transfer that is live, but moves zeros in every case (known to the trace), need not be sent either: who
-receives nothing has zeros.
+A live transfer that always moves zeros, as the trace shows, need not be made either: a device that receives
+nothing has zeros.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from .dependence import Dependence
 from .trace import BranchTrace, Forward, LoopTrace, Trace, Transfer, is_transfer
 
 Mask = np.ndarray | None
-# What a node needs of its operands, given a trace of its block and what is live of its results.
+# Gives the elements of its operands that a node needs, from a trace of its block and masks of its results.
 Needs = Callable[[Trace, Sequence[Mask]], rules.Needs]
 
 
 @dataclass(eq=False)
 class Bubble:
-    """Compute of a loop that was followed: operations by device and iteration, and those not read."""
+    """The compute of a loop that was followed: all operations, and those whose results nobody reads."""
 
     node: Node
     all: np.ndarray  # [device, iteration], summed over the loop's entries
@@ -46,11 +46,11 @@ class Bubble:
 
 @dataclass(eq=False)
 class Reads:
-    """Where the results of a block's compute nodes are read, over all walks of the block.
+    """The devices and iterations in which results of a block's compute nodes are read, in all walks of it.
 
-    ``rows[node][iteration]``: by device (one row for all, or one for each) whether anybody reads any of
-    them in that iteration of the innermost followed loop; the iteration is None where iterations are not
-    told apart, as outside of loops. ``flops[node]``: operations that nobody reads, over all of it.
+    ``rows[node][iteration]``: for each device (or one row for all) whether any result of the node is read in
+    that iteration of the innermost followed loop. The iteration is None if iterations are not distinguished,
+    as outside of loops. ``flops[node]``: how many operations of the node nobody reads, in total.
     """
 
     rows: dict[Node, dict[int | None, np.ndarray]] = field(default_factory=dict)
@@ -68,10 +68,10 @@ class Place:
 
 @dataclass(eq=False)
 class Liveness:
-    """Fills in what is live of ``forward.transfers``, ``bubbles``, and ``reads`` of every block walked.
+    """Finds the live iterations of ``forward.transfers``, the ``bubbles`` of loops, and ``reads`` of blocks.
 
-    ``explain``: also keep for each live value the next one on its way to a result: `why`.
-    ``needs``: by node, what it is taken to need, whatever it does.
+    ``explain``: whether to keep in ``why``, for each live value, the next one on its path to a result.
+    ``needs``: rules for single nodes that replace the rules of their ops.
     """
 
     forward: Forward
@@ -81,11 +81,11 @@ class Liveness:
     why: dict[tuple[Trace, Value, int], tuple[str, Place | None]] = field(default_factory=dict)
     received: dict[tuple[Node, int | None, int], Place] = field(default_factory=dict)
     reads: dict[BlockGraph, Reads] = field(default_factory=dict)
-    # By receive: the send of the same block that it takes from, where there is just one.
+    # For each receive: the only send of the same block that it can match.
     links: dict[Node, Node] = field(default_factory=dict)
     _dependence: Dependence = field(default_factory=Dependence)
     _orders: dict[BlockGraph, list[Node]] = field(default_factory=dict)
-    _linked: set[Node] = field(default_factory=set)  # those sends
+    _linked: set[Node] = field(default_factory=set)  # the sends in `links`
     _costs: dict[Instruction, float] = field(default_factory=dict)
 
     def program(self, trace: Trace) -> None:
@@ -100,7 +100,7 @@ class Liveness:
         walk.run()
 
     def order(self, block: BlockGraph) -> list[Node]:
-        """The block's nodes backwards, a send after the receive that takes from it."""
+        """The block's nodes backwards, each matched send behind its receive."""
         if block in self._orders:
             return self._orders[block]
         by_channel: dict[tuple[int, object], list[Node]] = {}
@@ -132,7 +132,7 @@ class Liveness:
 
 
 def _with_links(block: BlockGraph, links: dict[Node, Node]) -> list[Node] | None:
-    """The block's nodes so that each send is before its receive; None where that is a circle."""
+    """The block's nodes in an order with each send before its receive; None if there is no such order."""
     if all(send.position < receive.position for receive, send in links.items()):
         return list(block.nodes)
     done: list[Node] = []
@@ -165,9 +165,9 @@ def _with_links(block: BlockGraph, links: dict[Node, Node]) -> list[Node] | None
 
 
 class _Walk:
-    """One walk backwards over one trace. ``loop``: the innermost followed loop, for its bubbles.
+    """One walk backwards over one trace. ``loop``: the innermost followed loop.
 
-    ``devices``: those that walk this block.
+    ``devices``: for each device (or one for all) whether it runs this block.
     """
 
     def __init__(
@@ -206,7 +206,8 @@ class _Walk:
     def add_from(
         self, node: Node, value: Value, mask: np.ndarray, result: Value | None, device: int = -1
     ) -> None:
-        """``value`` is needed for ``result`` of ``node``; ``device``: the one that needs it, if another."""
+        """Elements of ``value`` are needed for ``result`` of ``node``. ``device``: the one that needs them,
+        if it is another one than the one that has them."""
         if not self.of.explain:
             self.add(value, mask, ("", None))
             return
@@ -220,7 +221,7 @@ class _Walk:
             self.add(value, mask & row, (name, onward))
 
     def run(self) -> list[Mask]:
-        """Give what is live of the block's parameters."""
+        """Walk the block. Gives the masks of live elements of its parameters."""
         order = self.of.order(self.trace.block)
         self.forward.visit(len(order))
         for node in order:
@@ -242,7 +243,7 @@ class _Walk:
             self._as_said(node, masks)
             return
         for i in self.of._dependence.control(node.instruction):
-            # On padding a loop might not end. Where it is not run, it will not matter either.
+            # With garbage in these operands a loop might not end. A loop that is skipped needs none of them.
             type = node.operands[i].type
             if type is not None:
                 self.add_from(node, node.operands[i], tensors.full(len(type.shape)), None)
@@ -266,9 +267,9 @@ class _Walk:
             self.add_from(node, node.operands[i], mask, self._first_live(node))
 
     def _count(self, node: Node, masks: list[Mask], has_effect: bool) -> None:
-        """Note who reads the node here, and what it costs where nobody does.
+        """Note on which devices the node is read, and how many operations it does where it is not.
 
-        What is known of a value was found from what its node computes: such nodes are always read.
+        A node whose result is known counts as read, since the analysis has used its result.
         """
         is_known = len(node.results) == 1 and node.results[0] in self.trace.known
         needed = np.ones(1, bool) if has_effect or is_known else np.zeros(1, bool)
@@ -280,7 +281,7 @@ class _Walk:
         rows[self.trace.iteration] = needed if before is None else before | needed
         cost = self.of.cost(node.instruction)
         if node.instruction.opcode == "select" or not cost or is_known:
-            return  # a select moves what it is given
+            return  # a select only moves data
         costs = np.full(self.forward.num_devices, cost)
         if node.instruction.opcode == "conditional":
             costs = self._conditional_cost(node)
@@ -302,7 +303,7 @@ class _Walk:
         return np.broadcast_to(branches[chosen], (self.forward.num_devices,))
 
     def nothing(self, node: Node) -> None:
-        """Device ids need nothing."""
+        """A device id has no operands."""
 
     def collective(self, node: Node) -> None:
         collective = node.collective
@@ -353,7 +354,7 @@ class _Walk:
             transfer.live[k].add(self.trace.iteration)
 
     def _unmatched_send(self, node: Node) -> None:
-        """Whoever receives it is not known: all of it is taken to be read."""
+        """A send whose receive is not known: all its data count as read."""
         assert node.collective is not None
         for k in range(len(node.collective.pairs)):
             self._record(node, k)
@@ -362,7 +363,7 @@ class _Walk:
                 self.add_from(node, operand, tensors.full(len(operand.type.shape)), None)
 
     def _grouped(self, node: Node) -> None:
-        """Any member's live result needs the operands of all members."""
+        """A collective over groups: a live result of a member needs the operands of all members."""
         collective = node.collective
         assert collective is not None
         elementwise = collective.kind is Kind.ALL_REDUCE and node.reducer is None
@@ -371,7 +372,7 @@ class _Walk:
         count = self.forward.num_devices
         ragged = collective.kind is Kind.RAGGED_ALL_TO_ALL
         for operand in arrays[2:] if ragged else arrays[-1:] if collective.dynamic_root else ():
-            # Offsets and roots: members must agree on them, whoever reads the result.
+            # All members must agree on offsets and roots, so these are live whoever reads the result.
             assert operand.type is not None
             self.add_from(node, operand, tensors.full(len(operand.type.shape)), None)
         for i, operand in enumerate(arrays):
@@ -442,7 +443,7 @@ class _Walk:
     def _hand_back(
         self, walk: _Walk, node: Node, live: list[Mask], following: Trace | None
     ) -> None:
-        """Results of one iteration are what the next one takes, or what the loop gives."""
+        """Mark results of an iteration that the next iteration, or the code behind the loop, needs."""
         results, parameters = walk.trace.block.results, walk.trace.block.parameters
         for i, mask in enumerate(live):
             if mask is None:
@@ -464,7 +465,7 @@ class _Walk:
                 walk.add(results[i], mask & row, (label, onward))
 
     def _summed_up(self, node: Node, inner: LoopTrace, live: list[Mask]) -> list[Mask]:
-        """A fixpoint: what is live at the head of the loop."""
+        """The live elements of the carries when an iteration begins, the same for all: a fixpoint."""
         assert inner.summary is not None
         head = list(live)
         if inner.condition is not None:
@@ -481,7 +482,7 @@ class _Walk:
             if all(_same(a, b) for a, b in zip(grown, head, strict=True)):
                 return head
             rounds += 1
-            # Slices that grow by one each round would take as many rounds as there are slices.
+            # A mask that grows by one slice a round would take as many rounds as there are slices.
             head = grown if rounds < 4 else [_widened(m) for m in grown]
 
     def branch(self, node: Node) -> None:

@@ -1,9 +1,9 @@
-"""Which elements of an op's operands its live results need: one rule for each op that moves elements.
+"""Which elements of an op's operands are needed for its live results: a rule for each op that moves elements.
 
-An element is live where its content may reach a result of the program; masks are in reduced form (see
-`tensors`). Arithmetic keeps an operand live whatever the other one is: 0 * x is NaN where x is. A select
-whose predicate is known keeps only what it takes. Ops without a rule need all of their operands as soon as
-anything of their results is live.
+An element is live if its value may reach a result of the program. Masks of live elements are in reduced form
+(see `tensors`). Arithmetic needs both operands, whatever their values are: 0 * x is NaN if x is. A select
+with a known predicate needs only the elements that it takes. Ops without a rule need all their operands if
+any element of their results is live.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from .dependence import Dependence
 from .known import Known, is_reshape, padded, spread, starts_of, strides
 
 Masks = Sequence[np.ndarray | None]
-Needs = Iterator[tuple[int, np.ndarray]]  # position of an operand, what is live of it
+Needs = Iterator[tuple[int, np.ndarray]]  # position of an operand, mask of its live elements
 Rule = Callable[[Node, Sequence[Known], np.ndarray], Needs]
 
 
 def needs(node: Node, known: Sequence[Known], live: Masks, dependence: Dependence) -> Needs:
-    """What a compute node needs of its operands, where ``live`` is needed of its results.
+    """The elements of its operands that a compute node needs. ``live``: a mask for each of its results.
 
-    ``known`` are its operands' known values. Yields nothing for operands that are not needed.
+    ``known``: the known values of its operands. Yields nothing for operands that are not needed.
     """
     opcode = node.instruction.opcode
     if node.instruction.called and opcode in _CALLERS:
@@ -42,7 +42,7 @@ def needs(node: Node, known: Sequence[Known], live: Masks, dependence: Dependenc
 
 
 def whole(mask: np.ndarray, rank: int) -> np.ndarray:
-    """All elements of a tensor of this rank, on the devices where anything of ``mask`` is live."""
+    """All elements of a tensor of this rank, on those devices on which any element of ``mask`` is live."""
     return tensors.any_along(mask, tuple(range(1, mask.ndim))).reshape((-1,) + (1,) * rank)
 
 
@@ -59,7 +59,7 @@ def _everything(node: Node, live: Masks) -> Needs:
 
 
 def _devices(live: Masks) -> np.ndarray | None:
-    """Devices on which anything is live, as a mask of a scalar."""
+    """The devices on which any element is live, as the mask of a scalar."""
     found: np.ndarray | None = None
     for mask in live:
         if mask is not None:
@@ -102,7 +102,7 @@ def _conditional(node: Node, known: Sequence[Known], live: Masks, dependence: De
 
 
 def selected(selector: np.ndarray, branches: int) -> np.ndarray:
-    """The branch that each device takes: true is branch 0, indices out of range are the last."""
+    """The branch that each device takes. True takes branch 0, an index out of range the last one."""
     if selector.dtype == bool:
         return np.where(selector, 0, 1)
     index = selector.astype(np.int64)

@@ -1,11 +1,11 @@
-"""Arrays of facts about tensors, one for each device, in reduced form.
+"""Arrays of facts about the elements of tensors on every device, in a reduced form.
 
 A *reduced* array for a tensor of shape ``(n0, n1, …)`` has the shape ``(d, m0, m1, …)``: d is the number of
 devices, or 1 where all devices agree, and each ``mi`` is ``ni``, or 1 where all positions along that
-dimension agree. So the facts about a large tensor of which only one dimension is ever indexed are few.
-Two kinds are kept that way: integers and booleans whose values are known, and which elements are live.
+dimension agree. So the array is small for a large tensor that is indexed along one dimension only.
+Two kinds of facts have this form: the known values of integers and booleans, and masks of live elements.
 
-Live elements may always be taken for more than they are (`fit`); known values are exact or not known.
+A mask may always say that more elements are live than really are (`fit`). Values are exact, or not known.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 
 Shape = Sequence[int]
 
-# Elements that the facts about one tensor of one device may have.
+# The most elements that a reduced array may have for one device.
 MOST_ELEMENTS = 1 << 14
 
 
@@ -27,12 +27,12 @@ def small(array: np.ndarray) -> bool:
 
 
 def any_along(mask: np.ndarray, axes: int | tuple[int, ...], *, keep: bool = False) -> np.ndarray:
-    """Where any element along these axes (of the array, devices counted) is true."""
+    """Whether any element along these axes is true. Axis 0 is that of devices."""
     return np.asarray(mask.any(axes, keepdims=True) if keep else mask.any(axes))
 
 
 def fit(mask: np.ndarray) -> np.ndarray:
-    """The mask, coarsened along its longest dimensions until it is small enough."""
+    """The mask, reduced along its longest dimensions until it is small enough."""
     while not small(mask):
         mask = any_along(mask, 1 + int(np.argmax(mask.shape[1:])), keep=True)
     return mask
@@ -44,12 +44,12 @@ def full(rank: int, value: bool = True) -> np.ndarray:
 
 
 def union(left: np.ndarray | None, right: np.ndarray) -> np.ndarray:
-    """Live where either is."""
+    """The elements that are live in either mask."""
     return right if left is None else fit(left | right)
 
 
 def reduced_or(mask: np.ndarray, dimensions: Sequence[int]) -> np.ndarray:
-    """Any of the elements along ``dimensions``, which go."""
+    """Whether any element along ``dimensions`` is true; the result does not have these dimensions."""
     return any_along(mask, tuple(d + 1 for d in dimensions))
 
 
@@ -64,7 +64,7 @@ def broadcast(array: np.ndarray, rank: int, dimensions: Sequence[int]) -> np.nda
 
 
 def unbroadcast(mask: np.ndarray, dimensions: Sequence[int], operand: Shape) -> np.ndarray:
-    """Elements of a broadcast's operand that its live elements come from."""
+    """The elements of a broadcast's operand from which the live elements of its result come."""
     gone = [d for d in range(mask.ndim - 1) if d not in dimensions]
     kept = [d for d in range(mask.ndim - 1) if d in dimensions]
     left = reduced_or(mask, gone)
@@ -76,9 +76,9 @@ def unbroadcast(mask: np.ndarray, dimensions: Sequence[int], operand: Shape) -> 
 
 
 def reshaped(array: np.ndarray, source: Shape, target: Shape) -> np.ndarray | None:
-    """A row-major reshape; None where the result would be too large to keep.
+    """A row-major reshape; None if the result would be too large.
 
-    Dimensions are taken in the smallest groups that have the same number of elements on both sides.
+    It works on the smallest groups of dimensions that have the same number of elements on both sides.
     """
     if 0 in source:
         return None
@@ -174,7 +174,7 @@ def _slices(
 def clamped_starts(
     indices: Sequence[np.ndarray | None], shape: Shape, sizes: Shape
 ) -> np.ndarray | None:
-    """Starts of a dynamic slice as HLO clamps them; None where one that matters is not known."""
+    """The starts of a dynamic slice, clamped as HLO does it; None if one that is needed is not known."""
     columns: list[np.ndarray] = []
     for index, n, size in zip(indices, shape, sizes, strict=True):
         if n == size:

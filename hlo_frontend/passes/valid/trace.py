@@ -1,13 +1,13 @@
-"""What a program does on its way, for every device: which values are known, which are zeros.
+"""Which values of a program are known, and which are zeros, on every device.
 
-`Forward` walks the blocks of a program as the executor would: a loop that holds transfers is followed
-iteration by iteration where the number of its iterations follows from the program, all other loops are
-summed up in one `Trace` that holds for every iteration. It gives a tree of traces, which `liveness` then
-walks backwards.
+`Forward` walks the blocks of a program as the executor would. A loop with transfers is followed iteration by
+iteration if the number of its iterations follows from the program. Every other loop gets one `Trace` that
+holds for all its iterations (its *summary*). The result is a tree of traces, which `liveness` walks
+backwards.
 
-Invariant: what a trace says holds in every run of the program, whatever its arguments are and whatever
-transfers are skipped, since it is derived from constants and device ids alone. Zeros are positive ones,
-bit for bit; those that arrive because a device receives nothing count as well.
+Invariant: a trace holds in every run of the program, whatever its arguments are and whichever transfers are
+skipped, since it is derived from constants and device ids alone. Zeros are positive zeros, bit for bit; those
+that a device has because it receives nothing count as well.
 """
 
 from __future__ import annotations
@@ -31,18 +31,19 @@ from .known import Known, evaluate, spread
 
 TRANSFERS = (Kind.PERMUTE, Kind.SEND, Kind.RECV)
 
-# Visits of nodes, forwards and backwards, after which the analysis gives up: about a second.
+# The analysis gives up after visiting this many nodes, forwards and backwards: about a second.
 MOST_VISITS = 120_000
 
 
 class GaveUpError(Exception):
-    """The program is too large to be followed. Caught by whoever asked for the proof."""
+    """The program is too large for the analysis. The callers of the analysis catch it."""
 
 
 @dataclass(eq=False)
 class Trace:
-    """One walk of a block. ``zero[value]``: on which devices it is all zeros (one row for all, or one
-    for each). ``inner``: the traces of a loop or a branch.
+    """One walk of a block. ``iteration``: that of the innermost followed loop, None if there is none.
+    ``known``: known values. ``zero[value]``: for each device (or one row for all) whether all elements are
+    zeros. ``inner``: the traces of loops and branches.
     """
 
     block: BlockGraph
@@ -54,7 +55,7 @@ class Trace:
 
 @dataclass(eq=False)
 class LoopTrace:
-    """A loop: one trace for each iteration, or (``summary``) one body for all and one condition."""
+    """The traces of a loop: one for each iteration, or one for all (``summary``) and one of the condition."""
 
     iterations: list[Trace] = field(default_factory=list)
     summary: Trace | None = None
@@ -63,9 +64,9 @@ class LoopTrace:
 
 @dataclass(eq=False)
 class BranchTrace:
-    """A branch: for each block its trace, None where no device takes it, and who takes it.
+    """The traces of a branch: one for each block, None if no device takes it.
 
-    ``chosen``: the index that each device takes, None where that is not known.
+    ``chosen``: the index of the block that each device takes, None if that is not known.
     """
 
     blocks: list[Trace | None]
@@ -74,12 +75,12 @@ class BranchTrace:
 
 @dataclass(eq=False)
 class Transfer:
-    """What is found about a permute, send or receive.
+    """The result of the analysis for a permute, send or receive.
 
-    ``followed``: whether its loop was, each time. ``trips``: the largest number of iterations of its loop
-    where it was. ``last``: the last iteration where it was not, None if that is not known.
-    ``live[k]``: iterations in which it matters what pair k moves; ``always[k]``: it matters in iterations
-    that are not told apart.
+    ``followed``: whether its loop was followed, in every walk. ``trips``: the largest number of iterations of
+    its loop in walks that followed it. ``last``: the last iteration in other walks, None if not known.
+    ``live[k]``: the iterations in which the data of pair k are read. ``always[k]``: whether they are read in
+    a walk that does not distinguish iterations.
     """
 
     node: Node
@@ -95,7 +96,7 @@ def is_transfer(node: Node) -> bool:
 
 
 class Forward:
-    """Walks a program forwards. ``transfers`` are those that were met."""
+    """Walks a program forwards. ``transfers``: all permutes, sends and receives that were visited."""
 
     def __init__(self, num_replicas: int, num_partitions: int, *, follow_zeros: bool) -> None:
         self.shape = (num_replicas, num_partitions)
@@ -118,7 +119,7 @@ class Forward:
         return trace
 
     def once(self, block: BlockGraph, known: Sequence[Known]) -> Trace:
-        """The trace of one run of a block, of whose parameters this is known. Raises `GaveUpError`."""
+        """The trace of one run of a block. ``known``: values of its parameters. Raises `GaveUpError`."""
         trace = self._enter(block, 0, known, [None] * len(known))
         self._walk(trace, 1)
         return trace
@@ -163,7 +164,7 @@ class Forward:
         return self._moving[block]
 
     def _size(self, block: BlockGraph) -> int:
-        """Nodes visited in walking the block once."""
+        """How many nodes one walk of the block visits."""
         if block not in self._sizes:
             size = 0
             for node in block.nodes:
@@ -175,7 +176,7 @@ class Forward:
         return self._sizes[block]
 
     def _followed(self, block: BlockGraph) -> list[Node]:
-        """Nodes that can make something known or zero."""
+        """The nodes whose results may be known or zero."""
         if block not in self._interesting:
             self._interesting[block] = [
                 node
@@ -193,7 +194,7 @@ class Forward:
         return self._interesting[block]
 
     def _walk(self, trace: Trace, trips: int) -> None:
-        """``trips``: iterations of the innermost loop, -1 where that is not known."""
+        """Walk a block. ``trips``: the number of iterations of the innermost loop, -1 if not known."""
         nodes = self._followed(trace.block)
         self.visit(len(nodes))
         for node in nodes:
@@ -217,7 +218,7 @@ class Forward:
                 trace.zero[result] = found
 
     def _conditional(self, trace: Trace, node: Node) -> None:
-        """A conditional that stays whole: zeros where the branch that is taken gives nothing else."""
+        """A conditional inside a segment: its results are zeros if the branch taken gives constant zeros."""
         selector = self.known(trace, node.operands[0])
         if selector is None:
             return
@@ -292,7 +293,7 @@ class Forward:
     def _follow(
         self, node: Node, known: list[Known], zero: list[np.ndarray | None]
     ) -> LoopTrace | None:
-        """The loop iteration by iteration; None where that cannot be done or is too much."""
+        """Follow the loop iteration by iteration; None if that is not possible or takes too long."""
         condition, body = node.blocks
         count = trip_count(node)
         size = max(self._size(body), 1)
@@ -317,7 +318,7 @@ class Forward:
         return found
 
     def _counted(self, node: Node, known: list[Known], room: int) -> int | None:
-        """Iterations, by evaluating the condition on what is known before each of them."""
+        """The number of iterations, found by evaluating the condition; None if that is not possible."""
         condition, body = node.blocks
         for iteration in range(room + 1):
             test = self._enter(condition, iteration, known, [None] * len(known))
@@ -335,7 +336,7 @@ class Forward:
         return None
 
     def _quietly(self, trace: Trace) -> None:
-        """Walk a block's own arithmetic only, for its condition's sake."""
+        """Walk only the arithmetic of a block, to find the values that the loop's condition needs."""
         nodes = [n for n in self._followed(trace.block) if not n.is_runtime]
         self.visit(len(nodes))
         for node in nodes:
@@ -357,7 +358,7 @@ class Forward:
         return trace
 
     def _sum_up(self, node: Node, known: list[Known]) -> LoopTrace:
-        """One trace for all iterations: with the carries that no iteration changes."""
+        """One trace for all iterations, in which only carries are known that no iteration changes."""
         condition, body = node.blocks
         unchanged = [r.root is p for p, r in zip(body.parameters, body.results, strict=True)]
         kept = [k if same else None for k, same in zip(known, unchanged, strict=True)]
@@ -441,7 +442,7 @@ def _may_give_zeros(node: Node) -> bool:
 
 
 def _zero_rows(node: Node, zeros: Zeros, known: Known) -> np.ndarray | None:
-    """Where a node gives zeros; ``known``: its first operand. A sum of positive zeros is one."""
+    """The devices on which a node gives zeros. ``known``: the value of its first operand."""
     opcode = node.instruction.opcode
     if opcode == "select" and known is not None:
         on_true, on_false = (np.zeros(1, bool) if rows is None else rows for rows in zeros[1:])
@@ -463,7 +464,7 @@ def _all(zeros: Zeros) -> np.ndarray | None:
 
 
 def _mapped(computation: Computation, zeros: Zeros) -> Zeros:
-    """The zeros that a map's result is the sum of, or the one operand that it hands on."""
+    """The operands of a map all of which must be zeros for its result to be zeros."""
     root = computation.root
     if root.opcode == "parameter":
         return [zeros[root.proto.parameter_number]]
@@ -471,7 +472,7 @@ def _mapped(computation: Computation, zeros: Zeros) -> Zeros:
 
 
 def _gives_zeros(computation: Computation, leaf: int) -> bool:
-    """Whether a leaf of a computation's result is a constant zero. Nested tuples are not looked into."""
+    """Whether a leaf of a computation's result is a constant zero. False for nested tuples."""
     part = computation.root
     if part.shape.element_type == TUPLE:
         if part.opcode != "tuple" or leaf_count(part.shape) != len(part.operands):

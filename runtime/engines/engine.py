@@ -175,9 +175,14 @@ class CallingEngine(Protocol):
 
 @runtime_checkable
 class SideBySideEngine(Protocol):
-    """What an engine has beside `Engine` if it compiles segments that call back for several devices at once.
-    Without it the segment is compiled, or loaded, for each device when it first runs there.
+    """What an engine has beside `Engine` if it compiles some segments for several devices at once. Others are
+    compiled once, and loaded for each device when they first run there.
     """
+
+    def goes_side_by_side(self, segment: Segment) -> bool:
+        """Whether several devices should have it compiled at once: where it calls back, or what it compiles
+        to cannot be loaded for another device."""
+        ...
 
     def compile_side_by_side(
         self,
@@ -187,8 +192,8 @@ class SideBySideEngine(Protocol):
         *,
         name: str = "",
     ) -> LoadedSegment:
-        """Compile a segment that calls back for these devices. It is a `LoadedTogether` too: the functions
-        of several devices may wait for each other. Raises ``CompileError``."""
+        """Compile a segment for these devices. It is a `LoadedTogether` too: functions that several devices
+        call back may wait for each other. Raises ``CompileError``."""
         ...
 
 

@@ -274,7 +274,7 @@ class XlaCpuTogether:
 
 
 class XlaCpuSideBySide(XlaCpuTogether):
-    """A segment that calls back, compiled once for several devices, and again for one that runs it alone."""
+    """A segment compiled once for several devices, and again for one that runs it alone."""
 
     def __init__(
         self,
@@ -284,8 +284,9 @@ class XlaCpuSideBySide(XlaCpuTogether):
         ordinals: Sequence[int],
         host_callbacks: Sequence[Any],
     ) -> None:
-        super().__init__(engine, segment, name, ordinals, host_callbacks=host_callbacks)
-        self._alone = cache(lambda: XlaCpuSegment(engine, segment, name, host_callbacks))
+        functions = host_callbacks if calls_back(segment.module) else ()
+        super().__init__(engine, segment, name, ordinals, host_callbacks=functions)
+        self._alone = cache(lambda: XlaCpuSegment(engine, segment, name, functions))
 
     def run(self, ordinal: int, inputs: list[Array]) -> list[Array]:
         return self._alone().run(ordinal, inputs)
@@ -294,8 +295,8 @@ class XlaCpuSideBySide(XlaCpuTogether):
         return self._alone().run_with_end(ordinal, inputs)
 
     def serialize(self) -> bytes:
-        """Raises `CompileError`: whoever loads it has other functions."""
-        raise CompileError(f"segment {self._name or '(unnamed)'} calls back into Python")
+        """Raises `CompileError`: XLA cannot, or whoever loads it has other functions."""
+        raise CompileError(f"segment {self._name or '(unnamed)'} sorts or calls back into Python")
 
 
 class XlaCpuEngine:
@@ -384,6 +385,10 @@ class XlaCpuEngine:
     ) -> XlaCpuTogether:
         """See `stretto.runtime.engines.engine.CallingEngine`."""
         return XlaCpuTogether(self, segment, name or segment.name, ordinals, code)
+
+    def goes_side_by_side(self, segment: Segment) -> bool:
+        """See `stretto.runtime.engines.engine.SideBySideEngine`. XLA cannot serialize the order of a sort."""
+        return calls_back(segment.module) or b"sort" in segment.module
 
     def compile_side_by_side(
         self,

@@ -82,11 +82,11 @@ def compile_segments(
         if segment.sites:
             assert isinstance(engine, CallingEngine)
             return engine.compile_together(segment, together, name=name, code=kept)
-        several = len(together) > 1 and calls_back(segment.module)
-        if several and isinstance(engine, SideBySideEngine):
-            return engine.compile_side_by_side(segment, together, host_callbacks, name=name)
         if restoring is not None and code and code[index]:
             return restoring.restore(code[index], segment, name=name)
+        several = engine if len(together) > 1 and isinstance(engine, SideBySideEngine) else None
+        if several is not None and several.goes_side_by_side(segment):
+            return several.compile_side_by_side(segment, together, host_callbacks, name=name)
         return engine.compile(segment, name=name, host_callbacks=host_callbacks)
 
     indices = range(len(program.segments))

@@ -150,7 +150,7 @@ class Compute:
         # The functions that devices call back may wait for each other.
         together = count > 1 and calls_back(segment.module)
         loaded = self.segments[instruction.segment]
-        for_all = loaded if together and isinstance(loaded, LoadedTogether) else None
+        for_all = loaded if count > 1 and isinstance(loaded, LoadedTogether) else None
         called, everyone = context.called_back, tuple(range(count))
 
         def leave_out(position: int, results: list[list[Any]]) -> None:
@@ -165,8 +165,11 @@ class Compute:
             run: Callable[..., list[Any]], going: Sequence[int], columns: Sequence[list[Any]]
         ) -> list[list[Any]]:
             try:
-                if for_all is not None and called is not None and going == everyone:
-                    results = or_error(partial(ended, for_all, columns), called)
+                if for_all is not None and going == everyone:
+                    if together and called is not None:
+                        results = or_error(partial(ended, for_all, columns), called)
+                    else:
+                        results = for_all.run_together(columns)
                     return [[result[p] for result in results] for p in going]
                 return side_by_side(
                     [partial(run, ordinals[p], [column[p] for column in columns]) for p in going]
@@ -188,7 +191,7 @@ class Compute:
                 register = registers[slot]
                 columns.append(land(registers, slot) if type(register) is Hosted else register)
             began = perf_counter() if handed is not None else 0.0
-            at_once = together and len(going) > 1
+            at_once = (together and len(going) > 1) or (for_all is not None and going == everyone)
             ran = iter(run_all(run, going, columns) if at_once else [])
             for position in going:
                 ordinal = ordinals[position]

@@ -13,7 +13,7 @@ from functools import partial
 from time import perf_counter
 from typing import Any
 
-from ..engines.engine import counted
+from ..engines.engine import LoadedTogether, counted
 from ..errors import InvalidProgramError
 from ..program import Block, Branch, Loop, Run
 from .compiled_segments import CompiledSegments
@@ -73,7 +73,10 @@ class LoadedProgram:
         ):
             instrument = self.dispatcher.instrument
             segment: int = program.body.instructions[0].segment  # type: ignore[union-attr]
-            run = walker.context.segments[segment].run
+            loaded = walker.context.segments[segment]
+            if isinstance(loaded, LoadedTogether):
+                return  # its devices run it at once
+            run = loaded.run
             if instrument is None:
                 self._single = run
             elif len(self.local) == 1 and walker.prepared:

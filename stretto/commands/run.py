@@ -11,7 +11,9 @@ Results. Array ``i`` of the file holds result i of all devices, device by device
 ranks run programs whose results differ in type, arrays are named ``i.d`` for result i of device d.
 
 Collectives run as the file has them. ``--rewrite`` lets them become others that send less, as they do in JAX
-programs (`hlo_frontend.passes.bytes`); they keep their names, and counts are those of what runs.
+programs (`hlo_frontend.passes.bytes`); they keep their names, and counts are those of what runs. ``--costs``
+schedules them by a table of costs, as JAX programs are and as ``stretto explain --costs`` says: some may then
+run as one. Each rank reads the table.
 
 Counts (``--json``), summed over ranks. ``collectives``: by kind, how often each rank ran one, once for all of
 its devices. ``messages``: transfers along a permute's or send's pairs between two different devices;
@@ -40,6 +42,8 @@ from stretto.collectives.hierarchy import create_communicator
 from stretto.collectives.ops import Collective, Kind
 from stretto.collectives.order import CommonOrder, Schedule
 from stretto.collectives.types import TensorType
+from stretto.hlo_frontend.overlap.apply import OverlapPolicy
+from stretto.hlo_frontend.overlap.costs import CostTable
 from stretto.plugin import _capi
 from stretto.runtime import options
 from stretto.runtime.engines.engine import create_engine
@@ -67,6 +71,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--results", metavar="OUT.npz", help="write the results of all devices")
     parser.add_argument("--json", action="store_true", help="print counts as one JSON object")
     parser.add_argument(
+        "--costs",
+        metavar="COSTS.json",
+        help="schedule by this table of costs (default: STRETTO_COSTS, without which nothing is scheduled)",
+    )
+    parser.add_argument(
         "--check-skips",
         action="store_true",
         help="also run with nothing left out, and with NaN for what is: results must be equal bit for bit",
@@ -83,9 +92,13 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         devices = options.in_force().local_devices * ranks
         given = Arguments.parse(arguments.arguments)
+        costs = arguments.costs or options.in_force().costs
+        overlap = OverlapPolicy(CostTable.read(costs)) if costs else None
         if not from_first_rank or rank == 0:
             data = read_file(arguments.file)
-            compiled = compile_file(data, devices, rewrites=arguments.rewrite, rank=rank)
+            compiled = compile_file(
+                data, devices, rewrites=arguments.rewrite, overlap=overlap, rank=rank
+            )
             given.check(compiled.program)
             if ranks == 1:
                 _make_devices(compiled.program.num_devices)
@@ -96,7 +109,12 @@ def run(arguments: argparse.Namespace) -> int:
         assert world.comm is not None
         data = world.comm.bcast(data, root=0)
         compiled = compiled or compile_file(
-            data, devices, guarded=False, rewrites=arguments.rewrite, rank=rank
+            data,
+            devices,
+            guarded=False,
+            rewrites=arguments.rewrite,
+            overlap=overlap,
+            rank=rank,
         )
     assert compiled is not None
     try:

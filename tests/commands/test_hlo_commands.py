@@ -423,6 +423,36 @@ def test_a_dump_of_a_plan(file: str, tmp_path: Path) -> None:
     assert program.read_text() == done.stdout.decode()
 
 
+@pytest.mark.parametrize("by", ["argument", "variable"])
+def test_a_run_by_a_table_of_costs(file: str, tmp_path: Path, by: str) -> None:
+    """What is explained by a table is what runs by it; results are those without it."""
+    links = [{"axis_stride": 1, "group_size": 4, "latency_s": 1.0, "bytes_per_s": 1.0}]
+    compute = {"flops_per_s": 1.0, "bytes_per_s": 1.0, "launch_s": 0.1}
+    costs = tmp_path / "costs.json"
+    costs.write_text(json.dumps({"compute": compute, "links": links}))
+    plain, planned, dump = tmp_path / "plain.npz", tmp_path / "planned.npz", tmp_path / "dump"
+    assert stretto("run", file, "--results", str(plain)).returncode == 0
+    how = ["--costs", str(costs)] if by == "argument" else []
+    more = {} if by == "argument" else {"STRETTO_COSTS": str(costs)}
+    done = stretto("run", file, "--results", str(planned), *how, STRETTO_DUMP=str(dump), **more)
+    assert done.returncode == 0, done.stderr
+    (ran,) = dump.glob("*.program.txt")
+    explained = stretto("explain", file, "--program", "--costs", str(costs)).stdout.decode()
+    assert ran.read_text() == explained != stretto("explain", file, "--program").stdout.decode()
+    before, after = np.load(plain), np.load(planned)
+    assert sorted(before) == sorted(after)
+    for name in before:
+        np.testing.assert_array_equal(before[name], after[name])
+
+
+def test_a_run_by_a_table_that_is_none(file: str, tmp_path: Path) -> None:
+    costs = tmp_path / "costs.json"
+    costs.write_text("{")
+    done = stretto("run", file, "--costs", str(costs))
+    assert done.returncode == hlo_input.BAD_INPUT
+    assert b"costs.json" in done.stderr and b"Traceback" not in done.stderr
+
+
 def test_a_dump_that_cannot_be_written(file: str) -> None:
     for command in ("explain", "run"):
         done = stretto(command, file, STRETTO_DUMP=f"{file}/folder")

@@ -349,22 +349,48 @@ class TestSideBySide:
         x = jax.device_put(np.arange(8, dtype=np.float32), NamedSharding(mesh, spec))
         return whole.lower(x).compile(), x
 
-    def test_what_compiles_compiles_before_the_first_run(
-        self, devices: list[jax.Device], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        compiled, x = self.program(devices, lambda i, a: np.asarray(a) + np.float32(i))
-        more: list[object] = []
+    @pytest.fixture
+    def compilations(self, monkeypatch: pytest.MonkeyPatch) -> list[object]:
+        """One entry for each compilation of the engine."""
+        found: list[object] = []
         compile_on = XlaCpuEngine.compile_on
 
         def counted(self: XlaCpuEngine, *arguments: Any) -> Any:
-            more.append(arguments)
+            found.append(arguments)
             return compile_on(self, *arguments)
 
         monkeypatch.setattr(XlaCpuEngine, "compile_on", counted)
+        return found
+
+    def test_what_compiles_compiles_before_the_first_run(
+        self, devices: list[jax.Device], compilations: list[object]
+    ) -> None:
+        compiled, x = self.program(devices, lambda i, a: np.asarray(a) + np.float32(i))
+        before = len(compilations)
         np.testing.assert_array_equal(
             np.asarray(compiled(x)), (np.arange(8) + np.repeat(np.arange(4), 2)) * 2
         )
-        assert more == []
+        assert 0 < before == len(compilations)
+
+    @pytest.mark.parametrize("sums", [False, True])
+    def test_sorting_too(
+        self, devices: list[jax.Device], compilations: list[object], sums: bool
+    ) -> None:
+        """XLA cannot copy a sort's code to another device. Alone in a program, and behind a collective."""
+        mesh, spec = Mesh(np.array(devices), ("x",)), PartitionSpec("x")
+
+        def f(a: jax.Array) -> jax.Array:
+            return jnp.sort(a + lax.psum(a, "x") if sums else a, axis=1)
+
+        rows = np.random.default_rng(0).integers(0, 99, (4, 9)).astype(np.float32)
+        whole = jax.jit(jax.shard_map(f, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
+        x = jax.device_put(rows, NamedSharding(mesh, spec))
+        compiled = whole.lower(x).compile()
+        before = len(compilations)
+        for _ in range(2):
+            expected = np.sort(rows + rows.sum(0) if sums else rows, axis=1)
+            np.testing.assert_array_equal(np.asarray(compiled(x)), expected)
+        assert 0 < before == len(compilations)
 
     def test_they_meet(self, devices: list[jax.Device]) -> None:
         barrier = threading.Barrier(len(devices))

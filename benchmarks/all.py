@@ -14,6 +14,7 @@ NAMES = (
     "loop_psum",
     "small_steps",
     "science",
+    "user_programs",
     "order_cost",
     "compile_time",
     "memory",

@@ -91,11 +91,7 @@ class Editor:
     def remove(self, node: Node, instead: Iterable[Node] = ()) -> None:
         """Remove a node. What came after it comes after ``instead``, and after everything it came after."""
         before = [*instead, *node.order, *(n for v in node.operands for n in v.producers)]
-        self.leave_out(node, dict.fromkeys(before))
-
-    def leave_out(self, node: Node, before: Iterable[Node]) -> None:
-        """Remove a node. What came after it comes after ``before``, and after nothing else in its place."""
-        self._removed[node] = tuple(before)
+        self._removed[node] = tuple(dict.fromkeys(before))
 
     def change(
         self,

@@ -1,16 +1,16 @@
-"""Replaces scalars that other front ends use as tokens by order, and removes their arithmetic.
+"""Scalars that other front ends use for order become order; their arithmetic leaves the program.
 
 Two forms are known. An all-reduce (or another collective that takes several operands) has one more operand
 that is a zero, ``y, t' = all-reduce(x, t)``; or a zero is added to what a collective takes, ``x' = x + t``.
 The zero is a constant or the product of a zero and one element of an earlier result, ``t = 0 * y[0, …]``,
 perhaps converted, reshaped, broadcast, or carried through loops and branches. In arithmetic without
-infinities and NaNs such a zero changes nothing; its only purpose is to order one collective after another.
+infinities and NaNs such a zero changes nothing; what it does is to make one collective come after another.
 
-Before anything is removed, two things are proved: the value is such a zero (`_Zeros`, optimistic for loop
-carries), and only collectives and sums of these two forms need it (`_Liveness`: a fixpoint from the program's
-results). A zero that anything else needs, as a result of the program does, stays with all its sums.
+What is proven before anything is removed: the value is such a zero (`_Zeros`, optimistic for loop
+carries), and nothing needs it but collectives and sums of these two forms (`_Liveness`: a fixpoint from the
+program's results). A zero that anything else needs, a result of the program for one, stays with all its sums.
 
-Invariant: a collective that came after another one through a removed zero still does, by `Node.order`.
+Invariant: every collective that came after another through a removed zero still does, by `Node.order`.
 Because ``0 * y`` is NaN where y is not finite, a program whose pseudo-token would have spread that NaN does
 not spread it after this pass.
 """
@@ -18,23 +18,23 @@ not spread it after this pass.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from stretto.collectives.ops import Kind
 
-from ..edit import Editor, restricted
 from ..ops import op_of
 from ..schema import LiteralProto
-from ..values import BlockGraph, Node, NodeKind, Value, all_blocks
+from ..values import BlockGraph, Node, NodeKind, Value, all_blocks, number
 
 _SUMS = frozenset({"add", "subtract"})
 _SEPARATE_OPERANDS = (Kind.ALL_REDUCE, Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.PERMUTE)
 
 
 def remove_pseudo_tokens(entry: BlockGraph) -> bool:
-    """Replace the pseudo-tokens of a program by order, in place. Whether there were any."""
+    """Turn the pseudo-tokens of a program into order, in place. Whether there were any."""
     zeros = _Zeros(entry)
     if not zeros.sums and not zeros.extra:
         return False
@@ -134,8 +134,8 @@ class _Zeros:
             self.thin[result] = _is_single(other)
 
     def _is_earlier(self, value: Value) -> bool:
-        """Whether this is one element of an array, or computed element by element from a result of a
-        collective, a loop or a branch.
+        """Whether this is one element of something, or comes element by element from what a
+        collective, a loop or a branch gave.
         """
         todo, seen = [value.root], set()
         while todo:
@@ -206,7 +206,7 @@ class _Zeros:
 
 
 def _feeding_collectives(block: BlockGraph) -> set[Node]:
-    """The nodes whose results are operands of this block's collectives, directly or through moving ops."""
+    """Nodes that collectives of this block take operands from, directly or moved."""
     feeding: set[Node] = set()
     for node in reversed(block.nodes):
         moves = node in feeding and node.kind is NodeKind.COMPUTE
@@ -223,7 +223,7 @@ def _feeding_collectives(block: BlockGraph) -> set[Node]:
 
 
 class _Liveness:
-    """The values that are needed if sums and extra operands go whose zeros nothing else needs.
+    """What is needed, if sums and extra operands whose zeros nobody else needs are left out.
 
     ``values``: root values that are needed. ``sums``: the sums that go. ``found``: whether any sum
     or extra operand goes.
@@ -253,7 +253,7 @@ class _Liveness:
         )
 
     def _keep_shared(self) -> bool:
-        """Keep sums and operands whose zeros something else needs. Whether there were any."""
+        """Keep sums and operands whose zero is needed for something else. Whether there were any."""
         kept = [n for n, (_, zero) in self.sums.items() if self._is_needed(n.operands[zero])]
         for node in kept:
             del self.sums[node]
@@ -268,7 +268,7 @@ class _Liveness:
         return bool(kept or shared)
 
     def _is_needed(self, value: Value) -> bool:
-        """Whether a zero, or the value that it was moved from, is needed. Constants are not asked for."""
+        """Whether a zero, or what it was moved from, is needed. A constant is no one's in particular."""
         while True:
             root = value.root
             node = root.node
@@ -331,7 +331,7 @@ class _Liveness:
 
     @staticmethod
     def _carry(loop: Node, i: int) -> list[Value]:
-        """All values of a carry, which are needed together: initial value, parameters, result of the body."""
+        """A carry is needed as a whole: initial value, parameters, what comes back, result."""
         condition, body = loop.blocks
         return [
             loop.operands[i],
@@ -343,76 +343,59 @@ class _Liveness:
 
 
 class _Rewrite:
-    """Removes the values that nobody needs, according to `_Liveness`.
-
-    What came after a removed node comes after the nearest runtime nodes above it (`_runtime_above`), not
-    after the compute in between: a collective that is ordered after compute starts a level later (see
-    `order`) than one that is ordered after a collective.
-    """
+    """Takes out of the blocks what is not needed, and puts order in its place."""
 
     def __init__(self, liveness: _Liveness) -> None:
         self.liveness = liveness
-        self._above: dict[Node, tuple[Node, ...]] = {}
+        self._ancestors: dict[Node, tuple[Node, ...]] = {}
 
     def block(self, block: BlockGraph) -> None:
-        """Rewrite a block and the blocks inside it."""
-        editor = Editor(block)
-        sums, live = self.liveness.sums, self.liveness.values
         for node in block.nodes:
-            if node.is_runtime:
-                self._leave_out_operands(editor, node)
-                for inner in node.blocks:
-                    self.block(inner)
-            elif node in sums:
-                kept, zero = sums[node]
-                order = (*node.order, *self._before(node.operands[zero]))
-                editor.replace(node.results[0], node.operands[kept].view(order))
-                editor.leave_out(node, self._runtime_above(node))
-            elif (
-                node.kind is NodeKind.COMPUTE
-                and not node.has_side_effect
-                and not any(v in live for v in node.results)
-            ):
-                editor.leave_out(node, self._runtime_above(node))
-        editor.commit()
+            self._order(node)
+        kept = [node for node in block.nodes if self._is_kept(node)]
+        for node in kept:
+            node.operands = [self._resolved(v) for v in node.operands]
+            for inner in node.blocks:
+                self.block(inner)
+            self._leave_out(node)
+        block.nodes = kept
+        number(kept)
+        block.results = [self._resolved(v) for v in block.results]
 
-    def _leave_out_operands(self, editor: Editor, node: Node) -> None:
-        """Remove operands of a runtime node that nobody needs, and the results that belong to them."""
+    def _is_kept(self, node: Node) -> bool:
+        if node.kind is not NodeKind.COMPUTE or node.has_side_effect:
+            return True
+        return node not in self.liveness.sums and any(
+            v in self.liveness.values for v in node.results
+        )
+
+    def _order(self, node: Node) -> None:
+        """Order that came through what is left out."""
+        added: list[Node] = []
         live = self.liveness.values
         if node.kind is NodeKind.COLLECTIVE:
-            kept = kept_results = self.liveness.kept_operands(node)
-            left_out = [v for i, v in enumerate(node.operands) if i not in kept]
-        else:
-            left_out = [v for v in node.operands if v.root not in live]
-            if node.kind is NodeKind.LOOP:
-                condition, body = node.blocks
-                kept = kept_results = [i for i, p in enumerate(body.parameters) if p in live]
-                for values in (condition.parameters, body.parameters, body.results):
-                    values[:] = [values[i] for i in kept]
-            else:
-                kept = [0] + [p for p, b, i in _branch_parameters(node) if b.parameters[i] in live]
-                kept_results = [i for i, result in enumerate(node.results) if result in live]
-                for block in node.blocks:
-                    block.parameters[:] = [p for p in block.parameters if p in live]
-                    block.results[:] = [block.results[i] for i in kept_results]
-        before = [n for v in left_out for n in self._before(v)]
-        node.order = tuple(dict.fromkeys([*node.order, *before]))
-        if len(kept) == len(node.operands) and len(kept_results) == len(node.results):
-            return
-        collective = node.collective
-        if collective is not None:
-            collective = restricted(collective, kept)
-        operands = [node.operands[i] for i in kept]
-        editor.change(node, operands, [node.results[i] for i in kept_results], collective)
+            keeps = set(self.liveness.kept_operands(node))
+            added = [
+                n for i, v in enumerate(node.operands) if i not in keeps for n in self._before(v)
+            ]
+        elif node.is_runtime:
+            added = [n for v in node.operands if v.root not in live for n in self._before(v)]
+        node.order = tuple(dict.fromkeys([*self._expanded(node.order), *added]))
 
-    def _before(self, value: Value) -> tuple[Node, ...]:
-        """The nodes that a reader of this value comes after."""
+    def _expanded(self, order: Sequence[Node]) -> list[Node]:
+        return [
+            n for node in order for n in ([node] if self._is_kept(node) else self._runtime(node))
+        ]
+
+    def _before(self, value: Value) -> list[Node]:
+        """The runtime nodes that whoever reads this value comes after."""
         node = value.root.node
-        return value.order if node is None else (*value.order, *self._runtime_above(node))
+        before = self._expanded(value.order)
+        return before if node is None else [*before, *self._runtime(node)]
 
-    def _runtime_above(self, node: Node) -> tuple[Node, ...]:
-        """The node itself if it is a runtime node or has a side effect, else the nearest such nodes above."""
-        if node.has_side_effect:
+    def _runtime(self, node: Node) -> tuple[Node, ...]:
+        """The node if it stays whatever happens, else the nearest such nodes above it."""
+        if node.is_runtime or (node.kind is NodeKind.COMPUTE and node.has_side_effect):
             return (node,)
         if node.kind is not NodeKind.COMPUTE:
             return ()
@@ -420,8 +403,8 @@ class _Rewrite:
         found: dict[Node, None] = {}
         while todo:
             current = todo.pop()
-            if current in self._above:
-                found.update(dict.fromkeys(self._above[current]))
+            if current in self._ancestors:
+                found.update(dict.fromkeys(self._ancestors[current]))
                 continue
             above = [*current.order]
             for value in current.operands:
@@ -429,13 +412,61 @@ class _Rewrite:
                 if value.root.node is not None:
                     above.append(value.root.node)
             for other in above:
-                if other.has_side_effect:
+                if other.is_runtime or other.has_side_effect:
                     found[other] = None
                 elif other not in seen and other.kind is NodeKind.COMPUTE:
                     seen.add(other)
                     todo.append(other)
-        self._above[node] = tuple(sorted(found, key=lambda n: n.position))
-        return self._above[node]
+        self._ancestors[node] = tuple(sorted(found, key=lambda n: n.position))
+        return self._ancestors[node]
+
+    def _resolved(self, value: Value) -> Value:
+        """The value with sums of a zero looked through, to be read after what the zero came after."""
+        node = value.root.node
+        if node is None or node not in self.liveness.sums:
+            if value.order:
+                value.order = tuple(dict.fromkeys(self._expanded(value.order)))
+            return value
+        kept, zero = self.liveness.sums[node]
+        order = [*self._expanded(value.order), *node.order, *self._before(node.operands[zero])]
+        return self._resolved(node.operands[kept]).view(tuple(dict.fromkeys(order)), value.barrier)
+
+    def _leave_out(self, node: Node) -> None:
+        live = self.liveness.values
+        if node.kind is NodeKind.COLLECTIVE:
+            keeps = self.liveness.kept_operands(node)
+            if len(keeps) == len(node.operands):
+                return
+            assert node.collective is not None
+            node.collective = replace(
+                node.collective,
+                operands=tuple(node.collective.operands[i] for i in keeps),
+                results=tuple(node.collective.results[i] for i in keeps),
+            )
+            node.operands = [node.operands[i] for i in keeps]
+            node.results = [node.results[i] for i in keeps]
+        elif node.kind is NodeKind.LOOP:
+            condition, body = node.blocks
+            keeps = [i for i, parameter in enumerate(body.parameters) if parameter in live]
+            for values in (condition.parameters, body.parameters, body.results):
+                values[:] = [values[i] for i in keeps]
+            node.operands = [node.operands[i] for i in keeps]
+            node.results = [node.results[i] for i in keeps]
+        elif node.kind is NodeKind.BRANCH:
+            operands = node.operands[:1]
+            for position, block, i in _branch_parameters(node):
+                if block.parameters[i] in live:
+                    operands.append(node.operands[position])
+            keeps = [i for i, result in enumerate(node.results) if result in live]
+            for block in node.blocks:
+                block.parameters[:] = [p for p in block.parameters if p in live]
+                block.results[:] = [block.results[i] for i in keeps]
+            node.operands = operands
+            node.results = [node.results[i] for i in keeps]
+        else:
+            return
+        for index, result in enumerate(node.results):
+            result.index = index
 
 
 def _position(node: Node, result: Value) -> int:
@@ -469,9 +500,9 @@ def _is_zero_constant(node: Node) -> bool:
 
 
 def is_zero_literal(literal: bytes) -> bool:
-    """Whether all bytes of a serialized ``LiteralProto``'s data are zero (so minus zero is no zero).
+    """Whether the data of a serialized ``LiteralProto`` are zero bytes (so minus zero is no zero).
 
-    False for data of a type that `schema` does not list.
+    Data of a type that `schema` does not list are taken for something else.
     """
     fields = LiteralProto.FromString(literal).ListFields()
     data = [value for field, value in fields if field.name != "shape"]

@@ -17,6 +17,6 @@ def behind_a_shield(script: str, *arguments: str) -> None:
         return
     os.environ["SHIELDED"] = "1"
     code = subprocess.call([sys.executable, script, *arguments], close_fds=False)
-    if code < 0:
+    if code == -signal.SIGKILL:
         signal.pause()  # until the launcher ends this, because another rank has ended
-    sys.exit(code)
+    sys.exit(abs(code))

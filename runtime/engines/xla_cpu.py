@@ -33,6 +33,7 @@ from jaxlib.mlir import ir
 
 from stretto.collectives.types import TensorType
 
+from ..cores import share_blas, to_compute_on
 from ..errors import CompileError, StrettoError
 from ..program import CONTEXT, Segment, calls_back
 
@@ -40,8 +41,10 @@ Array = Any
 _STATUS = re.compile(r"^([A-Z_]{2,}): ", re.ASCII)
 # XLA compiles a loop whose carries are small into one kernel, with dots as plain loops; in larger ones its
 # libraries make the dots, with other roundings on some processors (AVX2 without AVX-512, AVX, SSE4).
-_registered: set[str] = set()
 _BY_SIZE = "small-while-loop-hoisting"
+# In the names of custom calls that are routines of SciPy's library.
+_LINEAR_ALGEBRA = (b"lapack_", b"blas_")
+_registered: set[str] = set()
 # Transfer guards are about a program's own transfers. jaxlib checks those of the thread that calls, be it the
 # program's or one of ours, and of all threads.
 _guards, _ALLOW = _jax.guard_lib.thread_local_state, _jax.guard_lib.TransferGuardLevel.ALLOW
@@ -130,6 +133,7 @@ class XlaCpuSegment:
         self._engine = engine
         self._segment = segment
         self._name = name
+        engine.expect(segment)
         # A program's other segments are like those of any program.
         self._callbacks = list(host_callbacks) if calls_back(segment.module) else []
         self._lock = threading.Lock()
@@ -221,6 +225,7 @@ class XlaCpuTogether:
         self._engine = engine
         self._name = name
         self._code = code
+        engine.expect(segment)
         self._devices, options = engine.together(ordinals, segment.reproducible)
         # As far as jaxlib knows every array of all devices has the same content everywhere.
         mesh = Mesh(np.array(list(self._devices)), ("device",))
@@ -308,6 +313,7 @@ class XlaCpuEngine:
 
     def __init__(self, num_devices: int) -> None:
         self.num_devices = num_devices
+        self._cores = to_compute_on()
         self._client = xla_client.make_cpu_client(num_devices=num_devices)
         devices = sorted(self._client.local_devices(), key=lambda d: d.id)
         self._device_lists = [[d] for d in devices]
@@ -338,6 +344,11 @@ class XlaCpuEngine:
         if target not in _registered:
             _registered.add(target)
             xla_client.register_custom_call_target(target, handler, platform="cpu", api_version=1)
+
+    def expect(self, segment: Segment) -> None:
+        """Prepare the process for running a segment."""
+        if any(library in segment.module for library in _LINEAR_ALGEBRA):
+            share_blas(self.num_devices, self._cores)
 
     def compile(
         self, segment: Segment, *, name: str = "", host_callbacks: Sequence[Any] = ()

@@ -88,3 +88,33 @@ def test_a_rank_has_a_core_at_least() -> None:
 
 def test_this_process_has_a_core() -> None:
     assert usable()
+
+
+@pytest.mark.parametrize("said", [False, True])
+def test_devices_share_the_threads_of_linear_algebra(said: bool) -> None:
+    """Those of the library that jaxlib calls, not NumPy's, and where nobody has said how many."""
+    code = """
+import os
+import jax, numpy as np, scipy.linalg
+import jax.numpy as jnp
+from threadpoolctl import threadpool_info
+
+def threads():
+    return {"numpy.libs" in i["filepath"]: i["num_threads"] for i in threadpool_info()}
+
+before = threads()
+doubled = jax.jit(lambda x: x + x)(np.eye(4))
+assert threads() == before
+assert np.array_equal(jnp.linalg.cholesky(np.diag([4.0, 9.0])), np.diag([2.0, 3.0]))
+after = threads()
+assert after.get(True) == before.get(True)
+print(before[False], after[False])
+"""
+    environment = {k: v for k, v in os.environ.items() if k != "NPROC" and "_NUM_THREADS" not in k}
+    environment |= {"JAX_PLATFORMS": "stretto", "STRETTO_LOCAL_DEVICES": "64"}
+    environment |= {"OPENBLAS_NUM_THREADS": "2"} if said else {}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
+    before, after = done.stdout.split()
+    assert after == (before if said else "1")

@@ -97,8 +97,9 @@ class PartitionedModule(Source):
         ``parsed`` is the module, if the caller has it."""
         c = Compilation.of(self, parsed or Module.parse(self.hlo))
         run(c, SETTLING)
+        policy = policy_for(self, c.module, overlap)
         return explained(
-            c.entry, policy_for(self, c.module, overlap), _donated(c.module), c.ordered
+            c.entry, policy, _donated(c.module), c.ordered, pipeline=self.valid.pipeline
         )
 
     def lowered(

@@ -23,7 +23,7 @@ from .collectives import CollectiveReader
 from .flatten import flatten
 from .graph import Module
 from .graph_check import GraphError
-from .overlap.apply import OverlapPolicy, Planned, carve_planned, planned_loops
+from .overlap.apply import OverlapPolicy, Planned, carve_planned, planned_loops, with_crossings
 from .overlap.apply import plan as plan_overlap
 from .overlap.measured import key_of
 from .passes import bytes as fewer_bytes
@@ -83,7 +83,7 @@ class Compilation:
     schedule: Schedule = field(default_factory=Schedule)
     planned: Planned | None = None
     rotated: bool = False
-    _orders: dict[BlockGraph, tuple[list[Node], unread.Ordered]] = field(
+    _orders: dict[BlockGraph, tuple[list[Node], dict[Node, int], unread.Ordered]] = field(
         default_factory=dict, repr=False
     )
 
@@ -100,11 +100,11 @@ class Compilation:
         return cls(source, module, flatten(module.entry, reader), donated, overlap)
 
     def ordered(self, block: BlockGraph) -> unread.Ordered:
-        """The default order of a block, computed again only if its nodes have changed."""
-        nodes, found = self._orders.get(block, (None, None))
-        if found is None or nodes != block.nodes:
+        """The default order of a block, computed again only if its nodes or their phases have changed."""
+        nodes, phases, found = self._orders.get(block, (None, None, None))
+        if found is None or nodes != block.nodes or phases != block.phases:
             found = self.source.ordered(block)
-            self._orders[block] = list(block.nodes), found
+            self._orders[block] = list(block.nodes), dict(block.phases), found
         return found
 
 
@@ -165,11 +165,12 @@ def policy_for(source: Source, module: Module, overlap: OverlapPolicy) -> Overla
 
 def _rotate(c: Compilation) -> None:
     """Needs the plans: loops with a plan stay as they are. Leaves `BlockGraph.phases` of other loops'
-    bodies, and `BlockGraph.crossing`: permutes that only the next iteration reads."""
+    bodies, and `BlockGraph.crossing`: permutes that only the next iteration reads. Predictions count it."""
     if c.source.valid.pipeline:
         c.rotated = rotate.rotate(c.entry, planned_loops(c.planned))
-        if c.rotated:
-            c._orders.clear()  # the default order depends on phases
+        if c.rotated and c.planned is not None and c.overlap is not None:
+            policy = policy_for(c.source, c.module, c.overlap)
+            c.planned = with_crossings(c.entry, c.planned, policy, c.donated, c.ordered)
 
 
 def _carve(c: Compilation) -> None:

@@ -30,6 +30,7 @@ from ..carve import Await, BlockPlan, carve
 from ..passes.order import order
 from ..passes.unread import Ordered
 from ..topological import topological
+from ..trips import trip_count
 from ..values import BlockGraph, Node, NodeKind
 from .bounds import least_merged_seconds, least_seconds
 from .buckets import bucket
@@ -46,7 +47,7 @@ from .replay import Phase, Step, Timeline, handed_over, replay, unscheduled
 from .search import LEAST_PASSES, MOST_PASSES, IssueOrder, search
 from .shared_cores import replay_shared, timeline_of
 from .skew import substitute
-from .staged import BUCKET_PASSES, GOOD_ENOUGH, Judge, LoopReport, stage
+from .staged import BUCKET_PASSES, GOOD_ENOUGH, Judge, LoopReport, stage, under_way
 from .tidy import tidy
 from .uncombine import uncombine
 
@@ -152,6 +153,53 @@ def plan(
     if not any(node.is_runtime for node in block.nodes):
         return None
     return _plan(block, policy, donated, ordered, built, inside=False)
+
+
+def with_crossings(
+    block: BlockGraph,
+    planned: Planned,
+    policy: OverlapPolicy,
+    donated: Iterable[int] = (),
+    ordered: Order = order,
+) -> Planned:
+    """The same decision, with the times of a block in which loops without a plan were pipelined since
+    (`passes.rotate`). Times of loops and branches in its task graphs are updated in place."""
+    inner = {
+        node: tuple(
+            with_crossings(b, p, policy, carries, ordered)
+            for (b, carries), p in zip(blocks_of(node), planned.inner[node], strict=True)
+        )
+        for node in planned.inner
+    }
+    same = all(p is q for n, ps in inner.items() for p, q in zip(ps, planned.inner[n], strict=True))
+    if same and (planned.steps is not None or not block.crossing):
+        return planned
+    launch = policy.costs.compute.launch_s
+    seconds = {node: _control_flow_seconds(node, plans) for node, plans in inner.items()}
+    if planned.steps is not None and planned.graph is not None:
+        graph, steps = planned.graph, planned.steps
+        price_blocks(graph, seconds.__getitem__)
+    else:
+        graph = build(block, policy.costs, donated, seconds.__getitem__)
+        steps = kept_steps(block, graph, ordered)
+    timeline = replay_shared(graph, steps, launch)
+    reports = {report.name: report for report in planned.loops}
+    for node, plans in inner.items():
+        if node.kind is NodeKind.LOOP and plans[1].steps is None and node.blocks[1].crossing:
+            name, before = node.instruction.name, planned.inner[node][1].seconds
+            late = tuple(
+                n.instruction.name for n in node.blocks[1].nodes if n in node.blocks[1].crossing
+            )
+            reports[name] = LoopReport(name, trip_count(node), before, plans[1].seconds, late=late)
+    return replace(
+        planned,
+        seconds=timeline.seconds,
+        graph=graph,
+        timeline=timeline,
+        inner=inner,
+        loops=[*reports.values()],
+        under_way=under_way(graph, timeline),
+    )
 
 
 def carve_planned(block: BlockGraph, planned: Planned | None, ordered: Order = order) -> BlockPlan:
@@ -331,7 +379,8 @@ def _compute_seconds(block: BlockGraph, costs: CostTable, opaque: Callable[[Node
 def unpassed(ordered: Sequence[Node], graph: Graph) -> list[Step]:
     """The steps of a block that keeps its default order: a segment runs once all its inputs are there."""
     at = {node: position for position, node in enumerate(ordered)}
-    where = [max(at[op.node] for op in task.ops) for task in graph.tasks]
+    # What the iteration before has started arrives at its first reader, and ends no segment.
+    where = [-1 if task.arrives else max(at[op.node] for op in task.ops) for task in graph.tasks]
     steps: list[Step] = []
     waited: set[int] = set()
     segment: list[int] = []

@@ -13,9 +13,10 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from ..passes.order import order
+from ..passes.rotate import rotate
 from ..trips import trip_count
 from ..values import BlockGraph, Node, NodeKind
-from .apply import Order, OverlapPolicy, Planned, kept_steps, plan
+from .apply import Order, OverlapPolicy, Planned, kept_steps, plan, planned_loops, with_crossings
 from .floor import Floor
 from .kernels import build
 from .loops import blocks_of, control_flow_seconds
@@ -80,17 +81,25 @@ class _Written:
 
 
 def explained(
-    block: BlockGraph, policy: OverlapPolicy, donated: Iterable[int] = (), ordered: Order = order
+    block: BlockGraph,
+    policy: OverlapPolicy,
+    donated: Iterable[int] = (),
+    ordered: Order = order,
+    *,
+    pipeline: bool = False,
 ) -> Explained:
     """Plan a block, and tell what was decided; the block is changed as `apply.plan` changes it.
 
-    Arguments and errors are those of `apply.plan`.
+    Arguments and errors are those of `apply.plan`. ``pipeline``: whether loops without a plan are pipelined
+    (`passes.rotate`).
     """
     given = tuple(donated)
     written: dict[tuple[str, int], _Written] = {}
     built: dict[BlockGraph, Graph] = {}
     of_entry = _written(block, policy, given, written, built)
     found = plan(block, policy, given, ordered, built)
+    if pipeline and found is not None and rotate(block, planned_loops(found)):
+        found = with_crossings(block, found, policy, given, ordered)
     return _explained(block, found, policy, given, ordered, of_entry, written)
 
 

@@ -224,8 +224,8 @@ def stage(loop: Node, judge: Judge) -> Staged | LoopReport:
 
     def total(plan: BodyPlan, span: int) -> float:
         each = _seconds_of(plan, launch) + launch * handed_over(plan.order.steps)
-        under_way = _under_way(plan.graph, plan.order.timeline)
-        return each * (trips - span) + plain * span + under_way
+        left = under_way(plan.graph, plan.order.timeline)
+        return each * (trips - span) + plain * span + left
 
     tries: list[_Try] = []
     for stages in _choices(loop_body, judge.costs):
@@ -261,8 +261,8 @@ def stage(loop: Node, judge: Judge) -> Staged | LoopReport:
     early = tuple(n.instruction.name for n in stages.moved if stages[n] == EARLY)
     late = tuple(n.instruction.name for n in stages.moved if stages[n] != EARLY)
     report = LoopReport(loop.instruction.name, trips, plain, takes / trips, early, late)
-    under_way = _under_way(plan.graph, plan.order.timeline)
-    return Staged(tried.new, plan.graph, plan.order, report, under_way)
+    left = under_way(plan.graph, plan.order.timeline)
+    return Staged(tried.new, plan.graph, plan.order, report, left)
 
 
 def _as_it_stands(
@@ -284,7 +284,7 @@ def _as_it_stands(
     more = launch * handed_over(best.steps)
     if best.timeline.peak_bytes <= limit and each + more <= judge.most:
         report = LoopReport(name, None, plain, each)
-        return Staged(None, graph, best, report, _under_way(graph, best.timeline))
+        return Staged(None, graph, best, report, under_way(graph, best.timeline))
     body.crossing.clear()
     return LoopReport(name, None, plain, plain, why=why)
 
@@ -325,7 +325,7 @@ def _carry_over(graph: Graph, timeline: Timeline) -> bool:
     return news
 
 
-def _under_way(graph: Graph, timeline: Timeline) -> float:
+def under_way(graph: Graph, timeline: Timeline) -> float:
     """How many seconds the code behind the loop waits for crossing collectives of the last iteration."""
     ends = [timeline.end[index] for index in graph.crossings()]
     return max(0.0, max(ends, default=0.0) - timeline.seconds)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 
 import numpy as np
@@ -12,7 +13,10 @@ from pipelines import circular, expected, hops
 from test_unread import ALL, NONE, POISONED, arguments_of
 from test_valid import EVERY
 
+from stretto.cli import main
 from stretto.hlo_frontend.compile import compile_hlo
+from stretto.hlo_frontend.overlap.apply import OverlapPolicy
+from stretto.hlo_frontend.overlap.costs import CostTable
 from stretto.hlo_frontend.passes import rotate
 from stretto.hlo_frontend.passes.valid import ValidPolicy
 from stretto.runtime.program import Loop, Program, Run, Start, Wait, instructions
@@ -210,3 +214,41 @@ def test_ranks_that_differ_come_back_to_one_stream():
     assert program.num_streams == 1
     assert the_loop(program).carried == ()
     assert NONE.pipeline
+
+
+def test_what_is_explained_is_awaited_in_the_next_iteration(tmp_path, capsys):
+    """The permute takes a fiftieth of the iteration's second, which is too little for a plan. It runs beside
+    the arithmetic: two operations for each element, and one to count."""
+    file, costs = tmp_path / "m.hlo", tmp_path / "costs.json"
+    file.write_text(looped(AROUND, test="").replace("  less =", "  ROOT less ="))
+    link = {"axis_stride": 1, "group_size": 3, "latency_s": 0.0, "bytes_per_s": 50 * SIZE * 4.0}
+    compute = {"flops_per_s": 2 * SIZE + 1.0, "bytes_per_s": 1e30, "launch_s": 0.0}
+    costs.write_text(json.dumps({"compute": compute, "links": [link]}))
+    command = ["explain", str(file), "--costs", str(costs)]
+    assert main([*command, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["summary"]["unscheduled_ms"] == pytest.approx(4 * 1020.0)
+    assert found["summary"]["predicted_ms"] == pytest.approx(4 * 1000.0)
+    assert found["summary"]["exposed_ms"] == pytest.approx(0.0)
+    (loop,) = found["summary"]["loops"]
+    assert (loop["name"], loop["trips"], loop["late"], loop["why"]) == ("loop", 4, ["moved"], "")
+    (body,) = [b for s in found["steps"] for b in s.get("blocks", ()) if b["block"] == "body"]
+    transfers = [s for s in body["steps"] if s["collective"]]
+    assert [(s["kind"], s["crosses"], s["after"]) for s in transfers] == [
+        ("wait", True, []),
+        ("start", True, [body["steps"].index(transfers[0])]),
+    ]
+    assert body["steps"][-1]["kind"] == "compute"
+    assert not body["summary"]["planned"]
+    assert main(command) == 0
+    assert (
+        "loop %loop, 4 iterations: 1020.0000 ms an iteration, 1000.0000 ms as 1 end late (%moved)"
+        in (capsys.readouterr().out)
+    )
+    # The program that a job runs by this table does so too, and is predicted to take as long.
+    program = compile_hlo(
+        file.read_text(), 1, 3, overlap=OverlapPolicy(CostTable.read(str(costs)))
+    ).program
+    assert len(the_loop(program).carried) == 1
+    assert program.predicted is not None
+    assert program.predicted.seconds == pytest.approx(4.0)

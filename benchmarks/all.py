@@ -12,6 +12,7 @@ NAMES = (
     "dispatch",
     "psum_two_ranks",
     "loop_psum",
+    "loop_sizes",
     "small_steps",
     "science",
     "user_programs",

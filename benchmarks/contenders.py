@@ -20,21 +20,23 @@ Call = Callable[[], Any]
 
 
 def jax_setup(name: str) -> tuple[int, Callable[[int, int], Call]]:
-    """Stretto or JAX's CPU backend: psum over a mesh of one device a rank, under shard_map in jit."""
+    """Stretto or JAX's CPU backend: psum over a mesh of all devices, under shard_map in jit."""
     import jax
     from jax import lax
     from jax.sharding import Mesh, NamedSharding
     from jax.sharding import PartitionSpec as P
 
-    if name == "gloo":
+    if name == "gloo" and int(os.environ["BENCH_RANKS"]) > 1:
         jax.distributed.initialize(
             os.environ["BENCH_COORDINATOR"],
             int(os.environ["BENCH_RANKS"]),
             int(os.environ["BENCH_RANK"]),
         )
     ranks = int(os.environ["BENCH_RANKS"])
-    if jax.process_count() != ranks or jax.device_count() != ranks:
-        raise RuntimeError(f"{jax.process_count()} processes, {jax.device_count()} devices")
+    devices = jax.device_count()
+    wanted = int(os.environ.get("STRETTO_LOCAL_DEVICES", "1")) * ranks
+    if (jax.process_count(), devices) != (ranks, wanted):
+        raise RuntimeError(f"{jax.process_count()} processes, {devices} devices")
     mesh = Mesh(np.array(jax.devices()), ("x",))
 
     def program(size: int, trips: int) -> Call:
@@ -48,7 +50,7 @@ def jax_setup(name: str) -> tuple[int, Callable[[int, int], Call]]:
         f = jax.jit(
             jax.shard_map(loop if trips else once, mesh=mesh, in_specs=P("x"), out_specs=P("x"))
         )
-        data = np.ones((ranks, size // 4), np.float32)
+        data = np.ones((devices, size // 4), np.float32)
         x = jax.make_array_from_callback(data.shape, NamedSharding(mesh, P("x")), lambda i: data[i])
         return lambda: f(x).block_until_ready()
 

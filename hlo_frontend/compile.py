@@ -23,7 +23,7 @@ from .graph import Module
 from .groups import MOST_DEVICES
 from .interleaved import Interleaved
 from .lower import lower
-from .native import native
+from .native import NativePolicy, native
 from .overlap.apply import OverlapPolicy, Planned, carve_planned
 from .overlap.evaluate import prediction
 from .overlap.explained import Explained, explained
@@ -228,7 +228,7 @@ def compile_stablehlo(
     valid: ValidPolicy = _PROVED,
     overlap: OverlapPolicy | None = None,
     interleave: int = 1,
-    calls: int = 0,
+    calls: NativePolicy | None = None,
     dump: Dump | None = None,
 ) -> CompiledModule:
     """Partition and lower StableHLO (text, bytecode, portable artifact).
@@ -239,8 +239,8 @@ def compile_stablehlo(
     `passes.valid`). ``overlap``: how collectives are scheduled beside compute (see `overlap.apply`); None
     where they are not. ``interleave``: chunks of layers that each device of a pipeline is to have (see
     `pipelines`), where the compile options do not say it. ``calls``: where segments may call
-    collectives themselves (see `native`), how many devices each process has. ``dump`` is given what the
-    program was at each stage. Raises `InvalidProgramError` or `UnsupportedError`.
+    collectives themselves (see `native`); None if nowhere. ``dump`` is given what the program was at each
+    stage. Raises `InvalidProgramError` or `UnsupportedError`.
     """
     if spec.num_replicas < 1 or spec.num_partitions < 1:
         raise InvalidProgramError(
@@ -267,8 +267,8 @@ def compile_stablehlo(
     hlo, found = _interleaved(hlo, *counts, own.interleave or interleave, dump)
     partitioned = PartitionedModule(hlo, *counts, pseudo_tokens, valid, rewrites)
     compiled = partitioned.compiled(overlap, dump)
-    if calls and compiled.program.communicates:
-        made = native(compiled.program, alone=calls == 1)
+    if calls is not None and compiled.program.communicates:
+        made = native(compiled.program, calls)
         if dump is not None and made.regions:
             _dump_program(made.program, dump)
         compiled = replace(compiled, program=made.program, walked=made.refused)

@@ -1,10 +1,10 @@
 """Regions of a program that compiled code runs whole: their collectives are custom calls of one module.
 
-`native` finds the loops, branches and whole programs that have little to hide: each of their collectives is
-small and can be called by compiled code (`collectives.native`). Such a region becomes one segment whose
-collectives are its ``sites``. Its module takes a `CONTEXT` and what the region reads; the segments that the
-region ran before are functions in it. Custom calls hand on a chain, so that XLA keeps them in the program's
-order.
+`native` finds the loops, branches, stretches and whole programs that have little to hide: each of their
+collectives is small, hidden by no plan, and can be called by compiled code (`collectives.native`). Such a
+region becomes one segment whose collectives are its ``sites``. Its module takes a `CONTEXT` and what the
+region reads; the segments that the region ran before are functions in it. Custom calls hand on a chain, so
+that XLA keeps them in the program's order.
 """
 
 from __future__ import annotations
@@ -31,14 +31,13 @@ from stretto.runtime.program import (
     Slot,
     Start,
     Wait,
+    blocks,
     calls_back,
     instructions,
 )
 
 from . import stablehlo
 
-# Bytes of a collective's operands up to which moving them takes no longer than letting go of a device.
-SMALL = 1 << 16
 # Collectives in a row, outside of loops, from which on compiled code is faster than the walk.
 MANY = 8
 
@@ -56,14 +55,34 @@ class Native:
     refused: tuple[tuple[str, str], ...] = ()
 
 
-def native(program: Program, alone: bool = False) -> Native:
-    """The program with its outermost regions as segments. ``alone``: no two devices are of one process."""
-    if program.predicted is not None:
-        return Native(program, refused=((program.name, "a plan hides its collectives"),))
+@dataclass(frozen=True)
+class NativePolicy:
+    """Where compiled code may call collectives. Each process has ``devices`` devices. ``small``: bytes of a
+    collective's operands up to which the walk would take longer than moving them does.
+    """
+
+    devices: int
+    small: int
+
+    @classmethod
+    def of(cls, devices: int, processes: int, nodes: int) -> NativePolicy:
+        """For processes on ``nodes`` hosts. The walk takes 0.1 to 0.3 ms more for a collective
+        (benchmarks/loop_sizes.py), which is what 1 MiB takes in memory and 256 KiB through MPI on one host;
+        a network of 10 Gb/s moves 64 KiB in less."""
+        if processes == 1:
+            return cls(devices, 1 << 20)
+        return cls(devices, 1 << 18 if nodes == 1 else 1 << 16)
+
+
+def native(program: Program, policy: NativePolicy) -> Native:
+    """The program with its outermost regions as segments."""
     program = _with_plain_bounds(program)
-    state = _Rewriting(program, alone)
-    if not _refusal(program, program.body) and _is_worth_it(program.body):
+    state = _Rewriting(program, policy)
+    why = state.refusal(program.body)
+    if not why and _is_worth_it(program.body.instructions):
         return state.finished(state.whole())
+    if why:
+        state.refused.append((program.name, why))
     body = state.block(program.body)
     return state.finished(body) if state.regions else Native(program, refused=tuple(state.refused))
 
@@ -102,14 +121,15 @@ def _plain(bounds: tuple[int, ...], iterations: int | None) -> tuple[int, ...]:
 
 
 class _Rewriting:
-    """Puts runs of segments with sites in the place of control flow that communicates."""
+    """Puts runs of segments with sites in the place of instructions that communicate."""
 
-    def __init__(self, program: Program, alone: bool) -> None:
+    def __init__(self, program: Program, policy: NativePolicy) -> None:
         self.program = program
-        self.alone = alone
+        self.policy = policy
         self.segments: list[Segment] = list(program.segments)
         self.regions: list[str] = []
         self.refused: list[tuple[str, str]] = []
+        self.hidden = _hidden(program.body) if program.predicted is not None else frozenset()
 
     def whole(self) -> Block:
         body, program = self.program.body, self.program
@@ -117,37 +137,106 @@ class _Rewriting:
         run = self.region(program.name, body.parameters, body.results, donated, body.instructions)
         return Block(body.parameters, (run,), body.results)
 
-    def block(self, block: Block) -> Block:
-        return replace(block, instructions=tuple(map(self.instruction, block.instructions)))
+    def block(self, block: Block, crossing: frozenset[int] = frozenset()) -> Block:
+        """The block with its longest stretches of instructions that can be native as regions.
+
+        ``crossing``: events of starts that the next iteration awaits, which stay as they are.
+        """
+        last = {slot: i for i, each in enumerate(block.instructions) for slot in _mentioned(each)}
+        last |= dict.fromkeys(block.results, len(block.instructions))
+        found: list[Instruction] = []
+        stretch: list[Instruction] = []
+        started: set[int] = set()  # in the stretch
+        called: set[int] = set()  # in regions, which leave nothing to be awaited
+
+        def end(position: int) -> None:
+            if _is_worth_it(stretch):
+                found.extend(self.stretch(stretch, {s for s in last if last[s] >= position}))
+                called.update(started)
+            else:
+                found.extend(map(self.instruction, stretch))
+            stretch.clear()
+            started.clear()
+
+        for position, instruction in enumerate(block.instructions):
+            if isinstance(instruction, Wait):
+                if instruction.event in called:
+                    continue
+                fits = instruction.event in started
+            else:
+                event = instruction.event if isinstance(instruction, Start) else -1
+                fits = event not in crossing and not self.refusal(Block((), (instruction,), ()))
+                if fits and event >= 0:
+                    started.add(event)
+            if not fits:
+                end(position)
+                found.append(self.instruction(instruction))
+            else:
+                stretch.append(instruction)
+        end(len(block.instructions))
+        return replace(block, instructions=tuple(found))
+
+    def stretch(self, body: Sequence[Instruction], later: set[Slot]) -> list[Instruction]:
+        """A region for instructions in a row. ``later``: slots that are mentioned behind them."""
+        written = [s for i in body for s in _written(i)]
+        inside = set(written)
+        freed = {s for i in body if isinstance(i, Free) for s in i.slots}
+        read = dict.fromkeys(s for i in body if not isinstance(i, Free) for s in _mentioned(i))
+        given = {s for i in body if isinstance(i, Run | Loop) for s in i.donated}
+        run = self.region(
+            f"{self.program.name} from {self._first(body)}",
+            tuple(s for s in read if s not in inside),
+            tuple(s for s in written if s in later),
+            tuple(s for s in read if s in given - inside),
+            body,
+        )
+        dropped = tuple(sorted(freed - inside))
+        return [run, Free(dropped)] if dropped else [run]
+
+    def _first(self, body: Sequence[Instruction]) -> str:
+        """The name of a stretch's first collective, or of its first control flow that communicates."""
+        for instruction in body:
+            if isinstance(instruction, Start):
+                return f"%{self.program.collectives[instruction.collective].name}"
+            if isinstance(instruction, Loop | Branch) and _communicates(instruction):
+                return instruction.name or type(instruction).__name__.lower()
+        raise AssertionError("a stretch that does not communicate is none")
 
     def instruction(self, instruction: Instruction) -> Instruction:
+        """An instruction that the walk keeps, with regions inside where it can have some."""
         if not isinstance(instruction, Loop | Branch) or not _communicates(instruction):
             return instruction
         name = instruction.name or type(instruction).__name__.lower()
-        why = next(filter(None, (_refusal(self.program, b) for b in _blocks(instruction))), "")
-        if isinstance(instruction, Loop):
-            if instruction.carried:
-                why = why or "it carries collectives into its next iteration"
-            if not why:
-                return self.region(
-                    name,
-                    instruction.inputs,
-                    instruction.outputs,
-                    instruction.donated,
-                    [instruction],
-                )
-            self.refused.append((name, why))
-            # In a loop that devices leave one by one there may be some that do not take part.
-            if instruction.trip_count is None:
-                return instruction
-            return replace(instruction, body=self.block(instruction.body))
-        if not why:
-            read = (instruction.selector, *(s for taken in instruction.inputs for s in taken))
-            return self.region(
-                name, tuple(dict.fromkeys(read)), instruction.outputs, (), [instruction]
-            )
-        self.refused.append((name, why))
-        return instruction
+        self.refused.append((name, self.refusal(Block((), (instruction,), ()))))
+        # In a loop that devices leave one by one there may be some that do not take part.
+        if isinstance(instruction, Branch) or instruction.trip_count is None:
+            return instruction
+        crossing = frozenset(c.event for c in instruction.carried)
+        return replace(instruction, body=self.block(instruction.body, crossing))
+
+    def refusal(self, block: Block) -> str:
+        """Why a block cannot be part of a region, empty if it can."""
+        program, small = self.program, self.policy.small
+        for instruction in instructions(block):
+            if isinstance(instruction, Start):
+                collective = program.collectives[instruction.collective]
+                why = refusal(collective)
+                nbytes = sum(t.nbytes for t in collective.operands)
+                if not why and nbytes > small:
+                    why = f"it moves {nbytes} bytes, more than {small}"
+                if not why and instruction.event in self.hidden:
+                    why = "the plan hides it"
+                if why:
+                    return f"{collective.kind} %{collective.name}: {why}"
+            elif isinstance(instruction, Run):
+                segment = program.segments[instruction.segment]
+                if instruction.valid:
+                    return f"segment {segment.name} is left out in some iterations"
+                if calls_back(segment.module):
+                    return f"segment {segment.name} calls back into Python"
+            elif isinstance(instruction, Loop) and instruction.carried:
+                return f"loop {instruction.name} carries collectives into its next iteration"
+        return ""
 
     def region(
         self,
@@ -158,7 +247,7 @@ class _Rewriting:
         body: Sequence[Instruction],
     ) -> Run:
         program, types = self.program, self.program.slot_types
-        emitter = _Emitter(program, self.alone)
+        emitter = _Emitter(program, self.policy.devices == 1)
         text = emitter.main(inputs, outputs, donated, body)
         parts = [program.segments[i] for i in emitter.segments]
         module = _merged(text, parts, list(emitter.segments))
@@ -222,9 +311,9 @@ def _communicates(instruction: Loop | Branch) -> bool:
     return any(isinstance(i, Start) for b in _blocks(instruction) for i in instructions(b))
 
 
-def _is_worth_it(body: Block) -> bool:
-    direct = sum(isinstance(i, Start) for i in body.instructions)
-    flow = [i for i in body.instructions if isinstance(i, Loop | Branch)]
+def _is_worth_it(body: Sequence[Instruction]) -> bool:
+    direct = sum(isinstance(i, Start) for i in body)
+    flow = [i for i in body if isinstance(i, Loop | Branch)]
     return direct >= MANY or any(map(_communicates, flow))
 
 
@@ -234,26 +323,37 @@ def _blocks(instruction: Loop | Branch) -> tuple[Block, ...]:
     return instruction.branches
 
 
-def _refusal(program: Program, block: Block) -> str:
-    """Why a block cannot be part of a region, empty if it can."""
-    for instruction in instructions(block):
-        if isinstance(instruction, Start):
-            collective = program.collectives[instruction.collective]
-            why = refusal(collective)
-            nbytes = sum(t.nbytes for t in collective.operands)
-            if not why and nbytes > SMALL:
-                why = f"it moves {nbytes} bytes, more than {SMALL}"
-            if why:
-                return f"{collective.kind} %{collective.name}: {why}"
-        elif isinstance(instruction, Run):
-            segment = program.segments[instruction.segment]
-            if instruction.valid:
-                return f"segment {segment.name} is left out in some iterations"
-            if calls_back(segment.module):
-                return f"segment {segment.name} calls back into Python"
-        elif isinstance(instruction, Loop) and instruction.carried:
-            return f"loop {instruction.name} carries collectives into its next iteration"
-    return ""
+def _hidden(body: Block) -> frozenset[int]:
+    """Events of starts that something is computed beside."""
+    found: set[int] = set()
+    for block in blocks(body):
+        under_way: set[int] = set()
+        for instruction in block.instructions:
+            if isinstance(instruction, Start):
+                under_way.add(instruction.event)
+            elif isinstance(instruction, Wait):
+                under_way.discard(instruction.event)
+            elif isinstance(instruction, Run | Loop | Branch):
+                found |= under_way
+    return frozenset(found)
+
+
+def _written(instruction: Instruction) -> tuple[Slot, ...]:
+    if isinstance(instruction, Copy | LogicalId):
+        return (instruction.output,)
+    return getattr(instruction, "outputs", ())
+
+
+def _mentioned(instruction: Instruction) -> tuple[Slot, ...]:
+    """Slots that it reads or drops."""
+    match instruction:
+        case Copy():
+            return (instruction.input,)
+        case Free():
+            return instruction.slots
+        case Branch():
+            return (instruction.selector, *(s for taken in instruction.inputs for s in taken))
+    return getattr(instruction, "inputs", ())
 
 
 def _tensor(type_: TensorType) -> str:

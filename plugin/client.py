@@ -15,6 +15,7 @@ from weakref import WeakSet
 import numpy as np
 
 from stretto.collectives.types import TensorType
+from stretto.hlo_frontend.native import NativePolicy
 from stretto.hlo_frontend.overlap.policy import policy_of
 from stretto.runtime import dump
 from stretto.runtime.engines.engine import create_engine
@@ -69,7 +70,11 @@ class Client(_capi.Handle):  # type: ignore[misc]
         )
         if self.overlap is not None and chosen.profile:
             self.overlap = replace(self.overlap, measured=known(self.world.measured, rank))
-        self.calls = local if can_call(self.engine, chosen) else 0
+        self.calls = (
+            NativePolicy.of(local, size, self.world.nodes)
+            if can_call(self.engine, chosen)
+            else None
+        )
         self.devices = make_devices(size, local, rank)
         for device in self.devices:
             device.serve(self, on_host=getattr(self.engine, "host_memory", False))

@@ -15,6 +15,7 @@ from importlib.metadata import version
 from typing import Any, Protocol
 
 from stretto.collectives.types import TensorType
+from stretto.hlo_frontend.native import NativePolicy
 from stretto.hlo_frontend.overlap.apply import OverlapPolicy
 from stretto.hlo_frontend.overlap.policy import policy_of
 from stretto.runtime import dump
@@ -73,8 +74,8 @@ class Maker(Protocol):
         ...
 
     @property
-    def calls(self) -> int:
-        """If segments may call collectives themselves, how many devices each process has; else 0."""
+    def calls(self) -> NativePolicy | None:
+        """Where segments may call collectives themselves; None if nowhere."""
         ...
 
     @property
@@ -102,7 +103,8 @@ class Topology(_capi.Handle):  # type: ignore[misc]
         """What programs for these devices depend on: JAX makes keys of its compilation cache of it."""
         devices = [[d.id, d.process_index] for d in self.devices]
         key = {"platform": PLATFORM, **self.maker.target, "ids": devices}
-        return json.dumps({**key, "measured": measured(self.maker.overlap)}).encode()
+        found = {"measured": measured(self.maker.overlap), "calls": repr(self.maker.calls)}
+        return json.dumps({**key, **found}).encode()
 
 
 class Elsewhere:
@@ -134,8 +136,11 @@ class Elsewhere:
         return policy_of(costs.text, hosts, origin=costs.origin, named=costs.named)
 
     @cached_property
-    def calls(self) -> int:
-        return self._local_devices if can_call(self.engine, self.options) else 0
+    def calls(self) -> NativePolicy | None:
+        """As if each process were on a host of its own."""
+        if not can_call(self.engine, self.options):
+            return None
+        return NativePolicy.of(self._local_devices, self._processes, self._processes)
 
     def array_type(self, type: TensorType, order: tuple[int, ...] = ()) -> _capi.ArrayType:
         return _capi.ArrayType(type, order)

@@ -46,7 +46,7 @@ class World:
     ``peers`` tells where each rank runs; ``launcher`` what started this one, if anything did. ``runs`` is
     this rank's account of what it runs together with others. ``costs`` is the table of costs, ``measured``
     what segments were measured to take by earlier jobs (with ``STRETTO_PROFILE``), both rank 0's.
-    ``cores``: on how many cores this rank should compute.
+    ``cores``: on how many cores this rank should compute. ``nodes``: sets of ranks that share memory.
     ``patience``: seconds for which a wait for another rank may keep a core busy, the same on all (`cores`).
     ``clock_offset``: seconds to add to ``perf_counter()`` for rank 0's, measured only for traces; these call
     the job ``traced_as``.
@@ -71,6 +71,7 @@ class World:
         self.patience = cores.patience(places, nodes) if comm else math.inf
         self.comm = comm
         self.size: int = comm.Get_size() if comm else 1
+        self.nodes = nodes
         self.local_devices = options.local_devices
         self.host = socket.gethostname()
         self.peers = tuple(peers or [Peer(0, os.getpid(), self.host)])

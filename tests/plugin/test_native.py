@@ -310,7 +310,7 @@ def test_native_and_walk_beside_each_other(mesh: Mesh) -> None:
 
     def f(x: jax.Array) -> jax.Array:
         def outer(_: Any, a: jax.Array) -> jax.Array:
-            large = lax.psum(jnp.tile(a, 40_000), "x")[: a.size] * 0.25
+            large = lax.psum(jnp.tile(a, 400_000), "x")[: a.size] * 0.25
             return lax.fori_loop(0, 5, lambda _, b: lax.psum(b, "x") * 0.25, large + 1)
 
         return lax.fori_loop(0, STEPS, outer, x)
@@ -324,9 +324,82 @@ def test_native_and_walk_beside_each_other(mesh: Mesh) -> None:
     by_size = {
         c["bytes"]: c.get("called_by") for c in explained.data["collectives"] if "bytes" in c
     }
-    assert by_size == {160_000: None, 4: "compiled code"}
-    (why,) = explained.data["walked"].values()
-    assert "160000 bytes" in why and why in str(explained)
+    assert by_size == {1_600_000: None, 4: "compiled code"}
+    program, loop = explained.data["walked"]
+    assert program == "jit__lambda" and loop.startswith("while")
+    for why in explained.data["walked"].values():
+        assert "1600000 bytes" in why and why in str(explained)
+
+
+def walked_instructions(compiled: Any) -> list[str]:
+    """First words of the instructions that the walk has, but for what is freed."""
+    program = str(stretto.explain(compiled).program)
+    body = program[program.index("\nbody") :].splitlines()[2:-2]
+    return [line.split()[0] for line in body if line.split()[0] != "free"]
+
+
+def test_stretches_around_what_is_walked(mesh: Mesh) -> None:
+    """Rounds of small collectives before and behind a large one; what goes past it on both sides arrives."""
+    size = 300_000
+
+    def f(x: jax.Array, kept: jax.Array, given: jax.Array) -> Any:
+        a, total = x, given
+        for k in range(10):
+            a = lax.psum(a * 0.5, "x") + lax.axis_index("x") + k
+            total = total + a
+        large = lax.psum(jnp.full(size, 1.0) * a[0], "x")
+        for _ in range(10):
+            a = lax.ppermute(a, "x", RING) + large[:3] * kept
+            total = total * 0.5 + a
+        return a, total, large[size // 2 :][:2], kept
+
+    rows = np.arange(3 * N, dtype=np.float32).reshape(N, 3)
+    kept, given = np.full((N, 3), 0.25, np.float32), np.ones((N, 3), np.float32)
+    got, compiled = on_rows(mesh, f, rows, kept, given)
+    ids = np.arange(N)[:, None]
+    a, total = rows, given
+    for k in range(10):
+        a = reduced(a * 0.5, np.add) + ids + k
+        total = total + a
+    large = np.float32(a[:, 0].sum())
+    for _ in range(10):
+        a = np.roll(a, 1, axis=0) + large * kept
+        total = total * 0.5 + a
+    for have, want in zip(got, (a, total, np.full((N, 2), large), kept), strict=True):
+        np.testing.assert_allclose(have, want, rtol=1e-5)
+    assert walked_instructions(compiled) == ["run", "start", "wait", "run"]
+    (why,) = stretto.explain(compiled).data["walked"].values()
+    assert f"{4 * size} bytes" in why
+
+
+def test_few_collectives_in_a_row_are_walked(mesh: Mesh) -> None:
+    def f(x: jax.Array) -> jax.Array:
+        for _ in range(3):
+            x = lax.psum(x, "x")
+        return x
+
+    _, compiled = on_rows(mesh, f, np.ones((N, 2), np.float32))
+    assert "start" in walked_instructions(compiled)
+
+
+def test_a_donated_argument_of_a_stretch(mesh: Mesh) -> None:
+    spec = PartitionSpec("x")
+
+    def f(a: jax.Array, b: jax.Array) -> Any:
+        for _ in range(9):
+            a = lax.psum(a, "x") * 0.25 + 1
+        return a, lax.psum(b, "x")
+
+    mapped = jax.shard_map(f, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    sharding = NamedSharding(mesh, spec)
+    given = jax.device_put(np.ones(4 * N, np.float32), sharding)
+    large = jax.device_put(np.ones(300_000 * N, np.float32), sharding)
+    compiled = jax.jit(mapped, donate_argnums=0).lower(given, large).compile()
+    a, b = compiled(given, large)
+    np.testing.assert_array_equal(everywhere(a), np.full(4 * N, 10.0))
+    np.testing.assert_array_equal(everywhere(b), np.full(300_000 * N, 4.0))
+    assert given.is_deleted() and not large.is_deleted()
+    assert "run" in walked_instructions(compiled) and "start" in walked_instructions(compiled)
 
 
 def test_what_is_refused_says_why() -> None:

@@ -47,12 +47,90 @@ cdef struct buffer_t:
 
 
 @cython.final
+cdef class Outputs:
+    """What one run gave one device. To jaxlib all of it is ready once all is, as with runtimes whose runs end as
+    a whole: one event serves all buffers, where each had its own.
+
+    ``buffers`` are weak references: nothing here keeps an array alive. ``issued`` is as for `Event`.
+    """
+
+    cdef tuple buffers
+    cdef readonly object issued
+    cdef Event event
+
+    is_deleted = False
+
+    def __cinit__(self, list buffers not None, issued):
+        self.buffers = tuple([PyWeakref_NewRef(buffer, None) for buffer in buffers])
+        self.issued, self.event = issued, None
+
+    cdef Event ready(self):
+        """The event for all buffers being computed."""
+        if self.event is None:
+            self.event = Event((self,))
+        return self.event
+
+    def is_ready(self):
+        """Whether there is nothing to wait for."""
+        cdef tuple buffers = self.buffers
+        if buffers is None:
+            return True
+        if self.issued is not None and not self.issued.done:
+            return False
+        for buffer in buffers:
+            buffer = buffer()
+            if buffer is not None and not (<Buffer>buffer).is_ready():
+                return False
+        return True
+
+    def block(self):
+        """Wait until all is computed. Raises the first error."""
+        cdef tuple buffers = self.buffers
+        cdef object failure = None
+        if buffers is None:
+            return
+        for buffer in buffers:
+            buffer = buffer()
+            if buffer is None:
+                continue
+            try:
+                (<Buffer>buffer).block()
+            except Exception as error:
+                # Donated to a later run: that array is gone, and this run was not at fault. The value may not
+                # know yet, where that run is being started at this moment.
+                if failure is None and not (<Buffer>buffer).c.deleted and "deleted" not in str(error):
+                    failure = error
+        if failure is not None:
+            raise failure
+        self.buffers = None  # and so it stays
+
+    def on_ready(self, callback):
+        """Have ``callback(error)`` called soon after all is computed: a thread waits for what is issued."""
+        if self.issued is not None and not self.issued.done:
+            self.issued.add_callback(lambda: self.on_ready(callback))
+        elif self.is_ready():
+            self.tell(callback)
+        else:
+            run_elsewhere(lambda: self.tell(callback))
+
+    cdef int tell(self, callback) except -1:
+        cdef object failure = None
+        try:
+            self.block()
+        except Exception as error:
+            failure = error
+        callback(failure)
+        return 0
+
+
+@cython.final
 cdef class Buffer(Handle):
     """A value in a memory.
 
     The value is row-major, and to jaxlib so is every buffer. Whoever asks for the address of one that has
-    another layout to JAX gets that of a copy, which is kept in ``reordered``. A buffer holds a ``Value``, or the engine's array alone, from which the ``Value`` is made when somebody
-    asks for it; neither once the buffer was deleted or donated.
+    another layout to JAX gets that of a copy, which is kept in ``reordered``. A buffer holds a ``Value``, or
+    the engine's array alone, from which the ``Value`` is made when somebody asks for it; neither once the
+    buffer was deleted or donated. ``outputs`` are those of the run that gave it, if it gave several.
     """
 
     cdef buffer_t c
@@ -63,6 +141,7 @@ cdef class Buffer(Handle):
     cdef readonly int external_references
     cdef public object reordered
     cdef object lent
+    cdef Outputs outputs
 
     def __cinit__(self):
         self.c.owner = <void*>self
@@ -99,12 +178,27 @@ cdef class Buffer(Handle):
                 return None
         return self.array
 
+    def is_ready(self):
+        """Whether there is nothing to wait for; so it is with what was given up."""
+        cdef object array = self.array, value = self.value
+        if value is not None:
+            return value.is_ready()
+        return array is None or self.memory.device.client.engine.is_ready(array)
+
+    def block(self):
+        """Wait until it is computed. Raises the error of its run."""
+        cdef object array = self.array, value = self.value
+        if value is not None:
+            value.block()
+        elif array is not None:
+            self.memory.device.client.engine.block(array)
+
     def delete(self):
         """Give up the value. Its memory is freed when its last user is done."""
         self.c.deleted = True
         if self.external_references:
             self.lent = (self.value, self.array, self.reordered)
-        self.value = self.array = self.reordered = None
+        self.value = self.array = self.reordered = self.outputs = None
 
     def add_external_reference(self):
         """Its memory is in use outside of JAX: it stays, even if the buffer is deleted."""
@@ -138,6 +232,14 @@ cdef class Buffer(Handle):
             event = Event()
             event.complete(ValueError("the buffer has been deleted or donated"))
             return give(event)
+        if self.outputs is not None:
+            event = self.outputs.ready()
+            if not event.poll():
+                return give(event)
+            self.outputs = None
+            if event.c.error == NULL:
+                self.c.ready = True
+                return <size_t>&always_ready
         if self.value is None and self.is_computed():
             self.c.ready = True
             return <size_t>&always_ready

@@ -357,19 +357,20 @@ api.PJRT_AsyncTrackingEvent_Destroy = destroy
 exported_table = &api
 
 
-def install(list functions not None, describe_exception, value_of_array, tell_event_later):
+def install(list functions not None, describe_exception, value_of_array, tell_event_later, run_on_a_thread):
     """Set the handlers, in the order of ``abi.ALL_FUNCTIONS``, and what the C face asks of Python.
 
     A handler takes the address of its arguments; None stands for a function that is not implemented.
     ``describe_exception(exception)`` gives a status code and a message as bytes;
     ``value_of_array(array, type, memory)`` the ``Value`` of an engine's array; ``tell_event_later(event)``
-    has an event completed when its values are computed.
+    has an event completed when its values are computed; ``run_on_a_thread(function)`` calls a function
+    that may wait.
     """
-    global handlers, describe, make_value, tell_later
+    global handlers, describe, make_value, tell_later, run_elsewhere
     if len(functions) != len(names):
         raise ValueError(f"{len(functions)} handlers for {len(names)} functions")
     handlers, describe = functions, describe_exception
-    make_value, tell_later = value_of_array, tell_event_later
+    make_value, tell_later, run_elsewhere = value_of_array, tell_event_later, run_on_a_thread
 
 
 def capsule():

@@ -50,8 +50,7 @@ cdef class Event(Handle):
         self.values = None
         callbacks, self.callbacks = self.callbacks, None
         if callbacks is not None:
-            for callback, argument in callbacks:
-                call_back(<on_ready_t><size_t>callback, copy_error(self.c.error), <void*><size_t>argument)
+            call_all(callbacks, self.c.error)
 
     cdef bint poll(self) except -1:
         """Whether it is done; values that are computed complete their event."""
@@ -139,6 +138,9 @@ cdef inline object strong(object value):
 # Takes an event to be completed when its values are; set by `install`.
 cdef object tell_later = None
 
+# Takes a function to be called on another thread; set by `install`.
+cdef object run_elsewhere = None
+
 
 cdef class Waiter:
     """A Python function as a callback of an event."""
@@ -165,6 +167,29 @@ cdef void run_waiter(void* error, void* waiter) noexcept nogil:
 cdef void call_back(on_ready_t callback, error_t* error, void* argument) noexcept:
     with nogil:
         callback(error, argument)
+
+
+cdef struct callback_t:
+    on_ready_t function
+    error_t* error
+    void* argument
+
+
+cdef int call_all(list callbacks, const error_t* error) except -1:
+    """Call them without the GIL in between: whom they wake up wants it."""
+    cdef size_t i, count = len(callbacks)
+    cdef callback_t* calls = <callback_t*>malloc(count * sizeof(callback_t))
+    if calls == NULL:
+        raise MemoryError
+    for i in range(count):
+        function, argument = callbacks[i]
+        calls[i].function, calls[i].argument = <on_ready_t><size_t>function, <void*><size_t>argument
+        calls[i].error = copy_error(error)
+    with nogil:
+        for i in range(count):
+            calls[i].function(calls[i].error, calls[i].argument)
+    free(calls)
+    return 0
 
 
 def ready_event():

@@ -135,7 +135,7 @@ cdef class LoadedExecutable(Handle):
         """The short way, for one segment on one device. False if there is none, or an argument is not there."""
         cdef void** handles
         cdef void** out
-        cdef list row, memories, arrays
+        cdef list row, memories, arrays, made
         cdef size_t i
         cdef object given, array, single = self.single
         cdef Device device
@@ -155,8 +155,11 @@ cdef class LoadedExecutable(Handle):
         else:
             given = single(device.c.local_hardware_id, row)
         arrays = _counted(given, len(self.output_types))
+        made = []
         for i in range(<size_t>len(arrays)):
-            out[i] = self.output(None, <object>PyList_GET_ITEM(arrays, i), i, memories)
+            out[i] = self.output(None, <object>PyList_GET_ITEM(arrays, i), i, memories, made)
+        if len(made) > 1 and not over:
+            self.group(made, None)
         if args.device_complete_events != NULL:
             (<void**>args.device_complete_events)[0] = (
                 self.array_event(<Buffer>(<handle_t*>out[self.smallest]).owner, over)
@@ -181,7 +184,14 @@ cdef class LoadedExecutable(Handle):
             event = Event((PyWeakref_NewRef(buffer.alive(), None),), True)
         return event.hand_out()
 
-    cdef inline void* output(self, value, array, size_t i, list memories) except NULL:
+    cdef Outputs group(self, list made, issued):
+        """Have buffers that one device was given be ready together."""
+        cdef Outputs outputs = Outputs(made, issued)
+        for buffer in made:
+            (<Buffer>buffer).outputs = outputs
+        return outputs
+
+    cdef inline void* output(self, value, array, size_t i, list memories, list made) except NULL:
         cdef Buffer buffer = Buffer.__new__(Buffer)
         buffer.set(
             value,
@@ -189,14 +199,16 @@ cdef class LoadedExecutable(Handle):
             <ArrayType>PyList_GET_ITEM(self.output_types, i),
             <Memory>PyList_GET_ITEM(memories, i),
         )
+        made.append(buffer)
         Py_INCREF(buffer)
         return buffer.pointer
 
     cdef int execute_program(self, PJRT_LoadedExecutable_Execute_Args* args) except -1:
         cdef size_t d, i
-        cdef list row, arguments, results, outputs, memories
+        cdef list row, arguments, results, outputs, memories, made
         cdef object value, issued
         cdef Buffer buffer
+        cdef Outputs made_together
         cdef void** handles
         cdef PJRT_ExecuteOptions* options = <PJRT_ExecuteOptions*>args.options
         arguments = []
@@ -220,25 +232,26 @@ cdef class LoadedExecutable(Handle):
                     (<Buffer>(<handle_t*>handles[i]).owner).delete()
             outputs = <list>PyList_GET_ITEM(results, d)
             memories = <list>PyList_GET_ITEM(self.output_memories, d)
+            made = []
             for i in range(<size_t>len(outputs)):
                 value = <object>PyList_GET_ITEM(outputs, i)
-                (<void***>args.output_lists)[d][i] = self.output(value, None, i, memories)
+                (<void***>args.output_lists)[d][i] = self.output(value, None, i, memories, made)
+            made_together = None
+            if made and not (self.has_callbacks and issued is not None):
+                made_together = self.group(made, issued)
             if args.device_complete_events != NULL:
-                (<void**>args.device_complete_events)[d] = self.completion(outputs, issued)
+                (<void**>args.device_complete_events)[d] = self.completion(made_together, issued)
         return 0
 
-    cdef void* completion(self, list outputs, issued) except NULL:
-        """Event, owned by the caller, for the end of a run that gave these values on one device.
+    cdef void* completion(self, Outputs made, issued) except NULL:
+        """Event, owned by the caller, for the end of a run that gave this on one device.
 
         ``issued`` is the run's own event, or None if all of it was issued by the time it returned. Where
         Python functions are called, what counts is that they have been, even if nobody wants the results.
         """
         cdef Event event
-        if self.has_callbacks and issued is not None:
-            event = Event()
-            issued.add_callback(lambda: event.complete(issued.error))
-        elif outputs:
-            event = Event(tuple([PyWeakref_NewRef(value, None) for value in outputs]), True)
+        if made is not None:
+            event = Event((made,), True)
         elif issued is None:
             return &always_ready
         else:

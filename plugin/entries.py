@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from stretto.runtime.execution.stream import completions
+
 from . import _capi, buffer, client, cross_host, event, executable, profiler, topology, transfer
 from .errors import describe
 from .later import later
@@ -12,4 +14,4 @@ MODULES = (buffer, client, cross_host, event, executable, profiler, topology, tr
 
 def install() -> None:
     """Give the handlers to the C table."""
-    _capi.install(handlers(), describe, client.value_of_array, later.add)
+    _capi.install(handlers(), describe, client.value_of_array, later.add, completions.submit)

@@ -10,7 +10,7 @@ Engines are found by name: the entry-point group ``stretto.engines`` maps a name
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib.metadata import entry_points
 from typing import Any, Protocol, runtime_checkable
 
@@ -133,20 +133,49 @@ class RestoringEngine(Protocol):
         ...
 
 
+class Joined:
+    """The arrays that one result of a run on several devices is, in the order of the devices, as one.
+
+    What `LoadedTogether.run_together` gives may have these in the place of lists, where making an array for
+    each device costs something, and it is given them back: they are split up only if somebody asks for one.
+    """
+
+    __slots__ = ()
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    def __getitem__(self, position: int) -> Array:
+        raise NotImplementedError
+
+    def __iter__(self) -> Iterator[Array]:
+        raise NotImplementedError
+
+    def is_ready(self) -> bool:
+        """Whether all of them are computed, or have failed."""
+        raise NotImplementedError
+
+    def block(self) -> None:
+        """Wait until all of them are computed. Raises the error of the run."""
+        raise NotImplementedError
+
+
+# One array for each device.
+Column = Sequence[Array] | Joined
+
+
 @runtime_checkable
 class LoadedTogether(Protocol):
     """A segment compiled for several devices that run it at once."""
 
-    def run_together(self, columns: Sequence[Sequence[Array]]) -> list[list[Array]]:
+    def run_together(self, columns: Sequence[Column]) -> Sequence[Column]:
         """Enqueue one run on all devices. ``columns[k][i]`` is parameter k of device i; gives results in the
-        same form. In a segment with sites a `stretto.runtime.program.CONTEXT` comes first. Otherwise as
-        `LoadedSegment.run`.
+        same form, as lists or `Joined`. In a segment with sites a `stretto.runtime.program.CONTEXT`
+        comes first. Otherwise as `LoadedSegment.run`.
         """
         ...
 
-    def run_together_with_end(
-        self, columns: Sequence[Sequence[Array]]
-    ) -> tuple[list[list[Array]], Any]:
+    def run_together_with_end(self, columns: Sequence[Column]) -> tuple[Sequence[Column], Any]:
         """`run_together`, and what has a ``block_until_ready()`` that waits until all of it is over."""
         ...
 

@@ -16,7 +16,7 @@ import hashlib
 import platform
 import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -36,6 +36,7 @@ from stretto.collectives.types import TensorType
 from ..cores import share_blas, to_compute_on
 from ..errors import CompileError, StrettoError
 from ..program import CONTEXT, Segment, calls_back
+from .engine import Column, Joined
 
 Array = Any
 _STATUS = re.compile(r"^([A-Z_]{2,}): ", re.ASCII)
@@ -74,7 +75,7 @@ def _aval(type: TensorType) -> core.ShapedArray:
     return core.ShapedArray(type.shape, type.numpy)
 
 
-def _result_handler(type: TensorType, sharding: SingleDeviceSharding) -> Any:
+def _result_handler(type: TensorType, sharding: SingleDeviceSharding | NamedSharding) -> Any:
     """Makes committed arrays. Checks nothing: from jaxlib 0.12 on that goes without saying."""
     unchecked = (
         {"_skip_checks": True} if "_skip_checks" in _jax.array_result_handler.__doc__ else {}
@@ -210,6 +211,54 @@ class XlaCpuSegment:
         return self._code
 
 
+class _Run:
+    """One run on several devices. XLA ends it as a whole: once it is ``over``, all that it gave is there."""
+
+    __slots__ = ("ordinals", "over")
+
+    def __init__(self, ordinals: tuple[int, ...]) -> None:
+        self.ordinals = ordinals
+        self.over = False
+
+
+class XlaJoined(Joined):
+    """One array of jaxlib's on several devices, as those of `XlaCpuTogether` are."""
+
+    __slots__ = ("_arrays", "_run", "ordinals", "whole")
+
+    def __init__(self, whole: Any, run: _Run) -> None:
+        self.whole = whole
+        self.ordinals = run.ordinals
+        self._run = run
+        self._arrays: list[Array] | None = None
+
+    def __len__(self) -> int:
+        return len(self.ordinals)
+
+    def __getitem__(self, position: int) -> Array:
+        return self._split()[position]
+
+    def __iter__(self) -> Iterator[Array]:
+        return iter(self._split())
+
+    def _split(self) -> list[Array]:
+        if self._arrays is None:
+            self._arrays = self.whole._arrays
+        return self._arrays
+
+    def is_ready(self) -> bool:
+        return self._run.over or self.whole.is_ready()
+
+    def block(self) -> None:
+        if self._run.over:
+            return
+        try:
+            self.whole.block_until_ready()
+        except JaxRuntimeError as error:
+            raise _translate(error, XlaError) from error
+        self._run.over = True
+
+
 class XlaCpuTogether:
     """A segment compiled for several devices, which run it at once. See `CallingEngine`."""
 
@@ -226,10 +275,12 @@ class XlaCpuTogether:
         self._name = name
         self._code = code
         engine.expect(segment)
+        self._ordinals = tuple(ordinals)
         self._devices, options = engine.together(ordinals, segment.reproducible)
         # As far as jaxlib knows every array of all devices has the same content everywhere.
         mesh = Mesh(np.array(list(self._devices)), ("device",))
         self._sharding = NamedSharding(mesh, PartitionSpec())
+        self._handlers = [_result_handler(type, self._sharding) for type in segment.outputs]
         context = (CONTEXT,) if segment.sites else ()
         self._avals = [_aval(type) for type in (*context, *segment.inputs)]
         self.executable = (
@@ -238,29 +289,33 @@ class XlaCpuTogether:
             else engine.compile_on(segment, name, self._devices, options, host_callbacks)
         )
 
-    def run_together(self, columns: Sequence[Sequence[Array]]) -> list[list[Array]]:
+    def run_together(self, columns: Sequence[Column]) -> list[XlaJoined]:
         try:
-            results = self.executable.execute_sharded(self._joined(columns))
+            results = self.executable.execute_sharded(self._wholes(columns))
         except JaxRuntimeError as error:
             raise _translate(error, XlaError) from error
-        return results.disassemble_into_single_device_arrays()
+        return self._results(results)
 
-    def run_together_with_end(
-        self, columns: Sequence[Sequence[Array]]
-    ) -> tuple[list[list[Array]], Any]:
+    def run_together_with_end(self, columns: Sequence[Column]) -> tuple[list[XlaJoined], Any]:
         try:
-            results = self.executable.execute_sharded(self._joined(columns), with_tokens=True)
+            results = self.executable.execute_sharded(self._wholes(columns), with_tokens=True)
         except JaxRuntimeError as error:
             raise _translate(error, XlaError) from error
         end = _End(results.consume_token())
-        return results.disassemble_into_single_device_arrays(), end
+        return self._results(results), end
 
-    def _joined(self, columns: Sequence[Sequence[Array]]) -> list[Any]:
-        sharding = self._sharding
+    def _wholes(self, columns: Sequence[Column]) -> list[Any]:
+        sharding, ordinals = self._sharding, self._ordinals
         return [
-            _jax.ArrayImpl(aval, sharding, list(column), True, _skip_checks=True)
+            column.whole
+            if type(column) is XlaJoined and column.ordinals == ordinals
+            else _jax.ArrayImpl(aval, sharding, list(column), True, _skip_checks=True)
             for aval, column in zip(self._avals, columns, strict=True)
         ]
+
+    def _results(self, results: Any) -> list[XlaJoined]:
+        run = _Run(self._ordinals)
+        return [XlaJoined(whole, run) for whole in results.consume_with_handlers(self._handlers)]
 
     @property
     def scratch_bytes(self) -> int:

@@ -11,7 +11,7 @@ from functools import partial
 from time import perf_counter
 from typing import Any
 
-from ..engines.engine import LoadedTogether, counted
+from ..engines.engine import Column, LoadedTogether, counted
 from ..program import Run, Slot, calls_back
 from ..program.valid import left_out
 from ..recording.instrument import SegmentRun
@@ -23,7 +23,7 @@ from .side_by_side import or_error, side_by_side
 Land = Callable[[list[Any], Slot], list[Any]]
 
 
-def ended(segment: LoadedTogether, columns: Sequence[list[Any]]) -> list[list[Any]]:
+def ended(segment: LoadedTogether, columns: Sequence[Column]) -> Sequence[Column]:
     """Results of a run on all devices that is over: so its error is known, whose ever it is."""
     results, end = segment.run_together_with_end(columns)
     end.block_until_ready()
@@ -167,7 +167,9 @@ class Compute:
             try:
                 if for_all is not None and going == everyone:
                     if together and called is not None:
-                        results = or_error(partial(ended, for_all, columns), called)
+                        results: Sequence[Column] = or_error(
+                            partial(ended, for_all, columns), called
+                        )
                     else:
                         results = for_all.run_together(columns)
                     return [[result[p] for result in results] for p in going]

@@ -323,7 +323,7 @@ class LoadedProgram:
                 except Exception as error:
                     failed = failed or error
                     content = None
-                if type(content) is Promise:
+                if type(content) is Promise and not content.event.done:
                     issued = False
                 column.append(content)
             columns.append(column)

@@ -25,7 +25,7 @@ from stretto.collectives.native import (
 )
 from stretto.collectives.ops import Collective
 
-from ..engines.engine import CallingEngine, Engine, LoadedTogether
+from ..engines.engine import CallingEngine, Column, Engine, Joined, LoadedTogether
 from ..errors import StrettoError
 from ..job.progress import Raw
 from ..options import Options
@@ -149,7 +149,7 @@ class Region:
         _forsaken.append(self.table)
         self._make_table()
 
-    def _await(self, results: Sequence[Sequence[Any]], frame: Frame) -> None:
+    def _await(self, results: Sequence[Column], frame: Frame) -> None:
         """Wait until the devices have ended; raise the error of the first that failed.
 
         One that fails by itself is seen now and then; those that wait for it are then turned away.
@@ -162,8 +162,12 @@ class Region:
                     block(array)
         if table.failure:
             raise StrettoError(table.failure)
-        for array in (column for result in results[:1] for column in result):
-            block(array)
+        for result in results[:1]:
+            if isinstance(result, Joined):
+                result.block()
+            else:
+                for array in result:
+                    block(array)
 
     def _account(self, active: tuple[int, ...]) -> None:
         counters = self.lane.counters

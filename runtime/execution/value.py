@@ -22,7 +22,7 @@ import numpy as np
 
 from stretto.collectives.types import TensorType
 
-from ..engines.engine import Array, Engine
+from ..engines.engine import Array, Engine, Joined
 from ..errors import StrettoError
 from .stream import Event, completions
 
@@ -50,13 +50,17 @@ class Landed:
 
 
 class Promise:
-    """One output of one device of a run that is under way: its content is there once ``event`` is set."""
+    """One output of one device of a run that is under way: its content is there once ``event`` is set.
 
-    __slots__ = ("content", "error", "event")
+    ``content`` is an engine array, `Landed`, or `Joined` arrays of which it is the one at ``position``.
+    """
 
-    def __init__(self, event: Event) -> None:
+    __slots__ = ("content", "error", "event", "position")
+
+    def __init__(self, event: Event, position: int = 0) -> None:
         self.event = event
-        self.content: Any = None  # engine array or `Landed`
+        self.position = position
+        self.content: Any = None
         self.error: BaseException | None = None
 
     def result(self) -> Any:
@@ -64,7 +68,8 @@ class Promise:
         self.event.wait()
         if self.error is not None:
             raise self.error
-        return self.content
+        content = self.content
+        return content[self.position] if isinstance(content, Joined) else content
 
 
 class Value:
@@ -118,10 +123,16 @@ class Value:
             array = other.content
             if array is None or type(array) is Landed:
                 return True
+            if isinstance(array, Joined):
+                return array.is_ready()
         return self.engine.is_ready(array)
 
     def block(self) -> None:
         """Wait until the content is there. Raises the error of the run or computation."""
+        other = self._other
+        if type(other) is Promise and other.error is None and isinstance(other.content, Joined):
+            other.content.block()
+            return
         content = self._content()
         if type(content) is not Landed:
             self.engine.block(content)
@@ -152,7 +163,8 @@ class Value:
         return self._other is _DELETED
 
     def capture(self) -> Any:
-        """The present content: an engine array, `Landed` or a `Promise`. Does not wait.
+        """The present content: an engine array, `Landed` or a `Promise` (which has its content already if
+        that is one of `Joined` arrays). Does not wait.
 
         Raises the error of a failed value, `DeletedError`.
         """
@@ -162,7 +174,8 @@ class Value:
         other = self._other
         kind = type(other)
         if kind is Promise:
-            return other.result() if other.event.done else other
+            waits = not other.event.done or isinstance(other.content, Joined)
+            return other if waits else other.result()
         if kind is Landed:
             return other
         if other is None:  # another thread has just issued it
@@ -201,7 +214,7 @@ class Value:
             elif type(other.content) is Landed:
                 callback(None)
             else:
-                _notify_computed(self.engine, other.content, callback)
+                _notify_computed(self.engine, other.result(), callback)
         elif type(other) is Landed or other is None:
             callback(None)
         else:

@@ -421,3 +421,49 @@ def test_what_is_refused_says_why() -> None:
 
 def test_devices_that_pairs_join() -> None:
     assert connected([(0, 1), (1, 2), (5, 4), (3, 3)]) == [(0, 1, 2), (3,), (4, 5)]
+
+
+def test_results_go_on_as_they_came_or_one_by_one(mesh: Mesh) -> None:
+    """Results of a run on all devices are arguments of the next one, of a program whose mesh has the devices
+    in another order, and, one by one, of programs on single devices; donated at last."""
+    spec = PartitionSpec("x")
+    sharding = NamedSharding(mesh, spec)
+
+    def step(a: jax.Array, b: jax.Array) -> Any:
+        body = lambda _, v: (lax.psum(v[1], "x") * 0.25, v[0] + lax.axis_index("x"))  # noqa: E731
+        return lax.fori_loop(0, 2, body, (a, b))
+
+    def mapped(f: Callable[..., Any], over: Mesh = mesh, **more: Any) -> Any:
+        return jax.jit(
+            jax.shard_map(f, mesh=over, in_specs=spec, out_specs=spec, check_vma=False), **more
+        )
+
+    def by_hand(a: Rows, b: Rows) -> tuple[Rows, Rows]:
+        for _ in range(2):
+            a, b = reduced(b, np.add) * 0.25, a + np.arange(N)[:, None]
+        return a, b
+
+    rows = np.arange(2.0 * N, dtype=np.float32).reshape(N, 2)
+    want = (rows, rows + 1)
+    a, b = (jax.device_put(np.ravel(r), sharding) for r in want)
+    run, gives_up = mapped(step), mapped(step, donate_argnums=(0, 1))
+    for k in range(4):
+        a, b = run(b, a) if k % 2 else run(a, b)
+        want = by_hand(*(want[::-1] if k % 2 else want))
+    for shard in a.addressable_shards:  # one device each
+        row = shard.index[0].start // 2
+        np.testing.assert_allclose(jnp.cos(shard.data), np.cos(want[0][row]), rtol=1e-6)
+    backwards = Mesh(mesh.devices[::-1], ("x",))
+    a_back, b_back = (
+        jax.make_array_from_single_device_arrays(
+            v.shape, NamedSharding(backwards, spec), [s.data for s in v.addressable_shards[::-1]]
+        )
+        for v in (a, b)
+    )
+    results = mapped(step, backwards)(a_back, b_back)
+    for have, expected in zip(results, by_hand(want[0][::-1], want[1][::-1]), strict=True):
+        np.testing.assert_allclose(everywhere(have), np.ravel(expected), rtol=1e-6)
+    c, d = gives_up(a, b)
+    assert a.is_deleted() and b.is_deleted()
+    for have, expected in zip((c, d), by_hand(*want), strict=True):
+        np.testing.assert_allclose(everywhere(have), np.ravel(expected), rtol=1e-6)

@@ -123,6 +123,9 @@ cdef class Outputs:
         return 0
 
 
+# Not tracked by the garbage collector: a step of training makes a thousand, and none is part of a cycle (what it
+# refers to are arrays, values and what lives as long as the client).
+@cython.no_gc
 @cython.final
 cdef class Buffer(Handle):
     """A value in a memory.

@@ -73,7 +73,7 @@ cdef class LoadedExecutable(Handle):
 
     def use_single(self, single):
         """Another ``single`` from now on, or none."""
-        self.single = single if len(self.devices) == 1 and not self.donated else None
+        self.single = single if self.devices and not self.donated else None
 
     def delete(self):
         self.c.deleted = True
@@ -132,40 +132,48 @@ cdef class LoadedExecutable(Handle):
         return 0
 
     cdef bint execute_single(self, PJRT_LoadedExecutable_Execute_Args* args) except -1:
-        """The short way, for one segment on one device. False if there is none, or an argument is not there."""
+        """The short way, for one segment. False if there is none, or an argument is not there."""
         cdef void** handles
         cdef void** out
-        cdef list row, memories, arrays, made
-        cdef size_t i
+        cdef list rows, row, results, memories, arrays, made
+        cdef size_t d, i
         cdef object given, array, single = self.single
         cdef Device device
-        cdef bint over = False
+        cdef bint over
         if single is None:  # as in all programs that have no device here
             return False
-        row, memories = [], <list>PyList_GET_ITEM(self.output_memories, 0)
-        handles, out = (<void***>args.argument_lists)[0], (<void***>args.output_lists)[0]
-        device = <Device>self.devices[0]
-        for i in range(args.num_args):
-            array = (<Buffer>(<handle_t*>handles[i]).owner).issued_array()
-            if array is None:
-                return False
-            row.append(array)
-        if type(single) is WatchedCall:
-            given = (<WatchedCall>single).call(device.c.local_hardware_id, row, &over)
-        else:
-            given = single(device.c.local_hardware_id, row)
-        arrays = _counted(given, len(self.output_types))
-        made = []
-        for i in range(<size_t>len(arrays)):
-            out[i] = self.output(None, <object>PyList_GET_ITEM(arrays, i), i, memories, made)
-        if len(made) > 1 and not over:
-            self.group(made, None)
-        if args.device_complete_events != NULL:
-            (<void**>args.device_complete_events)[0] = (
-                self.array_event(<Buffer>(<handle_t*>out[self.smallest]).owner, over)
-                if arrays
-                else &always_ready
-            )
+        rows = []
+        for d in range(args.num_devices):
+            handles, row = (<void***>args.argument_lists)[d], []
+            for i in range(args.num_args):
+                array = (<Buffer>(<handle_t*>handles[i]).owner).issued_array()
+                if array is None:
+                    return False
+                row.append(array)
+            rows.append(row)
+        results = []
+        for d in range(args.num_devices):
+            device, row = <Device>self.devices[d], <list>PyList_GET_ITEM(rows, d)
+            over = False
+            if type(single) is WatchedCall:
+                given = (<WatchedCall>single).call(device.c.local_hardware_id, row, &over)
+            else:
+                given = single(device.c.local_hardware_id, row)
+            results.append((_counted(given, len(self.output_types)), over))
+        for d in range(args.num_devices):
+            arrays, over = <tuple>PyList_GET_ITEM(results, d)
+            memories, made = <list>PyList_GET_ITEM(self.output_memories, d), []
+            out = (<void***>args.output_lists)[d]
+            for i in range(<size_t>len(arrays)):
+                out[i] = self.output(None, <object>PyList_GET_ITEM(arrays, i), i, memories, made)
+            if len(made) > 1 and not over:
+                self.group(made, None)
+            if args.device_complete_events != NULL:
+                (<void**>args.device_complete_events)[d] = (
+                    self.array_event(<Buffer>(<handle_t*>out[self.smallest]).owner, over)
+                    if arrays
+                    else &always_ready
+                )
         return True
 
     cdef void* array_event(self, Buffer buffer, bint over) except NULL:

@@ -13,6 +13,8 @@ from functools import partial
 from time import perf_counter
 from typing import Any
 
+from stretto.collectives.types import TensorType
+
 from ..engines.engine import LoadedTogether, counted
 from ..errors import InvalidProgramError
 from ..program import Block, Branch, Loop, Run
@@ -48,8 +50,8 @@ class LoadedProgram:
         self.walker = walker
         self.has_host_callbacks = has_host_callbacks
         self.communicates = must_agree or program.communicates
-        self.input_types = program.inputs
-        self.output_types = program.outputs
+        self.input_types = tuple(map(_the_one, program.inputs))
+        self.output_types = tuple(map(_the_one, program.outputs))
         self.donates = bool(program.donated)
         self._num_inputs = len(program.inputs)
         self._engine = walker.engine
@@ -311,7 +313,7 @@ class LoadedProgram:
             column = []
             for row in arguments:
                 value = row[index]
-                if value.type != type_:
+                if value.type is not type_ and value.type != type_:
                     raise InvalidProgramError(
                         f"argument {index} of program {self.program.name} is {value.type}, "
                         f"not {type_}"
@@ -336,6 +338,14 @@ class LoadedProgram:
         if self.donates:
             self._delete_donated(arguments)
         return outputs, execution.end if self.has_host_callbacks else execution.event
+
+
+# Each type once: what one program gives the next one takes, which are then the same object.
+_types: dict[TensorType, TensorType] = {}
+
+
+def _the_one(type: TensorType) -> TensorType:
+    return _types.setdefault(type, type)
 
 
 def segment_runs(block: Block, times: int = 1) -> Iterator[tuple[int, int]]:

@@ -7,7 +7,7 @@ type. For other pairs XLA would insert copies.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 
 from .carve import SegmentPlan
 from .ops import op_of
@@ -18,10 +18,15 @@ SMALLEST_BYTES = 1024
 _MAX_STEPS = 64
 
 
-def find_aliases(plan: SegmentPlan, dying: Iterable[Value]) -> dict[int, int]:
-    """Input position -> output position, for inputs among ``dying`` that an output updates."""
+def find_aliases(
+    plan: SegmentPlan, dying: Iterable[Value], given: Container[Value] = ()
+) -> dict[int, int]:
+    """Input position -> output position, for inputs among ``dying`` that an output updates. Those that the
+    caller has ``given`` away may be small."""
     position = {value: i for i, value in enumerate(plan.inputs)}
-    free = {v for v in dying if v.type is not None and v.type.nbytes >= SMALLEST_BYTES}
+    free = {
+        v for v in dying if v.type is not None and (v.type.nbytes >= SMALLEST_BYTES or v in given)
+    }
     pairs: dict[int, int] = {}
     if not free:
         return pairs

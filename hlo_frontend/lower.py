@@ -281,7 +281,7 @@ class _Emitter:
         dying = self.dying(index, plan.inputs)
         busy = self.held.union(self.reading)
         may = [v for v in dying if v in self.owned and v not in busy and self.exclusive(v, index)]
-        aliases = find_aliases(plan, may)
+        aliases = find_aliases(plan, may, self.parameters if self.is_entry else ())
         given = {plan.inputs[i] for i in aliases}
         for value in given:
             self.consume(value)

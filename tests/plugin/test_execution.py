@@ -98,6 +98,29 @@ class TestDonation:
         assert state.unsafe_buffer_pointer() == address
         assert float(state[0]) == 4
 
+    @pytest.mark.parametrize("size", [16, 1 << 18])
+    @pytest.mark.parametrize(
+        "f",
+        [
+            lambda a: a * 2 + 1,
+            lambda a: a - 0.5 * lax.psum(jnp.sin(a), "x"),
+            lambda a: lax.fori_loop(0, 3, lambda _, b: b + lax.psum(b, "x") * 0.25, a),
+            lambda a: lax.fori_loop(0, 3, lambda _, b: b + lax.psum(b[:2], "x")[0], a),
+        ],
+        ids=["elementwise", "update", "loop", "loop of small sums"],
+    )
+    def test_memory_of_every_device_is_reused(
+        self, devices: list[jax.Device], f: Callable[[jax.Array], jax.Array], size: int
+    ) -> None:
+        mesh, spec = Mesh(np.array(devices), ("x",)), PartitionSpec("x")
+        mapped = jax.shard_map(f, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+        step = jax.jit(mapped, donate_argnums=0)
+        given = np.ones(size * len(devices), np.float32)
+        state = step(jax.device_put(given, NamedSharding(mesh, spec)))
+        addresses = [s.data.unsafe_buffer_pointer() for s in state.addressable_shards]
+        state = step(state)
+        assert [s.data.unsafe_buffer_pointer() for s in state.addressable_shards] == addresses
+
     def test_memory_of_numpy_is_not_written_to(self) -> None:
         host = np.zeros(1 << 16, np.float32)
         result = jax.jit(lambda a: a + 1, donate_argnums=0)(jax.device_put(host, may_alias=True))

@@ -10,14 +10,19 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import os
 from collections.abc import Sequence
 from functools import cache, wraps
 from inspect import signature
-from types import SimpleNamespace
-from typing import Any
+from types import FunctionType, SimpleNamespace
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from stretto.runtime.job.relay import Service
+    from stretto.runtime.job.world import World
 
 PLATFORM = "stretto"
 
@@ -64,6 +69,123 @@ def _keep_clients() -> None:
     for backend in list(xla_bridge._backends.values()):
         if backend.platform == PLATFORM:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(backend))
+
+
+def join_distributed() -> None:
+    """Give the ranks of a job the client and the service of `jax.distributed`, as its ``initialize`` does.
+
+    Only where the program has not called it, and after stretto's client is made, which needs none of it.
+    JAX's own CPU client is made as if there were none: each process has one of its own.
+    """
+    from jax._src import distributed, xla_bridge
+
+    from stretto.runtime.job.world import current
+
+    ours, cpu = (xla_bridge._backend_factories[name] for name in (PLATFORM, "cpu"))
+    make_ours, make_its = ours.factory, cpu.factory
+    if hasattr(make_ours, "__wrapped_for_stretto__"):
+        return
+
+    def make() -> Any:
+        client = make_ours()
+        world = current()
+        if (
+            world is not None
+            and world.service is not None
+            and distributed.global_state.client is None
+        ):
+            _join_distributed(world, world.service)
+        return client
+
+    def make_cpu() -> Any:
+        state = distributed.global_state
+        client, place = state.client, (state.process_id, state.num_processes)
+        if client not in _joined:
+            return make_its()
+        state.client, state.process_id, state.num_processes = None, 0, 1
+        try:
+            return make_its()
+        finally:
+            state.client, (state.process_id, state.num_processes) = client, place
+
+    make.__wrapped_for_stretto__ = make_ours  # type: ignore[attr-defined]
+    ours.factory, cpu.factory = make, make_cpu
+
+
+def _join_distributed(world: World, service: Service) -> None:
+    from jax._src import distributed
+    from jax._src.lib import _jax
+
+    from stretto.runtime.job.relay import Relay
+
+    relay = Relay(service, world.peers[0].host == world.host)
+    state = distributed.global_state
+    proxies = os.environ.get(_NO_PROXY)
+    os.environ[_NO_PROXY] = "127.0.0.1"
+    try:
+        if world.rank == 0:
+            state.service = _jax.get_distributed_runtime_service(
+                f"{service.host}:{service.port}",
+                world.size,
+                heartbeat_timeout=_NEVER,
+                shutdown_timeout=_LEAVE_WITHIN,
+            )
+        client = _jax.get_distributed_runtime_client(
+            relay.address,
+            world.rank,
+            init_timeout=int(min(world.options.timeout, _NEVER)) or 1,
+            heartbeat_timeout=_NEVER,
+            use_compression=True,
+        )
+        client.connect()
+    finally:
+        del os.environ[_NO_PROXY]
+        if proxies is not None:
+            os.environ[_NO_PROXY] = proxies
+    state.client, state.process_id, state.num_processes = client, world.rank, world.size
+    state.coordinator_address = f"{service.addresses[0]}:{service.port}"
+    if distributed._ENABLE_PREEMPTION_SERVICE.value:
+        state.preemption_sync_manager = _Preemption(client)
+    for kept in (client, state.service):
+        _joined.append(kept)
+        # In a forked child nobody answers, and neither can be freed.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
+    os.register_at_fork(after_in_child=_leave_distributed)
+
+
+def _leave_distributed() -> None:
+    from jax._src import distributed
+
+    if distributed.global_state.client in _joined:
+        vars(distributed.global_state).clear()
+
+
+_joined: list[Any] = []
+# Seconds. The control plane watches over the ranks; a relay keeps from JAX that one is gone.
+_NEVER = 10**8
+_LEAVE_WITHIN = 10
+# gRPC would ask a proxy for the way to this host.
+_NO_PROXY = "no_grpc_proxy"
+
+
+class _Preemption:
+    """Begins the preemption service when somebody asks it: it takes SIGTERM, which otherwise ends ranks."""
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+        self._manager: Any = None
+
+    def reached_sync_point(self, step: int) -> bool:
+        from jax._src.lib import _jax
+
+        if self._manager is None:
+            self._manager = _jax.create_preemption_sync_manager()
+            self._manager.initialize(self._client)
+        return bool(self._manager.reached_sync_point(step))
+
+    def shutdown(self) -> None:
+        if self._manager is not None:
+            self._manager.shutdown()
 
 
 def register_profiler(capsule: Any) -> None:
@@ -239,17 +361,29 @@ def hand_over_callbacks() -> None:
 def use_compilation_cache() -> None:
     """Let programs for stretto be kept in JAX's persistent compilation cache.
 
-    JAX asks a list of platforms whether to use it; stretto answers as cpu does. Under a launcher all
-    processes are process 0 to JAX, which then writes from each: here the process of a program's first
-    device writes it, whole or not at all, since others may be reading. Programs that call back into
+    JAX asks a list of platforms whether to use it; stretto answers as cpu does. JAX writes from process 0
+    alone, which not all programs run on: here the process of a program's first device writes it, as if it
+    were process 0, whole or not at all, since others may be reading. Programs that call back into
     Python are written where JAX hands the functions to call to whoever reads them.
     """
-    from jax._src import compilation_cache, compiler, lru_cache
+    from jax._src import compilation_cache, compiler, distributed, lru_cache
 
     used, write = compilation_cache.is_cache_used, compiler._compile_and_write_cache
     read: Any = compilation_cache.get_executable_and_time
     if hasattr(used, "__wrapped_for_stretto__"):
         return
+
+    write_entry = compiler._cache_write
+    as_process_0 = {
+        **vars(compiler),
+        "distributed": SimpleNamespace(global_state=distributed.State()),
+    }
+    write_entry_as_0 = FunctionType(write_entry.__code__, as_process_0)
+
+    @wraps(write_entry)
+    def cache_write(*args: Any) -> None:
+        backend = args[3]
+        (write_entry_as_0 if backend.platform == PLATFORM else write_entry)(*args)
 
     @wraps(used)
     def is_cache_used(backend: Any) -> bool:
@@ -296,6 +430,8 @@ def use_compilation_cache() -> None:
     if caches_callbacks():
         compilation_cache.get_executable_and_time = get_executable_and_time  # type: ignore[assignment]
     compiler._compile_and_write_cache = compile_and_write_cache  # type: ignore[assignment]
+    cache_write.__wrapped_for_stretto__ = write_entry  # type: ignore[attr-defined]
+    compiler._cache_write = cache_write  # type: ignore[assignment]
 
 
 @cache

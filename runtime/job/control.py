@@ -275,7 +275,7 @@ def connect(
     if rank == 0:
         try:
             listener = socket.create_server((host, 0), backlog=len(peers))
-            addresses = [host] if host else _addresses()
+            addresses = [host] if host else addresses_of_host()
             offer = listener.getsockname()[1], secrets.token_hex(32), addresses
         except OSError as error:
             offer = f"rank 0 cannot listen at {host or 'any address'}: {error}"
@@ -331,7 +331,7 @@ def _dial(candidates: Sequence[str], port: int, token: str, rank: int) -> tuple[
     return None, f"rank {rank} on {socket.gethostname()} tried {'; '.join(tried) or 'no address'}"
 
 
-def _addresses() -> list[str]:
+def addresses_of_host() -> list[str]:
     """IPv4 addresses of this host by which another may reach it, the likeliest first."""
     found = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

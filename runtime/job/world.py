@@ -23,7 +23,7 @@ from stretto.collectives.memory import pool
 from .. import cores, options
 from ..errors import RankFailed, StrettoError, WorldError
 from ..options import Options
-from . import clock, cost_tables, exits, joining, shared_memory, wireup
+from . import clock, cost_tables, exits, joining, relay, shared_memory, wireup
 from . import launcher as launchers
 from .assembly import MpiAssembly
 from .control import Control, connect
@@ -49,7 +49,7 @@ class World:
     ``cores``: on how many cores this rank should compute. ``nodes``: sets of ranks that share memory.
     ``patience``: seconds for which a wait for another rank may keep a core busy, the same on all (`cores`).
     ``clock_offset``: seconds to add to ``perf_counter()`` for rank 0's, measured only for traces; these call
-    the job ``traced_as``.
+    the job ``traced_as``. ``service``: where rank 0 may start a service for all, once; None where it cannot.
     """
 
     def __init__(
@@ -81,6 +81,7 @@ class World:
         self.measured = measured or _find_times(options, [self.host])
         self.clock_offset = 0.0
         self.traced_as = ""
+        self.service: relay.Service | None = None
         self._progress: list[Progress] = []
         self._control: Control | None = None
         self._before_leaving: list[Callable[[], None]] = []
@@ -262,12 +263,15 @@ def _make(chosen: Options | None, rendezvous: Rendezvous | None) -> World:
         if rendezvous and place != _place(rendezvous):
             problem = problem or WorldError(_elsewhere(launcher, place, rendezvous))
         facts = _facts(chosen, str(problem) if problem else "")
+        if place[0] == 0:
+            facts["service"] = _reserve(chosen.control_host)
         gathered: list[dict[str, Any]] = comm.allgather(facts)
         _check_facts(gathered)
         peers = [Peer(rank, f["pid"], f["host"]) for rank, f in enumerate(gathered)]
         places = [cores.Place(f["host"], frozenset(f["cores"])) for f in gathered]
         costs, measured = _common_costs(chosen, comm, peers)
         made = World(chosen, comm, peers, launcher, costs, places, _nodes(comm), measured)
+        made.service = gathered[0]["service"]
         if chosen.trace:
             made.clock_offset = clock.offset_to_first(comm)
             made.traced_as = comm.bcast(secrets.token_hex(8))
@@ -275,6 +279,19 @@ def _make(chosen: Options | None, rendezvous: Rendezvous | None) -> World:
     made.on_failure(lambda error: shared_memory.remove_names())
     os.register_at_fork(after_in_child=made.forget)
     return made
+
+
+_reserved: list[socket.socket] = []
+
+
+def _reserve(host: str) -> relay.Service | None:
+    """Rank 0: a port for a service, kept for it until the process ends."""
+    try:
+        service, held = relay.reserve(host)
+    except OSError:
+        return None
+    _reserved.append(held)
+    return service
 
 
 def _nodes(comm: MPI.Intracomm) -> int:

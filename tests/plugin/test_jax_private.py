@@ -14,12 +14,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import jax
+import jax._src.api
 import jax._src.array
 import jax._src.callback
 import jax._src.compilation_cache
 import jax._src.compiler
 import jax._src.config
 import jax._src.core
+import jax._src.distributed
 import jax._src.dlpack
 import jax._src.interpreters.mlir
 import jax._src.interpreters.pxla
@@ -248,3 +250,45 @@ def test_clients_outlive_what_python_frees_at_its_end(monkeypatch: pytest.Monkey
     jax_private.keep_clients()
     registered[0]()
     assert (sys.getrefcount(ours), sys.getrefcount(other)) == (before[0] + 1, before[1])
+
+
+def test_distributed() -> None:
+    """What ``jax.distributed.initialize`` makes, and keeps; without it, its state has no attributes."""
+    distributed, bridge = jax._src.distributed, jax._src.xla_bridge
+    source = inspect.getsource(distributed.State.initialize)
+    for line in (
+        "self.service = _jax.get_distributed_runtime_service(",
+        "self.client = _jax.get_distributed_runtime_client(",
+        "self.client.connect()",
+    ):
+        assert line in source
+    assert vars(distributed.State()) == {}
+    assert {"client", "service", "process_id", "num_processes", "coordinator_address"} <= set(
+        vars(distributed.State)
+    )
+    assert hasattr(distributed._ENABLE_PREEMPTION_SERVICE, "value")
+    assert "registration.factory()" in inspect.getsource(bridge._init_backend)
+    assert "distributed_client=distributed.global_state.client" in inspect.getsource(
+        bridge.make_cpu_client
+    )
+    at_end = inspect.getsource(jax._src.api.clean_up)
+    assert "distributed.shutdown()" in at_end
+
+
+def test_preemption() -> None:
+    """Asked through ``reached_sync_point`` and shut down, nothing else."""
+    from jax.experimental import multihost_utils
+
+    source = inspect.getsource(multihost_utils.reached_preemption_sync_point)
+    assert "sync_manager.reached_sync_point(step_id)" in source
+    make = inspect.getsource(jax._src.distributed.State.initialize_preemption_sync_manager)
+    assert "_jax.create_preemption_sync_manager())" in make
+    assert "self.preemption_sync_manager.initialize(self.client)" in make
+
+
+def test_who_writes_the_cache() -> None:
+    """Process 0, by a global of the module; the backend is the fourth argument."""
+    function = _original(jax._src.compiler._cache_write)
+    assert list(inspect.signature(function).parameters)[3] == "backend"
+    assert "distributed.global_state.process_id != 0" in inspect.getsource(function)
+    assert not function.__closure__

@@ -1,0 +1,25 @@
+"""One rank of `test_joined`: the rank of the number given is killed, the others wait for it and tell."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+from support.shield import behind_a_shield
+
+behind_a_shield(__file__, *sys.argv[1:])
+
+import jax  # noqa: E402
+import numpy as np  # noqa: E402
+
+mesh = jax.make_mesh((2,), ("x",))
+if jax.process_index() == int(sys.argv[1]):
+    os.kill(os.getpid(), signal.SIGKILL)
+try:
+    total = jax.shard_map(
+        lambda a: jax.lax.psum(a, "x"), mesh=mesh, in_specs=jax.P(), out_specs=jax.P()
+    )
+    jax.jit(total)(np.ones(3)).block_until_ready()
+except jax.errors.JaxRuntimeError as error:
+    print("caught", "died" in str(error), flush=True)

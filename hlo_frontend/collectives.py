@@ -169,6 +169,9 @@ def _all_to_all(instruction: Instruction, collective: Collective) -> Collective:
                 f"has {len(collective.operands)} operands for groups of {sorted(sizes)}"
                 + _unlisted(instruction)
             )
+        if len(set(collective.operands)) > 1:
+            types = ", ".join(map(str, collective.operands))
+            raise instruction.invalid(f"its members exchange parts that differ in type: {types}")
         return replace(collective, tuple_form=True)
     split = dimensions[0]
     if len(collective.operands) != 1:

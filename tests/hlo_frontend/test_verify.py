@@ -91,6 +91,10 @@ CASES = {
         "ROOT r = f32[8] all-to-all(p), dimensions={0}, channel_id=1, replica_groups={{0,1}}",
         "differ in type",
     ),
+    "all-to-all of parts": (
+        "ROOT r = (f32[4], f32[2,4]) all-to-all(p, q), channel_id=1, replica_groups={{0,1}}",
+        r"differ in type: f32\[4\], f32\[2,4\]",
+    ),
     "broadcast between devices": (
         "ROOT r = f32[8] collective-broadcast(p), channel_id=1, replica_groups={{0,1}}",
         "differ in type",

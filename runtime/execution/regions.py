@@ -6,6 +6,7 @@ ended. The collectives count, and are told of, as those of a walk, after the run
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Sequence
 from time import monotonic
@@ -35,6 +36,7 @@ from .frame import Frame, Hosted, Operation, named
 
 # Seconds between two looks at devices that may have failed.
 _LOOK = 0.05
+_log = logging.getLogger("stretto")
 _NOTHING: frozenset[int] = frozenset()
 # Tables of runs that have failed. Their devices may still come, so they are kept.
 _forsaken: list[Table] = []
@@ -76,6 +78,7 @@ class Region:
         self.payload = list(map(_payload, self.collectives, bound))
         self.what = f"segment {segment.name} of {program.name}"
         self.peers = peers
+        self._told = False  # that rows were dropped
         # Of each site: its name, its line, and the processes in it, for the watchdog.
         self.described = [
             (f"{c.kind} %{c.name}", c.source, context.ranks(c)) for c in self.collectives
@@ -181,7 +184,15 @@ class Region:
         self.lane.sequence += self.table.executed
         if self.context.instrument is None:
             return
-        rows, _ = self.table.rows()
+        rows, dropped = self.table.rows()
+        if dropped and not self._told:
+            self._told = True
+            _log.warning(
+                "%s called collectives %d times in one run: the last %d are counted, but not in the trace",
+                self.what,
+                self.table.executed,
+                dropped,
+            )
         for site, _, began, ended in rows:
             collective, stream = self.collectives[site], self.lane.number
             for name, arguments in (

@@ -6,7 +6,11 @@ here by hand. That a program is native is asserted of its printed form, so that 
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -467,3 +471,30 @@ def test_results_go_on_as_they_came_or_one_by_one(mesh: Mesh) -> None:
     assert a.is_deleted() and b.is_deleted()
     for have, expected in zip((c, d), by_hand(*want), strict=True):
         np.testing.assert_allclose(everywhere(have), np.ravel(expected), rtol=1e-6)
+
+
+def test_calls_that_are_more_than_a_trace_holds_are_told(tmp_path: Path) -> None:
+    code = """
+import jax, numpy as np, stretto
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec as P
+mesh = Mesh(np.array(jax.devices()), ("x",))
+body = lambda _, a: lax.psum(a, "x") * 0.5
+f = jax.jit(jax.shard_map(lambda a: lax.fori_loop(0, 70_000, body, a), mesh=mesh, in_specs=P("x"),
+                          out_specs=P("x"), check_vma=False))
+for _ in range(2):
+    f(np.ones(2, np.float32)).block_until_ready()
+print(stretto.stats().collectives)
+"""
+    environment = os.environ | {
+        "JAX_PLATFORMS": "stretto",
+        "STRETTO_LOCAL_DEVICES": "2",
+        "STRETTO_TRACE": str(tmp_path),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
+    assert int(done.stdout) == 140_000
+    rows = 1 << 16
+    assert done.stderr.count("not in the trace") == 1
+    assert f"70000 times in one run: the last {70_000 - rows} are counted" in done.stderr

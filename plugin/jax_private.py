@@ -135,7 +135,7 @@ def _join_distributed(world: World, service: Service) -> None:
         client = _jax.get_distributed_runtime_client(
             relay.address,
             world.rank,
-            init_timeout=int(min(world.options.timeout, _NEVER)) or 1,
+            init_timeout=_JOIN_WITHIN,
             heartbeat_timeout=_NEVER,
             use_compression=True,
         )
@@ -165,6 +165,7 @@ def _leave_distributed() -> None:
 _joined: list[Any] = []
 # Seconds. The control plane watches over the ranks; a relay keeps from JAX that one is gone.
 _NEVER = 10**8
+_JOIN_WITHIN = 300
 _LEAVE_WITHIN = 10
 # gRPC would ask a proxy for the way to this host.
 _NO_PROXY = "no_grpc_proxy"

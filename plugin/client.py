@@ -206,7 +206,7 @@ def plugin_attributes(args: Any) -> None:
 
 @entry("PJRT_Client_Create")
 def create(args: Any) -> None:
-    args.client = _capi.give(Client(store.rendezvous(args)))
+    args.client = _capi.give(Client(store.rendezvous()))
     _guard_signals()
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import traceback
 
-from stretto.runtime.errors import StrettoError
+from stretto.runtime.errors import CollectiveMismatch, StrettoError
 
 from .abi import ERROR_CODES
 
@@ -38,6 +38,8 @@ class StatusError(StrettoError):
 def describe(error: BaseException) -> tuple[int, bytes]:
     """Status code and message of an exception."""
     text = str(error)
+    if isinstance(error, CollectiveMismatch):
+        text = f"{CollectiveMismatch.__name__}: {text}"  # by which programs tell it from others of its code
     if isinstance(error, StrettoError):
         return ERROR_CODES.get(error.code, ERROR_CODES["INTERNAL"]), text.encode()
     status = _STATUS.match(text)

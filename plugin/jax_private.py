@@ -74,39 +74,41 @@ def _keep_clients() -> None:
 def join_distributed() -> None:
     """Give the ranks of a job the client and the service of `jax.distributed`, as its ``initialize`` does.
 
-    Only where the program has not called it, and after stretto's client is made, which needs none of it.
-    JAX's own CPU client is made as if there were none: each process has one of its own.
+    Only where the program has not called it. stretto's client is made as if there were none (`store`), and
+    unless the program has called it JAX's own CPU client too: each process has one of its own.
     """
     from jax._src import distributed, xla_bridge
 
     from stretto.runtime.job.world import current
+
+    from . import store
 
     ours, cpu = (xla_bridge._backend_factories[name] for name in (PLATFORM, "cpu"))
     make_ours, make_its = ours.factory, cpu.factory
     if hasattr(make_ours, "__wrapped_for_stretto__"):
         return
 
-    def make() -> Any:
-        client = make_ours()
-        world = current()
-        if (
-            world is not None
-            and world.service is not None
-            and distributed.global_state.client is None
-        ):
-            _join_distributed(world, world.service)
-        return client
+    state = distributed.global_state
 
-    def make_cpu() -> Any:
-        state = distributed.global_state
+    def alone(factory: Any) -> Any:
         client, place = state.client, (state.process_id, state.num_processes)
-        if client not in _joined:
-            return make_its()
         state.client, state.process_id, state.num_processes = None, 0, 1
         try:
-            return make_its()
+            return factory()
         finally:
             state.client, (state.process_id, state.num_processes) = client, place
+
+    def make() -> Any:
+        if state.client is not None and state.client not in _joined:
+            store.joined(state.client, state.process_id, state.num_processes)
+        made = alone(make_ours)
+        world = current()
+        if state.client is None and world is not None and world.service is not None:
+            _join_distributed(world, world.service)
+        return made
+
+    def make_cpu() -> Any:
+        return alone(make_its) if state.client in _joined else make_its()
 
     make.__wrapped_for_stretto__ = make_ours  # type: ignore[attr-defined]
     ours.factory, cpu.factory = make, make_cpu
@@ -133,7 +135,7 @@ def _join_distributed(world: World, service: Service) -> None:
         client = _jax.get_distributed_runtime_client(
             relay.address,
             world.rank,
-            init_timeout=int(min(world.options.timeout, _NEVER)) or 1,
+            init_timeout=_JOIN_WITHIN,
             heartbeat_timeout=_NEVER,
             use_compression=True,
         )
@@ -163,6 +165,7 @@ def _leave_distributed() -> None:
 _joined: list[Any] = []
 # Seconds. The control plane watches over the ranks; a relay keeps from JAX that one is gone.
 _NEVER = 10**8
+_JOIN_WITHIN = 300
 _LEAVE_WITHIN = 10
 # gRPC would ask a proxy for the way to this host.
 _NO_PROXY = "no_grpc_proxy"

@@ -48,6 +48,8 @@ class RankFailed(StrettoError):
 class CollectiveMismatch(StrettoError):
     """The ranks' programs do not communicate the same things, or in contradictory orders. Catch to report.
 
+    JAX raises its own ``JaxRuntimeError`` for it, as for all errors, whose message has this class's name.
+
     ``agreed``: every process of the program raises it and none waits, so that the job can go on without
     the program.
     """

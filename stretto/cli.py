@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import io
 import os
 import sys
@@ -18,11 +19,15 @@ COMMANDS = {
     "doctor": "say what is installed and in force, run one all-reduce, and tell what to do",
 }
 
+# Of a stream; an error of a file that was opened names it.
+_UNWRITABLE = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+
 
 def main(argv: list[str] | None = None) -> int:
     """Run a subcommand; returns its exit code. Raises ``SystemExit(2)`` on arguments it cannot read.
 
-    Whoever reads what is printed may stop reading; what a terminal cannot show becomes ``?``.
+    Whoever reads what is printed may stop reading, or have no room for it; what a terminal cannot show
+    becomes ``?``.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -32,9 +37,13 @@ def main(argv: list[str] | None = None) -> int:
         if sys.stdout is not None:
             sys.stdout.flush()
         return result
-    except BrokenPipeError:
+    except OSError as error:
+        if error.errno not in _UNWRITABLE or error.filename is not None:
+            raise
         # Python writes what is left when it ends: there it goes nowhere.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if error.errno != errno.EPIPE:
+            print(f"stretto: cannot write the output: {error.strerror}", file=sys.stderr)
         return 1
 
 

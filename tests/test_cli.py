@@ -53,6 +53,23 @@ def test_version_and_usage(capsys: pytest.CaptureFixture[str]) -> None:
     assert "doctor" in capsys.readouterr().out
 
 
+def test_output_without_room_is_told_in_one_line() -> None:
+    full = Path("/dev/full")
+    if not full.is_char_device():
+        pytest.skip("no /dev/full")
+    with full.open("w") as file:
+        done = subprocess.run(
+            [sys.executable, "-m", "stretto.cli", "--version"],
+            stdout=file,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+            timeout=120,
+        )
+    assert done.returncode == 1
+    assert done.stderr == "stretto: cannot write the output: No space left on device\n"
+
+
 def test_what_cannot_be_shown_is_no_error() -> None:
     done = command("run", "--help", env={"PYTHONIOENCODING": "ascii"})
     assert done.returncode == 0, done.stderr

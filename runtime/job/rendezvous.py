@@ -1,6 +1,6 @@
 """How processes find each other that no launcher of MPI started, but that share a key-value store.
 
-`jax.distributed` joins processes and gives such a store to the plugins that it starts. Before MPI is
+`jax.distributed` joins processes and gives them such a store. Before MPI is
 touched, which cannot be interrupted, the processes call the roll in the store: each writes what the others
 must know of it, and a process that sees that all are there, or has waited long enough, writes the verdict.
 

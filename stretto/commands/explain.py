@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -27,12 +28,18 @@ from .hlo_input import CompiledFile, add_file, compile_file, complain, complain_
 from .schedule_svg import svg
 
 MOST_CELLS, MOST_ROWS = 120, 32  # iterations and devices of the picture of a loop
+MOST = 10  # collectives printed without --all
 MOST_GROUPS = 4  # groups and pairs printed of one collective; --json has them all
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_file(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument(
+        "--all",
+        action="store_true",
+        help=f"print all collectives, not only the {MOST} with most bytes",
+    )
     parser.add_argument(
         "--costs",
         metavar="COSTS.json",
@@ -75,7 +82,8 @@ def run(arguments: argparse.Namespace) -> int:
             return complain_of_output("explain", arguments.svg, error)
     if arguments.program:
         return _print_program(compiled.program, arguments.json)
-    print(json.dumps(explanation, indent=2) if arguments.json else to_text(explanation))
+    most = None if arguments.all else MOST
+    print(json.dumps(explanation, indent=2) if arguments.json else to_text(explanation, most))
     return 0
 
 
@@ -182,8 +190,11 @@ def payload_bytes(collective: Collective) -> int:
     return sum(t.nbytes for t in types)
 
 
-def to_text(explanation: dict[str, Any]) -> str:
-    """The explanation for reading, one line for each collective in its order."""
+def to_text(explanation: dict[str, Any], most: int | None = None) -> str:
+    """The explanation for reading, one line for each collective in its order.
+
+    Where there are more than ``most``, their totals and those that give most bytes.
+    """
     e = explanation
     devices = e["replicas"] * e["partitions"]
     lines = [
@@ -192,30 +203,7 @@ def to_text(explanation: dict[str, Any]) -> str:
         f"({e['distinct_segments']} distinct)",
         f"certificate {e['certificate']}",
     ]
-    for number, c in enumerate(e["collectives"]):
-        indent = "  " * (1 + len(c["within"]))
-        if "bytes" not in c:
-            count = c["trip_count"]
-            times = f" {count} times" if count is not None else ""
-            lines.append(f"{indent}{number}: {c['kind']} %{c['name']}{times}{_reasons(c)}")
-            continue
-        types = f"({', '.join(c['operands'])}) -> ({', '.join(c['results'])})"
-        sets = c.get("groups", c.get("pairs", ()))
-        shown = ", ".join("{" + ",".join(map(str, s)) + "}" for s in sets[:MOST_GROUPS])
-        if len(sets) > MOST_GROUPS:
-            shown += f", … {len(sets) - MOST_GROUPS} more"
-        what = "groups" if "groups" in c else "pairs"
-        extras = "".join(f" {k} {c[k]}" for k in ("reducer", "dimension", "channel") if k in c)
-        if "valid_iterations" in c:
-            extras += " valid " + ",".join(map(spelled, c["valid_iterations"]))
-        if "awaited" in c:
-            extras += f" awaited in the {c['awaited']}"
-        if "called_by" in c:
-            extras += f" called by {c['called_by']}"
-        lines.append(
-            f"{indent}{number}: {c['kind']} %{c['name']} {types}{extras} {what} [{shown}] "
-            f"{c['bytes']} bytes{_reasons(c)}"
-        )
+    lines += _collectives(e["collectives"], most)
     if e["compute"]["skipped_runs"]:
         c = e["compute"]
         share = c["skipped_flops"] / c["flops"] if c["flops"] else 0.0
@@ -231,6 +219,59 @@ def to_text(explanation: dict[str, Any]) -> str:
         where = f" at {rewrite['source']}" if rewrite["source"] else ""
         lines.append(f"rewritten: %{rewrite['name']} {rewrite['said']}{where}")
     return "\n".join(lines)
+
+
+def _collectives(entries: list[dict[str, Any]], most: int | None) -> list[str]:
+    """A line for each collective and loop around one, or the totals and the ``most`` that give most bytes."""
+    count = sum("bytes" in c for c in entries)
+    if most is None or count <= most:
+        return [
+            "  " * (1 + len(c["within"])) + f"{number}: {_line(c)}"
+            for number, c in enumerate(entries)
+        ]
+    trips = {c["name"]: c.get("trip_count") for c in entries if "bytes" not in c}
+    times = [math.prod(trips[name] or 1 for name in c["within"]) for c in entries]
+    totals: dict[str, list[int]] = {}
+    for c, n in zip(entries, times, strict=True):
+        if "bytes" in c:
+            total = totals.setdefault(c["kind"], [0, 0, 0])
+            total[:] = total[0] + 1, total[1] + n, total[2] + n * c["bytes"]
+    lines = [
+        f"  {kind}: {written} in the program, {run} times in a run, {size} bytes from each device"
+        for kind, (written, run, size) in sorted(totals.items(), key=lambda item: -item[1][2])
+    ]
+    if None in trips.values():
+        lines.append("  (loops whose number of iterations is not known count as one)")
+    lines.append(f"the {most} with most bytes in a run; --all prints all {count}, in their order:")
+    order = sorted(range(len(entries)), key=lambda i: -times[i] * entries[i].get("bytes", -1))
+    for i in order[:most]:
+        within = "".join(f" in %{name}" for name in entries[i]["within"])
+        often = f" {times[i]} times" if times[i] != 1 else ""
+        lines.append(f"  {i}: {_line(entries[i])}{within}{often}")
+    return lines
+
+
+def _line(c: dict[str, Any]) -> str:
+    if "bytes" not in c:
+        count = c["trip_count"]
+        times = f" {count} times" if count is not None else ""
+        return f"{c['kind']} %{c['name']}{times}{_reasons(c)}"
+    types = f"({', '.join(c['operands'])}) -> ({', '.join(c['results'])})"
+    sets = c.get("groups", c.get("pairs", ()))
+    shown = ", ".join("{" + ",".join(map(str, s)) + "}" for s in sets[:MOST_GROUPS])
+    if len(sets) > MOST_GROUPS:
+        shown += f", … {len(sets) - MOST_GROUPS} more"
+    what = "groups" if "groups" in c else "pairs"
+    extras = "".join(f" {k} {c[k]}" for k in ("reducer", "dimension", "channel") if k in c)
+    if "valid_iterations" in c:
+        extras += " valid " + ",".join(map(spelled, c["valid_iterations"]))
+    if "awaited" in c:
+        extras += f" awaited in the {c['awaited']}"
+    if "called_by" in c:
+        extras += f" called by {c['called_by']}"
+    return (
+        f"{c['kind']} %{c['name']} {types}{extras} {what} [{shown}] {c['bytes']} bytes{_reasons(c)}"
+    )
 
 
 def loop_lines(loop: dict[str, Any]) -> list[str]:

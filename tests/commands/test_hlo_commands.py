@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -203,6 +204,38 @@ def test_explain(file: str) -> None:
     assert "all-reduce %total (f32[8]) -> (f32[8]) reducer add groups [{0,1,2,3}] 32 bytes" in text
     assert "tokens from %total" in text
     assert "at step.py:12" in text
+
+
+def test_explain_of_many_collectives_begins_with_totals_and_the_worst(tmp_path: Path) -> None:
+    sizes = [5, 300, 7, 9, 11, 100, 13, 15, 17, 19, 21, 23]
+    text = "HloModule many, num_partitions=2\n\nadd {\n  a = f32[] parameter(0) b = f32[] parameter(1) "
+    text += "ROOT sum = f32[] add(a, b) }\n\nENTRY main {\n"
+    for i, n in enumerate(sizes):
+        text += f"  p{i} = f32[{n}] parameter({i})\n"
+        text += (
+            f"  total{i} = f32[{n}] all-reduce(p{i}), to_apply=add, channel_id={i + 1}, "
+            f"use_global_device_ids=true, replica_groups={{{{0,1}}}}, "
+            f'metadata={{source_file="m.py" source_line={i}}}\n'
+        )
+    shapes = ", ".join(f"f32[{n}]" for n in sizes)
+    text += (
+        f"  ROOT all = ({shapes}) tuple({', '.join(f'total{i}' for i in range(len(sizes)))})\n}}\n"
+    )
+    path = tmp_path / "many.hlo"
+    path.write_text(text)
+    short = stretto("explain", str(path)).stdout.decode().split("\n")
+    whole = stretto("explain", str(path), "--all").stdout.decode().split("\n")
+    total = 4 * sum(sizes)
+    assert (
+        f"  all-reduce: 12 in the program, 12 times in a run, {total} bytes from each device"
+        in short
+    )
+    shown = [line for line in short if " all-reduce %" in line]
+    found = [re.findall(r" (\d+) bytes at m.py:(\d+)", line) for line in shown]
+    largest = sorted(sizes, reverse=True)[:10]
+    assert found == [[(str(4 * n), str(sizes.index(n)))] for n in largest]
+    assert len([line for line in whole if " all-reduce %" in line]) == 12
+    assert set(shown) < set(whole)
 
 
 BAD = {

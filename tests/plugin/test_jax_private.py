@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import inspect
+import socket
 import sys
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -34,6 +35,7 @@ import jax._src.xla_transform
 import pytest
 
 from stretto.plugin import jax_private
+from stretto.plugin.store import JaxStore
 
 
 def _original(function: Any) -> Any:
@@ -273,6 +275,26 @@ def test_distributed() -> None:
     )
     at_end = inspect.getsource(jax._src.api.clean_up)
     assert "distributed.shutdown()" in at_end
+
+
+def test_store_of_distributed() -> None:
+    """What `store.JaxStore` calls, and the codes that its errors begin with."""
+    from jax._src.lib import _jax
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+    service = _jax.get_distributed_runtime_service(address, 1)
+    client = _jax.get_distributed_runtime_client(address, 0, init_timeout=60)
+    client.connect()
+    store = JaxStore(client)
+    assert store.try_get("key") is None
+    assert store.put("key", "value")
+    assert not store.put("key", "another")
+    assert store.get("key", 60) == store.try_get("key") == "value"
+    with pytest.raises(TimeoutError):
+        store.get("no key", 0.01)
+    client.shutdown()
+    service.shutdown()
 
 
 def test_preemption() -> None:

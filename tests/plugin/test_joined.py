@@ -58,6 +58,7 @@ print("fine", flush=True)
     done = run_ranks(2, ["-c", code], env=ENV)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("fine") == 2
+    assert done.stderr == ""  # nobody watches a service that has ended
 
 
 @pytest.mark.parametrize("killed", [0, 1])

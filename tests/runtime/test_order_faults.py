@@ -93,7 +93,7 @@ def test_a_refused_program_is_refused_again_with_all_that_depends_on_it() -> Non
     assert list(found) == ["again", "once", "what depends on it"]
     for ranks in found.values():
         for rank in ranks:
-            assert "FAILED_PRECONDITION" in rank["error"]
+            assert "FAILED_PRECONDITION: CollectiveMismatch: " in rank["error"]
             assert "reducer=maximum" in rank["error"]
             assert rank["healthy"] == [496.0, 496.0]
 
@@ -190,5 +190,8 @@ def test_an_uncaught_mismatch_ends_the_job() -> None:
     done = launch("uncaught")
     assert done.returncode != 0
     assert (
-        done.stderr.count("jax.errors.JaxRuntimeError: FAILED_PRECONDITION: the programs of") >= 2
+        done.stderr.count(
+            "jax.errors.JaxRuntimeError: FAILED_PRECONDITION: CollectiveMismatch: the programs of"
+        )
+        >= 2
     )

@@ -67,7 +67,8 @@ def test_the_death_of_a_rank_is_told_by_stretto_alone(killed: int) -> None:
     here = Path(__file__)
     script = [str(here.with_name("killed_rank.py")), str(killed)]
     paths = {"PYTHONPATH": str(here.parents[1])}
-    done = run_ranks(2, script, env=ENV | paths, mpiexec_arguments=patient())
+    patience = {"STRETTO_GRACE": "60"}
+    done = run_ranks(2, script, env=ENV | paths | patience, mpiexec_arguments=patient())
     assert done.returncode != 0
     assert "caught True" in done.stdout, done.stderr
     assert f"rank {killed} (pid " in done.stderr

@@ -1,11 +1,12 @@
-# Makes .venv with stretto and everything its tests need; sourced by ci/demo and ci/test.
+# Makes .venv, or what venv_name names, with stretto and everything its tests need; sourced by ci/demo, ci/gpu and
+# ci/test.
 #
 # The environment is made once. The package is installed (not in editable mode, so that what is tested is
 # what users get) whenever its sources differ from those installed last, and the dependencies whenever
 # pyproject.toml does. PYTHON names the interpreter to use; else the first that fits is taken.
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
-venv=$PWD/.venv
+venv=$PWD/${venv_name:-.venv}
 
 say() { printf '== %s\n' "$*"; }
 
@@ -36,14 +37,14 @@ sources_hash() {
 
 if ! "$venv/bin/python" -c '' 2>/dev/null; then
     python=$(find_python) || exit 1
-    say "making .venv with $("$python" --version)"
+    say "making ${venv_name:-.venv} with $("$python" --version)"
     rm -rf "$venv"
     "$python" -m venv "$venv" || exit 1
 fi
 
 dependencies=$(sha256sum pyproject.toml)
 if [ "$(cat "$venv/dependencies.sha256" 2>/dev/null)" != "$dependencies" ]; then
-    say "installing dependencies into .venv"
+    say "installing dependencies into ${venv_name:-.venv}"
     "$venv/bin/python" -m pip install --quiet --upgrade pip 'setuptools>=77' 'Cython>=3.1' wheel || exit 1
     "$venv/bin/python" -m pip install --quiet --no-build-isolation '.[test]' || exit 1
     rm -f "$venv/sources.sha256"
@@ -58,7 +59,7 @@ if [ "$(cat "$venv/sources.sha256" 2>/dev/null)" != "$sources" ]; then
     rm -rf build ./*.egg-info
     echo "$sources" >"$venv/sources.sha256"
 else
-    say "stretto in .venv is up to date"
+    say "stretto in ${venv_name:-.venv} is up to date"
 fi
 
 # The ranks' own commands first: mpiexec must belong to the MPI that mpi4py uses.

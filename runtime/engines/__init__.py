@@ -1,1 +1,1 @@
-"""Engines: runtimes of single devices. `engine` has the protocol, `xla_cpu` and `null` those of stretto."""
+"""Engines: runtimes of single devices. `engine` has the protocol, the others are stretto's own."""

@@ -109,7 +109,7 @@ class _End:
             raise _translate(error, XlaError) from error
 
 
-class XlaCpuSegment:
+class XlaSegment:
     """A segment compiled for device 0 and, once it has run there, for other devices."""
 
     __slots__ = (
@@ -125,7 +125,7 @@ class XlaCpuSegment:
 
     def __init__(
         self,
-        engine: XlaCpuEngine,
+        engine: XlaEngine,
         segment: Segment,
         name: str,
         host_callbacks: Sequence[Any] = (),
@@ -319,11 +319,11 @@ class XlaCpuTogether:
 
     @property
     def scratch_bytes(self) -> int:
-        """As of `XlaCpuSegment`."""
+        """As of `XlaSegment`."""
         return self.executable.get_compiled_memory_stats().temp_size_in_bytes
 
     def cost_analysis(self) -> dict[str, float]:
-        """As of `XlaCpuSegment`."""
+        """As of `XlaSegment`."""
         return self.executable.cost_analysis()
 
     def serialize(self) -> bytes:
@@ -346,7 +346,7 @@ class XlaCpuSideBySide(XlaCpuTogether):
     ) -> None:
         functions = host_callbacks if calls_back(segment.module) else ()
         super().__init__(engine, segment, name, ordinals, host_callbacks=functions)
-        self._alone = cache(lambda: XlaCpuSegment(engine, segment, name, functions))
+        self._alone = cache(lambda: XlaSegment(engine, segment, name, functions))
 
     def run(self, ordinal: int, inputs: list[Array]) -> list[Array]:
         return self._alone().run(ordinal, inputs)
@@ -359,18 +359,16 @@ class XlaCpuSideBySide(XlaCpuTogether):
         raise CompileError(f"segment {self._name or '(unnamed)'} sorts or calls back into Python")
 
 
-class XlaCpuEngine:
-    """``num_devices`` CPU devices of one jaxlib client. See `stretto.runtime.engines.engine.Engine`."""
+class XlaEngine:
+    """The first devices of a jaxlib client of its own. See `stretto.runtime.engines.engine.Engine`."""
 
-    name = "xla:cpu"
-    host_memory = True
-    reproducible = True
+    name: str
+    host_memory: bool
 
-    def __init__(self, num_devices: int) -> None:
+    def __init__(self, client: Any, num_devices: int) -> None:
         self.num_devices = num_devices
-        self._cores = to_compute_on()
-        self._client = xla_client.make_cpu_client(num_devices=num_devices)
-        devices = sorted(self._client.local_devices(), key=lambda d: d.id)
+        self._client = client
+        devices = sorted(client.local_devices(), key=lambda d: d.id)[:num_devices]
         self._device_lists = [[d] for d in devices]
         self._executable_devices = [xla_client.DeviceList((d,)) for d in devices]
         # jaxlib makes the type of their iterators at the first use, in steps: not in two threads at once.
@@ -394,21 +392,13 @@ class XlaCpuEngine:
         options.device_assignment = xla_client.DeviceAssignment.create(np.array([[device_id]]))
         return options
 
-    def register_handler(self, target: str, handler: object) -> None:
-        """See `stretto.runtime.engines.engine.CallingEngine`. It is the process's, whatever the client."""
-        if target not in _registered:
-            _registered.add(target)
-            xla_client.register_custom_call_target(target, handler, platform="cpu", api_version=1)
-
     def expect(self, segment: Segment) -> None:
         """Prepare the process for running a segment."""
-        if any(library in segment.module for library in _LINEAR_ALGEBRA):
-            share_blas(self.num_devices, self._cores)
 
     def compile(
         self, segment: Segment, *, name: str = "", host_callbacks: Sequence[Any] = ()
-    ) -> XlaCpuSegment:
-        return XlaCpuSegment(self, segment, name or segment.name, host_callbacks)
+    ) -> XlaSegment:
+        return XlaSegment(self, segment, name or segment.name, host_callbacks)
 
     def compile_for(
         self, ordinal: int, segment: Segment, name: str, host_callbacks: Sequence[Any]
@@ -437,57 +427,15 @@ class XlaCpuEngine:
             prefix = f"segment {name or '(unnamed)'} does not compile on engine {self.name}: "
             raise _translate(error, CompileError, prefix) from error
 
-    def together(self, ordinals: Sequence[int], reproducible: bool) -> tuple[Any, Any]:
-        """jaxlib's devices with these ordinals, and options to compile for all of them."""
-        devices = [self._device_lists[ordinal][0] for ordinal in ordinals]
-        ids = np.array([[device.id] for device in devices])
-        options = self._compile_options(devices[0].id, reproducible)
-        options.num_replicas = len(devices)
-        options.device_assignment = xla_client.DeviceAssignment.create(ids)
-        return xla_client.DeviceList(tuple(devices)), options
-
-    def compile_together(
-        self, segment: Segment, ordinals: Sequence[int], *, name: str = "", code: bytes = b""
-    ) -> XlaCpuTogether:
-        """See `stretto.runtime.engines.engine.CallingEngine`."""
-        return XlaCpuTogether(self, segment, name or segment.name, ordinals, code)
-
-    def goes_side_by_side(self, segment: Segment) -> bool:
-        """See `stretto.runtime.engines.engine.SideBySideEngine`. XLA cannot serialize the order of a sort."""
-        return calls_back(segment.module) or b"sort" in segment.module
-
-    def compile_side_by_side(
-        self,
-        segment: Segment,
-        ordinals: Sequence[int],
-        host_callbacks: Sequence[Any],
-        *,
-        name: str = "",
-    ) -> XlaCpuSideBySide:
-        """See `stretto.runtime.engines.engine.SideBySideEngine`."""
-        return XlaCpuSideBySide(self, segment, name or segment.name, ordinals, host_callbacks)
-
-    def load_together(self, code: bytes, devices: Any, options: Any) -> Any:
-        """jaxlib's executable for several devices, from machine code. Raises `CompileError`."""
-        try:
-            return self._client.deserialize_executable(code, devices, options)
-        except JaxRuntimeError as error:
-            prefix = f"a segment cannot be restored on engine {self.name}: "
-            raise _translate(error, CompileError, prefix) from error
-
-    @property
-    def target(self) -> str:
-        return _target()
-
-    def serialize(self, segment: XlaCpuSegment | XlaCpuTogether) -> bytes:
+    def serialize(self, segment: XlaSegment | XlaCpuTogether) -> bytes:
         try:
             return segment.serialize()
         except JaxRuntimeError as error:
             raise _translate(error, CompileError, "cannot be serialized: ") from error
 
-    def restore(self, code: bytes, segment: Segment, *, name: str = "") -> XlaCpuSegment:
+    def restore(self, code: bytes, segment: Segment, *, name: str = "") -> XlaSegment:
         try:
-            return XlaCpuSegment(self, segment, name or segment.name, code=code)
+            return XlaSegment(self, segment, name or segment.name, code=code)
         except JaxRuntimeError as error:
             prefix = f"segment {name or '(unnamed)'} cannot be restored on engine {self.name}: "
             raise _translate(error, CompileError, prefix) from error
@@ -559,6 +507,71 @@ class XlaCpuEngine:
 
     def delete(self, array: Array) -> None:
         array.delete()
+
+
+class XlaCpuEngine(XlaEngine):
+    """``num_devices`` CPU devices."""
+
+    name = "xla:cpu"
+    host_memory = True
+    reproducible = True
+
+    def __init__(self, num_devices: int) -> None:
+        self._cores = to_compute_on()
+        super().__init__(xla_client.make_cpu_client(num_devices=num_devices), num_devices)
+
+    def register_handler(self, target: str, handler: object) -> None:
+        """See `stretto.runtime.engines.engine.CallingEngine`. It is the process's, whatever the client."""
+        if target not in _registered:
+            _registered.add(target)
+            xla_client.register_custom_call_target(target, handler, platform="cpu", api_version=1)
+
+    def expect(self, segment: Segment) -> None:
+        """Prepare the process for running a segment."""
+        if any(library in segment.module for library in _LINEAR_ALGEBRA):
+            share_blas(self.num_devices, self._cores)
+
+    def together(self, ordinals: Sequence[int], reproducible: bool) -> tuple[Any, Any]:
+        """jaxlib's devices with these ordinals, and options to compile for all of them."""
+        devices = [self._device_lists[ordinal][0] for ordinal in ordinals]
+        ids = np.array([[device.id] for device in devices])
+        options = self._compile_options(devices[0].id, reproducible)
+        options.num_replicas = len(devices)
+        options.device_assignment = xla_client.DeviceAssignment.create(ids)
+        return xla_client.DeviceList(tuple(devices)), options
+
+    def compile_together(
+        self, segment: Segment, ordinals: Sequence[int], *, name: str = "", code: bytes = b""
+    ) -> XlaCpuTogether:
+        """See `stretto.runtime.engines.engine.CallingEngine`."""
+        return XlaCpuTogether(self, segment, name or segment.name, ordinals, code)
+
+    def goes_side_by_side(self, segment: Segment) -> bool:
+        """See `stretto.runtime.engines.engine.SideBySideEngine`. XLA cannot serialize the order of a sort."""
+        return calls_back(segment.module) or b"sort" in segment.module
+
+    def compile_side_by_side(
+        self,
+        segment: Segment,
+        ordinals: Sequence[int],
+        host_callbacks: Sequence[Any],
+        *,
+        name: str = "",
+    ) -> XlaCpuSideBySide:
+        """See `stretto.runtime.engines.engine.SideBySideEngine`."""
+        return XlaCpuSideBySide(self, segment, name or segment.name, ordinals, host_callbacks)
+
+    def load_together(self, code: bytes, devices: Any, options: Any) -> Any:
+        """jaxlib's executable for several devices, from machine code. Raises `CompileError`."""
+        try:
+            return self._client.deserialize_executable(code, devices, options)
+        except JaxRuntimeError as error:
+            prefix = f"a segment cannot be restored on engine {self.name}: "
+            raise _translate(error, CompileError, prefix) from error
+
+    @property
+    def target(self) -> str:
+        return _target()
 
     def memory_stats(self, ordinal: int) -> dict[str, int]:
         """``bytes_in_use`` of live arrays, counted when asked; XLA's CPU client keeps no peak."""

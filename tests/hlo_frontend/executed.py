@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from stretto.runtime.engines.xla_cpu import XlaCpuEngine, XlaCpuSegment
+from stretto.runtime.engines.xla_cpu import XlaCpuEngine, XlaSegment
 from stretto.runtime.execution.executor import Executor
 from stretto.runtime.execution.value import Value
 from stretto.runtime.options import Options
@@ -30,7 +30,7 @@ class _Engine(XlaCpuEngine):
 
     def compile(
         self, segment: Segment, *, name: str = "", host_callbacks: Sequence[Any] = ()
-    ) -> XlaCpuSegment:
+    ) -> XlaSegment:
         if host_callbacks:
             return super().compile(segment, name=name, host_callbacks=host_callbacks)
         return self._compile_once(segment)

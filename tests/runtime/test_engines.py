@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from importlib.metadata import EntryPoint
 from typing import Any
 
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from stretto import engine_check
 from stretto.collectives.types import TensorType
 from stretto.engine_check import DONATED, DOUBLE, F32, check_engine
 from stretto.runtime.engines import engine, null, xla_cpu
@@ -58,7 +60,8 @@ class _Keeping(NullEngine):
         return self.kept
 
 
-def test_conformance_finds_what_is_broken() -> None:
+def test_conformance_finds_what_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_check, "_FREED_WITHIN", 0.1)
     with pytest.raises(AssertionError, match="a donated input is not written there"):
         check_engine(_Careless, computes=False)
     with pytest.raises(AssertionError, match="an array that nobody refers to is freed"):
@@ -73,6 +76,15 @@ def test_engines_are_found_by_name() -> None:
         LookupError, match=r"no engine 'none'; installed engines: .*null.*, xla:cpu"
     ):
         create_engine("none", 1)
+
+
+def test_an_engine_whose_plugin_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13"):
+        monkeypatch.setitem(sys.modules, name, None)  # as if not installed
+    with pytest.raises(
+        StrettoError, match=r"needs jax's CUDA plugin: pip install 'stretto\[cuda13\]'"
+    ):
+        create_engine("xla:cuda", 1)
 
 
 def test_engines_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:

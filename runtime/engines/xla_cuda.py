@@ -1,0 +1,93 @@
+"""Engine over XLA's CUDA client, which is jax's CUDA plugin loaded once more under a name of its own.
+
+JAX's own GPU backend, if the program has one, stays apart: another client, other arrays. Ranks may share a
+GPU, so the client takes memory as it needs it, and the runs of a program are enqueued ahead without a bound
+that a program meets.
+
+Arrays stay on their GPU. What the executor does itself, collectives above all, it does in the host's memory:
+`host_view` waits for the array and copies it, `put` copies back.
+"""
+
+from __future__ import annotations
+
+import importlib
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+
+from jax._src.lib import xla_client
+from jax.errors import JaxRuntimeError
+
+from ..errors import StrettoError
+from .xla_cpu import XlaEngine
+
+_NAME = "stretto_cuda"  # not "cuda", under which JAX loads it
+# Of the releases of jax's plugin, the one for the newest CUDA first.
+_RELEASES = ("cuda13", "cuda12")
+# XLA blocks a run when so many of a device are not over; by default it is less than 1000.
+_CLIENT = {"max_inflight_computations": 4096, "preallocate": False}
+
+
+def create(num_devices: int) -> XlaCudaEngine:
+    """Factory of the entry-point group ``stretto.engines``."""
+    return XlaCudaEngine(num_devices)
+
+
+@cache
+def _load() -> str:
+    """Load the plugin into this process; gives its release. Raises `StrettoError` if there is none."""
+    for release in _RELEASES:
+        try:
+            plugin = importlib.import_module(f"jax_plugins.xla_{release}")
+            extension = importlib.import_module(f"jax_{release}_plugin.cuda_plugin_extension")
+        except ImportError:
+            continue
+        library = Path(plugin.__path__[0], "xla_cuda_plugin.so")
+        capsule = xla_client.load_pjrt_plugin_dynamically(_NAME, str(library))
+        if not xla_client.pjrt_plugin_initialized(_NAME):
+            xla_client.initialize_pjrt_plugin(_NAME)
+        for name, type in extension.ffi_types().items():
+            extension.register_custom_type(capsule, name, type)
+        for name, handler in extension.ffi_handlers().items():
+            extension.register_custom_call_target(capsule, name, handler, "CUDA", 1)
+        return release
+    raise StrettoError(
+        "engine xla:cuda needs jax's CUDA plugin: pip install 'stretto[cuda13]' or 'stretto[cuda12]'"
+    )
+
+
+class XlaCudaEngine(XlaEngine):
+    """The first ``num_devices`` GPUs that CUDA shows this process."""
+
+    name = "xla:cuda"
+    host_memory = False
+
+    def __init__(self, num_devices: int) -> None:
+        """Raises `StrettoError` if the plugin is not installed or there are not so many GPUs."""
+        self._release = _load()
+        try:
+            client = xla_client.make_c_api_client(_NAME, _CLIENT, None)
+        except JaxRuntimeError as error:
+            raise StrettoError(f"engine {self.name}: {error}") from error
+        found = client.local_device_count()
+        if found < num_devices:
+            raise StrettoError(
+                f"engine {self.name}: {num_devices} devices are asked for (STRETTO_LOCAL_DEVICES), and CUDA "
+                f"shows {found} GPUs (CUDA_VISIBLE_DEVICES)"
+            )
+        super().__init__(client, num_devices)
+
+    @property
+    def target(self) -> str:
+        """jaxlib, the plugin, the CUDA that it runs on, the kind of GPU."""
+        plugin = version(f"jax-{self._release}-plugin")
+        kind = self._device_lists[0][0].device_kind
+        return (
+            f"jaxlib {version('jaxlib')}, {self._release} plugin {plugin}, "
+            f"{self._client.platform_version}, {kind}"
+        )
+
+    def memory_stats(self, ordinal: int) -> dict[str, int]:
+        """As XLA's allocator counts."""
+        (device,) = self._device_lists[ordinal]
+        return dict(device.memory_stats())

@@ -1,0 +1,97 @@
+"""The engine `xla:cuda` on the fake driver, whose kernels compute nothing: here XLA's CPU client computes
+what is in a segment.
+
+A segment becomes a module of one custom call, JAX's Python callback for GPUs, with the segment's own types,
+so buffers, transfers, streams and events are those of a GPU program, and the function that is called runs the
+segment on the CPU. Donation is left out of the CPU's half.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from jax._src.interpreters import mlir
+from jax.errors import JaxRuntimeError
+from jaxlib.mlir import ir
+
+from stretto.runtime.engines.xla_cpu import XlaCpuEngine
+from stretto.runtime.engines.xla_cuda import XlaCudaEngine
+from stretto.runtime.program import Segment
+
+
+class FakeCudaEngine(XlaCudaEngine):
+    """Devices of the fake driver."""
+
+    def __init__(self, num_devices: int) -> None:
+        super().__init__(num_devices)
+        self._cpu = XlaCpuEngine(1)
+        self._sources: dict[Any, Segment] = {}
+
+    def compile_on(
+        self,
+        segment: Segment,
+        name: str,
+        devices: Any,
+        options: Any,
+        host_callbacks: Sequence[Any] = (),
+    ) -> Any:
+        computes = self._cpu.compile(segment, name=name, host_callbacks=host_callbacks)
+
+        def call(*operands: Any) -> tuple[np.ndarray, ...]:
+            given = [
+                self._cpu.put(np.array(a).astype(t.numpy, copy=False), t, 0)
+                for a, t in zip(operands, segment.inputs, strict=True)
+            ]
+            return tuple(np.array(self._cpu.host_view(a)) for a in computes.run(0, given))
+
+        with mlir.make_ir_context():
+            wrapped = _wrapped(ir.Module.parse(segment.module))
+            executable = self._client.compile_and_load(wrapped, devices, options, [call])
+        self._sources[executable] = segment
+        return executable
+
+    def serialize_executable(self, executable: Any) -> bytes:
+        """What it was compiled from: the function that it calls is this process's."""
+        return pickle.dumps(self._sources[executable])
+
+    def load_for(self, ordinal: int, code: bytes) -> Any:
+        """Compiles again what `serialize_executable` gave. Raises ``JaxRuntimeError``."""
+        try:
+            segment = pickle.loads(code)
+        except pickle.UnpicklingError as error:
+            raise JaxRuntimeError(f"INVALID_ARGUMENT: {error}") from error
+        return self.compile_for(ordinal, segment, segment.name, ())
+
+
+def _wrapped(module: ir.Module) -> ir.Module:
+    """A module with the same signature that calls the function with index 0."""
+    (main,) = [f for f in module.body.operations if f.attributes["sym_name"].value == "main"]
+    types = [str(t) for t in main.type.inputs]
+    results = [str(t) for t in main.type.results]
+    attributes = [str(a) for a in main.arg_attrs] if types else []
+    parameters = ", ".join(
+        f"%a{i}: {t} {a if 'aliasing' in a else ''}"
+        for i, (t, a) in enumerate(zip(types, attributes, strict=True))
+    )
+    names = ", ".join(f"%a{i}" for i in range(len(types)))
+    many = len(results) > 1
+    given = ", ".join(f"%r#{i}" if many else "%r" for i in range(len(results)))
+    return ir.Module.parse(f"""
+module @fake {{
+  func.func public @main({parameters}) -> ({", ".join(results)}) {{
+    {f"%r:{len(results)} =" if many else "%r =" if results else ""}
+        stablehlo.custom_call @xla_ffi_python_gpu_callback({names}) {{
+          api_version = 4 : i32, has_side_effect = true, backend_config = {{index = 0 : ui64}}
+        }} : ({", ".join(types)}) -> ({", ".join(results)})
+    return {given} {":" if results else ""} {", ".join(results)}
+  }}
+}}
+""")
+
+
+def create(num_devices: int) -> FakeCudaEngine:
+    """Factory of the entry-point group ``stretto.engines``."""
+    return FakeCudaEngine(num_devices)

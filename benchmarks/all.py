@@ -13,6 +13,7 @@ NAMES = (
     "psum_two_ranks",
     "loop_psum",
     "loop_sizes",
+    "many_results",
     "small_steps",
     "science",
     "user_programs",

@@ -456,36 +456,24 @@ class _Emitter:
 
         What XLA takes for cheap it runs while it starts the devices, and if one of them fails there it ends
         the process unless the others come to their end. Cheap is what it estimates at less than 1,000
-        operations, and it counts the branch here, which is never taken: no position is as large. A device
-        that is alone may as well run where it is.
+        operations. It counts one for each element of an array of which one element is read here, by an
+        index that it does not know: it fuses that, and computes no other. A device that is alone may as
+        well run where it is.
         """
         if self.alone:
             self.chain = self._constant("0", "tensor<i32>")
             return
-        position, limit = self._element(1), self._constant("4611686018427387904", "tensor<ui64>")
-        never = self._value(
-            f"stablehlo.compare GT, {position}, {limit} : (tensor<ui64>, tensor<ui64>) -> tensor<i1>"
-        )
-        square, scalar = "tensor<8x8xi8>", "tensor<i8>"
-        name = self._new()
-        self._add(f'{name} = "stablehlo.if"({never}) ({{')
-        number = self._value(f"stablehlo.convert {position} : (tensor<ui64>) -> {scalar}")
+        scalar, array = "tensor<i32>", "tensor<2048xi32>"
+        position = self._value(f"stablehlo.convert {self._element(1)} : (tensor<ui64>) -> {scalar}")
         spread = self._value(
-            f"stablehlo.broadcast_in_dim {number}, dims = [] : ({scalar}) -> {square}"
+            f"stablehlo.broadcast_in_dim {position}, dims = [] : ({scalar}) -> {array}"
         )
-        product = self._value(
-            f"stablehlo.dot_general {spread}, {spread}, contracting_dims = [0] x [0] : "
-            f"({square}, {square}) -> {square}"
+        places = self._value(f"stablehlo.iota dim = 0 : {array}")
+        mixed = self._value(f"stablehlo.xor {spread}, {places} : {array}")
+        one = self._value(
+            f"stablehlo.dynamic_slice {mixed}, {position}, sizes = [1] : ({array}, {scalar}) -> tensor<1xi32>"
         )
-        one = self._value(f"stablehlo.slice {product} [0:1, 0:1] : ({square}) -> tensor<1x1xi8>")
-        flat = self._value(f"stablehlo.reshape {one} : (tensor<1x1xi8>) -> {scalar}")
-        whole = self._value(f"stablehlo.convert {flat} : ({scalar}) -> tensor<i32>")
-        self._add(f"stablehlo.return {whole} : tensor<i32>")
-        self._add("}, {")
-        zero = self._constant("0", "tensor<i32>")
-        self._add(f"stablehlo.return {zero} : tensor<i32>")
-        self._add("}) : (tensor<i1>) -> tensor<i32>")
-        self.chain = name
+        self.chain = self._value(f"stablehlo.reshape {one} : (tensor<1xi32>) -> {scalar}")
 
     # Instructions.
 

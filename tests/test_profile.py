@@ -96,7 +96,7 @@ def test_in_one_process_for_the_next_one(tmp_path: Path) -> None:
     (new,) = set(again[0]["programs"])
     assert again[0]["profiles"] == [] and new != old
     assert again[0]["bits"] == found[0]["bits"]
-    # Without the option what was kept is not read, and nothing is measured. (With it every program is walked.)
+    # Without the option what was kept is not read, and nothing is measured. With it every program is walked.
     off, _ = reports(tmp_path / "off", 1, cache, STRETTO_NATIVE="0")
     assert off[0]["profiles"] == [] and off[0]["programs"] == [old] * 3
     assert off[0]["bits"] == found[0]["bits"]

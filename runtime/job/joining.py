@@ -3,7 +3,8 @@
 MPI's initialization returns when every rank has come to it. A rank that ends before (a script that fails
 on one host, say) would leave the others waiting inside MPI: Hydra notices such an end only of processes
 that have joined. So a thread watches while this process waits: it looks whether the processes that Hydra
-started beside this one are all alive, and it has the last word after the options' timeout.
+started beside this one are all alive, and it has the last word after the options' timeout, or after
+`PATIENCE` where that is longer: ranks start as far apart as importing takes on a busy machine.
 
 The thread needs the GIL, which mpi4py keeps during initialization: hence MPI is initialized through
 ctypes, which gives it back.
@@ -25,6 +26,8 @@ from . import lineage
 from .control import end_process, say
 
 TICK = 0.5
+# Seconds.
+PATIENCE = 60.0
 PROXY = "hydra_pmi_proxy"
 
 
@@ -68,7 +71,8 @@ def watched(rank: int, timeout: float) -> Iterator[None]:
     done = threading.Event()
 
     def watch() -> None:
-        deadline = monotonic() + timeout
+        patience = max(timeout, PATIENCE)
+        deadline = monotonic() + patience
         expected = int(os.environ.get("MPI_LOCALNRANKS", "0"))
         proxy = _proxy() if expected else None
         while not done.wait(TICK):
@@ -81,8 +85,9 @@ def watched(rank: int, timeout: float) -> Iterator[None]:
                 )
             elif monotonic() > deadline:
                 reason = (
-                    f"some rank has not joined the job within {timeout:g} s (STRETTO_TIMEOUT): it has "
-                    "ended, or has not yet come to its first use of a JAX device"
+                    f"some rank has not joined the job within {patience:g} s (STRETTO_TIMEOUT, "
+                    f"at least {PATIENCE:g}): it has ended, or has not yet come to its first use of a JAX "
+                    "device"
                 )
             if reason and not done.is_set():
                 say(f"stretto: rank {rank} ends: {reason}\n")

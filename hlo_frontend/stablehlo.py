@@ -114,6 +114,11 @@ def parse(module: bytes | str, context: ir.Context | None = None) -> ir.Module:
     raise InvalidProgramError("not a StableHLO module: " + "; ".join(reasons))
 
 
+def current_version() -> list[int]:
+    """StableHLO's version in this jaxlib: major, minor and patch."""
+    return list(map(int, stablehlo.get_current_version().split(".")))
+
+
 def bytecode(module: ir.Module) -> bytes:
     buffer = BytesIO()
     module.operation.write_bytecode(buffer)

@@ -15,6 +15,7 @@ from weakref import WeakSet
 import numpy as np
 
 from stretto.collectives.types import TensorType
+from stretto.hlo_frontend import stablehlo
 from stretto.hlo_frontend.native import NativePolicy
 from stretto.hlo_frontend.overlap.policy import policy_of
 from stretto.runtime import dump
@@ -199,7 +200,13 @@ def plugin_initialize(args: Any) -> None:
 @entry("PJRT_Plugin_Attributes")
 def plugin_attributes(args: Any) -> None:
     if not _plugin_attributes:  # kept for good: the attributes have the lifetime of the process
-        _plugin_attributes.append(NamedValues({"stretto_version": version("stretto")}))
+        attributes = {
+            "stretto_version": version("stretto"),
+            # jaxlib sends modules in the form of the version that a plugin names. Unasked it takes one that
+            # is months old, which lacks the newest operations.
+            "stablehlo_current_version": stablehlo.current_version(),
+        }
+        _plugin_attributes.append(NamedValues(attributes))
     values = _plugin_attributes[0]
     args.attributes, args.num_attributes = values.address, values.count
 

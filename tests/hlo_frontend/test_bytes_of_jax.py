@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from frontend_support import P, compiled, judge, judge_program, kinds, manual, mesh, payload
 
 from stretto.collectives.ops import Kind
@@ -80,3 +81,52 @@ def test_a_sum_and_a_slice_by_hand() -> None:
     assert [interpreter.program.collectives[s.collective].kind for s in starts] == [
         Kind.REDUCE_SCATTER
     ]
+
+
+WAVES = {
+    "the last of three": (lambda x: jnp.fft.fft(x, axis=2), P("x"), P("x"), "c8"),
+    "the middle one": (lambda x: jnp.fft.fft(x, axis=1), P("x"), P("x"), "c8"),
+    "the first two": (lambda x: jnp.fft.fftn(x, axes=(0, 1)), P(None, None, "x"), None, "c8"),
+    "of real numbers": (lambda x: jnp.fft.rfft(x), P("x"), P("x"), "f4"),
+    "to real numbers": (lambda x: jnp.fft.irfft(x, n=22), P("x"), P("x"), "c8"),
+    "there and back": (
+        lambda x: jnp.fft.ifft2(jnp.fft.fft2(x) * jnp.arange(12.0)),
+        P("x"),
+        P("x"),
+        "c16",
+    ),
+    "over one axis of two": (lambda x: jnp.fft.fft(x), P("y"), P("y"), "c8"),
+}
+
+
+@pytest.mark.parametrize("which", WAVES)
+def test_a_transform_of_other_dimensions_sends_nothing(which: str) -> None:
+    """XLA gathers the array, transforms all of it and cuts out what the device had (jax #13081, #15680)."""
+    f, spec, out, dtype = WAVES[which]
+    over = mesh(2, 2) if "y" in spec else mesh(4)
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((8, 16, 12))
+    x = (x + 1j * rng.standard_normal(x.shape) if dtype[0] == "c" else x).astype(dtype)
+    given, wanted = (jax.sharding.NamedSharding(over, s) for s in (spec, out or spec))
+    function = jax.jit(f, in_shardings=given, out_shardings=wanted)
+    with jax.enable_x64(dtype == "c16"):
+        module = compiled(function, x, num_devices=4)
+        assert "all-gather" in kinds(module.as_written())
+        assert kinds(module) == []
+        assert all("goes" in r.said for r in module.rewrites)
+        # Nor is there room for more than the device's own part.
+        types = (*module.program.inputs, *module.program.outputs)
+        assert max(t.size for t in module.program.slot_types) <= max(t.size for t in types)
+        judge_program(module, function, over, (spec,), x, exact=True)
+
+
+def test_a_transform_of_the_dimension_that_is_cut_needs_all_of_it() -> None:
+    over = mesh(4)
+    sharding = jax.sharding.NamedSharding(over, P("x"))
+    function = jax.jit(
+        lambda x: jnp.fft.fft(x, axis=0), in_shardings=sharding, out_shardings=sharding
+    )
+    x = np.arange(8 * 3, dtype="c8").reshape(8, 3)
+    module = compiled(function, x, num_devices=4)
+    assert kinds(module) == kinds(module.as_written()) != []
+    judge_program(module, function, over, (P("x"),), x, exact=False)

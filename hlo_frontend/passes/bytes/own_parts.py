@@ -2,7 +2,8 @@
 
 A device's *own part* of an array is, along some dimension, part p of n, where n is the size of its group in
 a collective and p its place there. It is read by a dynamic slice whose start is known on every device
-(`DeviceValues`), directly or behind transposes, reshapes and conversions. A read through an optimization
+(`DeviceValues`), directly or behind transposes, reshapes, conversions and Fourier transforms of other
+dimensions: XLA's partitioner gathers a whole array to transform it row by row. A read through an optimization
 barrier counts as a read of the whole array.
 """
 
@@ -17,7 +18,7 @@ from ...edit import Editor
 from ...values import Node, NodeKind, Value
 from ..valid.known import starts_of
 from .device_values import DeviceValues
-from .steps import Step, backward, emit, of_part, steps_of
+from .steps import Step, backward, batched_of, emit, of_part
 
 # The most steps between a collective and a slice.
 _LONGEST = 16
@@ -75,7 +76,7 @@ def own_parts(
                 else:
                     found.append(part)
                 continue
-            more = steps_of(node)
+            more = batched_of(node)
             if more is None or len(steps) + len(more) > _LONGEST:
                 others = True
             else:

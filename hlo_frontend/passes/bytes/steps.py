@@ -1,8 +1,9 @@
 """Steps: ops that commute with cutting an array into equal parts along a dimension.
 
-A `Step` transposes, reshapes or converts. A row-major reshape keeps parts together if the dimensions before
-the cut have the same number of elements on both sides. `emit` makes nodes for the same steps on arrays of
-other shapes or types; they have the name and the source line of the original instruction.
+A `Step` transposes, reshapes or converts (`steps_of`), or is a Fourier transform of other dimensions than that
+of the cut (`batched_of`). A row-major reshape keeps parts together if the dimensions before the cut have the
+same number of elements on both sides. `emit` makes nodes for the same steps on arrays of other shapes or types;
+they have the name and the source line of the original instruction.
 """
 
 from __future__ import annotations
@@ -21,9 +22,8 @@ from ...values import Node, NodeKind, Value
 
 @dataclass(frozen=True)
 class Step:
-    """``opcode``: transpose (by ``permutation``), reshape or convert, of ``source`` to ``target``.
-
-    ``like``: the instruction that it comes from.
+    """``opcode``: transpose (by ``permutation``), reshape, convert, or fft (of the last ``rank`` dimensions), of
+    ``source`` to ``target``. ``like``: the instruction that it comes from.
     """
 
     opcode: str
@@ -31,14 +31,27 @@ class Step:
     target: TensorType
     like: Instruction
     permutation: tuple[int, ...] = ()
+    rank: int = 0
 
     @property
     def key(self) -> tuple[object, ...]:
-        return self.opcode, self.source, self.target, self.permutation
+        # Other transforms have other instructions.
+        kind = self.like if self.rank else None
+        return self.opcode, self.source, self.target, self.permutation, kind
+
+
+def batched_of(node: Node) -> tuple[Step, ...] | None:
+    """The steps of a node as of `steps_of`; also what works on the parts of its operand one by one."""
+    if node.kind is NodeKind.COMPUTE and node.instruction.opcode == "fft":
+        source, target = node.operands[0].type, node.results[0].type
+        assert source is not None and target is not None
+        rank = len(node.instruction.proto.fft_length)
+        return (Step("fft", source, target, node.instruction, rank=rank),)
+    return steps_of(node)
 
 
 def steps_of(node: Node) -> tuple[Step, ...] | None:
-    """The steps of a node with one operand, or None if it is something else."""
+    """The steps of a node that only moves or converts its one operand, or None if it is something else."""
     if node.kind is not NodeKind.COMPUTE or len(node.operands) != 1 or len(node.results) != 1:
         return None
     source, target = node.operands[0].type, node.results[0].type
@@ -83,7 +96,7 @@ def backward(step: Step, dimension: int, parts: int) -> int | None:
         return step.permutation[dimension]
     if step.opcode == "reshape":
         return _same_cut(step.target.shape, step.source.shape, dimension, parts)
-    return dimension
+    return dimension if dimension < len(step.source.shape) - step.rank else None
 
 
 def forward(step: Step, dimension: int, parts: int) -> int | None:
@@ -92,7 +105,7 @@ def forward(step: Step, dimension: int, parts: int) -> int | None:
         return step.permutation.index(dimension)
     if step.opcode == "reshape":
         return _same_cut(step.source.shape, step.target.shape, dimension, parts)
-    return dimension
+    return dimension if dimension < len(step.source.shape) - step.rank else None
 
 
 def _same_cut(given: Sequence[int], other: Sequence[int], dimension: int, parts: int) -> int | None:
@@ -149,9 +162,16 @@ def emit(steps: Sequence[Step], value: Value) -> tuple[list[Node], Value]:
 
 def _node(step: Step, operand: Value) -> Node:
     like = step.like
-    proto = HloInstructionProto(name=like.name)
-    proto.metadata.CopyFrom(like.proto.metadata)
-    fill(proto, step.opcode, shape_of(step.target), dimensions=step.permutation)
+    if step.opcode == "fft":
+        proto = HloInstructionProto()
+        proto.CopyFrom(like.proto)  # which has more fields than the schema
+        proto.shape.CopyFrom(shape_of(step.target))
+        del proto.operand_ids[:]
+        del proto.control_predecessor_ids[:]
+    else:
+        proto = HloInstructionProto(name=like.name)
+        proto.metadata.CopyFrom(like.proto.metadata)
+        fill(proto, step.opcode, shape_of(step.target), dimensions=step.permutation)
     instruction = Instruction(proto, like.computation)
     # Readers ask only for the operand's shape: a parameter has it.
     source = fill(HloInstructionProto(name=like.name), "parameter", shape_of(step.source))

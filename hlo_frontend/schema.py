@@ -39,7 +39,7 @@ TABLE: dict[str, str] = {
         "slice_dimensions:17:SliceDimensions* padding_config:21:PaddingConfig "
         "window:15:Window convolution_dimension_numbers:16:ConvolutionDimensionNumbers "
         "dynamic_slice_sizes:20:int64* channel_id:26:int64 custom_call_target:28:string "
-        "fft_length:32:int64* "
+        "fft_type:31:int32 fft_length:32:int64* "
         "dot_dimension_numbers:30:DotDimensionNumbers comparison_direction:63:string "
         "comparison_type:72:string is_stable:60:bool k:81:int64 largest:85:bool "
         "id:35:int64 operand_ids:36:int64* control_predecessor_ids:37:int64* "

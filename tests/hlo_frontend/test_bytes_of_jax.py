@@ -87,7 +87,7 @@ WAVES = {
     "the last of three": (lambda x: jnp.fft.fft(x, axis=2), P("x"), P("x"), "c8"),
     "the middle one": (lambda x: jnp.fft.fft(x, axis=1), P("x"), P("x"), "c8"),
     "the first two": (lambda x: jnp.fft.fftn(x, axes=(0, 1)), P(None, None, "x"), None, "c8"),
-    "of real numbers": (lambda x: jnp.fft.rfft(x), P("x"), P("x"), "f4"),
+    "of real numbers": (jnp.fft.rfft, P("x"), P("x"), "f4"),
     "to real numbers": (lambda x: jnp.fft.irfft(x, n=22), P("x"), P("x"), "c8"),
     "there and back": (
         lambda x: jnp.fft.ifft2(jnp.fft.fft2(x) * jnp.arange(12.0)),
@@ -95,7 +95,7 @@ WAVES = {
         P("x"),
         "c16",
     ),
-    "over one axis of two": (lambda x: jnp.fft.fft(x), P("y"), P("y"), "c8"),
+    "over one axis of two": (jnp.fft.fft, P("y"), P("y"), "c8"),
 }
 
 
@@ -120,13 +120,73 @@ def test_a_transform_of_other_dimensions_sends_nothing(which: str) -> None:
         judge_program(module, function, over, (spec,), x, exact=True)
 
 
-def test_a_transform_of_the_dimension_that_is_cut_needs_all_of_it() -> None:
+# Shapes are those of the arrays that are transformed, over four devices.
+CUT = {
+    "one, the first of two": (lambda x: jnp.fft.fft(x, axis=0), P("x"), (20, 12), "c8"),
+    "one, the last of two": (jnp.fft.fft, P(None, "x"), (12, 20), "c8"),
+    "one, the middle of three": (lambda x: jnp.fft.ifft(x, axis=1), P(None, "x"), (4, 8, 3), "c8"),
+    "of two the first": (jnp.fft.fft2, P("x"), (20, 28), "c8"),
+    "of two the first, wide": (jnp.fft.fft2, P("x"), (20, 28), "c16"),
+    "of two the first, back": (jnp.fft.ifft2, P("x"), (16, 32), "c8"),
+    "of two the first, real": (jnp.fft.rfft2, P("x"), (20, 14), "f4"),
+    "of two the first, to real": (lambda x: jnp.fft.irfft2(x, s=(16, 30)), P("x"), (16, 16), "c8"),
+    "of three the first": (jnp.fft.fftn, P("x"), (12, 5, 8), "c8"),
+    "of three the first, real": (jnp.fft.rfftn, P("x"), (12, 5, 14), "f4"),
+    "of three the first, to real": (
+        lambda x: jnp.fft.irfftn(x, s=(8, 4, 14)),
+        P("x"),
+        (8, 4, 8),
+        "c8",
+    ),
+    "of many": (lambda x: jnp.fft.fft2(x, axes=(1, 2)), P(None, "x"), (3, 12, 8), "c8"),
+}
+
+
+@pytest.mark.parametrize("which", CUT)
+def test_a_transform_of_the_dimension_that_is_cut_exchanges_parts(which: str) -> None:
+    f, spec, shape, dtype = CUT[which]
+    over = mesh(4)
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal(shape)
+    x = (x + 1j * rng.standard_normal(shape) if dtype[0] == "c" else x).astype(dtype)
+    sharding = jax.sharding.NamedSharding(over, spec)
+    function = jax.jit(f, in_shardings=sharding, out_shardings=sharding)
+    with jax.enable_x64(dtype == "c16"):
+        module = compiled(function, x, num_devices=4)
+        assert kinds(module.as_written()) == ["all-gather"]
+        assert kinds(module) == ["all-to-all"] * 2
+        # Three quarters of a device's part each time, as it is between the transforms.
+        (first, second) = module.program.collectives
+        largest = max(t.nbytes for t in (*module.program.inputs, *module.program.outputs))
+        assert all(c.operands[0].nbytes <= largest for c in (first, second))
+        assert max(t.nbytes for t in module.program.slot_types) <= largest
+        judge_program(module, function, over, (spec,), x, exact=True)
+
+
+def test_an_inverse_is_scaled_by_one_length_after_the_other() -> None:
     over = mesh(4)
     sharding = jax.sharding.NamedSharding(over, P("x"))
-    function = jax.jit(
-        lambda x: jnp.fft.fft(x, axis=0), in_shardings=sharding, out_shardings=sharding
-    )
-    x = np.arange(8 * 3, dtype="c8").reshape(8, 3)
+    function = jax.jit(jnp.fft.ifft2, in_shardings=sharding, out_shardings=sharding)
+    x = np.random.default_rng(0).standard_normal((12, 20)).astype("c8")
     module = compiled(function, x, num_devices=4)
-    assert kinds(module) == kinds(module.as_written()) != []
+    assert kinds(module) == ["all-to-all"] * 2
     judge_program(module, function, over, (P("x"),), x, exact=False)
+
+
+@pytest.mark.parametrize(
+    ("f", "spec", "shape"),
+    [
+        (lambda x: jnp.fft.fft(x, axis=0), P("x"), (8, 3)),  # no dimension to exchange for
+        (jnp.fft.fft2, P(None, "x"), (8, 8)),  # the last is transformed first
+        (lambda x: jnp.fft.fft(x, axis=0) + x.sum(), P("x"), (8, 8)),  # sums over what is cut
+    ],
+)
+def test_where_nothing_can_be_exchanged_the_gather_stays(f, spec, shape) -> None:  # type: ignore[no-untyped-def]
+    over = mesh(4)
+    sharding = jax.sharding.NamedSharding(over, spec)
+    function = jax.jit(f, in_shardings=sharding, out_shardings=sharding)
+    x = np.random.default_rng(0).standard_normal(shape).astype("c8")
+    module = compiled(function, x, num_devices=4)
+    judge_program(module, function, over, (spec,), x, exact=False)
+    if shape == (8, 3) or spec == P(None, "x"):
+        assert kinds(module) == ["all-gather"]

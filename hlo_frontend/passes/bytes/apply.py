@@ -14,6 +14,7 @@ from ..order import order
 from .alone import leave_out_alone
 from .context import Context, Rewritten
 from .device_values import DeviceValues
+from .fourier import exchange
 from .gathers import take_own
 from .merge import merge
 from .narrow import narrow
@@ -79,6 +80,7 @@ _REWRITES: dict[str, Callable[[Editor, Sequence[Node], Context], Found]] = {
     "alone": _each(leave_out_alone),
     "merge": lambda editor, nodes, context: merge(editor, nodes),
     "own": _each(take_own),
+    "exchange": _each(exchange),
     "scatter": _each(scatter),
     "narrow": _each(narrow),
 }

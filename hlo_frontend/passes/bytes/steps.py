@@ -1,15 +1,16 @@
 """Steps: ops that commute with cutting an array into equal parts along a dimension.
 
-A `Step` transposes, reshapes or converts (`steps_of`), or is a Fourier transform of other dimensions than that
-of the cut (`batched_of`). A row-major reshape keeps parts together if the dimensions before the cut have the
-same number of elements on both sides. `emit` makes nodes for the same steps on arrays of other shapes or types;
-they have the name and the source line of the original instruction.
+A `Step` transposes, reshapes or converts (`steps_of`), or is a Fourier transform of other dimensions than
+that of the cut (`batched_of`). A row-major reshape keeps parts together if the dimensions before the cut have
+the same number of elements on both sides. `emit` makes nodes for the same steps on arrays of other shapes or
+types; they have the name and the source line of the original instruction.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from enum import IntEnum
 from math import prod
 
 from stretto.collectives.types import TensorType
@@ -20,10 +21,21 @@ from ...schema import HloInstructionProto
 from ...values import Node, NodeKind, Value
 
 
+class Transform(IntEnum):
+    """Kinds of Fourier transforms, by their numbers in HLO's protos."""
+
+    FFT = 0
+    IFFT = 1
+    RFFT = 2
+    IRFFT = 3
+
+
 @dataclass(frozen=True)
 class Step:
-    """``opcode``: transpose (by ``permutation``), reshape, convert, or fft (of the last ``rank`` dimensions), of
-    ``source`` to ``target``. ``like``: the instruction that it comes from.
+    """``opcode``: transpose (by ``permutation``), reshape, convert, or fft, of ``source`` to ``target``.
+
+    ``like``: the instruction that it comes from. ``transform`` (a `Transform`) and ``lengths`` are those of
+    an fft, which works on as many of the last dimensions as there are lengths.
     """
 
     opcode: str
@@ -31,13 +43,13 @@ class Step:
     target: TensorType
     like: Instruction
     permutation: tuple[int, ...] = ()
-    rank: int = 0
+    transform: int = 0
+    lengths: tuple[int, ...] = ()
 
     @property
     def key(self) -> tuple[object, ...]:
-        # Other transforms have other instructions.
-        kind = self.like if self.rank else None
-        return self.opcode, self.source, self.target, self.permutation, kind
+        fourier = self.transform, self.lengths
+        return self.opcode, self.source, self.target, self.permutation, fourier
 
 
 def batched_of(node: Node) -> tuple[Step, ...] | None:
@@ -45,8 +57,11 @@ def batched_of(node: Node) -> tuple[Step, ...] | None:
     if node.kind is NodeKind.COMPUTE and node.instruction.opcode == "fft":
         source, target = node.operands[0].type, node.results[0].type
         assert source is not None and target is not None
-        rank = len(node.instruction.proto.fft_length)
-        return (Step("fft", source, target, node.instruction, rank=rank),)
+        proto = node.instruction.proto
+        transform, lengths = proto.fft_type, tuple(proto.fft_length)
+        return (
+            Step("fft", source, target, node.instruction, transform=transform, lengths=lengths),
+        )
     return steps_of(node)
 
 
@@ -96,7 +111,7 @@ def backward(step: Step, dimension: int, parts: int) -> int | None:
         return step.permutation[dimension]
     if step.opcode == "reshape":
         return _same_cut(step.target.shape, step.source.shape, dimension, parts)
-    return dimension if dimension < len(step.source.shape) - step.rank else None
+    return dimension if dimension < len(step.source.shape) - len(step.lengths) else None
 
 
 def forward(step: Step, dimension: int, parts: int) -> int | None:
@@ -105,7 +120,7 @@ def forward(step: Step, dimension: int, parts: int) -> int | None:
         return step.permutation.index(dimension)
     if step.opcode == "reshape":
         return _same_cut(step.source.shape, step.target.shape, dimension, parts)
-    return dimension if dimension < len(step.source.shape) - step.rank else None
+    return dimension if dimension < len(step.source.shape) - len(step.lengths) else None
 
 
 def _same_cut(given: Sequence[int], other: Sequence[int], dimension: int, parts: int) -> int | None:
@@ -162,16 +177,12 @@ def emit(steps: Sequence[Step], value: Value) -> tuple[list[Node], Value]:
 
 def _node(step: Step, operand: Value) -> Node:
     like = step.like
-    if step.opcode == "fft":
-        proto = HloInstructionProto()
-        proto.CopyFrom(like.proto)  # which has more fields than the schema
-        proto.shape.CopyFrom(shape_of(step.target))
-        del proto.operand_ids[:]
-        del proto.control_predecessor_ids[:]
-    else:
-        proto = HloInstructionProto(name=like.name)
-        proto.metadata.CopyFrom(like.proto.metadata)
-        fill(proto, step.opcode, shape_of(step.target), dimensions=step.permutation)
+    proto = HloInstructionProto(name=like.name)
+    proto.metadata.CopyFrom(like.proto.metadata)
+    fill(proto, step.opcode, shape_of(step.target), dimensions=step.permutation)
+    if step.lengths:
+        proto.fft_type = step.transform
+        proto.fft_length.extend(step.lengths)
     instruction = Instruction(proto, like.computation)
     # Readers ask only for the operand's shape: a parameter has it.
     source = fill(HloInstructionProto(name=like.name), "parameter", shape_of(step.source))

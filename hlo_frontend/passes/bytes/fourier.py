@@ -110,6 +110,9 @@ def _planned(transform: Step, dimension: int, parts: int) -> _Plan | None:
     other = _other(here, dimension, parts)
     if other is None:
         return None
+    size = here.shape[other]
+    if size % parts:
+        here = ahead.resize("pad", here, other, -(-size // parts) * parts)
     # A part of another dimension for each device of the group, in front.
     shape, rank = here.shape, len(here.shape)
     cut = shape[other] // parts
@@ -128,13 +131,14 @@ def _planned(transform: Step, dimension: int, parts: int) -> _Plan | None:
     else:
         transformed = TensorType(target.dtype, (*here.shape[:-1], target.shape[dimension]))
         here = between.fft(here, kind, first, transformed)
-    size = here.shape[-1]
-    here = between.reshape(here, (*here.shape[:-1], parts, size // parts))
+    here = between.reshape(here, (*here.shape[:-1], parts, here.shape[-1] // parts))
     here = between.transpose(here, _inverse(to_end))
     # Back.
     here = behind.transpose(here, _inverse(order))
     shape = here.shape
     here = behind.reshape(here, (*shape[:other], shape[other] * cut, *shape[other + 2 :]))
+    if size % parts:
+        here = behind.resize("slice", here, other, size)
     if kind is Transform.RFFT:
         for middle, length in enumerate(last[:-1], dimension + 1):
             swapped = (*(d for d in range(rank) if d != middle), middle)
@@ -149,9 +153,12 @@ def _planned(transform: Step, dimension: int, parts: int) -> _Plan | None:
 
 
 def _other(type: TensorType, dimension: int, parts: int) -> int | None:
-    """Another dimension that can be cut into parts."""
-    sizes = enumerate(type.shape)
-    return next((d for d, n in sizes if d != dimension and n and n % parts == 0), None)
+    """Another dimension that can be cut into parts, filled up if need be: not so far that more is sent than
+    by the gather, but for a tenth."""
+    others = [(d, n) for d, n in enumerate(type.shape) if d != dimension and n]
+    whole = [d for d, n in others if n % parts == 0]
+    filled = [d for d, n in others if 20 * -(-n // parts) <= 11 * n]
+    return next(iter(whole + filled), None)
 
 
 def _inverse(permutation: Sequence[int]) -> tuple[int, ...]:
@@ -171,6 +178,10 @@ class _Chain:
     def transpose(self, type: TensorType, permutation: tuple[int, ...]) -> TensorType:
         target = TensorType(type.dtype, tuple(type.shape[d] for d in permutation))
         return self._add(Step("transpose", type, target, self.like, permutation))
+
+    def resize(self, opcode: str, type: TensorType, dimension: int, size: int) -> TensorType:
+        shape = (*type.shape[:dimension], size, *type.shape[dimension + 1 :])
+        return self._add(Step(opcode, type, TensorType(type.dtype, shape), self.like))
 
     def fft(
         self, type: TensorType, kind: Transform, lengths: tuple[int, ...], target: TensorType

@@ -17,7 +17,7 @@ from stretto.collectives.types import TensorType
 
 from ...builder import fill, shape_of
 from ...graph import Instruction
-from ...schema import HloInstructionProto
+from ...schema import HloInstructionProto, LiteralProto
 from ...values import Node, NodeKind, Value
 
 
@@ -32,7 +32,8 @@ class Transform(IntEnum):
 
 @dataclass(frozen=True)
 class Step:
-    """``opcode``: transpose (by ``permutation``), reshape, convert, or fft, of ``source`` to ``target``.
+    """``opcode``: transpose (by ``permutation``), reshape, convert, fft, or pad and slice at the ends of
+    dimensions, of ``source`` to ``target``.
 
     ``like``: the instruction that it comes from. ``transform`` (a `Transform`) and ``lengths`` are those of
     an fft, which works on as many of the last dimensions as there are lengths.
@@ -169,13 +170,12 @@ def emit(steps: Sequence[Step], value: Value) -> tuple[list[Node], Value]:
     """New nodes that apply the steps to a value, and the result of the last one."""
     nodes: list[Node] = []
     for step in steps:
-        node = _node(step, value)
-        nodes.append(node)
-        (value,) = node.results
+        nodes += _nodes(step, value)
+        (value,) = nodes[-1].results
     return nodes, value
 
 
-def _node(step: Step, operand: Value) -> Node:
+def _nodes(step: Step, operand: Value) -> list[Node]:
     like = step.like
     proto = HloInstructionProto(name=like.name)
     proto.metadata.CopyFrom(like.proto.metadata)
@@ -183,10 +183,35 @@ def _node(step: Step, operand: Value) -> Node:
     if step.lengths:
         proto.fft_type = step.transform
         proto.fft_length.extend(step.lengths)
+    for given, wanted in zip(step.source.shape, step.target.shape, strict=False):
+        if step.opcode == "slice":
+            proto.slice_dimensions.add(start=0, limit=wanted, stride=1)
+        elif step.opcode == "pad":
+            proto.padding_config.dimensions.add(edge_padding_high=wanted - given)
     instruction = Instruction(proto, like.computation)
     # Readers ask only for the operand's shape: a parameter has it.
     source = fill(HloInstructionProto(name=like.name), "parameter", shape_of(step.source))
     instruction.operands = (Instruction(source, like.computation),)
     node = Node(NodeKind.COMPUTE, instruction, -1, [operand])
     node.results = [Value(step.target, node)]
+    if step.opcode != "pad":
+        return [node]
+    zero = _zero(step)
+    node.operands.append(zero.results[0])
+    instruction.operands = (*instruction.operands, zero.instruction)
+    return [zero, node]
+
+
+_LITERALS = {"f32": "f32s", "f64": "f64s", "c64": "c64s", "c128": "c128s"}
+
+
+def _zero(step: Step) -> Node:
+    """The constant that a pad fills in, of a type that can be transformed."""
+    type = TensorType(step.source.dtype, ())
+    literal = LiteralProto(shape=shape_of(type))
+    getattr(literal, _LITERALS[type.dtype]).extend([0.0] * (1 + type.dtype.startswith("c")))
+    proto = fill(HloInstructionProto(name=step.like.name), "constant", shape_of(type))
+    proto.literal = literal.SerializeToString()
+    node = Node(NodeKind.CHEAP, Instruction(proto, step.like.computation), -1)
+    node.results = [Value(type, node)]
     return node

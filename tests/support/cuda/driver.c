@@ -513,6 +513,31 @@ int cuMemcpyDtoDAsync_v2(void *to, const void *from, size_t n, void *s) { return
 int cuMemcpyPeerAsync(void *to, void *c, const void *from, void *d, size_t n, void *s) {
     return cuMemcpyAsync(to, from, n, s);
 }
+/* CUDA_MEMCPY2D between pointers. */
+typedef struct {
+    size_t from_x, from_y;
+    int from_kind;
+    const void *from_host;
+    const char *from;
+    void *from_array;
+    size_t from_pitch, to_x, to_y;
+    int to_kind;
+    void *to_host;
+    char *to;
+    void *to_array;
+    size_t to_pitch, width, height;
+} Rows;
+static void copy_rows(void *given) {
+    Rows *rows = given;
+    for (size_t i = 0; i < rows->height; i++)
+        memmove(rows->to + i * rows->to_pitch, rows->from + i * rows->from_pitch, rows->width);
+    free(rows);
+}
+int cuMemcpy2DAsync_v2(const Rows *rows, void *stream) {
+    Rows *kept = malloc(sizeof *kept);
+    *kept = *rows;
+    return enqueue(stream, copy_rows, kept);
+}
 int cuMemcpy(void *to, const void *from, size_t size) {
     cuMemcpyAsync(to, from, size, NULL);
     return drain(NULL);

@@ -141,7 +141,11 @@ class Gpus:
             for n, group in enumerate(missing):
                 made = self._make(group, everyone[owner[group[0]]][n], owner, devices)
                 self._communicators[keys[group]] = made
-        return {g: self._communicators[keys[g]] for g in groups}
+        # Another program may have the same devices in the same order by other logical ids.
+        return {
+            g: {g[rank]: made for rank, made in self._communicators[keys[g]].items()}
+            for g in groups
+        }
 
     def _make(
         self,
@@ -150,6 +154,7 @@ class Gpus:
         owner: Mapping[int, int],
         devices: Mapping[int, int],
     ) -> dict[int, int]:
+        """A communicator of a group, by rank for its local members."""
         library = nccl()
         made: dict[int, int] = {}
         library.group_start()
@@ -157,7 +162,7 @@ class Gpus:
             for rank, i in enumerate(group):
                 if owner[i] == self.process:
                     cuda().use(devices[i])
-                    made[i] = library.init_rank(len(group), unique_id, rank)
+                    made[rank] = library.init_rank(len(group), unique_id, rank)
         finally:
             library.group_end()
         try:
@@ -191,7 +196,7 @@ class Gpus:
         if self.aborted:
             return
         self.aborted = reason
-        made = [c for by_id in self._communicators.values() for c in by_id.values()]
+        made = [c for by_rank in self._communicators.values() for c in by_rank.values()]
 
         def abort_all() -> None:
             for communicator in made:
@@ -204,8 +209,8 @@ class Gpus:
         """Give the communicators up. Nothing may be under way."""
         if self.aborted:
             return
-        for by_id in self._communicators.values():
-            for communicator in by_id.values():
+        for by_rank in self._communicators.values():
+            for communicator in by_rank.values():
                 nccl().destroy(communicator)
         self._communicators.clear()
 
@@ -309,10 +314,9 @@ class BoundOnGpus:
             if self._local.intersection((s, t))
         ]
 
-    @property
-    def devices(self) -> Mapping[int, int]:
-        """CUDA's number of each local device's GPU, by logical id."""
-        return self._joined.devices
+    def stream(self, i: int) -> int:
+        """The stream of CUDA's on which a local logical id's part is enqueued."""
+        return self.gpus.stream(self._joined.devices[i])
 
     def failure(self) -> str:
         """What its communicators have met since they were made; empty if nothing."""
@@ -322,17 +326,15 @@ class BoundOnGpus:
                 return self._nccl.describe(state, communicator)
         return ""
 
-    def enqueue(
-        self, buffers: Mapping[int, Buffers], skip: frozenset[int] | None = None
-    ) -> dict[int, int]:
-        """Put a call for the local ids in ``buffers`` onto their streams; gives the stream of each.
+    def enqueue(self, buffers: Mapping[int, Buffers], skip: frozenset[int] | None = None) -> None:
+        """Put a call for the local ids in ``buffers`` onto their streams.
 
         Ids that are absent, and ``skip``, as in `BoundCollective.run`. Raises `CudaError`.
         """
         if self.gpus.aborted:
             raise CudaError(self.gpus.aborted)
         use, devices = self._driver.use, self._joined.devices
-        streams = {i: self.gpus.stream(devices[i]) for i in buffers}
+        streams = {i: self.stream(i) for i in buffers}
         if self.collective.kind is Kind.PERMUTE:
             members = self._permuted(buffers, skip or _NOTHING)
         else:
@@ -358,7 +360,6 @@ class BoundOnGpus:
             use(devices[i])
             for result, type in zip(buffers[i].results, self.collective.results, strict=True):
                 self._driver.clear(result, type.nbytes, streams[i])
-        return streams
 
     def _present(self, buffers: Mapping[int, Buffers]) -> list[int]:
         """Members of the groups that are there."""

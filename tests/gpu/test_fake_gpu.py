@@ -23,6 +23,7 @@ pytestmark = pytest.mark.skipif(
 )
 DELAY_US = "300"
 
+ROUNDS = os.environ.get("FAKE_CUDA_ROUNDS", "20")
 SETTINGS = (
     ("STRETTO_ENGINE", "cuda-fake"),
     ("XLA_FLAGS", "--xla_gpu_enable_command_buffer="),  # the fake has no CUDA graphs
@@ -37,19 +38,14 @@ PACKED = ("/int4", "/uint4", "/float4_e2m1fn")
 def fake(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """What a process needs in its environment to have eight fake GPUs, and an engine for them."""
     folder = tmp_path_factory.mktemp("cuda")
-    libraries = cuda.build(folder / "libraries")
+    environment = cuda.environment(folder / "libraries")
     metadata = folder / "cuda_fake-1.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: cuda_fake\nVersion: 1\n")
     (metadata / "entry_points.txt").write_text(
         "[stretto.engines]\ncuda-fake = support.cuda.engine:create\n"
     )
-    return {
-        "LD_LIBRARY_PATH": str(libraries),
-        "PYTHONPATH": f"{folder}:{TESTS}",
-        "FAKE_CUDA_DEVICES": "8",
-        "TF_CPP_MIN_LOG_LEVEL": "3",
-    }
+    return environment | {"PYTHONPATH": f"{folder}:{TESTS}", "TF_CPP_MIN_LOG_LEVEL": "3"}
 
 
 def python(code: str, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
@@ -120,6 +116,67 @@ except StrettoError as error:
 """
     done = python(code, fake | {"FAKE_CUDA_DEVICES": "2"})
     assert "3 devices are asked for (STRETTO_LOCAL_DEVICES), and CUDA shows 2 GPUs" in done.stdout
+
+
+def ranks(
+    environment: dict[str, str],
+    processes: int,
+    devices: int,
+    *arguments: str,
+    engine: str = "cuda-fake",
+) -> subprocess.CompletedProcess[str]:
+    """Run a script of this folder on the fake."""
+    settings = (*environment.items(), *SETTINGS, ("STRETTO_ENGINE", engine))
+    form = judge.Form("ranks", processes, devices, settings=settings)
+    script, *rest = arguments
+    return subprocess.run(
+        judge.command(form, [str(Path(__file__).with_name(script)), *rest]),
+        env=judge.environment(form),
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(("processes", "devices"), [(1, 2), (2, 1), (1, 4), (2, 2)])
+@pytest.mark.parametrize(("driver", "nccl"), [("300", "10000"), ("1000", "0")])
+def test_memory_is_not_reused_too_early(
+    fake: dict[str, str], processes: int, devices: int, driver: str, nccl: str
+) -> None:
+    """XLA waits for collectives that write what it reads, and read what it writes; they wait for XLA."""
+    delays = {"FAKE_CUDA_DELAY_US": driver, "FAKE_NCCL_DELAY_US": nccl}
+    done = ranks(fake | delays, processes, devices, "races.py", ROUNDS)
+    assert done.stdout.splitlines() == [f"right {ROUNDS}"] * processes, done.stderr[-3000:]
+
+
+@pytest.mark.parametrize(("processes", "devices"), [(1, 2), (2, 1)])
+def test_collectives_do_not_wait_on_the_host(
+    fake: dict[str, str], processes: int, devices: int
+) -> None:
+    # Kernels that compute nothing: those of the other engine are functions that the host waits for.
+    slow = {"FAKE_NCCL_DELAY_US": "20000"}
+    done = ranks(fake | slow, processes, devices, "ahead.py", engine="xla:cuda")
+    assert done.stdout.splitlines() == ["0 waits, 200 collectives"] * processes, done.stderr[-3000:]
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("killed", "rank 1 (pid"),
+        ("late", "timed out after 5 s (STRETTO_TIMEOUT): rank 1 did not reach it"),
+        ("error", "remote process exited (NCCL error 6)"),
+    ],
+)
+def test_a_fault_ends_all_ranks(fake: dict[str, str], fault: str, message: str) -> None:
+    """Nobody gets content of a collective that was not completed, and the message names what failed."""
+    done = ranks(fake | {"STRETTO_TIMEOUT": "5", "STRETTO_GRACE": "1"}, 2, 1, "faults.py", fault)
+    assert done.returncode != 0
+    assert "content:" not in done.stdout
+    assert message in done.stderr
+    assert "stretto: rank 0 ends:" in done.stderr
+    if fault != "killed":
+        assert "all-reduce %psum" in done.stderr and "faults.py:" in done.stderr
 
 
 def names() -> list[str]:

@@ -691,11 +691,13 @@ int cuModuleUnload(void *module) {
     return SUCCESS;
 }
 int cuModuleGetFunction(void **function, void *module, const char *name) { return handle(function); }
-/* Globals of a module are constants that kernels read: nobody does. */
+/* Globals of a module are constants: all of a device's are one block, and have no content. */
 int cuModuleGetGlobal_v2(void **begin, size_t *size, void *module, const char *name) {
-    static char constant[1 << 16] __attribute__((aligned(512)));
+    static char constants[MOST_DEVICES][1 << 16] __attribute__((aligned(512)));
+    char *constant = constants[device_of(current)];
+    if (block_of(constant) < 0) note_block(constant, sizeof constants[0], DEVICE);
     if (begin) *begin = constant;
-    if (size) *size = sizeof constant;
+    if (size) *size = sizeof constants[0];
     return SUCCESS;
 }
 int cuModuleGetLoadingMode(int *mode) {

@@ -7,6 +7,8 @@
  *
  * A rank that dies is noticed by nobody, as where GPUs share a host: the others wait until they abort.
  *
+ *   FAKE_NCCL_DELAY_US  every launch first sleeps for up to that long, in its stream's turn (0): longer than what
+ *                       XLA does meanwhile, so that it would be seen if XLA did not wait
  *   FAKE_NCCL_FAIL_AT   the number of a launch of this process that moves nothing; its communicator then has the
  *                       asynchronous error ncclRemoteError, and the stream waits until somebody aborts (none)
  *
@@ -52,6 +54,10 @@ typedef struct {
 } Comm;
 
 static size_t bytes_of(int size) { return sizeof(Shared) + sizeof(Box) * (size_t)size * (size_t)size; }
+static int number(const char *name) {
+    const char *given = getenv(name);
+    return given ? atoi(given) : 0;
+}
 static void nap(void) { nanosleep(&(struct timespec){0, 20000}, NULL); }
 
 /* Joining: each rank opens the file and says so, and the first removes its name when all have it open. */
@@ -177,7 +183,9 @@ static int progress(Launch *launch, int *pending) {
 static void run(void *given) {
     Launch *launch = given;
     Comm *comm = launch->comm;
-    int pending = 1;
+    int pending = 1, most = number("FAKE_NCCL_DELAY_US");
+    unsigned seed = (unsigned)(comm->rank + 8 * launches);
+    for (long left = most ? rand_r(&seed) % most : 0; left > 0 && !comm->aborted; left -= 20) nap();
     for (int i = 0; launch->fails && i < 1000; i++) nap(); /* as a network that gives up at last */
     if (launch->fails) comm->state = REMOTE;
     while (!comm->aborted && pending)
@@ -258,7 +266,7 @@ int ncclGroupEnd(void) {
     int result = SUCCESS;
     pthread_t thread;
     if (--depth) return SUCCESS;
-    if (fail_at < 0) fail_at = getenv("FAKE_NCCL_FAIL_AT") ? atoi(getenv("FAKE_NCCL_FAIL_AT")) : 0;
+    if (fail_at < 0) fail_at = number("FAKE_NCCL_FAIL_AT");
     for (Launch *launch = grouped, *after; launch; launch = after) {
         after = launch->next;
         launch->fails = ++launches == fail_at;

@@ -104,13 +104,14 @@ class Gpus:
             i: (host, b"" if problem else cuda().device_uuid(device), device)
             for i, device in devices.items()
         }
-        everyone = self._all_gather(owner, (problem, here))
-        problems = [f"process {p}: {text}" for p, (text, _) in everyone.items() if text]
+        shares = os.environ.get(_SHARED_GPU) == "1"
+        everyone = self._all_gather(owner, (problem, shares, here))
+        problems = [f"process {p}: {text}" for p, (text, *_) in everyone.items() if text]
         if problems:
             return problems[0]
-        places = {i: place for _, found in everyone.values() for i, place in found.items()}
+        places = {i: place for *_, found in everyone.values() for i, place in found.items()}
         distinct = {place[:2] for place in places.values()}
-        if len(distinct) < len(places) and os.environ.get(_SHARED_GPU) != "1":
+        if len(distinct) < len(places) and not all(shares for _, shares, _ in everyone.values()):
             return f"several devices are on one GPU, and {_SHARED_GPU} is not 1"
         return Joined(self, owner, devices, places)
 

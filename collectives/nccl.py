@@ -95,8 +95,7 @@ def _find() -> ctypes.CDLL:
     except OSError:
         found = importlib.util.find_spec("nvidia")
         for folder in (found.submodule_search_locations or []) if found else []:
-            library = Path(folder, "nccl", "lib", "libnccl.so.2")
-            if library.exists():
+            for library in Path(folder).glob("*/lib/libnccl.so.2"):
                 return ctypes.CDLL(str(library))
         raise
 

@@ -212,7 +212,9 @@ def _problem(name: str, value: Any) -> str:
 
 
 # Of this repository's tests.
-_OF_TESTS = {"STRETTO_TEST_FULL", "STRETTO_PJRT_HEADER"}
+_OF_TESTS = {"STRETTO_TEST_FULL", "STRETTO_PJRT_HEADER"} | {
+    f"STRETTO_TEST_{name}" for name in ("GPU", "FORM", "NCCL", "ROUNDS")
+}
 
 
 def unknown(environment: Mapping[str, str] | None = None) -> dict[str, str]:

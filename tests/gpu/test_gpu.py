@@ -1,6 +1,11 @@
-"""The engine `xla:cuda` on the fake CUDA driver: XLA's real CUDA client, and kernels that the CPU computes.
+"""The engine `xla:cuda`, on GPUs or on the fake CUDA driver, where the CPU computes what kernels would.
 
-Needs jax's CUDA plugin, which ``ci/gpu --fake`` installs; skipped without it.
+``ci/gpu`` runs this, installs jax's CUDA plugin and sets these variables; skipped without the plugin.
+
+    STRETTO_TEST_GPU    ``fake`` (default) or ``real``
+    STRETTO_TEST_FORM   processes and devices of each on which conformance programs run, as ``2x4`` (1x8)
+    STRETTO_TEST_NCCL   0: their collectives go through the host's memory
+    STRETTO_TEST_ROUNDS how often each race is run (20)
 """
 
 from __future__ import annotations
@@ -23,12 +28,23 @@ pytestmark = pytest.mark.skipif(
 )
 DELAY_US = "300"
 
-ROUNDS = os.environ.get("FAKE_CUDA_ROUNDS", "20")
+REAL = os.environ.get("STRETTO_TEST_GPU", "fake") == "real"
+ROUNDS = os.environ.get("STRETTO_TEST_ROUNDS", "20")
+ENGINE = "xla:cuda" if REAL else "cuda-fake"
 SETTINGS = (
-    ("STRETTO_ENGINE", "cuda-fake"),
-    ("XLA_FLAGS", "--xla_gpu_enable_command_buffer="),  # the fake has no CUDA graphs
+    ("STRETTO_ENGINE", ENGINE),
+    # The fake has no CUDA graphs.
+    *([] if REAL else [("XLA_FLAGS", "--xla_gpu_enable_command_buffer=")]),
 )
-FORM = judge.Form("fake", 1, 8, settings=SETTINGS)
+FORM_NAME = os.environ.get("STRETTO_TEST_FORM", "1x8")
+PROCESSES, DEVICES = map(int, FORM_NAME.split("x"))
+FORM = judge.Form(
+    "gpu",
+    PROCESSES,
+    DEVICES,
+    settings=(*SETTINGS, ("STRETTO_NCCL", os.environ.get("STRETTO_TEST_NCCL", "1"))),
+)
+only_fake = pytest.mark.skipif(REAL, reason="asks the fake what happened, or has it fail")
 # JAX's Python callback for GPUs, with which the fake computes, misreads packed elements. That is not the
 # engine's doing, whose transfers of these types are tried. So programs that compute with them are left out.
 PACKED = ("/int4", "/uint4", "/float4_e2m1fn")
@@ -36,7 +52,12 @@ PACKED = ("/int4", "/uint4", "/float4_e2m1fn")
 
 @pytest.fixture(scope="module")
 def fake(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """What a process needs in its environment to have eight fake GPUs, and an engine for them."""
+    """What a process needs in its environment to have eight fake GPUs, and an engine for them.
+
+    With real ones only what lets ranks share them.
+    """
+    if REAL:
+        return {"PYTHONPATH": str(TESTS), "NCCL_MULTI_RANK_GPU_ENABLE": "1"}
     folder = tmp_path_factory.mktemp("cuda")
     environment = cuda.environment(folder / "libraries")
     metadata = folder / "cuda_fake-1.dist-info"
@@ -61,9 +82,9 @@ def python(code: str, environment: dict[str, str]) -> subprocess.CompletedProces
 
 @pytest.mark.parametrize("delay", ["0", DELAY_US])
 def test_xla_cuda_conforms(fake: dict[str, str], delay: str) -> None:
-    code = """
+    code = f"""
 from stretto.engine_check import check_engine
-from support.cuda import engine
+from {"stretto.runtime.engines import xla_cuda as" if REAL else "support.cuda import"} engine
 
 print(len(check_engine(engine.create)))
 """
@@ -71,6 +92,7 @@ print(len(check_engine(engine.create)))
     assert (done.stdout, done.returncode) == ("9\n", 0), done.stderr[-3000:]
 
 
+@only_fake
 def test_runs_are_enqueued_ahead(fake: dict[str, str]) -> None:
     """Beyond what XLA allows by default, and without waiting: a function of the host holds the stream up."""
     code = '''
@@ -104,6 +126,7 @@ print(engine.host_view(array).tolist() == list(range(16)))
     assert (done.stdout, done.returncode) == ("False 0\nTrue\n", 0), done.stderr[-3000:]
 
 
+@only_fake
 def test_more_devices_than_gpus(fake: dict[str, str]) -> None:
     code = """
 from stretto.runtime.engines import xla_cuda
@@ -123,7 +146,7 @@ def ranks(
     processes: int,
     devices: int,
     *arguments: str,
-    engine: str = "cuda-fake",
+    engine: str = ENGINE,
 ) -> subprocess.CompletedProcess[str]:
     """Run a script of this folder on the fake."""
     settings = (*environment.items(), *SETTINGS, ("STRETTO_ENGINE", engine))
@@ -139,7 +162,9 @@ def ranks(
     )
 
 
-@pytest.mark.parametrize(("processes", "devices"), [(1, 2), (2, 1), (1, 4), (2, 2)])
+@pytest.mark.parametrize(
+    ("processes", "devices"), [(2, 1), (4, 1)] if REAL else [(1, 2), (2, 1), (1, 4), (2, 2)]
+)
 @pytest.mark.parametrize(("driver", "nccl"), [("300", "10000"), ("1000", "0")])
 def test_memory_is_not_reused_too_early(
     fake: dict[str, str], processes: int, devices: int, driver: str, nccl: str
@@ -150,6 +175,7 @@ def test_memory_is_not_reused_too_early(
     assert done.stdout.splitlines() == [f"right {ROUNDS}"] * processes, done.stderr[-3000:]
 
 
+@only_fake
 @pytest.mark.parametrize(("processes", "devices"), [(1, 2), (2, 1)])
 def test_collectives_do_not_wait_on_the_host(
     fake: dict[str, str], processes: int, devices: int
@@ -165,7 +191,7 @@ def test_collectives_do_not_wait_on_the_host(
     [
         ("killed", "rank 1 (pid"),
         ("late", "timed out after 5 s (STRETTO_TIMEOUT): rank 1 did not reach it"),
-        ("error", "remote process exited (NCCL error 6)"),
+        pytest.param("error", "remote process exited (NCCL error 6)", marks=only_fake),
     ],
 )
 def test_a_fault_ends_all_ranks(fake: dict[str, str], fault: str, message: str) -> None:
@@ -182,7 +208,8 @@ def test_a_fault_ends_all_ranks(fake: dict[str, str], fault: str, message: str) 
 def names() -> list[str]:
     packed = {n for n in PROGRAMS if n.endswith(PACKED) and not n.startswith("roundtrip/")}
     chosen = [n for n, program in PROGRAMS.items() if n not in packed and not program.only_full]
-    return [n for n in chosen if "1x8" in PROGRAMS[n].forms]
+    like = {"4x2": "2x4"}.get(FORM_NAME, FORM_NAME)  # what the suite runs on several processes
+    return [n for n in chosen if like in PROGRAMS[n].forms]
 
 
 Outcomes = dict[str, judge.Outcome]

@@ -29,9 +29,7 @@ class Step:
 
 
 def pytest(name: str, seconds: int, chosen: str, **variables: str) -> Step:
-    # Junk of a step that was ended cannot be in the way: each has a folder of its own.
-    base = f"--basetemp={REPORT / 'tmp' / name}"
-    command = (sys.executable, "-m", "pytest", "-q", "tests/gpu", "-k", chosen, base)
+    command = (sys.executable, "-m", "pytest", "-q", "tests/gpu", "-k", chosen)
     return Step(name, seconds, command, tuple(variables.items()))
 
 

@@ -172,7 +172,7 @@ def test_memory_is_not_reused_too_early(
     """XLA waits for collectives that write what it reads, and read what it writes; they wait for XLA."""
     delays = {"FAKE_CUDA_DELAY_US": driver, "FAKE_NCCL_DELAY_US": nccl}
     done = ranks(fake | delays, processes, devices, "races.py", ROUNDS)
-    assert done.stdout.splitlines() == [f"right {ROUNDS}"] * processes, done.stderr[-3000:]
+    assert done.stdout.count(f"right {ROUNDS}") == processes, done.stderr[-3000:]
 
 
 @only_fake
@@ -183,7 +183,7 @@ def test_collectives_do_not_wait_on_the_host(
     # Kernels that compute nothing: those of the other engine are functions that the host waits for.
     slow = {"FAKE_NCCL_DELAY_US": "20000"}
     done = ranks(fake | slow, processes, devices, "ahead.py", engine="xla:cuda")
-    assert done.stdout.splitlines() == ["0 waits, 200 collectives"] * processes, done.stderr[-3000:]
+    assert done.stdout.count("0 waits, 200 collectives") == processes, done.stderr[-3000:]
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,7 @@ class Options:
     ``costs``: file of the table of costs to schedule by, read on rank 0; empty: what was measured for these
     machines, if anything (`docs/overlap.md`).
     ``native``: whether loops and programs of small collectives become compiled code that calls them itself.
+    ``nccl``: whether collectives between GPUs stay on them, over NCCL (`docs/gpu.md`).
     ``profile``: whether the first runs of each program are measured, for the next job to plan by.
     ``skip_compute``: do not run segments on devices where nobody reads what they give.
     ``pipeline_loops``: await a permute that only the next iteration of its loop reads there.
@@ -79,6 +80,7 @@ class Options:
     trace: str = ""
     interleave: int = 1
     native: bool = True
+    nccl: bool = True
     profile: bool = False
     dump: str = ""
     origins: Mapping[str, str] = field(
@@ -140,6 +142,7 @@ VARIABLES: dict[str, tuple[str, Callable[[str], Any]]] = {
     "overlap": ("STRETTO_OVERLAP", _switch),
     "costs": ("STRETTO_COSTS", str),
     "native": ("STRETTO_NATIVE", _switch),
+    "nccl": ("STRETTO_NCCL", _switch),
     "profile": ("STRETTO_PROFILE", _switch),
     "skip_compute": ("STRETTO_SKIP_COMPUTE", _switch),
     "trace": ("STRETTO_TRACE", str),
@@ -167,6 +170,7 @@ _EXPECTED = {
     "overlap": "expected 0 or 1",
     "costs": "expected the name of a file",
     "native": "expected 0 or 1",
+    "nccl": "expected 0 or 1",
     "profile": "expected 0 or 1",
     "trace": "expected the name of a folder",
     "dump": "expected the name of a folder",
@@ -195,6 +199,7 @@ def _problem(name: str, value: Any) -> str:
         "overlap": lambda v: isinstance(v, bool),
         "costs": lambda v: isinstance(v, str),
         "native": lambda v: isinstance(v, bool),
+        "nccl": lambda v: isinstance(v, bool),
         "profile": lambda v: isinstance(v, bool),
         "trace": lambda v: isinstance(v, str),
         "dump": lambda v: isinstance(v, str),
@@ -207,7 +212,9 @@ def _problem(name: str, value: Any) -> str:
 
 
 # Of this repository's tests.
-_OF_TESTS = {"STRETTO_TEST_FULL", "STRETTO_PJRT_HEADER"}
+_OF_TESTS = {"STRETTO_TEST_FULL", "STRETTO_PJRT_HEADER"} | {
+    f"STRETTO_TEST_{name}" for name in ("GPU", "FORM", "NCCL", "ROUNDS")
+}
 
 
 def unknown(environment: Mapping[str, str] | None = None) -> dict[str, str]:

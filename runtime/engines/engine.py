@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from importlib.metadata import entry_points
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -22,6 +22,9 @@ from ..cores import announced
 from ..errors import StrettoError
 from ..program import Segment
 from . import heap
+
+if TYPE_CHECKING:
+    from .cuda_loans import Loans
 
 Array = Any
 
@@ -199,6 +202,23 @@ class CallingEngine(Protocol):
     ) -> LoadedTogether:
         """Compile a segment with sites for these devices, or restore what `RestoringEngine.serialize` gave of
         it. Raises ``CompileError``."""
+        ...
+
+
+@runtime_checkable
+class StreamedEngine(Protocol):
+    """What an engine has beside `Engine` if its arrays are in the memory of CUDA's GPUs and can be used there
+    on other streams than its own. Without it collectives go through the host's memory.
+    """
+
+    @property
+    def loans(self) -> Loans:
+        """By which others use its arrays."""
+        ...
+
+    def fail(self, error: BaseException) -> None:
+        """What others had under way will be given up: from now on `Engine.block` and `Engine.host_view` raise
+        this error, once they have waited."""
         ...
 
 

@@ -4,22 +4,30 @@ JAX's own GPU backend, if the program has one, stays apart: another client, othe
 GPU, so the client takes memory as it needs it, and the runs of a program are enqueued ahead without a bound
 that a program meets.
 
-Arrays stay on their GPU. What the executor does itself, collectives above all, it does in the host's memory:
-`host_view` waits for the array and copies it, `put` copies back.
+Arrays stay on their GPU. Collectives over NCCL borrow them (`cuda_loans`). What the executor does itself it
+does in the host's memory: `host_view` waits for the array and copies it, `put` copies back.
 """
 
 from __future__ import annotations
 
 import importlib
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 from jax._src.lib import xla_client
 from jax.errors import JaxRuntimeError
 
+from stretto.collectives.cuda import cuda
+
 from ..errors import StrettoError
+from . import cuda_stream
+from .cuda_loans import Loans
 from .xla_cpu import XlaEngine
+
+Array = Any
 
 _NAME = "stretto_cuda"  # not "cuda", under which JAX loads it
 # Of the releases of jax's plugin, the one for the newest CUDA first.
@@ -50,6 +58,8 @@ def _load() -> str:
             extension.register_custom_type(capsule, name, type)
         for name, handler in extension.ffi_handlers().items():
             extension.register_custom_call_target(capsule, name, handler, "CUDA", 1)
+        found = cuda_stream.handler()
+        extension.register_custom_call_target(capsule, cuda_stream.TARGET, found, "CUDA", 1)
         return release
     raise StrettoError(
         "engine xla:cuda needs jax's CUDA plugin: pip install 'stretto[cuda13]' or 'stretto[cuda12]'"
@@ -57,7 +67,7 @@ def _load() -> str:
 
 
 class XlaCudaEngine(XlaEngine):
-    """The first ``num_devices`` GPUs that CUDA shows this process."""
+    """The first ``num_devices`` GPUs that CUDA shows this process. See `StreamedEngine`, too."""
 
     name = "xla:cuda"
     host_memory = False
@@ -76,6 +86,35 @@ class XlaCudaEngine(XlaEngine):
                 f"shows {found} GPUs (CUDA_VISIBLE_DEVICES)"
             )
         super().__init__(client, num_devices)
+        self._failure: BaseException | None = None
+        devices = [listed[0].local_hardware_id for listed in self._device_lists]
+        streams = [cuda_stream.find(partial(self._run_on, n)) for n in range(num_devices)]
+        self.loans = Loans(cuda(), devices, streams, self.compile)
+
+    def _run_on(self, ordinal: int) -> None:
+        """Run the program that finds the stream of a device."""
+        executable = self._client.compile_and_load(
+            cuda_stream.MODULE.encode(),
+            self._executable_devices[ordinal],
+            self._options[False][ordinal],
+        )
+        (result,) = executable.execute_sharded([]).disassemble_into_single_device_arrays()
+        result[0].block_until_ready()
+
+    def fail(self, error: BaseException) -> None:
+        """What borrowers had under way will be given up: no content can be relied on any more."""
+        self._failure = self._failure or error
+
+    def block(self, array: Array) -> None:
+        super().block(array)
+        if self._failure is not None:
+            raise self._failure
+
+    def host_view(self, array: Array) -> np.ndarray:
+        view = super().host_view(array)
+        if self._failure is not None:
+            raise self._failure
+        return view
 
     @property
     def target(self) -> str:

@@ -39,7 +39,8 @@ class Call:
         self._outputs = range(len(start.outputs))
         self._name, self._source = f"{collective.kind} %{collective.name}", collective.source
         self._ranks, self._called = context.ranks(collective), context.called
-        self._skips = _skipped_pairs(collective)
+        # ``skips(iteration)``: keyword arguments of the communicator's call in it.
+        self.skips = _skipped_pairs(collective)
         self._started = context.told("collective_started", collective, start.stream)
         self._finished = context.told("collective_finished", collective, start.stream)
         self._ran = context.told("collective_ran", collective, start.stream)
@@ -61,7 +62,7 @@ class Call:
         """The same for a send or a receive that is posted: the thread cannot hang in it, so no watchdog."""
         if self._started is not None:
             self._started()
-        return self._skips(iteration), perf_counter()
+        return self.skips(iteration), perf_counter()
 
     def _watch(self, sequence: int) -> None:
         self.lane.progress.begin(self._name, self._source, sequence, self._ranks, self._called)

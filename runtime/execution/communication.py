@@ -8,6 +8,7 @@ since on a ring every rank would then wait in it.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from os import sched_yield
 from time import perf_counter
@@ -19,15 +20,20 @@ from stretto.collectives.communicator import (
     PromptCollective,
     Reducer,
 )
+from stretto.collectives.gpus import BoundOnGpus, Joined
 from stretto.collectives.native import ALONE, Peers
 from stretto.collectives.ops import Collective, Kind
 
+from ..engines.engine import StreamedEngine
 from ..program import Loop, Run, Start, Wait, instructions
 from .ahead import AheadOfTurn
 from .call import Call, describe
 from .context import Context
 from .frame import Frame, Hosted, Operation, named
+from .on_gpus import Enqueued, OnGpus
 from .stream import Task
+
+_log = logging.getLogger("stretto")
 
 # A collective, as far as a thread that must not block can run it: see `Communication.attempt`.
 Attempt = Callable[[Frame, float], Callable[[], None] | None]
@@ -52,6 +58,8 @@ class Communication:
             if isinstance(i, Loop)
             for c in i.carried
         }
+        # Those that stay on GPUs are in `_on_gpus` too.
+        self._on_gpus: dict[tuple[int, int], BoundOnGpus] = {} if bound is None else bound._on_gpus
         self._bound: dict[tuple[int, int], BoundCollective] = (
             self._bind() if bound is None else bound._bound
         )
@@ -60,7 +68,8 @@ class Communication:
 
     def is_prompt(self, start: Start) -> bool:
         """Whether `attempt` can be used for it."""
-        return getattr(self._bound[start.collective, start.stream], "prompt", False)
+        key = start.collective, start.stream
+        return key not in self._on_gpus and getattr(self._bound[key], "prompt", False)
 
     def is_split(self, start: Start) -> bool:
         """Whether the operation is posted at its start and awaited at its wait: send and receive."""
@@ -68,6 +77,7 @@ class Communication:
 
     def _bind(self) -> dict[tuple[int, int], BoundCollective]:
         bound: dict[tuple[int, int], BoundCollective] = {}
+        joined: dict[int, Joined | None] = {}
         for key in self._keys():
             if key in bound:
                 continue
@@ -77,9 +87,43 @@ class Communication:
                 bound[key] = self.lanes[key[1]].communicator.bind(
                     collective, self.context.owner, reducer
                 )
+                if key[1] not in joined:
+                    joined[key[1]] = self._join(key[1])
+                self._bind_on_gpus(key, joined[key[1]], bound[key])
             except Exception as error:
                 raise named(error, describe(collective)) from error
         return bound
+
+    def _join(self, stream: int) -> Joined | None:
+        """The program's processes, as far as its collectives can stay on GPUs; waits for all of them."""
+        gpus, context = self.lanes[stream].gpus, self.context
+        if gpus is None:
+            return None
+        loans = cast("StreamedEngine", context.engine).loans
+        joined = gpus.join(context.owner, {i: loans.device(n) for i, n in context.local})
+        if isinstance(joined, Joined):
+            return joined
+        _log.warning("collectives go through the host's memory, not over NCCL: %s", joined)
+        return None
+
+    def _bind_on_gpus(
+        self, key: tuple[int, int], joined: Joined | None, host: BoundCollective
+    ) -> None:
+        if joined is None:
+            return
+        collective = self.program.collectives[key[0]]
+        lendable = cast("StreamedEngine", self.context.engine).loans.lendable
+        if all(lendable(type) for type in (*collective.operands, *collective.results)):
+            made = joined.bind(collective, host)
+            if made is not None:
+                self._on_gpus[key] = made
+
+    def _enqueues(self, start: Start) -> Callable[[Frame], Enqueued] | None:
+        """What puts a collective onto the GPUs' streams, if it stays there."""
+        bound = self._on_gpus.get((start.collective, start.stream))
+        if bound is None:
+            return None
+        return OnGpus(self.context, start, self._call(start), bound).enqueue
 
     def _peers(self) -> Peers:
         owner = self.context.owner
@@ -237,6 +281,14 @@ class Communication:
         return attempt
 
     def start_and_wait(self, start: Start) -> Operation:
+        enqueue = self._enqueues(start)
+        if enqueue is not None:
+
+            def enqueued(frame: Frame) -> None:
+                for slot, register in zip(start.outputs, enqueue(frame).result(), strict=True):
+                    frame.registers[slot] = register
+
+            return enqueued
         capture, perform = self._columns(start), self._perform(start)
         outputs, stream = start.outputs, self.lanes[start.stream].stream
 
@@ -257,9 +309,13 @@ class Communication:
             self.context.instrument is not None,
         )
         told_of = self.context.told("collective_queued", collective, start.stream)
+        enqueue = self._enqueues(start)
 
         def begin(frame: Frame) -> None:
-            queued = frame.events[event] = stream.submit(task(frame, capture(frame)))
+            queued: Any = (
+                stream.submit(task(frame, capture(frame))) if enqueue is None else enqueue(frame)
+            )
+            frame.events[event] = queued
             if watched:
                 queued.since = perf_counter()
             if told_of is not None:
@@ -340,7 +396,8 @@ class Communication:
 
         def taken(frame: Frame) -> Any:
             event = frame.events.pop(number)
-            stream.wait(event)
+            if not event.done:
+                stream.wait(event)
             return event.result()
 
         def watched(frame: Frame) -> Any:

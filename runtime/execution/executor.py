@@ -18,11 +18,13 @@ from typing import Any
 from weakref import WeakSet
 
 from stretto.collectives.communicator import Communicator
+from stretto.collectives.gpus import Gpus
+from stretto.collectives.hierarchy import Hierarchy
 from stretto.collectives.order import CommonOrder, Schedule
 from stretto.collectives.poison import poison
 
-from ..engines.engine import Engine, LoadedSegment
-from ..errors import InvalidProgramError, StrettoError, UnsupportedError
+from ..engines.engine import Engine, LoadedSegment, StreamedEngine
+from ..errors import InvalidProgramError, UnsupportedError
 from ..job import watchdog
 from ..job.exits import await_at_exit
 from ..job.run_log import called
@@ -204,7 +206,9 @@ class Executor:
             add, (lane.counters for lane in list(self._lanes)), Counters() + self._computing
         )
 
-    def _abort(self, error: StrettoError) -> None:
+    def _abort(self, error: BaseException) -> None:
+        if isinstance(self.engine, StreamedEngine):
+            self.engine.fail(error)  # before what is under way ends without having been done
         for lane in list(self._lanes):
             lane.abort(str(error))
 
@@ -220,6 +224,8 @@ class Executor:
             return
         await_idle(completions)  # who waits for arrays is inside of XLA too
         for lane in self._lanes:
+            if lane.gpus is not None:
+                lane.gpus.close()
             lane.communicator.close()
 
     def _ended(self, stream: Stream, seconds: float) -> bool:
@@ -280,12 +286,25 @@ class Executor:
             )
 
     def _lane(self, number: int) -> Lane:
+        communicator = self._communicators(number)
+        gpus = None
+        streamed = isinstance(self.engine, StreamedEngine) and self.options.nccl
+        # Any other communicator, as the poisoned one, has something of its own to do.
+        if streamed and isinstance(communicator, Hierarchy):
+            gpus = Gpus(communicator.mpi, self.options.timeout)
         return Lane(
             number,
             Stream(f"stretto-stream-{number}"),
-            self._communicators(number),
+            communicator,
             self.world.progress(number),
+            gpus,
+            self._gpus_failed,
         )
+
+    def _gpus_failed(self, error: BaseException) -> None:
+        """A collective on GPUs has failed after it was enqueued: so has all that is behind it."""
+        self._abort(error)
+        self.dispatcher.report(error)
 
 
 def _hierarchies(world: Processes) -> Callable[[int], Communicator]:

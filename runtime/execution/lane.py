@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from stretto.collectives.communicator import Communicator, Request
+from stretto.collectives.gpus import Gpus
 from stretto.collectives.native import Table
 
 from ..job.progress import Progress
@@ -15,6 +18,7 @@ class Lane:
 
     ``number``: of the stream. ``communicator`` moves its data, ``progress`` shows the watchdog what it does,
     ``counters`` counts it. ``sequence``: calls so far. ``sends``: sends that may be under way.
+    ``gpus`` moves data that stays on GPUs, ``failed`` takes errors of it that come later.
     """
 
     __slots__ = (
@@ -22,6 +26,8 @@ class Lane:
         "_table",
         "communicator",
         "counters",
+        "failed",
+        "gpus",
         "number",
         "progress",
         "sends",
@@ -30,9 +36,17 @@ class Lane:
     )
 
     def __init__(
-        self, number: int, stream: Stream, communicator: Communicator, progress: Progress
+        self,
+        number: int,
+        stream: Stream,
+        communicator: Communicator,
+        progress: Progress,
+        gpus: Gpus | None = None,
+        failed: Callable[[BaseException], None] = lambda error: None,
     ) -> None:
         self.number = number
+        self.gpus = gpus
+        self.failed = failed
         self.stream = stream
         self.communicator = communicator
         self.progress = progress
@@ -51,6 +65,8 @@ class Lane:
     def abort(self, reason: str) -> None:
         """The job has failed: what compiled code waits for will not come."""
         self._failure = reason
+        if self.gpus is not None:
+            self.gpus.abort(reason)
         table = self._table
         if table is not None:
             table.abort(reason)

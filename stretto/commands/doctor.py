@@ -21,6 +21,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from stretto.collectives.cuda import CudaError, cuda
+from stretto.collectives.nccl import nccl
 from stretto.runtime import options
 from stretto.runtime.errors import StrettoError
 from stretto.runtime.job import cost_tables, launcher, world
@@ -48,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
     chosen, option_problem = _options()
     if found_launcher is not None and found_launcher.rank > 0:
         return 0 if arguments.no_check or all_reduce().good else 1
-    findings = [*versions(), *engines(chosen), *mpi(found_launcher)]
+    findings = [*versions(), *engines(chosen), *gpus(chosen), *mpi(found_launcher)]
     if option_problem:
         findings.append(Finding("options", option_problem, False, "correct the variable"))
     findings += unknown_variables()
@@ -125,6 +127,73 @@ def engines(chosen: Options) -> list[Finding]:
     advice = "set STRETTO_ENGINE to one that is installed, or install the package that provides it"
     value = f"{', '.join(names) or 'none'}; asked for: {chosen.engine}"
     return [Finding("engines", value, False, advice)]
+
+
+def gpus(chosen: Options) -> list[Finding]:
+    """What the engine ``xla:cuda`` needs: driver, GPUs, jax's CUDA plugin, NCCL.
+
+    Nothing where it is not in use, and neither driver nor plugin is there.
+    """
+    needed = chosen.engine == "xla:cuda"
+    plugins = [(release, _installed(f"jax-{release}-plugin")) for release in ("cuda13", "cuda12")]
+    plugin = next(((release, found) for release, found in plugins if found), None)
+    try:
+        driver, count, problem = cuda(), 0, ""
+        count = driver.device_count()
+    except (OSError, CudaError) as error:
+        driver, count, problem = None, 0, str(error)
+    if not needed and plugin is None and driver is None:
+        return []
+    absent = False if needed else None
+    findings = []
+    if driver is None:
+        advice = "install NVIDIA's driver (version 525 or later), or set STRETTO_ENGINE=xla:cpu"
+        findings.append(Finding("GPU driver", f"not usable: {problem}", absent, advice))
+    else:
+        number = driver.version()
+        supported = f"supports CUDA {number // 1000}.{number % 1000 // 10}"
+        findings.append(Finding("GPU driver", supported))
+        names = ", ".join(driver.device_name(n) for n in range(count))
+        advice = "" if count else "CUDA shows no GPU: look at CUDA_VISIBLE_DEVICES and nvidia-smi"
+        findings.append(
+            Finding("GPUs", f"{count}: {names}" if count else "none", count > 0, advice)
+        )
+        if count and needed and count < chosen.local_devices:
+            advice = "set STRETTO_LOCAL_DEVICES to at most that many"
+            wanted = f"{chosen.local_devices} devices are asked for, CUDA shows {count} GPUs"
+            findings.append(Finding("STRETTO_LOCAL_DEVICES", wanted, False, advice))
+    jaxlib = _installed("jaxlib")
+    if plugin is None:
+        # The release of the driver's CUDA; the newer one where there is none.
+        release = "cuda12" if driver is not None and driver.version() < 13000 else "cuda13"
+        advice = f"pip install 'stretto[{release}]'"
+        findings.append(Finding("CUDA plugin of jax", "not installed", absent, advice))
+    elif plugin[1] != jaxlib:
+        advice = f"pip install 'jax[{plugin[0]}]=={jaxlib}'"
+        value = f"{plugin[1]} for {plugin[0]}, and jaxlib is {jaxlib}"
+        findings.append(Finding("CUDA plugin of jax", value, absent, advice))
+    else:
+        findings.append(Finding("CUDA plugin of jax", f"{plugin[1]} for {plugin[0]}"))
+    try:
+        number = nccl().version()
+        version = f"{number // 10000}.{number % 10000 // 100}.{number % 100}"
+        findings.append(Finding("NCCL", version))
+    except (OSError, AttributeError, CudaError) as error:
+        release = "cu12" if plugin is not None and plugin[0] == "cuda12" else "cu13"
+        advice = f"pip install nvidia-nccl-{release}; without it "
+        advice += "collectives go through the host's memory"
+        findings.append(Finding("NCCL", f"not usable: {error}", None, advice))
+    cupy = next((v for n in ("cupy-cuda13x", "cupy-cuda12x", "cupy") if (v := _installed(n))), "")
+    findings.append(Finding("CuPy", f"{cupy or 'not installed'} (not needed)", bool(cupy) or None))
+    return findings
+
+
+def _installed(name: str) -> str:
+    """The version of a package, or an empty string."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return ""
 
 
 def mpi(found: launcher.Launcher | None) -> list[Finding]:

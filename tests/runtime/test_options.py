@@ -28,6 +28,7 @@ def test_every_variable_sets_its_field() -> None:
         "overlap": ("0", False),
         "costs": ("costs.json", "costs.json"),
         "native": ("0", False),
+        "nccl": ("0", False),
         "profile": ("1", True),
         "skip_compute": ("0", False),
         "pipeline_loops": ("0", False),

@@ -513,6 +513,31 @@ int cuMemcpyDtoDAsync_v2(void *to, const void *from, size_t n, void *s) { return
 int cuMemcpyPeerAsync(void *to, void *c, const void *from, void *d, size_t n, void *s) {
     return cuMemcpyAsync(to, from, n, s);
 }
+/* CUDA_MEMCPY2D between pointers. */
+typedef struct {
+    size_t from_x, from_y;
+    int from_kind;
+    const void *from_host;
+    const char *from;
+    void *from_array;
+    size_t from_pitch, to_x, to_y;
+    int to_kind;
+    void *to_host;
+    char *to;
+    void *to_array;
+    size_t to_pitch, width, height;
+} Rows;
+static void copy_rows(void *given) {
+    Rows *rows = given;
+    for (size_t i = 0; i < rows->height; i++)
+        memmove(rows->to + i * rows->to_pitch, rows->from + i * rows->from_pitch, rows->width);
+    free(rows);
+}
+int cuMemcpy2DAsync_v2(const Rows *rows, void *stream) {
+    Rows *kept = malloc(sizeof *kept);
+    *kept = *rows;
+    return enqueue(stream, copy_rows, kept);
+}
 int cuMemcpy(void *to, const void *from, size_t size) {
     cuMemcpyAsync(to, from, size, NULL);
     return drain(NULL);
@@ -666,11 +691,13 @@ int cuModuleUnload(void *module) {
     return SUCCESS;
 }
 int cuModuleGetFunction(void **function, void *module, const char *name) { return handle(function); }
-/* Globals of a module are constants that kernels read: nobody does. */
+/* Globals of a module are constants: all of a device's are one block, and have no content. */
 int cuModuleGetGlobal_v2(void **begin, size_t *size, void *module, const char *name) {
-    static char constant[1 << 16] __attribute__((aligned(512)));
+    static char constants[MOST_DEVICES][1 << 16] __attribute__((aligned(512)));
+    char *constant = constants[device_of(current)];
+    if (block_of(constant) < 0) note_block(constant, sizeof constants[0], DEVICE);
     if (begin) *begin = constant;
-    if (size) *size = sizeof constant;
+    if (size) *size = sizeof constants[0];
     return SUCCESS;
 }
 int cuModuleGetLoadingMode(int *mode) {

@@ -1,6 +1,11 @@
-"""The engine `xla:cuda` on the fake CUDA driver: XLA's real CUDA client, and kernels that the CPU computes.
+"""The engine `xla:cuda`, on GPUs or on the fake CUDA driver, where the CPU computes what kernels would.
 
-Needs jax's CUDA plugin, which ``ci/gpu --fake`` installs; skipped without it.
+``ci/gpu`` runs this, installs jax's CUDA plugin and sets these variables; skipped without the plugin.
+
+    STRETTO_TEST_GPU    ``fake`` (default) or ``real``
+    STRETTO_TEST_FORM   processes and devices of each on which conformance programs run, as ``2x4`` (1x8)
+    STRETTO_TEST_NCCL   0: their collectives go through the host's memory
+    STRETTO_TEST_ROUNDS how often each race is run (20)
 """
 
 from __future__ import annotations
@@ -23,11 +28,23 @@ pytestmark = pytest.mark.skipif(
 )
 DELAY_US = "300"
 
+REAL = os.environ.get("STRETTO_TEST_GPU", "fake") == "real"
+ROUNDS = os.environ.get("STRETTO_TEST_ROUNDS", "20")
+ENGINE = "xla:cuda" if REAL else "cuda-fake"
 SETTINGS = (
-    ("STRETTO_ENGINE", "cuda-fake"),
-    ("XLA_FLAGS", "--xla_gpu_enable_command_buffer="),  # the fake has no CUDA graphs
+    ("STRETTO_ENGINE", ENGINE),
+    # The fake has no CUDA graphs.
+    *([] if REAL else [("XLA_FLAGS", "--xla_gpu_enable_command_buffer=")]),
 )
-FORM = judge.Form("fake", 1, 8, settings=SETTINGS)
+FORM_NAME = os.environ.get("STRETTO_TEST_FORM", "1x8")
+PROCESSES, DEVICES = map(int, FORM_NAME.split("x"))
+FORM = judge.Form(
+    "gpu",
+    PROCESSES,
+    DEVICES,
+    settings=(*SETTINGS, ("STRETTO_NCCL", os.environ.get("STRETTO_TEST_NCCL", "1"))),
+)
+only_fake = pytest.mark.skipif(REAL, reason="asks the fake what happened, or has it fail")
 # JAX's Python callback for GPUs, with which the fake computes, misreads packed elements. That is not the
 # engine's doing, whose transfers of these types are tried. So programs that compute with them are left out.
 PACKED = ("/int4", "/uint4", "/float4_e2m1fn")
@@ -35,21 +52,21 @@ PACKED = ("/int4", "/uint4", "/float4_e2m1fn")
 
 @pytest.fixture(scope="module")
 def fake(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """What a process needs in its environment to have eight fake GPUs, and an engine for them."""
+    """What a process needs in its environment to have eight fake GPUs, and an engine for them.
+
+    With real ones only what lets ranks share them.
+    """
+    if REAL:
+        return {"PYTHONPATH": str(TESTS), "NCCL_MULTI_RANK_GPU_ENABLE": "1"}
     folder = tmp_path_factory.mktemp("cuda")
-    libraries = cuda.build(folder / "libraries")
+    environment = cuda.environment(folder / "libraries")
     metadata = folder / "cuda_fake-1.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: cuda_fake\nVersion: 1\n")
     (metadata / "entry_points.txt").write_text(
         "[stretto.engines]\ncuda-fake = support.cuda.engine:create\n"
     )
-    return {
-        "LD_LIBRARY_PATH": str(libraries),
-        "PYTHONPATH": f"{folder}:{TESTS}",
-        "FAKE_CUDA_DEVICES": "8",
-        "TF_CPP_MIN_LOG_LEVEL": "3",
-    }
+    return environment | {"PYTHONPATH": f"{folder}:{TESTS}", "TF_CPP_MIN_LOG_LEVEL": "3"}
 
 
 def python(code: str, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
@@ -65,9 +82,9 @@ def python(code: str, environment: dict[str, str]) -> subprocess.CompletedProces
 
 @pytest.mark.parametrize("delay", ["0", DELAY_US])
 def test_xla_cuda_conforms(fake: dict[str, str], delay: str) -> None:
-    code = """
+    code = f"""
 from stretto.engine_check import check_engine
-from support.cuda import engine
+from {"stretto.runtime.engines import xla_cuda as" if REAL else "support.cuda import"} engine
 
 print(len(check_engine(engine.create)))
 """
@@ -75,6 +92,7 @@ print(len(check_engine(engine.create)))
     assert (done.stdout, done.returncode) == ("9\n", 0), done.stderr[-3000:]
 
 
+@only_fake
 def test_runs_are_enqueued_ahead(fake: dict[str, str]) -> None:
     """Beyond what XLA allows by default, and without waiting: a function of the host holds the stream up."""
     code = '''
@@ -108,6 +126,7 @@ print(engine.host_view(array).tolist() == list(range(16)))
     assert (done.stdout, done.returncode) == ("False 0\nTrue\n", 0), done.stderr[-3000:]
 
 
+@only_fake
 def test_more_devices_than_gpus(fake: dict[str, str]) -> None:
     code = """
 from stretto.runtime.engines import xla_cuda
@@ -122,10 +141,75 @@ except StrettoError as error:
     assert "3 devices are asked for (STRETTO_LOCAL_DEVICES), and CUDA shows 2 GPUs" in done.stdout
 
 
+def ranks(
+    environment: dict[str, str],
+    processes: int,
+    devices: int,
+    *arguments: str,
+    engine: str = ENGINE,
+) -> subprocess.CompletedProcess[str]:
+    """Run a script of this folder on the fake."""
+    settings = (*environment.items(), *SETTINGS, ("STRETTO_ENGINE", engine))
+    form = judge.Form("ranks", processes, devices, settings=settings)
+    script, *rest = arguments
+    return subprocess.run(
+        judge.command(form, [str(Path(__file__).with_name(script)), *rest]),
+        env=judge.environment(form),
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("processes", "devices"), [(2, 1), (4, 1)] if REAL else [(1, 2), (2, 1), (1, 4), (2, 2)]
+)
+@pytest.mark.parametrize(("driver", "nccl"), [("300", "10000"), ("1000", "0")])
+def test_memory_is_not_reused_too_early(
+    fake: dict[str, str], processes: int, devices: int, driver: str, nccl: str
+) -> None:
+    """XLA waits for collectives that write what it reads, and read what it writes; they wait for XLA."""
+    delays = {"FAKE_CUDA_DELAY_US": driver, "FAKE_NCCL_DELAY_US": nccl}
+    done = ranks(fake | delays, processes, devices, "races.py", ROUNDS)
+    assert done.stdout.count(f"right {ROUNDS}") == processes, done.stderr[-3000:]
+
+
+@only_fake
+@pytest.mark.parametrize(("processes", "devices"), [(1, 2), (2, 1)])
+def test_collectives_do_not_wait_on_the_host(
+    fake: dict[str, str], processes: int, devices: int
+) -> None:
+    # Kernels that compute nothing: those of the other engine are functions that the host waits for.
+    slow = {"FAKE_NCCL_DELAY_US": "20000"}
+    done = ranks(fake | slow, processes, devices, "ahead.py", engine="xla:cuda")
+    assert done.stdout.count("0 waits, 200 collectives") == processes, done.stderr[-3000:]
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("killed", "rank 1 (pid"),
+        ("late", "timed out after 5 s (STRETTO_TIMEOUT): rank 1 did not reach it"),
+        pytest.param("error", "remote process exited (NCCL error 6)", marks=only_fake),
+    ],
+)
+def test_a_fault_ends_all_ranks(fake: dict[str, str], fault: str, message: str) -> None:
+    """Nobody gets content of a collective that was not completed, and the message names what failed."""
+    done = ranks(fake | {"STRETTO_TIMEOUT": "5", "STRETTO_GRACE": "1"}, 2, 1, "faults.py", fault)
+    assert done.returncode != 0
+    assert "content:" not in done.stdout
+    assert message in done.stderr
+    assert "stretto: rank 0 ends:" in done.stderr
+    if fault != "killed":
+        assert "all-reduce %psum" in done.stderr and "faults.py:" in done.stderr
+
+
 def names() -> list[str]:
     packed = {n for n in PROGRAMS if n.endswith(PACKED) and not n.startswith("roundtrip/")}
     chosen = [n for n, program in PROGRAMS.items() if n not in packed and not program.only_full]
-    return [n for n in chosen if "1x8" in PROGRAMS[n].forms]
+    like = {"4x2": "2x4"}.get(FORM_NAME, FORM_NAME)  # what the suite runs on several processes
+    return [n for n in chosen if like in PROGRAMS[n].forms]
 
 
 Outcomes = dict[str, judge.Outcome]

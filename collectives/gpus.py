@@ -1,0 +1,600 @@
+"""Collectives between GPUs: device memory over NCCL, enqueued on CUDA's streams. The host waits for nothing.
+
+`Gpus` belongs to one stream of the executor. A program's processes `join`, and `Joined.bind` makes of each
+collective what enqueues it (`BoundOnGpus`), or None where NCCL has no way for it: reductions that it lacks
+(`nccl.reduction_codes`), reducers that are programs, sends and receives that are apart, ragged and empty
+data, roots that are data, types below a byte. Those take the way through the host.
+
+Groups have a communicator of NCCL each. Permutes and all-to-alls are grouped sends and receives. NCCL moves
+contiguous memory: where a dimension that is not the first grows, shrinks or is split, rows are copied to or
+from scratch memory before or after.
+
+Whatever is enqueued must be enqueued in the same order by all processes of a group, as with MPI.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from . import nccl as nccl_codes
+from .cuda import CudaError, cuda
+from .nccl import BYTE, IN_PROGRESS, nccl
+from .ops import Collective, Kind
+from .types import TensorType
+
+if TYPE_CHECKING:
+    from .communicator import BoundCollective
+    from .mpi import MpiWorld
+
+# A rank that is not there cannot be told from one that is late.
+PATIENCE = 300.0
+_SHARED_GPU = "NCCL_MULTI_RANK_GPU_ENABLE"  # by which NCCL from 2.30 on allows ranks to share a GPU
+_NOTHING: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class Buffers:
+    """Addresses in the memory of one device: of its operands, of its results, of scratch memory."""
+
+    operands: Sequence[int]
+    results: Sequence[int]
+    scratch: int = 0
+
+
+# Enqueue something of one device: its buffers, its stream.
+Step = Callable[[Buffers, int], None]
+
+
+@dataclass(frozen=True)
+class _Member:
+    """A local member of a group, and what it enqueues: copies, then calls of NCCL, then copies."""
+
+    before: Sequence[Step]
+    during: Sequence[Step]
+    after: Sequence[Step]
+
+
+def problem_here(devices: Sequence[int]) -> str:
+    """Why this process cannot use NCCL, or an empty string."""
+    try:
+        driver, _ = cuda(), nccl()
+        if max(devices, default=0) >= driver.device_count():
+            return f"CUDA shows {driver.device_count()} GPUs"
+    except (OSError, AttributeError, CudaError) as error:
+        return str(error)
+    return ""
+
+
+class Gpus:
+    """What one stream of the executor has of CUDA and NCCL in this process."""
+
+    def __init__(self, mpi: MpiWorld | None, patience: float = PATIENCE) -> None:
+        """``mpi``: how processes meet; None if there is one. ``patience``: seconds that a communicator may
+        take to come about."""
+        self.mpi = mpi
+        self.process = mpi.rank if mpi else 0
+        self.patience = patience
+        self.aborted = ""
+        self._streams: dict[int, int] = {}
+        self._communicators: dict[tuple[Any, ...], dict[int, int]] = {}
+
+    def stream(self, device: int) -> int:
+        """This stream's stream on a device."""
+        if device not in self._streams:
+            cuda().use(device)
+            self._streams[device] = cuda().stream()
+        return self._streams[device]
+
+    def join(self, owner: Mapping[int, int], devices: Mapping[int, int]) -> Joined | str:
+        """To be called by all processes of a program; gives the same kind of answer in all of them.
+
+        ``owner``: the process of each logical id; ``devices``: CUDA's number of each local one. A string says
+        why NCCL cannot be used.
+        """
+        problem = problem_here(list(devices.values()))
+        host = socket.gethostname()
+        here = {
+            i: (host, b"" if problem else cuda().device_uuid(device), device)
+            for i, device in devices.items()
+        }
+        shares = os.environ.get(_SHARED_GPU) == "1"
+        everyone = self._all_gather(owner, (problem, shares, here))
+        problems = [f"process {p}: {text}" for p, (text, *_) in everyone.items() if text]
+        if problems:
+            return problems[0]
+        places = {i: place for *_, found in everyone.values() for i, place in found.items()}
+        distinct = {place[:2] for place in places.values()}
+        if len(distinct) < len(places) and not all(shares for _, shares, _ in everyone.values()):
+            return f"several devices are on one GPU, and {_SHARED_GPU} is not 1"
+        return Joined(self, owner, devices, places)
+
+    def _all_gather(self, owner: Mapping[int, int], mine: Any) -> dict[int, Any]:
+        processes = tuple(sorted(set(owner.values())))
+        if self.mpi is None or len(processes) == 1:
+            return {self.process: mine}
+        found = self.mpi.team(processes).comm.allgather(mine)
+        return dict(zip(processes, found, strict=True))
+
+    def communicators(
+        self,
+        owner: Mapping[int, int],
+        places: Mapping[int, Any],
+        groups: Sequence[tuple[int, ...]],
+        devices: Mapping[int, int],
+    ) -> dict[tuple[int, ...], dict[int, int]]:
+        """For each group with local members, NCCL's communicator of each of these.
+
+        Waits for all processes of ``owner``, unless all of it is there. Raises `CudaError`.
+        """
+        processes = tuple(sorted(set(owner.values())))
+        keys = {g: (processes, *((owner[i], places[i]) for i in g)) for g in groups}
+        missing = [g for g in groups if keys[g] not in self._communicators]
+        if missing:
+            ids = [nccl().unique_id() if owner[g[0]] == self.process else b"" for g in missing]
+            everyone = self._all_gather(owner, ids)
+            for n, group in enumerate(missing):
+                made = self._make(group, everyone[owner[group[0]]][n], owner, devices)
+                self._communicators[keys[group]] = made
+        # Another program may have the same devices in the same order by other logical ids.
+        return {
+            g: {g[rank]: made for rank, made in self._communicators[keys[g]].items()}
+            for g in groups
+        }
+
+    def _make(
+        self,
+        group: tuple[int, ...],
+        unique_id: bytes,
+        owner: Mapping[int, int],
+        devices: Mapping[int, int],
+    ) -> dict[int, int]:
+        """A communicator of a group, by rank for its local members."""
+        library = nccl()
+        made: dict[int, int] = {}
+        library.group_start()
+        try:
+            for rank, i in enumerate(group):
+                if owner[i] == self.process:
+                    cuda().use(devices[i])
+                    made[rank] = library.init_rank(len(group), unique_id, rank)
+        finally:
+            library.group_end()
+        try:
+            self.settle(list(made.values()), f"joining devices {list(group)}", self.patience)
+        except CudaError:
+            for communicator in made.values():
+                library.abort(communicator)
+            raise
+        return made
+
+    def settle(self, communicators: Sequence[int], what: str, patience: float = PATIENCE) -> None:
+        """Wait until what was asked of these communicators is on its streams, or they are made.
+
+        That takes microseconds but for communicators that are made. Raises `CudaError`.
+        """
+        library, until, pause = nccl(), 0.0, 0.0
+        for communicator in communicators:
+            while (state := library.state(communicator)) == IN_PROGRESS:
+                if self.aborted:
+                    raise CudaError(self.aborted)
+                until = until or time.monotonic() + patience
+                if time.monotonic() > until:
+                    raise CudaError(f"{what}: not all ranks came within {patience:g} s")
+                time.sleep(pause)
+                pause = min(2 * pause + 1e-6, 1e-3)
+            if state:
+                raise CudaError(f"{what}: {library.describe(state, communicator)}")
+
+    def abort(self, reason: str) -> None:
+        """Give up all that is under way, in a thread of its own: NCCL may block in it."""
+        if self.aborted:
+            return
+        self.aborted = reason
+        made = [c for by_rank in self._communicators.values() for c in by_rank.values()]
+
+        def abort_all() -> None:
+            for communicator in made:
+                nccl().abort(communicator)
+
+        if made:
+            threading.Thread(target=abort_all, name="stretto-nccl-abort", daemon=True).start()
+
+    def close(self) -> None:
+        """Give the communicators up. Nothing may be under way."""
+        if self.aborted:
+            return
+        for by_rank in self._communicators.values():
+            for communicator in by_rank.values():
+                nccl().destroy(communicator)
+        self._communicators.clear()
+
+
+class Joined:
+    """The processes of one program that have joined, for the collectives of one stream."""
+
+    def __init__(
+        self,
+        gpus: Gpus,
+        owner: Mapping[int, int],
+        devices: Mapping[int, int],
+        places: Mapping[int, Any],
+    ) -> None:
+        self.gpus = gpus
+        self.owner = owner
+        self.devices = devices
+        self._places = places
+
+    def bind(self, collective: Collective, host: BoundCollective) -> BoundOnGpus | None:
+        """Prepare a collective; to be called by all processes. None where NCCL has no way for it.
+
+        ``host`` is what the way through the host made of it, which counts what it sends. Raises `CudaError`.
+        """
+        if not is_supported(collective):
+            return None
+        groups = [g for g in collective.groups if len(g) > 1]
+        if collective.kind is Kind.PERMUTE:
+            groups = [tuple(sorted(self.owner))] if len(self.owner) > 1 else []
+        made = self.gpus.communicators(self.owner, self._places, groups, self.devices)
+        return BoundOnGpus(self, collective, host, made)
+
+
+def is_supported(collective: Collective) -> bool:
+    """Whether NCCL moves and reduces these types as HLO does, whatever the groups."""
+    kind, types = collective.kind, (*collective.operands, *collective.results)
+    if kind in (Kind.SEND, Kind.RECV, Kind.RAGGED_ALL_TO_ALL) or collective.dynamic_root:
+        return False
+    if any(t.element.bits < 8 or not t.size for t in types):
+        return False
+    if kind in (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER):
+        reduction = collective.reduction
+        return reduction is not None and all(
+            nccl_codes.reduction_codes(t.dtype, reduction) for t in collective.operands
+        )
+    return True
+
+
+class _Scratch:
+    """Places in a device's scratch memory."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+
+    def place(self, nbytes: int) -> int:
+        start = self.nbytes
+        self.nbytes = -(-(start + nbytes) // 256) * 256
+        return start
+
+
+class BoundOnGpus:
+    """A collective bound to NCCL, for the local devices.
+
+    ``scratch``: bytes of scratch memory that each device needs in a call.
+    """
+
+    prompt = False
+
+    def __init__(
+        self,
+        joined: Joined,
+        collective: Collective,
+        host: BoundCollective,
+        communicators: Mapping[tuple[int, ...], Mapping[int, int]],
+    ) -> None:
+        self.collective = collective
+        self.messages, self.bytes = host.messages, host.bytes
+        if hasattr(host, "payload"):
+            self.payload = host.payload
+        self.gpus, self._joined = joined.gpus, joined
+        self._driver, self._nccl = cuda(), nccl()
+        self._communicators = [c for made in communicators.values() for c in made.values()]
+        self._all = communicators
+        owner, process = joined.owner, joined.gpus.process
+        self._local = {i for i, at in owner.items() if at == process}
+        scratch = _Scratch()
+        self._groups = [
+            (group, [i for i in group if i in self._local])
+            for group in collective.groups
+            if self._local.intersection(group)
+        ]
+        self._members = {
+            i: self._member(group, group.index(i), scratch)
+            for group, here in self._groups
+            for i in here
+        }
+        self.scratch = scratch.nbytes
+        self._pairs = [
+            (k, s, t)
+            for k, (s, t) in enumerate(collective.pairs)
+            if self._local.intersection((s, t))
+        ]
+
+    def stream(self, i: int) -> int:
+        """The stream of CUDA's on which a local logical id's part is enqueued."""
+        return self.gpus.stream(self._joined.devices[i])
+
+    def failure(self) -> str:
+        """What its communicators have met since they were made; empty if nothing."""
+        for communicator in self._communicators:
+            state = self._nccl.state(communicator)
+            if state not in (0, IN_PROGRESS):
+                return self._nccl.describe(state, communicator)
+        return ""
+
+    def enqueue(self, buffers: Mapping[int, Buffers], skip: frozenset[int] | None = None) -> None:
+        """Put a call for the local ids in ``buffers`` onto their streams.
+
+        Ids that are absent, and ``skip``, as in `BoundCollective.run`. Raises `CudaError`.
+        """
+        if self.gpus.aborted:
+            raise CudaError(self.gpus.aborted)
+        use, devices = self._driver.use, self._joined.devices
+        streams = {i: self.stream(i) for i in buffers}
+        if self.collective.kind is Kind.PERMUTE:
+            members = self._permuted(buffers, skip or _NOTHING)
+        else:
+            members = {i: self._members[i] for i in self._present(buffers)}
+        for i, member in members.items():
+            use(devices[i])
+            for step in member.before:
+                step(buffers[i], streams[i])
+        if any(member.during for member in members.values()):
+            self._nccl.group_start()
+            try:
+                for i, member in members.items():
+                    for step in member.during:
+                        step(buffers[i], streams[i])
+            finally:
+                self._nccl.group_end()
+            self.gpus.settle(self._communicators, str(self.collective.kind))
+        for i, member in members.items():
+            use(devices[i])
+            for step in member.after:
+                step(buffers[i], streams[i])
+        for i in buffers.keys() - members.keys():
+            use(devices[i])
+            for result, type in zip(buffers[i].results, self.collective.results, strict=True):
+                self._driver.clear(result, type.nbytes, streams[i])
+
+    def _present(self, buffers: Mapping[int, Buffers]) -> list[int]:
+        """Members of the groups that are there."""
+        present: list[int] = []
+        for group, here in self._groups:
+            found = [i for i in here if i in buffers]
+            if found and len(found) < len(here):
+                missing = sorted(set(here).difference(found))
+                raise RuntimeError(
+                    f"devices {sorted(found)} of group {list(group)} take part in this "
+                    f"{self.collective.kind}, but devices {missing} do not"
+                )
+            present += found
+        return present
+
+    def _permuted(self, buffers: Mapping[int, Buffers], skip: frozenset[int]) -> dict[int, _Member]:
+        """What the local devices do in a permute, those excepted that receive nothing and send nothing."""
+        types, steps = self.collective.operands, {i: ([], []) for i in buffers}  # type: ignore[var-annotated]
+        everyone = tuple(sorted(self._joined.owner))
+        made = self._all.get(everyone, {})
+        received = set()
+        for k, source, target in self._pairs:
+            both = source in self._local and target in self._local
+            if both and (source in buffers) != (target in buffers):
+                raise RuntimeError(
+                    f"of {source} -> {target}, only one device takes part in this permute"
+                )
+            if k in skip:
+                continue
+            for n, type in enumerate(types):
+                if source == target and source in buffers:
+                    steps[source][0].append(self._copies(n, n, type.nbytes))
+                    continue
+                if source in buffers:
+                    to = everyone.index(target)
+                    steps[source][1].append(self._sends(made[source], to, type.nbytes, operand=n))
+                if target in buffers:
+                    at = everyone.index(source)
+                    steps[target][1].append(self._receives(made[target], at, type.nbytes, result=n))
+            received.add(target)
+        for i in buffers.keys() - received:
+            for n, type in enumerate(types):
+                steps[i][0].append(self._clears(n, type.nbytes))
+        return {i: _Member(before, during, ()) for i, (before, during) in steps.items()}
+
+    def _clears(self, n: int, nbytes: int) -> Step:
+        return lambda b, stream: self._driver.clear(b.results[n], nbytes, stream)
+
+    def _copies(self, operand: int, result: int, nbytes: int) -> Step:
+        return lambda b, stream: self._driver.copy(
+            b.results[result], b.operands[operand], nbytes, stream
+        )
+
+    def _sends(
+        self, comm: int, peer: int, nbytes: int, *, operand: int = -1, offset: int = 0
+    ) -> Step:
+        """Send bytes of an operand, or where none is named of scratch memory."""
+        send = self._nccl.send
+        if operand < 0:
+            return lambda b, stream: send(b.scratch + offset, nbytes, BYTE, peer, comm, stream)
+        return lambda b, stream: send(
+            b.operands[operand] + offset, nbytes, BYTE, peer, comm, stream
+        )
+
+    def _receives(
+        self, comm: int, peer: int, nbytes: int, *, result: int = -1, offset: int = 0
+    ) -> Step:
+        receive = self._nccl.receive
+        if result < 0:
+            return lambda b, stream: receive(b.scratch + offset, nbytes, BYTE, peer, comm, stream)
+        return lambda b, stream: receive(
+            b.results[result] + offset, nbytes, BYTE, peer, comm, stream
+        )
+
+    def _member(self, group: tuple[int, ...], rank: int, scratch: _Scratch) -> _Member:
+        """What one member of a group enqueues. Members of a process share the plan of scratch memory's size,
+        not the memory: each device has its own."""
+        collective, size = self.collective, len(group)
+        before: list[Step] = []
+        during: list[Step] = []
+        after: list[Step] = []
+        if size == 1:
+            before += [self._copies(n, n, t.nbytes) for n, t in enumerate(collective.operands)]
+            return _Member(before, during, after)
+        comm = self._all[group][group[rank]]
+        mine = _Scratch()
+        types = list(zip(collective.operands, collective.results, strict=False))
+        match collective.kind:
+            case Kind.ALL_REDUCE:
+                for n, (type, _) in enumerate(types):
+                    during.append(self._reduces(n, type, comm))
+            case Kind.BROADCAST:
+                for n, (type, _) in enumerate(types):
+                    during.append(self._broadcasts(n, type.nbytes, comm))
+            case Kind.ALL_GATHER:
+                for n, (type, _) in enumerate(types):
+                    self._gather(n, type, size, comm, mine, during, after)
+            case Kind.REDUCE_SCATTER:
+                for n, (type, result) in enumerate(types):
+                    self._scatter(n, type, result, size, comm, mine, before, during)
+            case Kind.ALL_TO_ALL if collective.tuple_form:
+                for peer, (type, result) in enumerate(types):
+                    during.append(self._sends(comm, peer, type.nbytes, operand=peer))
+                    during.append(self._receives(comm, peer, result.nbytes, result=peer))
+            case Kind.ALL_TO_ALL:
+                for n, (type, _) in enumerate(types):
+                    self._exchange(n, type, size, comm, mine, before, during, after)
+            case _:
+                raise NotImplementedError(f"{collective.kind} over NCCL")
+        scratch.nbytes = max(scratch.nbytes, mine.nbytes)
+        return _Member(before, during, after)
+
+    def _reduces(self, n: int, type: TensorType, comm: int) -> Step:
+        dtype, op = self._codes(type)
+        call, count = self._nccl.all_reduce, type.size
+        return lambda b, stream: call(b.operands[n], b.results[n], count, dtype, op, comm, stream)
+
+    def _codes(self, type: TensorType) -> tuple[int, int]:
+        assert self.collective.reduction is not None
+        codes = nccl_codes.reduction_codes(type.dtype, self.collective.reduction)
+        assert codes is not None  # `is_supported`
+        return codes
+
+    def _broadcasts(self, n: int, nbytes: int, comm: int) -> Step:
+        call = self._nccl.broadcast
+        return lambda b, stream: call(b.operands[n], b.results[n], nbytes, BYTE, 0, comm, stream)
+
+    def _rows(self, type: TensorType, parts: int) -> tuple[int, int]:
+        """Number and bytes of an operand's rows, of which each has ``parts`` parts along the dimension."""
+        rows = prod(type.shape[: self.collective.dimension])
+        return rows, type.nbytes // rows // parts
+
+    def _gather(
+        self,
+        n: int,
+        type: TensorType,
+        size: int,
+        comm: int,
+        scratch: _Scratch,
+        during: list[Step],
+        after: list[Step],
+    ) -> None:
+        call, nbytes = self._nccl.all_gather, type.nbytes
+        rows, width = self._rows(type, 1)
+        if rows == 1:
+            during.append(
+                lambda b, stream: call(b.operands[n], b.results[n], nbytes, BYTE, comm, stream)
+            )
+            return
+        at, copy_rows = scratch.place(size * nbytes), self._driver.copy_rows
+        during.append(
+            lambda b, stream: call(b.operands[n], b.scratch + at, nbytes, BYTE, comm, stream)
+        )
+
+        def interleave(b: Buffers, stream: int) -> None:
+            for j in range(size):
+                to, source = b.results[n] + j * width, b.scratch + at + j * nbytes
+                copy_rows(to, size * width, source, width, width, rows, stream)
+
+        after.append(interleave)
+
+    def _scatter(
+        self,
+        n: int,
+        type: TensorType,
+        result: TensorType,
+        size: int,
+        comm: int,
+        scratch: _Scratch,
+        before: list[Step],
+        during: list[Step],
+    ) -> None:
+        dtype, op = self._codes(type)
+        call, count = self._nccl.reduce_scatter, result.size
+        rows, width = self._rows(type, size)
+        if rows == 1:
+            during.append(
+                lambda b, stream: call(b.operands[n], b.results[n], count, dtype, op, comm, stream)
+            )
+            return
+        at = self._apart(n, result.nbytes, size, rows, width, scratch, before)
+        during.append(
+            lambda b, stream: call(b.scratch + at, b.results[n], count, dtype, op, comm, stream)
+        )
+
+    def _apart(
+        self,
+        n: int,
+        nbytes: int,
+        size: int,
+        rows: int,
+        width: int,
+        scratch: _Scratch,
+        before: list[Step],
+    ) -> int:
+        """Copy an operand's parts along the dimension into scratch memory, one behind the other."""
+        at, copy_rows = scratch.place(size * nbytes), self._driver.copy_rows
+
+        def separate(b: Buffers, stream: int) -> None:
+            for j in range(size):
+                to, source = b.scratch + at + j * nbytes, b.operands[n] + j * width
+                copy_rows(to, width, source, size * width, width, rows, stream)
+
+        before.append(separate)
+        return at
+
+    def _exchange(
+        self,
+        n: int,
+        type: TensorType,
+        size: int,
+        comm: int,
+        scratch: _Scratch,
+        before: list[Step],
+        during: list[Step],
+        after: list[Step],
+    ) -> None:
+        """An all-to-all in array form: part j goes to member j, and what comes from it takes its place."""
+        rows, width = self._rows(type, size)
+        nbytes = rows * width
+        if rows == 1:
+            for j in range(size):
+                during.append(self._sends(comm, j, nbytes, operand=n, offset=j * nbytes))
+                during.append(self._receives(comm, j, nbytes, result=n, offset=j * nbytes))
+            return
+        out = self._apart(n, nbytes, size, rows, width, scratch, before)
+        back, copy_rows = scratch.place(size * nbytes), self._driver.copy_rows
+        for j in range(size):
+            during.append(self._sends(comm, j, nbytes, offset=out + j * nbytes))
+            during.append(self._receives(comm, j, nbytes, offset=back + j * nbytes))
+
+        def together(b: Buffers, stream: int) -> None:
+            for j in range(size):
+                to, source = b.results[n] + j * width, b.scratch + back + j * nbytes
+                copy_rows(to, size * width, source, width, width, rows, stream)
+
+        after.append(together)

@@ -1,0 +1,225 @@
+"""NCCL by its C functions: integers in and out.
+
+Pointers, streams and communicators are addresses, types and reductions are NCCL's codes. ``libnccl.so.2``
+is called through `ctypes`, which lets go of the GIL. It is the system's or that of NVIDIA's wheel, which
+jax's CUDA plugin brings along. What is used of it has had the same binary interface since NCCL 2.18.
+
+Communicators do not block: whoever calls NCCL asks `Nccl.state` until what was asked for is on its stream,
+and may give up (`Nccl.abort`) from another thread.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+from collections.abc import Callable
+from ctypes import byref, c_char, c_char_p, c_int, c_size_t, c_uint, c_void_p
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from .cuda import CudaError
+from .ops import Reduction
+
+# ncclDataType_t. A type that is not here is moved as bytes, and not reduced.
+DTYPES = {
+    "s8": 0,
+    "u8": 1,
+    "s32": 2,
+    "u32": 3,
+    "s64": 4,
+    "u64": 5,
+    "f16": 6,
+    "f32": 7,
+    "f64": 8,
+    "bf16": 9,
+}
+BYTE = DTYPES["u8"]
+# ncclRedOp_t
+_OPS = {Reduction.SUM: 0, Reduction.PRODUCT: 1, Reduction.MAX: 2, Reduction.MIN: 3}
+# A pred is a byte, 0 or 1.
+_PRED = {
+    Reduction.SUM: 2,
+    Reduction.PRODUCT: 3,
+    Reduction.MAX: 2,
+    Reduction.MIN: 3,
+    Reduction.AND: 3,
+    Reduction.OR: 2,
+}
+# ncclResult_t
+IN_PROGRESS = 7
+_UNIQUE_ID = 128
+
+
+def reduction_codes(dtype: str, reduction: Reduction) -> tuple[int, int] | None:
+    """NCCL's type, operation where it reduces as HLO does; None elsewhere.
+
+    Its minimum and maximum of floats ignore NaN, and HLO's do not.
+    """
+    if dtype == "pred":
+        return (BYTE, _PRED[reduction]) if reduction in _PRED else None
+    if dtype not in DTYPES or reduction not in _OPS:
+        return None
+    if dtype[0] in "fb" and reduction in (Reduction.MIN, Reduction.MAX):
+        return None
+    return DTYPES[dtype], _OPS[reduction]
+
+
+class _UniqueId(ctypes.Structure):
+    _fields_ = (("internal", c_char * _UNIQUE_ID),)
+
+
+class _Config(ctypes.Structure):
+    """``ncclConfig_t`` as of NCCL 2.18: later versions take it for what its size and version say."""
+
+    _fields_ = (
+        ("size", c_size_t),
+        ("magic", c_uint),
+        ("version", c_uint),
+        ("blocking", c_int),
+        ("cga_cluster_size", c_int),
+        ("min_ctas", c_int),
+        ("max_ctas", c_int),
+        ("net_name", c_char_p),
+        ("split_share", c_int),
+    )
+
+
+_MAGIC, _CONFIG_VERSION, _UNDEFINED = 0xCAFEBEEF, 21800, -(1 << 31)
+
+
+def _find() -> ctypes.CDLL:
+    """NCCL of the system or of ``LD_LIBRARY_PATH``, else that of NVIDIA's wheel. Raises ``OSError``."""
+    try:
+        return ctypes.CDLL("libnccl.so.2")
+    except OSError:
+        found = importlib.util.find_spec("nvidia")
+        for folder in (found.submodule_search_locations or []) if found else []:
+            for library in Path(folder).glob("*/lib/libnccl.so.2"):
+                return ctypes.CDLL(str(library))
+        raise
+
+
+class Nccl:
+    """NCCL's functions. One thread at a time calls them, `abort` and `state` excepted."""
+
+    def __init__(self) -> None:
+        """Raises ``OSError`` where there is no NCCL, ``AttributeError`` where it is too old."""
+        self._library = library = _find()
+        library.ncclGetErrorString.restype = c_char_p
+        library.ncclGetLastError.restype = c_char_p
+        self._init = library.ncclCommInitRankConfig
+        self._init.argtypes = [c_void_p, c_int, _UniqueId, c_int, c_void_p]
+        self._send = _typed(library.ncclSend, "pzii", 2)
+        self._receive = _typed(library.ncclRecv, "pzii", 2)
+        self._all_gather = _typed(library.ncclAllGather, "ppzi", 2)
+        self._all_reduce = _typed(library.ncclAllReduce, "ppzii", 2)
+        self._reduce_scatter = _typed(library.ncclReduceScatter, "ppzii", 2)
+        self._broadcast = _typed(library.ncclBroadcast, "ppzii", 2)
+
+    def _check(self, name: str, error: int, communicator: int = 0) -> None:
+        if error not in (0, IN_PROGRESS):
+            raise CudaError(f"{name} failed: {self.describe(error, communicator)}")
+
+    def describe(self, error: int, communicator: int = 0) -> str:
+        """What NCCL says of an error, and the last of its own messages."""
+        text = (self._library.ncclGetErrorString(error) or b"").decode()
+        last = (self._library.ncclGetLastError(c_void_p(communicator)) or b"").decode().strip()
+        return f"{text} (NCCL error {error}{f': {last}' if last else ''})"
+
+    def version(self) -> int:
+        """22809 is 2.28.9."""
+        version = c_int()
+        self._check("ncclGetVersion", self._library.ncclGetVersion(byref(version)))
+        return version.value
+
+    def unique_id(self) -> bytes:
+        """What the ranks of a communicator that is to be made have in common."""
+        made = _UniqueId()
+        self._check("ncclGetUniqueId", self._library.ncclGetUniqueId(byref(made)))
+        return ctypes.string_at(byref(made), _UNIQUE_ID)
+
+    def init_rank(self, size: int, unique_id: bytes, rank: int) -> int:
+        """A communicator on this thread's device, in progress until all of its ranks have come."""
+        config = _Config(
+            ctypes.sizeof(_Config),
+            _MAGIC,
+            _CONFIG_VERSION,
+            0,
+            *([_UNDEFINED] * 3),
+            None,
+            _UNDEFINED,
+        )
+        made = c_void_p()
+        given = _UniqueId.from_buffer_copy(unique_id)
+        self._check(
+            "ncclCommInitRankConfig", self._init(byref(made), size, given, rank, byref(config))
+        )
+        return made.value or 0
+
+    def state(self, communicator: int) -> int:
+        """0, `IN_PROGRESS`, or the error that the communicator has met since."""
+        state = c_int()
+        call = self._library.ncclCommGetAsyncError
+        self._check("ncclCommGetAsyncError", call(c_void_p(communicator), byref(state)))
+        return state.value
+
+    def abort(self, communicator: int) -> None:
+        """End what is under way and give the communicator up; to be called on all ranks. May block."""
+        self._library.ncclCommAbort(c_void_p(communicator))
+
+    def destroy(self, communicator: int) -> None:
+        """Give up a communicator nothing of which is under way."""
+        self._check("ncclCommDestroy", self._library.ncclCommDestroy(c_void_p(communicator)))
+
+    def group_start(self) -> None:
+        self._check("ncclGroupStart", self._library.ncclGroupStart())
+
+    def group_end(self) -> None:
+        """Launch what was called since `group_start`. It is on its streams when the states are 0."""
+        self._check("ncclGroupEnd", self._library.ncclGroupEnd())
+
+    def send(self, source: int, count: int, dtype: int, peer: int, comm: int, stream: int) -> None:
+        self._check("ncclSend", self._send(source, count, dtype, peer, comm, stream), comm)
+
+    def receive(self, to: int, count: int, dtype: int, peer: int, comm: int, stream: int) -> None:
+        self._check("ncclRecv", self._receive(to, count, dtype, peer, comm, stream), comm)
+
+    def all_gather(
+        self, source: int, to: int, count: int, dtype: int, comm: int, stream: int
+    ) -> None:
+        """``count``: elements of one member."""
+        error = self._all_gather(source, to, count, dtype, comm, stream)
+        self._check("ncclAllGather", error, comm)
+
+    def all_reduce(
+        self, source: int, to: int, count: int, dtype: int, op: int, comm: int, stream: int
+    ) -> None:
+        error = self._all_reduce(source, to, count, dtype, op, comm, stream)
+        self._check("ncclAllReduce", error, comm)
+
+    def reduce_scatter(
+        self, source: int, to: int, count: int, dtype: int, op: int, comm: int, stream: int
+    ) -> None:
+        """``count``: elements of a result."""
+        error = self._reduce_scatter(source, to, count, dtype, op, comm, stream)
+        self._check("ncclReduceScatter", error, comm)
+
+    def broadcast(
+        self, source: int, to: int, count: int, dtype: int, root: int, comm: int, stream: int
+    ) -> None:
+        error = self._broadcast(source, to, count, dtype, root, comm, stream)
+        self._check("ncclBroadcast", error, comm)
+
+
+def _typed(function: Any, arguments: str, handles: int) -> Callable[..., int]:
+    """A C function with its types: p pointer, z size, i int, then so many handles."""
+    types = {"p": c_void_p, "z": c_size_t, "i": c_int}
+    function.argtypes = [*(types[a] for a in arguments), *[c_void_p] * handles]
+    return function
+
+
+@cache
+def nccl() -> Nccl:
+    """The process's NCCL. Raises as `Nccl` does."""
+    return Nccl()

@@ -1,0 +1,163 @@
+"""Arrays of XLA's CUDA client in the hands of others, who use them on streams of their own.
+
+A stream is one of CUDA's, an address; nothing here makes the host wait. Three things are done in turn:
+
+- `Loans.lend` makes a stream wait for an array, and gives its address. `Loans.rooms` gives arrays without
+  content, whose memory the stream may write to once it has waited for them as well.
+- `Loans.mark` marks how far the stream has come.
+- `Loans.arrive` makes XLA's own stream wait for the mark, and makes arrays of the rooms that XLA takes to be
+  computed then: the rooms are donated to a run that does nothing.
+
+From then on the memory of what was lent, of rooms and of scratch is in the order of XLA's stream again, as
+is that of all its arrays: XLA may free it, give it to the next result, and have it written by a run to which
+it is donated. Until then whoever borrows keeps the arrays, and nobody may be donated them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jax._src.interpreters import mlir
+from jaxlib import _jax
+
+from stretto.collectives.cuda import Cuda
+from stretto.collectives.types import TensorType
+
+from ..program import Segment
+
+Array = Any
+_ZEROS = {"p": "false", "s": "0", "u": "0", "f": "0.0", "b": "0.0", "c": "(0.0,0.0)"}
+# Names of segments that compute nothing.
+ROOM, ARRIVAL = "stretto_room", "stretto_arrival"
+
+
+class Mark:
+    """A place on a stream: an event, which is used again when nobody refers to the mark."""
+
+    __slots__ = ("_driver", "_free", "event")
+
+    def __init__(self, driver: Cuda, free: list[int]) -> None:
+        self._driver = driver
+        self._free = free
+        self.event = free.pop() if free else driver.event()
+
+    def passed(self) -> bool:
+        """Whether the stream has come as far."""
+        return self._driver.passed(self.event)
+
+    def __del__(self) -> None:
+        self._free.append(self.event)
+
+
+class Loans:
+    """What is lent of an engine's arrays.
+
+    ``devices[ordinal]``: CUDA's number; ``streams[ordinal]``: XLA's stream there; ``compile``: the engine's
+    ``compile``.
+    """
+
+    def __init__(
+        self,
+        driver: Cuda,
+        devices: Sequence[int],
+        streams: Sequence[int],
+        compile: Callable[[Segment], Any],
+    ) -> None:
+        self._driver = driver
+        self._devices = devices
+        self._streams = streams
+        self._compile = compile
+        self._events: list[list[int]] = [[] for _ in devices]  # free ones
+        self._compiled: dict[tuple[str, tuple[TensorType, ...]], Any] = {}
+        self._lendable: dict[str, bool] = {}
+
+    def device(self, ordinal: int) -> int:
+        """CUDA's number of a device."""
+        return self._devices[ordinal]
+
+    def lendable(self, type: TensorType) -> bool:
+        """Whether arrays of this type can be lent: DLPack, by which streams wait, lacks some."""
+        known = self._lendable.get(type.dtype)
+        if known is None:
+            try:
+                (array,) = self.rooms([TensorType(type.dtype, (1,))], 0)
+                _jax.buffer_to_dlpack_managed_tensor(array)
+                known = True
+            except (
+                Exception
+            ):  # whatever is raised of a type that jaxlib, MLIR or DLPack has no way for
+                known = False
+            self._lendable[type.dtype] = known
+        return known and type.size > 0
+
+    def lend(self, array: Array, stream: int) -> int:
+        """Have the stream wait for an array; gives its address."""
+        # It would count as a reference to the array, which then cannot be donated: so it is dropped at once.
+        _jax.buffer_to_dlpack_managed_tensor(array, stream=stream)
+        return array.unsafe_buffer_pointer()
+
+    def rooms(self, types: Sequence[TensorType], ordinal: int) -> list[Array]:
+        """Arrays without content."""
+        return self._segment(ROOM, tuple(types)).run(ordinal, [])
+
+    def mark(self, ordinal: int, stream: int) -> Mark:
+        """How far the stream has come, with what is on it now."""
+        self._driver.use(self._devices[ordinal])
+        mark = Mark(self._driver, self._events[ordinal])
+        self._driver.record(mark.event, stream)
+        return mark
+
+    def hold(self, ordinal: int, mark: Mark) -> None:
+        """Have what XLA computes from now on wait for a mark."""
+        self._driver.use(self._devices[ordinal])
+        self._driver.wait(self._streams[ordinal], mark.event)
+
+    def arrive(
+        self, ordinal: int, mark: Mark, rooms: list[Array], types: Sequence[TensorType]
+    ) -> list[Array]:
+        """The arrays of rooms that have been written to by the time of a mark; the rooms are consumed."""
+        self.hold(ordinal, mark)
+        return self._segment(ARRIVAL, tuple(types)).run(ordinal, rooms)
+
+    def _segment(self, name: str, types: tuple[TensorType, ...]) -> Any:
+        key = name, types
+        if key not in self._compiled:
+            given = types if name == ARRIVAL else ()
+            module = (_arrival if name == ARRIVAL else _room)([_printed(type) for type in types])
+            donated = tuple(range(len(given)))
+            segment = Segment(given, types, module.encode(), donated, name=name)
+            self._compiled[key] = self._compile(segment)
+        return self._compiled[key]
+
+
+def _printed(type: TensorType) -> tuple[str, str, str]:
+    """A type and its element type in MLIR, and zero."""
+    with mlir.make_ir_context():
+        element = str(mlir.dtype_to_ir_type(type.numpy))
+    whole = "x".join([*map(str, type.shape), element])
+    return f"tensor<{whole}>", f"tensor<{element}>", _ZEROS[type.dtype[0]]
+
+
+def _room(types: Sequence[tuple[str, str, str]]) -> str:
+    lines = [
+        f"%z{n} = stablehlo.constant dense<{zero}> : {element}\n"
+        f"%r{n} = stablehlo.broadcast_in_dim %z{n}, dims = [] : ({element}) -> {whole}"
+        for n, (whole, element, zero) in enumerate(types)
+    ]
+    wholes = ", ".join(whole for whole, *_ in types)
+    names = ", ".join(f"%r{n}" for n in range(len(types)))
+    body = "\n".join([*lines, f"return {names} : {wholes}"])
+    return f"module @{ROOM} {{ func.func public @main() -> ({wholes}) {{\n{body}\n}} }}"
+
+
+def _arrival(types: Sequence[tuple[str, str, str]]) -> str:
+    wholes = ", ".join(whole for whole, *_ in types)
+    parameters = ", ".join(
+        f"%r{n}: {whole} {{tf.aliasing_output = {n} : i32}}" for n, (whole, *_) in enumerate(types)
+    )
+    names = ", ".join(f"%r{n}" for n in range(len(types)))
+    body = f"return {names} : {wholes}"
+    return (
+        f"module @{ARRIVAL} {{ func.func public @main({parameters}) -> ({wholes}) {{\n{body}\n}} }}"
+    )

@@ -1,0 +1,163 @@
+"""Collectives that stay on the GPUs: enqueued by the walk, looked after by their stream.
+
+The walk puts a collective onto CUDA's streams at its start, and at its wait has XLA's streams wait for it
+(`runtime/engines/cuda_loans.py`); the host waits for nothing. The thread of the stream, which would run a
+collective in the host's memory, only watches: it is in the collective, to the watchdog and in traces, until
+the collective has passed on all local devices, and tells of errors that come later.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
+
+from stretto.collectives.gpus import BoundOnGpus, Buffers
+from stretto.collectives.types import TensorType
+
+from ..engines.engine import StreamedEngine
+from ..errors import StrettoError
+from ..program import Start
+from .call import Call
+from .context import Context
+from .frame import Frame, Hosted, named
+from .stream import Event
+
+if TYPE_CHECKING:
+    from ..engines.cuda_loans import Loans, Mark
+
+# Seconds between two looks at a collective that is under way: the first, and the most. An error is asked for
+# at every look from the second on.
+_FIRST_LOOK, _MOST = 50e-6, 2e-3
+# Memory of collectives whose enqueuing failed: they may be under way in part.
+_abandoned: list[Any] = []
+
+
+class UnderWay:
+    """A call on one device: what it borrows until XLA's stream waits for it.
+
+    ``lent``: arrays that are read; ``rooms``: what is written to, results and then scratch.
+    """
+
+    __slots__ = ("_loans", "lent", "mark", "ordinal", "rooms")
+
+    def __init__(self, loans: Loans, ordinal: int, lent: list[Any], rooms: list[Any]) -> None:
+        self._loans = loans
+        self.ordinal = ordinal
+        self.lent = lent
+        self.rooms = rooms
+        self.mark: Mark | None = None
+
+    def arrive(self, types: Sequence[TensorType]) -> list[Any]:
+        """The results, for XLA; ends the loans."""
+        mark, self.mark = self.mark, None
+        assert mark is not None
+        results = self._loans.arrive(self.ordinal, mark, self.rooms[: len(types)], types)
+        self.lent = self.rooms = []
+        return results
+
+    def __del__(self) -> None:
+        if self.mark is not None:  # nobody waited for it, in a walk that has failed
+            self._loans.hold(self.ordinal, self.mark)
+
+
+class Enqueued:
+    """What stands for the event of a collective: its wait takes ``result()``, which does not wait."""
+
+    __slots__ = ("_result", "since")
+    done = True
+    error: BaseException | None = None
+
+    def __init__(self, result: Callable[[], Any]) -> None:
+        self._result = result
+        self.since = 0.0
+
+    def result(self) -> Any:
+        """The registers of the outputs. To be called once."""
+        return self._result()
+
+
+class OnGpus:
+    """The calls of one collective that NCCL makes."""
+
+    def __init__(self, context: Context, start: Start, call: Call, bound: BoundOnGpus) -> None:
+        self._context, self._call, self._bound = context, call, bound
+        self._inputs = start.inputs
+        self._operands = [context.program.slot_types[slot] for slot in start.inputs]
+        self._results = [context.program.slot_types[slot] for slot in start.outputs]
+        self._loans = cast("StreamedEngine", context.engine).loans
+        scratch = [TensorType("u8", (bound.scratch,))] if bound.scratch else []
+        self._rooms = [*self._results, *scratch]
+
+    def enqueue(self, frame: Frame) -> Enqueued:
+        """Put a call onto the streams. Raises what NCCL raises, named."""
+        call, bound, loans, count = self._call, self._bound, self._loans, len(self._results)
+        logical, ordinals = self._context.logical, self._context.ordinals
+        columns = [
+            self._landed(frame.registers[slot], type)
+            for slot, type in zip(self._inputs, self._operands, strict=True)
+        ]
+        calls: dict[int, UnderWay] = {}
+        buffers = {}
+        try:
+            for position in frame.active:
+                ordinal, i = ordinals[position], logical[position]
+                stream = bound.stream(i)
+                lent = [column[position] for column in columns]
+                rooms = loans.rooms(self._rooms, ordinal)
+                calls[position] = UnderWay(loans, ordinal, lent, rooms)
+                operands = [loans.lend(array, stream) for array in lent]
+                places = [loans.lend(array, stream) for array in rooms]
+                buffers[i] = Buffers(operands, places[:count], *places[count:])
+            bound.enqueue(buffers, **call.skips(frame.iteration))
+            for position, under_way in calls.items():
+                stream = bound.stream(logical[position])
+                under_way.mark = loans.mark(under_way.ordinal, stream)
+        except BaseException as error:
+            _abandoned.append(calls)
+            raise named(error, call.what) from error
+        lane, marks = call.lane, [under_way.mark for under_way in calls.values()]
+        watched = lane.stream.submit(partial(self._watch, marks, frame.active, frame.iteration))
+        watched.add_callback(partial(_tell, watched, lane.failed))
+        return Enqueued(partial(self._arrive, calls))
+
+    def _arrive(self, calls: dict[int, UnderWay]) -> list[list[Any]]:
+        """The registers of the outputs: a run that needs them waits for the collective, on the device."""
+        registers: list[list[Any]] = [[None] * len(self._context.ordinals) for _ in self._results]
+        for position, under_way in calls.items():
+            for register, array in zip(registers, under_way.arrive(self._results), strict=True):
+                register[position] = array
+        return registers
+
+    def _landed(self, register: Any, type: TensorType) -> Sequence[Any]:
+        if not isinstance(register, Hosted):
+            return register
+        put = self._context.engine.put
+        return [
+            None if host is None else put(host, type, ordinal)
+            for host, ordinal in zip(register, self._context.ordinals, strict=True)
+        ]
+
+    def _watch(self, marks: list[Any], active: tuple[int, ...], iteration: int) -> None:
+        """A task of the stream: wait until the marks have passed. Raises what becomes of the collective."""
+        call, bound, pause = self._call, self._bound, _FIRST_LOOK
+        options, began = call.enter(call.number(), iteration)
+        try:
+            while not all(mark.passed() for mark in marks):
+                if pause > _FIRST_LOOK:
+                    failure = bound.gpus.aborted or bound.failure()
+                    if failure:
+                        raise StrettoError(failure)
+                time.sleep(pause)
+                pause = min(2 * pause, _MOST)
+        except BaseException as error:
+            raise named(error, call.what) from error
+        finally:
+            call.lane.progress.end()
+        call.account(options, began, active)
+
+
+def _tell(watched: Event, failed: Callable[[BaseException], None]) -> None:
+    if watched.error is not None:
+        failed(watched.error)

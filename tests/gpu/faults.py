@@ -1,0 +1,43 @@
+"""Run by every rank of test_fake_gpu.py: psums of which one is never completed. Argument: why.
+
+``killed``: rank 1 kills itself before its third. ``late``: rank 1 does not come to its third. ``error``: the
+fake NCCL fails rank 1's fourth. All that are left wait for the content of the last one.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+devices = jax.devices()
+mesh = Mesh(np.array(devices), ("i",))
+split = NamedSharding(mesh, PartitionSpec("i"))
+
+
+@jax.jit
+@jax.shard_map(mesh=mesh, in_specs=PartitionSpec("i"), out_specs=PartitionSpec())
+def total(x: jax.Array) -> jax.Array:
+    return jax.lax.psum(x, "i")
+
+
+if jax.process_index() == 1 and sys.argv[1] == "error":
+    os.environ["FAKE_NCCL_FAIL_AT"] = "4"
+x = jax.make_array_from_callback(
+    (len(devices),), split, lambda i: np.ones(len(devices), np.float32)[i]
+)
+for number in range(6):
+    if jax.process_index() == 1 and number == 2:
+        if sys.argv[1] == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if sys.argv[1] == "late":
+            time.sleep(60)
+    s = total(x)
+    if number < 2:
+        assert np.asarray(s).tolist() == [len(devices)]
+print("content:", np.asarray(s).tolist(), flush=True)

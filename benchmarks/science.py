@@ -1,5 +1,8 @@
 """Shallow water and conjugate gradients of ``examples/`` on two and four ranks: stretto, and gloo.
 
+*Spectral* is a step of a heat equation under plain `jit`: forward and inverse transform of a real grid that
+is sharded by rows, which XLA gathers on every device for each of the two.
+
 The same programs on both: JAX's CPU backend connects its processes by gloo. Grids are 100 x 100 and 1,000 x
 1,000 cells a rank. Times are of one step and of one iteration. ``python science.py`` compares, ``python
 science.py NAME`` is one process of one runtime.
@@ -31,6 +34,8 @@ GRIDS = {100: 200, 1000: 4}
 def contender(name: str) -> None:
     """Answer cases ``{"program": p, "cells": n, "steps": s, "calls": c}`` with the seconds of a step."""
     import jax
+    import jax.numpy as jnp
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
     ranks = int(os.environ["BENCH_RANKS"])
     if name == "gloo":
@@ -46,9 +51,25 @@ def contender(name: str) -> None:
     mesh = shallow_water.mesh_of(jax.devices())
     rows, columns = mesh.shape["y"], mesh.shape["x"]
 
+    def spectral(cells: int, steps: int) -> tuple[Any, Any]:
+        by_rows = NamedSharding(Mesh(np.array(jax.devices()), ("x",)), PartitionSpec("x"))
+        shape = (ranks * cells, cells)
+        waves = np.fft.fftfreq(shape[0])[:, None] ** 2 + np.fft.rfftfreq(shape[1]) ** 2
+        decay = np.exp(-waves).astype(np.float32)
+
+        def step(_: object, x: jax.Array) -> jax.Array:
+            x = jnp.fft.irfft2(jnp.fft.rfft2(x) * decay, s=shape)
+            return jax.lax.with_sharding_constraint(x, by_rows)
+
+        grid = np.random.default_rng(0).random(shape, np.float32)
+        given = jax.make_array_from_callback(shape, by_rows, lambda i: grid[i])
+        return jax.jit(lambda x: jax.lax.fori_loop(0, steps, step, x)), given
+
     @functools.cache
     def program(kind: str, cells: int, steps: int) -> Any:
-        if kind == "shallow water":
+        if kind == "spectral":
+            run, given = spectral(cells, steps)
+        elif kind == "shallow water":
             begin = shallow_water.initial_state(rows * cells, columns * cells)
             run, given = shallow_water.simulation(mesh, steps), shallow_water.placed(begin, mesh)
         else:
@@ -76,7 +97,7 @@ def main() -> None:
                 "steps": steps,
                 "calls": 1 if args.quick else 3,
             }
-            for kind in ("shallow water", "conjugate gradient")
+            for kind in ("shallow water", "conjugate gradient", "spectral")
             for cells, steps in GRIDS.items()
         }
         with ExitStack() as stack:

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 # A rank that is not there cannot be told from one that is late.
 PATIENCE = 300.0
 _SHARED_GPU = "NCCL_MULTI_RANK_GPU_ENABLE"  # by which NCCL from 2.30 on allows ranks to share a GPU
+# Seconds for which a state is polled: a launch takes less, and a sleep takes longer than it asks for.
+_POLLED = 1e-3
 _NOTHING: frozenset[int] = frozenset()
 
 
@@ -179,16 +181,19 @@ class Gpus:
 
         That takes microseconds but for communicators that are made. Raises `CudaError`.
         """
-        library, until, pause = nccl(), 0.0, 0.0
+        library, began = nccl(), 0.0
         for communicator in communicators:
             while (state := library.state(communicator)) == IN_PROGRESS:
                 if self.aborted:
                     raise CudaError(self.aborted)
-                until = until or time.monotonic() + patience
-                if time.monotonic() > until:
+                now = time.monotonic()
+                began = began or now
+                if now > began + patience:
                     raise CudaError(f"{what}: not all ranks came within {patience:g} s")
-                time.sleep(pause)
-                pause = min(2 * pause + 1e-6, 1e-3)
+                if now < began + _POLLED:
+                    os.sched_yield()
+                else:
+                    time.sleep(1e-3)
             if state:
                 raise CudaError(f"{what}: {library.describe(state, communicator)}")
 

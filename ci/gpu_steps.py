@@ -42,7 +42,7 @@ DOCTOR = (sys.executable, "-m", "stretto.cli", "doctor")
 FIRST = (
     pytest("protocol", 400, "conforms or ahead or more_devices"),
     pytest("waits", 200, "do_not_wait"),
-    pytest("faults", 300, "fault"),
+    pytest("faults", 300, "fault or without_nccl"),
     pytest("races", 900, "reused"),
 )
 # On the fake, conformance on all forms; the fewest processes first.

@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
 # A rank that is not there cannot be told from one that is late.
 PATIENCE = 300.0
 _SHARED_GPU = "NCCL_MULTI_RANK_GPU_ENABLE"  # by which NCCL from 2.30 on allows ranks to share a GPU
+# Seconds for which a state is polled: a launch takes less, and a sleep takes longer than it asks for.
+_POLLED = 1e-3
 _NOTHING: frozenset[int] = frozenset()
 
 
@@ -82,6 +85,7 @@ class Gpus:
         self.process = mpi.rank if mpi else 0
         self.patience = patience
         self.aborted = ""
+        self._aborting = threading.Lock()  # nobody asks for the state of what is aborted
         self._streams: dict[int, int] = {}
         self._communicators: dict[tuple[Any, ...], dict[int, int]] = {}
 
@@ -179,32 +183,37 @@ class Gpus:
 
         That takes microseconds but for communicators that are made. Raises `CudaError`.
         """
-        library, until, pause = nccl(), 0.0, 0.0
+        library, began = nccl(), 0.0
         for communicator in communicators:
-            while (state := library.state(communicator)) == IN_PROGRESS:
-                if self.aborted:
-                    raise CudaError(self.aborted)
-                until = until or time.monotonic() + patience
-                if time.monotonic() > until:
+            while (state := self.state(communicator)) == IN_PROGRESS:
+                now = time.monotonic()
+                began = began or now
+                if now > began + patience:
                     raise CudaError(f"{what}: not all ranks came within {patience:g} s")
-                time.sleep(pause)
-                pause = min(2 * pause + 1e-6, 1e-3)
+                if now < began + _POLLED:
+                    os.sched_yield()
+                else:
+                    time.sleep(1e-3)
             if state:
                 raise CudaError(f"{what}: {library.describe(state, communicator)}")
 
     def abort(self, reason: str) -> None:
-        """Give up all that is under way, in a thread of its own: NCCL may block in it."""
-        if self.aborted:
-            return
-        self.aborted = reason
-        made = [c for by_rank in self._communicators.values() for c in by_rank.values()]
+        """Give up all that is under way, in threads of their own: NCCL may block in it."""
+        with self._aborting:
+            if self.aborted:
+                return
+            self.aborted = reason
+        for by_rank in list(self._communicators.values()):
+            for communicator in by_rank.values():
+                abort = partial(nccl().abort, communicator)
+                threading.Thread(target=abort, name="stretto-nccl-abort", daemon=True).start()
 
-        def abort_all() -> None:
-            for communicator in made:
-                nccl().abort(communicator)
-
-        if made:
-            threading.Thread(target=abort_all, name="stretto-nccl-abort", daemon=True).start()
+    def state(self, communicator: int) -> int:
+        """As of `Nccl.state`. Raises `CudaError` once `abort` was called."""
+        with self._aborting:
+            if self.aborted:
+                raise CudaError(self.aborted)
+            return nccl().state(communicator)
 
     def close(self) -> None:
         """Give the communicators up. Nothing may be under way."""
@@ -320,9 +329,10 @@ class BoundOnGpus:
         return self.gpus.stream(self._joined.devices[i])
 
     def failure(self) -> str:
-        """What its communicators have met since they were made; empty if nothing."""
+        """What its communicators have met since they were made; empty if nothing. Raises `CudaError` once
+        they are aborted."""
         for communicator in self._communicators:
-            state = self._nccl.state(communicator)
+            state = self.gpus.state(communicator)
             if state not in (0, IN_PROGRESS):
                 return self._nccl.describe(state, communicator)
         return ""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from functools import cache
 from os import sched_yield
 from time import perf_counter
 from typing import Any, cast
@@ -34,6 +35,12 @@ from .on_gpus import Enqueued, OnGpus
 from .stream import Task
 
 _log = logging.getLogger("stretto")
+
+
+@cache
+def _warn_once(problem: str) -> None:
+    _log.warning("collectives go through the host's memory, not over NCCL: %s", problem)
+
 
 # A collective, as far as a thread that must not block can run it: see `Communication.attempt`.
 Attempt = Callable[[Frame, float], Callable[[], None] | None]
@@ -103,7 +110,7 @@ class Communication:
         joined = gpus.join(context.owner, {i: loans.device(n) for i, n in context.local})
         if isinstance(joined, Joined):
             return joined
-        _log.warning("collectives go through the host's memory, not over NCCL: %s", joined)
+        _warn_once(joined)
         return None
 
     def _bind_on_gpus(

@@ -146,7 +146,7 @@ class OnGpus:
         try:
             while not all(mark.passed() for mark in marks):
                 if pause > _FIRST_LOOK:
-                    failure = bound.gpus.aborted or bound.failure()
+                    failure = bound.failure()
                     if failure:
                         raise StrettoError(failure)
                 time.sleep(pause)

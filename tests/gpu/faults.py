@@ -1,7 +1,7 @@
 """Run by every rank of test_fake_gpu.py: psums of which one is never completed. Argument: why.
 
 ``killed``: rank 1 kills itself before its third. ``late``: rank 1 does not come to its third. ``error``: the
-fake NCCL fails rank 1's fourth. All that are left wait for the content of the last one.
+fake NCCL fails rank 1's fourth. ``none``: all are. All that are left wait for the content of the last one.
 """
 
 from __future__ import annotations

@@ -186,6 +186,15 @@ def test_collectives_do_not_wait_on_the_host(
     assert done.stdout.count("0 waits, 200 collectives") == processes, done.stderr[-3000:]
 
 
+@only_fake
+def test_without_nccl_collectives_go_through_the_host(fake: dict[str, str]) -> None:
+    """Where ranks share a GPU, with one warning a process however many programs there are."""
+    done = ranks(fake | {"NCCL_MULTI_RANK_GPU_ENABLE": "0"}, 2, 1, "faults.py", "none")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("content: [2.0]") == 2
+    assert done.stderr.count("not over NCCL: several devices are on one GPU") == 2
+
+
 @pytest.mark.parametrize(
     ("fault", "message"),
     [

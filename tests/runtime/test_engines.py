@@ -242,6 +242,27 @@ def test_private_names_of_jaxlib() -> None:
     assert xla_client.DeviceAssignment.create(np.array([[0]])) is not None
 
 
+def test_private_names_of_jaxlib_for_gpus() -> None:
+    """The same for ``xla_cuda.py`` and ``cuda_loans.py``."""
+    from jax._src.interpreters import mlir
+    from jax._src.lib import xla_client
+    from jaxlib import _jax
+
+    for name in (
+        "initialize_pjrt_plugin",
+        "load_pjrt_plugin_dynamically",
+        "make_c_api_client",
+        "pjrt_plugin_initialized",
+    ):
+        assert callable(getattr(xla_client, name)), name
+    for parameter in ("buffer", "stream"):
+        assert parameter in _jax.buffer_to_dlpack_managed_tensor.__doc__
+    assert callable(_jax.ExecuteResults.disassemble_into_single_device_arrays)
+    assert hasattr(_jax.Device, "local_hardware_id")
+    with mlir.make_ir_context():
+        assert str(mlir.dtype_to_ir_type(np.dtype(np.float32))) == "f32"
+
+
 def test_null_time_passes_on_devices_side_by_side() -> None:
     clock = VirtualClock()
     engine = NullEngine(2, clock=clock, cost=lambda segment: 3.0)

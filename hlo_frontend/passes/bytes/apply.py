@@ -85,6 +85,9 @@ _REWRITES: dict[str, Callable[[Editor, Sequence[Node], Context], Found]] = {
     "narrow": _each(narrow),
 }
 
+# An array that is gathered along several dimensions loses one gather after the other.
+_REPEATED = frozenset({"own"})
+
 
 class _Block:
     """The rewrites of one block."""
@@ -99,17 +102,23 @@ class _Block:
     def rewrite(self, context: Context) -> RewriteReport | None:
         editor = Editor(self._block)
         for name, apply in _REWRITES.items():
-            found = apply(editor, self._nodes, context)
-            if not editor.has_edits:
-                continue
-            if not self._done:
-                self._number()
-            for node, rewritten in found.items():
-                self._note(name, node, rewritten)
-            editor.commit()
-            left = set(self._block.nodes)
-            self._nodes = [node for node in self._nodes if node in left]
+            while self._apply(editor, name, apply(editor, self._nodes, context)):
+                if name not in _REPEATED:
+                    break
         return RewriteReport(tuple(self._done), self._digest.digest()) if self._done else None
+
+    def _apply(self, editor: Editor, name: str, found: Found) -> bool:
+        """Apply the edits of a rewrite; whether there were some."""
+        if not editor.has_edits:
+            return False
+        if not self._done:
+            self._number()
+        for node, rewritten in found.items():
+            self._note(name, node, rewritten)
+        editor.commit()
+        left = set(self._block.nodes)
+        self._nodes = [node for node in self._nodes if node in left]
+        return True
 
     def _number(self) -> None:
         """Number the collectives by the block's default order before the first rewrite."""

@@ -14,7 +14,10 @@ from dataclasses import dataclass
 
 from stretto.collectives.ops import Collective
 
+from ...builder import fill, shape_of
 from ...edit import Editor
+from ...graph import Instruction
+from ...schema import HloInstructionProto
 from ...values import Node, NodeKind, Value
 from ..valid.known import starts_of
 from .device_values import DeviceValues
@@ -28,13 +31,14 @@ _LONGEST = 16
 class OwnPart:
     """A slice ``node`` that reads own parts along ``dimension`` of the collective's result, after ``steps``.
 
-    ``order``: nodes that it must come after.
+    ``order``: nodes that it must come after. ``cuts_more``: whether it cuts other dimensions as well.
     """
 
     node: Node
     steps: tuple[Step, ...]
     dimension: int
     order: tuple[Node, ...]
+    cuts_more: bool
 
 
 @dataclass(frozen=True)
@@ -95,23 +99,26 @@ def _own_part(
     whole, part = node.operands[0].type, node.results[0].type
     assert whole is not None and part is not None
     cut = [d for d, (n, size) in enumerate(zip(whole.shape, part.shape, strict=True)) if n != size]
-    if len(cut) != 1 or whole.shape[cut[0]] != places.parts * part.shape[cut[0]]:
-        return None
-    dimension: int | None = cut[0]
     starts = starts_of(node, [None, *(known.of(v) for v in node.operands[1:])], 1)
     if starts is None:
         return None
-    size = part.shape[cut[0]]
-    for device, place in places.place.items():
-        if starts[device if len(starts) > 1 else 0][cut[0]] != place * size:
-            return None
-    for step in reversed(steps):
-        assert dimension is not None
-        dimension = backward(step, dimension, places.parts)
-        if dimension is None:
-            return None
-    assert dimension is not None
-    return OwnPart(node, tuple(steps), dimension, order)
+    for first in cut:
+        size = part.shape[first]
+        if whole.shape[first] != places.parts * size or any(
+            starts[device if len(starts) > 1 else 0][first] != place * size
+            for device, place in places.place.items()
+        ):
+            continue
+        dimension: int | None = first
+        for step in reversed(steps):
+            assert dimension is not None
+            dimension = backward(step, dimension, places.parts)
+            if dimension is None:
+                break
+        else:
+            assert dimension is not None
+            return OwnPart(node, tuple(steps), dimension, order, len(cut) > 1)
+    return None
 
 
 def give_parts(
@@ -125,7 +132,23 @@ def give_parts(
         if key not in made:
             nodes, made[key] = emit(cut, part)
             editor.put_behind(collective, nodes)
-        view = made[key].view(own.order)
-        assert view.type == own.node.results[0].type
-        editor.replace(own.node.results[0], view)
+        if own.cuts_more:
+            editor.replace(own.node.results[0], _cut_more(editor, own, made[key]))
+        else:
+            view = made[key].view(own.order)
+            assert view.type == own.node.results[0].type
+            editor.replace(own.node.results[0], view)
         editor.remove(own.node)
+
+
+def _cut_more(editor: Editor, own: OwnPart, part: Value) -> Value:
+    """What a slice cuts out of a part: along the part's own dimension all, whatever the start is."""
+    slice_ = own.node.instruction
+    made = Instruction(slice_.proto, slice_.computation)
+    source = fill(HloInstructionProto(name=slice_.name), "parameter", shape_of(part.type))
+    made.operands = (Instruction(source, slice_.computation), *slice_.operands[1:])
+    operands = [part.view(own.order), *own.node.operands[1:]]
+    node = Node(NodeKind.COMPUTE, made, -1, operands, own.node.order)
+    node.results = [Value(own.node.results[0].type, node)]
+    editor.put_ahead(own.node, [node])
+    return node.results[0]

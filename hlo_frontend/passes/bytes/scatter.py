@@ -41,7 +41,7 @@ def scatter(editor: Editor, node: Node, context: Context) -> Rewritten | None:
     for k, result in enumerate(node.results):
         taken, others = own_parts(editor, context.known, result, where)
         dimensions = {own.dimension for own in taken}
-        if not others and len(dimensions) == 1:
+        if not others and len(dimensions) == 1 and not any(own.cuts_more for own in taken):
             along.setdefault(dimensions.pop(), []).append(k)
             slices[k] = taken
     if len(along) == 1 and len(slices) == len(node.results):

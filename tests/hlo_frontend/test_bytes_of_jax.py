@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -83,6 +85,16 @@ def test_a_sum_and_a_slice_by_hand() -> None:
     ]
 
 
+@cache
+def rows_are_alike() -> bool:
+    """Whether XLA transforms a row to the same bits however many there are: not from jaxlib 0.12 on."""
+    rng = np.random.default_rng(0)
+    x = (rng.standard_normal((12, 20)) + 1j * rng.standard_normal((12, 20))).astype("c8")
+    transform = jax.jit(jnp.fft.fft)
+    rows = [transform(x[i : i + 1]) for i in range(len(x))]
+    return np.array_equal(transform(x), np.concatenate(rows))
+
+
 WAVES = {
     "the last of three": (lambda x: jnp.fft.fft(x, axis=2), P("x"), P("x"), "c8"),
     "the middle one": (lambda x: jnp.fft.fft(x, axis=1), P("x"), P("x"), "c8"),
@@ -102,7 +114,8 @@ WAVES = {
 
 @pytest.mark.parametrize("which", WAVES)
 def test_a_transform_of_other_dimensions_sends_nothing(which: str) -> None:
-    """XLA gathers the array, transforms all of it and cuts out what the device had (jax #13081, #15680)."""
+    """XLA gathers the array, transforms all of it and cuts out what the device had (jax #13081, #15680). From
+    jaxlib 0.12 on it sends nothing either."""
     f, spec, out, dtype = WAVES[which]
     over = mesh(2, 2) if "y" in spec else mesh(4)
     rng = np.random.default_rng(0)
@@ -112,13 +125,13 @@ def test_a_transform_of_other_dimensions_sends_nothing(which: str) -> None:
     function = jax.jit(f, in_shardings=given, out_shardings=wanted)
     with jax.enable_x64(dtype == "c16"):
         module = compiled(function, x, num_devices=4)
-        assert "all-gather" in kinds(module.as_written())
-        assert kinds(module) == []
-        assert all("goes" in r.said for r in module.rewrites)
+        written = kinds(module.as_written())
+        assert set(written) <= {"all-gather"} and kinds(module) == []
+        assert ["goes" in r.said for r in module.rewrites] == [True] * len(written)
         # Nor is there room for more than the device's own part.
         types = (*module.program.inputs, *module.program.outputs)
         assert max(t.size for t in module.program.slot_types) <= max(t.size for t in types)
-        judge_program(module, function, over, (spec,), x, exact=True)
+        judge_program(module, function, over, (spec,), x, exact=rows_are_alike())
 
 
 # Shapes are those of the arrays that are transformed, over four devices.
@@ -177,7 +190,7 @@ def test_a_transform_of_the_dimension_that_is_cut_exchanges_parts(which: str) ->
         largest += largest // 7 * ("filled" in which)
         assert all(c.operands[0].nbytes <= largest for c in (first, second))
         assert max(t.nbytes for t in module.program.slot_types) <= largest
-        judge_program(module, function, over, (spec,), x, exact=True)
+        judge_program(module, function, over, (spec,), x, exact=rows_are_alike())
 
 
 def test_an_inverse_is_scaled_by_one_length_after_the_other() -> None:

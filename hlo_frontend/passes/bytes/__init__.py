@@ -9,10 +9,9 @@
 
 Invariants. A rewritten collective keeps its instruction, and so its name and source line, and its place in
 every order (of tokens, control dependencies and barriers). The rewrites follow from the program's text alone.
-Results are the same bit for bit, except for the order of additions that `scatter` describes and a scale that
-`fourier` does. If the programs
-of the ranks differ in their rewrites, all ranks run them as they are written
-(`runtime.execution.negotiation`).
+Results are the same bit for bit, except for the order of additions that `scatter` describes and for what
+`fourier` says of transforms. If the programs of the ranks differ in their rewrites, all ranks run them as
+they are written (`runtime.execution.negotiation`).
 """
 
 from .apply import Rewrite, RewriteReport, rewrite

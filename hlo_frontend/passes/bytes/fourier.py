@@ -7,8 +7,9 @@ and of the memory. A transform of several dimensions of which the first is cut i
 which XLA takes them: complex ones from the last to the first; of a real array the last, then the others from
 the first on; to a real array from the first on.
 
-Bits: the same, except that the inverse transform of several dimensions is scaled by the first length and by
-the others one after the other. That rounds alike where the first is a power of two.
+Bits: those of XLA up to jaxlib 0.10, except that the inverse transform of several dimensions is scaled by the
+first length and by the others one after the other, which rounds alike where the first is a power of two. From
+0.12 on XLA rounds a row differently by how many it transforms at once, and so differently here.
 """
 
 from __future__ import annotations

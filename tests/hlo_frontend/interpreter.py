@@ -6,7 +6,9 @@ executor or the communicators. Registers hold one array for each active device.
 
 from __future__ import annotations
 
+import os
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -88,6 +90,10 @@ class Interpreter:
 
     def run(self, *inputs: list[np.ndarray]) -> list[list[np.ndarray]]:
         """``inputs[i][d]`` is input i of device d; results likewise."""
+        with ThreadPoolExecutor(
+            os.cpu_count()
+        ) as pool:  # XLA compiles a small segment on one thread
+            list(pool.map(compile_segment, self.program.segments))
         devices = range(self.program.num_devices)
         registers: dict[Slot, Arrays] = {}
         for slot, arrays in zip(self.program.body.parameters, inputs, strict=True):

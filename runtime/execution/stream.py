@@ -89,6 +89,7 @@ class Stream:
         self._turn = threading.Lock()  # held by whoever runs a task
         self._wake: SimpleQueue[bool] = SimpleQueue()  # one token a task; False ends the thread
         self._thread: threading.Thread | None = None
+        self._starting = threading.Lock()
         self._closed = False
 
     @property
@@ -97,15 +98,22 @@ class Stream:
         return not self._tasks and not self._turn.locked()
 
     def submit(self, task: Task) -> Event:
-        """Queue a task. Its return value or exception goes to the event."""
+        """Queue a task. Its return value or exception goes to the event.
+
+        It is run here if it has no thread to run on, as when Python is ending.
+        """
         event = Event()
         if self._closed:
             event.set(error=RuntimeError(f"stream {self.name} is closed"))
             return event
-        if self._thread is None:
-            self._start()
+        threaded = self._thread is not None or self._start()
         self._tasks.append((task, event))
-        self._wake.put(True)
+        if threaded:
+            self._wake.put(True)
+        else:
+            while not event.done:
+                with self._turn:
+                    self._run_next()
         return event
 
     def run(self, task: Task) -> Any:
@@ -141,14 +149,12 @@ class Stream:
 
     def hand_over(self, rest: Task) -> None:
         """End the turn; ``rest`` is the next task of the stream's thread, which raises nothing."""
-        if self._closed:
+        if self._closed or not (self._thread is not None or self._start()):
             try:
                 rest()
             finally:
                 self._turn.release()
             return
-        if self._thread is None:
-            self._start()
         self._tasks.appendleft((rest, Event()))
         self._turn.release()
         self._wake.put(True)
@@ -194,9 +200,17 @@ class Stream:
         thread.join(timeout)
         return not thread.is_alive()
 
-    def _start(self) -> None:
-        self._thread = threading.Thread(target=self._work, name=self.name, daemon=True)
-        self._thread.start()
+    def _start(self) -> bool:
+        """Begin the thread, if there is none; whether there is one now."""
+        with self._starting:
+            if self._thread is None:
+                thread = threading.Thread(target=self._work, name=self.name, daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError:  # from 3.12 on Python begins none once it ends
+                    return False
+                self._thread = thread
+            return True
 
     def _run_next(self) -> bool:
         """Run the next task, if there is one. The caller holds the turn."""

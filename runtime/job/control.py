@@ -7,12 +7,14 @@ hub. Nothing else is sent while all is well.
 
 When the job has failed, in whatever way, every rank does the same: it prints one message to stderr,
 keeps the error for `Control.error`, calls those who asked to be told (they fail what is pending), and,
-if the process has not ended by itself after ``grace`` seconds, ends it with exit code 1.
+if the process has not ended by itself after ``grace`` seconds, ends it with exit code 1. That takes Python's
+lock; where a thread keeps it for ever, `faulthandler` shows all threads and ends the process.
 """
 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import os
 import secrets
 import select
@@ -40,6 +42,8 @@ POST_EVERY = 0.05
 POST_EVERY_FOR_RANK = 0.001
 IDLE = 4
 CONNECT_WITHIN = 30.0
+# So much longer than the grace a process may keep Python's lock.
+LOCKED = 3.0
 
 _News = tuple[list[Callable[[StrettoError], None]], StrettoError]
 
@@ -117,6 +121,8 @@ class Control:
 
     def close(self) -> None:
         self._closed = True
+        if self.error is not None:
+            faulthandler.cancel_dump_traceback_later()
         self._link.close()
         self._news.put(None)
 
@@ -208,6 +214,7 @@ class Control:
             self.error = error
             listeners = list(self._listeners)
         self._deadline = monotonic() + self._grace
+        faulthandler.dump_traceback_later(self._grace + LOCKED, exit=True, file=2)
         say(f"stretto: rank {self._rank} ends: {error}\n")
         # Not on this thread: a listener that blocks must not keep it from ending the process.
         self._news.put((listeners, error))

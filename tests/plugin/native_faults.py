@@ -12,13 +12,16 @@ import threading
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from support.shield import behind_a_shield
+
+if __name__ == "__main__" and sys.argv[1] == "dies":
+    behind_a_shield(__file__, sys.argv[1])
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from support.shield import behind_a_shield
 
 LONG = 1 << 40
 
@@ -76,6 +79,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "dies":
-        behind_a_shield(__file__, sys.argv[1])
     main()

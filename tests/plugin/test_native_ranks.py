@@ -12,7 +12,7 @@ HERE = Path(__file__).parent
 pytestmark = pytest.mark.mpi
 # The sum in the loop of `native_faults`, as messages name it.
 SUM = (
-    r"all-reduce %psum\S* \(\S*native_faults\.py:36\) of jit_f "
+    r"all-reduce %psum\S* \(\S*native_faults\.py:39\) of jit_f "
     r"\(called at \S*native_faults\.py:\d+ in looped\)"
 )
 

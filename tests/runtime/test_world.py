@@ -157,6 +157,16 @@ def test_a_killed_rank_ends_all_and_is_named() -> None:
 
 
 @mpi
+def test_a_process_whose_thread_keeps_the_lock_of_python_ends_too() -> None:
+    done = ranks("lock", env={"STRETTO_GRACE": "1"})
+    assert done.returncode != 0
+    assert len(lines_of(done)) == 2
+    # What the interpreter's own watchdog says, with the line at which each thread is.
+    assert "Timeout (0:00:04)!" in done.stderr
+    assert re.search(r"File \S*world_ranks\.py\S*, line \d+ in <lambda>", done.stderr)
+
+
+@mpi
 def test_a_rank_that_leaves_while_others_wait_for_it() -> None:
     done = ranks("leave", env={"STRETTO_GRACE": "1"})
     assert done.returncode != 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import signal
@@ -98,6 +99,11 @@ def main(behaviour: str) -> None:
             if odd:
                 os.kill(os.getpid(), signal.SIGKILL)
             collective(joined, progress, 2)
+        case "lock":
+            joined.on_failure(lambda error: ctypes.PyDLL(None).sleep(1000))
+            if odd:
+                os.kill(os.getpid(), signal.SIGKILL)
+            collective(joined, progress, 2)
         case "leave":
             if not odd:
                 collective(joined, progress, 2)
@@ -108,6 +114,6 @@ def main(behaviour: str) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "kill":
+    if sys.argv[1] in ("kill", "lock"):
         behind_a_shield(__file__, sys.argv[1])
     main(sys.argv[1])

@@ -75,11 +75,16 @@ def run_ranks(
     try:
         out, err = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
+        shown = subprocess.run(
+            ["ps", "-eo", "pid,ppid,stat,etimes,wchan:20,args", "--forest"],
+            capture_output=True,
+            text=True,
+        ).stdout
         os.killpg(process.pid, signal.SIGTERM)  # mpiexec ends its ranks
         try:
             out, err = process.communicate(timeout=10)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             out, err = process.communicate()
-        pytest.fail(f"{' '.join(command)} did not end in {timeout:g} s\n{out}\n{err}")
+        pytest.fail(f"{' '.join(command)} did not end in {timeout:g} s\n{shown}\n{out}\n{err}")
     return subprocess.CompletedProcess(command, process.returncode, out, err)

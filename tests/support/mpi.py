@@ -77,6 +77,7 @@ def run_ranks(
     except subprocess.TimeoutExpired:
         shown = subprocess.run(
             ["ps", "-eo", "pid,ppid,stat,etimes,wchan:20,args", "--forest"],
+            check=False,
             capture_output=True,
             text=True,
         ).stdout

@@ -11,8 +11,8 @@ import sys
 def behind_a_shield(script: str, *arguments: str) -> None:
     """Run this rank's script in a child process, so that the launcher does not see it die; the child returns.
 
-    A launcher that does would end the other ranks, maybe before they have noticed by themselves. Called before
-    JAX is imported: this process only waits.
+    A launcher that does would end the other ranks, maybe before they have noticed by themselves. Called
+    before JAX is imported: this process only waits.
     """
     if "SHIELDED" in os.environ:
         return

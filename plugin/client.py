@@ -29,7 +29,7 @@ from stretto.runtime.options import Options
 from stretto.runtime.recording import trace
 from stretto.runtime.recording.instrument import Instrument
 
-from . import _capi, abi, store
+from . import _capi, abi, jax_private, store
 from .device import PLATFORM, make_devices
 from .profile import known
 from .structs import NamedValues, read_int64s
@@ -55,7 +55,9 @@ class Client(_capi.Handle):  # type: ignore[misc]
         self.world = bootstrap(rendezvous=rendezvous)
         chosen = self.world.options
         rank, size, local = self.world.rank, self.world.size, self.world.local_devices
-        self.engine = create_engine(chosen.engine, local, cores=self.world.cores)
+        cores, place = self.world.cores, self.world.place
+        self.engine = create_engine(chosen.engine, local, cores=cores, place=place)
+        jax_private.lower_as(getattr(self.engine, "lowered_as", "cpu"))
         self.dumps = dump.begin(chosen.dump, rank)
         self.trace = trace.begin(self.world, self.engine, _capi.Rows)
         self.executor = Executor(

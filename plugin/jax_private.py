@@ -203,13 +203,27 @@ def register_profiler(capsule: Any) -> None:
 _profiled: list[bool] = []
 
 
-def lower_as_cpu() -> None:
-    """Lower programs for stretto alone as JAX lowers them for cpu.
+def lower_as(platform: str) -> None:
+    """Lower programs for stretto alone as JAX lowers them for this platform, which is the engine's.
 
-    That gives stretto the CPU rules (LAPACK and the rest), donation, Python callbacks and the ``cpu``
-    branches of ``lax.platform_dependent``, for the engine is a CPU. Done where a module's lowering begins.
+    For ``cpu``, as which they are lowered until an engine says otherwise, that gives stretto the CPU rules
+    (LAPACK and the rest), donation, Python callbacks and the ``cpu`` branches of ``lax.platform_dependent``.
+    A platform that JAX does not know has the rules that hold for all platforms, and donation. Done where a
+    module's lowering begins.
     """
+    from jax._src import xla_bridge
     from jax._src.interpreters import mlir
+
+    rules = mlir._platform_specific_lowerings
+    known = platform in xla_bridge.known_platforms()
+    _lowered_as[:] = [platform if known else PLATFORM]
+    # Also where a module is lowered for several platforms. One table, so rules that are registered later are
+    # shared, too.
+    rules[PLATFORM] = rules[platform] if known else {}
+    _lower_beyond(*_lowered_as)
+    for name in (PLATFORM, *_lowered_as):
+        if name not in mlir._platforms_with_donation:
+            mlir._platforms_with_donation.append(name)
 
     original = mlir.lower_jaxpr_to_module
     if hasattr(original, "__wrapped_for_stretto__"):
@@ -218,18 +232,21 @@ def lower_as_cpu() -> None:
     @wraps(original)
     def lower_jaxpr_to_module(*args: Any, platforms: Sequence[str], **kwargs: Any) -> Any:
         if tuple(platforms) == (PLATFORM,):
-            platforms, kwargs["backend"] = ("cpu",), None
+            platforms, kwargs["backend"] = tuple(_lowered_as), None
         return original(*args, platforms=platforms, **kwargs)
 
     lower_jaxpr_to_module.__wrapped_for_stretto__ = original  # type: ignore[attr-defined]
     mlir.lower_jaxpr_to_module = lower_jaxpr_to_module
 
 
-def lower_beyond_cpu() -> None:
+_lowered_as = ["cpu"]
+
+
+def _lower_beyond(platform: str) -> None:
     """Lower what JAX lowers for GPUs alone, though nothing about it is a GPU's: send, receive, broadcast.
 
-    The rules become those of cpu, which stretto is lowered as. JAX's own CPU backend then refuses such a
-    program when it compiles it, instead of JAX when it lowers it.
+    The rules become those of a platform that stretto is lowered as, too. JAX's own CPU backend then refuses
+    such a program when it compiles it, instead of JAX when it lowers it.
     """
     from jax._src.interpreters import mlir
     from jax._src.lax import parallel
@@ -243,9 +260,9 @@ def lower_beyond_cpu() -> None:
 
     for name in ("psend", "precv", "pbroadcast"):
         primitive = getattr(parallel, f"{name}_p")
-        if primitive not in mlir._platform_specific_lowerings["cpu"]:
+        if primitive not in mlir._platform_specific_lowerings[platform]:
             rule = mlir._platform_specific_lowerings["cuda"][primitive].rule
-            mlir.register_lowering(primitive, as_gpu(rule), platform="cpu")
+            mlir.register_lowering(primitive, as_gpu(rule), platform=platform)
 
 
 def lower_tokens_in_barriers() -> None:
@@ -269,7 +286,7 @@ def lower_tokens_in_barriers() -> None:
 
 
 def call_what_was_exported() -> None:
-    """Let programs for stretto, lowered as for cpu, call what was exported for stretto."""
+    """Let programs for stretto, lowered as for another platform, call what was exported for stretto."""
     from jax._src.export import _export
     from jax._src.interpreters import mlir
 
@@ -277,8 +294,9 @@ def call_what_was_exported() -> None:
 
     def lower(ctx: Any, *operands: Any, exported: Any) -> Any:
         module, exported_for = ctx.module_context, exported.platforms
-        as_cpu = tuple(module.platforms) == ("cpu",) and "cpu" not in exported_for
-        if not (as_cpu and PLATFORM in exported_for):
+        (lowered_as,) = _lowered_as
+        alike = tuple(module.platforms) == (lowered_as,) and lowered_as not in exported_for
+        if not (alike and PLATFORM in exported_for):
             return original(ctx, *operands, exported=exported)
         inner = ctx.replace(module_context=module.replace(platforms=(PLATFORM,)))
         results = original(inner, *operands, exported=exported)
@@ -297,16 +315,6 @@ def hide_from_source_lines() -> None:
     traceback_util.register_exclusion(__file__)
 
 
-def share_cpu_lowerings() -> None:
-    """Lower for stretto with the rules of cpu where a module is lowered for several platforms.
-
-    The two share one table, so rules that are registered later are shared too.
-    """
-    from jax._src.interpreters import mlir
-
-    mlir._platform_specific_lowerings[PLATFORM] = mlir._platform_specific_lowerings["cpu"]
-
-
 def share_ffi_targets() -> None:
     """Hand FFI targets and types that a program registers for stretto to XLA's CPU client, which compiles.
 
@@ -323,14 +331,6 @@ def share_ffi_targets() -> None:
 
     xla_client.register_custom_call_handler(PLATFORM, target)
     xla_client.register_custom_type_handler(PLATFORM, xla.register_custom_type)
-
-
-def allow_donation() -> None:
-    """List stretto among the platforms that donate, for whoever asks before lowering."""
-    from jax._src.interpreters import mlir
-
-    if PLATFORM not in mlir._platforms_with_donation:
-        mlir._platforms_with_donation.append(PLATFORM)
 
 
 def hand_over_callbacks() -> None:

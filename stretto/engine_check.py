@@ -23,7 +23,7 @@ from stretto.runtime.engines.engine import (
     LoadedSegment,
     RestoringEngine,
 )
-from stretto.runtime.errors import CompileError
+from stretto.runtime.errors import CompileError, StrettoError
 from stretto.runtime.program import CONTEXT, Segment
 
 F32 = TensorType("f32", (16,))
@@ -200,6 +200,16 @@ def _transfers(engine: Engine, dtypes: Iterable[str]) -> None:
         _expect(lies_there == _ramp().tobytes(), "host_memory: the content lies at its pointer")
 
 
+def _pointer(engine: Engine, array: Any) -> int | None:
+    """None where memory of its own has no addresses."""
+    try:
+        return engine.pointer(array)
+    except StrettoError:
+        if getattr(engine, "host_memory", False):
+            raise
+        return None
+
+
 def _copies(engine: Engine) -> None:
     host = _ramp()
     source = engine.put(host, F32, 0)
@@ -207,7 +217,8 @@ def _copies(engine: Engine) -> None:
     for copied in copies:
         engine.block(copied)
         _expect(
-            engine.pointer(copied) != engine.pointer(source),
+            _pointer(engine, copied) is None
+            or _pointer(engine, copied) != _pointer(engine, source),
             "a copy shares no memory with its source",
         )
     engine.delete(source)

@@ -5,13 +5,14 @@ yet. It compiles segments once and runs them on any of its devices. It knows not
 of collectives or of JAX.
 
 Engines are found by name: the entry-point group ``stretto.engines`` maps a name to a factory
-``create(num_devices: int, **options) -> Engine``. See ``docs/writing_an_engine.md``.
+``create(num_devices: int) -> Engine``. See ``docs/writing_an_engine.md``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from importlib.metadata import entry_points
+from inspect import signature
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -53,6 +54,8 @@ class Engine(Protocol):
 
     ``host_memory``: the host can read an array at its `pointer`, dense row-major, so that NumPy and others
     may look at arrays without a copy. An engine that lacks the attribute is taken to have memory of its own.
+
+    ``lowered_as``: the platform by whose rules JAX lowers programs for it, ``cpu`` if it lacks the attribute.
 
     An engine may have ``reproducible = True``: it compiles segments that are to be ``reproducible`` as
     `Segment` says. Without it, an interleaved pipeline's results are equal up to rounding.
@@ -96,7 +99,8 @@ class Engine(Protocol):
         ...
 
     def pointer(self, array: Array) -> int:
-        """Address of the array's memory, the device's or the host's (blocks until it is known)."""
+        """Address of the array's memory, the device's or the host's (blocks until it is known). Raises
+        `StrettoError` where arrays have none, which only memory other than the host's may lack."""
         ...
 
     def delete(self, array: Array) -> None:
@@ -255,15 +259,24 @@ def counted(given: object, results: int) -> list[Array]:
 
 
 def create_engine(
-    name: str, num_devices: int, *, cores: int | None = None, **options: Any
+    name: str,
+    num_devices: int,
+    *,
+    cores: int | None = None,
+    place: tuple[int, int] = (0, 1),
+    **options: Any,
 ) -> Engine:
-    """The engine registered under ``name``. Raises ``LookupError`` listing the names there are,
-    `StrettoError` where its package cannot be imported.
+    """The engine registered under ``name``, or under what stands before the first colon: the rest is the
+    factory's ``plugin`` then. Raises ``LookupError`` listing the names there are, `StrettoError` where its
+    package cannot be imported.
 
     ``cores``: on how many it should compute. It is told by ``NPROC`` while it is made, and the process's
-    heap is set up for it (`heap`). None leaves all as it is.
+    heap is set up for it (`heap`). None leaves all as it is. ``place``: which rank of its host this is, of
+    how many; factories that take it are told.
     """
     found = {e.name: e for e in entry_points(group="stretto.engines")}
+    if name not in found and name.partition(":")[0] in found:
+        name, _, options["plugin"] = name.partition(":")
     if name not in found:
         raise LookupError(
             f"no engine {name!r}; installed engines: {', '.join(sorted(found)) or 'none'}. "
@@ -276,6 +289,8 @@ def create_engine(
             f"engine {name!r} (STRETTO_ENGINE) cannot be loaded from {found[name].value}: "
             f"{type(error).__name__}: {error}"
         ) from error
+    if "place" in signature(make).parameters:
+        options["place"] = place
     if cores is None:
         return make(num_devices=num_devices, **options)
     heap.keep_freed(cores)

@@ -175,8 +175,11 @@ class XlaSegment:
 
     @property
     def scratch_bytes(self) -> int:
-        """What XLA allocates for a run beside operands and results."""
-        return self.executable.get_compiled_memory_stats().temp_size_in_bytes
+        """What XLA allocates for a run beside operands and results; 0 where it does not say."""
+        try:
+            return self.executable.get_compiled_memory_stats().temp_size_in_bytes
+        except JaxRuntimeError:
+            return 0
 
     def cost_analysis(self) -> dict[str, float]:
         """XLA's estimate for one run: ``flops``, ``bytes accessed`` and more."""
@@ -360,15 +363,15 @@ class XlaCpuSideBySide(XlaCpuTogether):
 
 
 class XlaEngine:
-    """The first devices of a jaxlib client of its own. See `stretto.runtime.engines.engine.Engine`."""
+    """Devices of a jaxlib client of its own, from ``first`` on. See `engine.Engine`."""
 
     name: str
     host_memory: bool
 
-    def __init__(self, client: Any, num_devices: int) -> None:
+    def __init__(self, client: Any, num_devices: int, first: int = 0) -> None:
         self.num_devices = num_devices
         self._client = client
-        devices = sorted(client.local_devices(), key=lambda d: d.id)[:num_devices]
+        devices = sorted(client.local_devices(), key=lambda d: d.id)[first : first + num_devices]
         self._device_lists = [[d] for d in devices]
         self._executable_devices = [xla_client.DeviceList((d,)) for d in devices]
         # jaxlib makes the type of their iterators at the first use, in steps: not in two threads at once.
@@ -503,7 +506,10 @@ class XlaEngine:
     def pointer(self, array: Array) -> int:
         # jaxlib would wait for the array with the GIL, which a function that is called back needs.
         self.block(array)
-        return array.unsafe_buffer_pointer()
+        try:
+            return array.unsafe_buffer_pointer()
+        except JaxRuntimeError as error:
+            raise _translate(error, XlaError) from error
 
     def delete(self, array: Array) -> None:
         array.delete()

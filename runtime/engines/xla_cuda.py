@@ -70,6 +70,7 @@ class XlaCudaEngine(XlaEngine):
     """The first ``num_devices`` GPUs that CUDA shows this process. See `StreamedEngine`, too."""
 
     name = "xla:cuda"
+    lowered_as = "cuda"
     host_memory = False
 
     def __init__(self, num_devices: int) -> None:

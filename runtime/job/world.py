@@ -14,6 +14,7 @@ import platform
 import secrets
 import socket
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -48,6 +49,7 @@ class World:
     what segments were measured to take by earlier jobs (with ``STRETTO_PROFILE``), both rank 0's.
     ``cores``: on how many cores this rank should compute. ``nodes``: sets of ranks that share memory.
     ``patience``: seconds for which a wait for another rank may keep a core busy, the same on all (`cores`).
+    ``engines``: the engine of all ranks, or where they differ all of them, joined by ``+``.
     ``clock_offset``: seconds to add to ``perf_counter()`` for rank 0's, measured only for traces; these call
     the job ``traced_as``. ``service``: where rank 0 may start a service for all, once; None where it cannot.
     """
@@ -62,8 +64,10 @@ class World:
         places: Sequence[cores.Place] = (),
         nodes: int = 1,
         measured: CostText | None = None,
+        engines: str = "",
     ) -> None:
         self.options = options
+        self.engines = engines or options.engine
         places = places or [cores.Place("", cores.usable())]
         self.rank: int = comm.Get_rank() if comm else 0
         pool.share([place.host for place in places].count(places[self.rank].host))
@@ -105,7 +109,13 @@ class World:
     def measured_path(self) -> Path:
         """Where rank 0 keeps what segments were measured to take."""
         hosts = [peer.host for peer in self.peers]
-        return cost_tables.times_path(hosts, self.local_devices, self.options.engine)
+        return cost_tables.times_path(hosts, self.local_devices, self.engines)
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Which rank of its host this is, of how many."""
+        here = [rank for rank, peer in enumerate(self.peers) if peer.host == self.host]
+        return here.index(self.rank), len(here)
 
     @property
     def error(self) -> StrettoError | None:
@@ -269,8 +279,13 @@ def _make(chosen: Options | None, rendezvous: Rendezvous | None) -> World:
         _check_facts(gathered)
         peers = [Peer(rank, f["pid"], f["host"]) for rank, f in enumerate(gathered)]
         places = [cores.Place(f["host"], frozenset(f["cores"])) for f in gathered]
-        costs, measured = _common_costs(chosen, comm, peers)
-        made = World(chosen, comm, peers, launcher, costs, places, _nodes(comm), measured)
+        engines = "+".join(sorted({f["engine"] for f in gathered}))
+        if engines != chosen.engine:
+            # Decisions that go by what the engine can do are the same on all ranks.
+            chosen = replace(chosen, native=False, nccl=False)
+        costs, measured = _common_costs(replace(chosen, engine=engines), comm, peers)
+        nodes = _nodes(comm)
+        made = World(chosen, comm, peers, launcher, costs, places, nodes, measured, engines)
         made.service = gathered[0]["service"]
         if chosen.trace:
             made.clock_offset = clock.offset_to_first(comm)
@@ -442,7 +457,6 @@ def library(mpi: Any) -> str:
 # What must be equal on all ranks: key of `_facts`, how it is called in the message.
 _EQUAL = {
     "local_devices": "number of local devices (STRETTO_LOCAL_DEVICES)",
-    "engine": "engine (STRETTO_ENGINE)",
     "pseudo_tokens": "handling of pseudo-tokens (STRETTO_PSEUDO_TOKENS)",
     "trust_valid_iterations": "trust in valid iterations (STRETTO_TRUST_VALID_ITERATIONS)",
     "interleave": "interleaving of pipelines (STRETTO_INTERLEAVE)",

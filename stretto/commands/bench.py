@@ -42,7 +42,9 @@ def run(arguments: argparse.Namespace) -> int:
         return 2
     try:
         world = bootstrap()
-        engine = create_engine(world.options.engine, world.local_devices, cores=world.cores)
+        engine = create_engine(
+            world.options.engine, world.local_devices, cores=world.cores, place=world.place
+        )
     except (StrettoError, LookupError) as error:
         print(f"stretto bench: {error}", file=sys.stderr)
         return 1
@@ -59,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
     hosts = [peer.host for peer in world.peers]
     code, kept = 0, []
     try:
-        paths = [cost_tables.measured_path(hosts, world.local_devices, world.options.engine)]
+        paths = [cost_tables.measured_path(hosts, world.local_devices, world.engines)]
     except RuntimeError as error:  # nobody's home directory
         print(f"stretto bench: the table is not kept: {error}", file=sys.stderr)
         paths, code = [], 1

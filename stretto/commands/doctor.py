@@ -122,7 +122,7 @@ def versions() -> list[Finding]:
 def engines(chosen: Options) -> list[Finding]:
     """Engines that are installed, and whether the one asked for is among them."""
     names = sorted({e.name for e in metadata.entry_points(group="stretto.engines")})
-    if chosen.engine in names:
+    if chosen.engine in names or chosen.engine.partition(":")[0] in names:
         return [Finding("engines", f"{', '.join(names)}; in use: {chosen.engine}")]
     advice = "set STRETTO_ENGINE to one that is installed, or install the package that provides it"
     value = f"{', '.join(names) or 'none'}; asked for: {chosen.engine}"

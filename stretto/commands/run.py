@@ -369,7 +369,9 @@ def execute(
     Results by device, for those of this rank, and its counts.
     """
     program = compiled.program
-    engine = create_engine(world.options.engine, world.local_devices, cores=world.cores)
+    engine = create_engine(
+        world.options.engine, world.local_devices, cores=world.cores, place=world.place
+    )
     counts = Counts(program)
     tracing = trace.begin(world, engine, _capi.Rows)
     executor = Executor(

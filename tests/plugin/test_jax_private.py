@@ -186,7 +186,7 @@ def test_wrapping_twice_wraps_once(name: str) -> None:
     jax.devices("stretto")  # has wrapped both
     module = jax._src.compiler if name == "backend_compile_and_load" else jax._src.interpreters.mlir
     before = getattr(module, name)
-    jax_private.lower_as_cpu()
+    jax_private.lower_as("cpu")
     jax_private.hand_over_callbacks()
     assert getattr(module, name) is before
 

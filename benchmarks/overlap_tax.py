@@ -115,8 +115,8 @@ class Recorded:
 def worker() -> None:
     sys.path.insert(0, str(HERE.parent / "tests"))
     import jax
-    from programs import PROGRAMS
 
+    from stretto.conformance.programs import PROGRAMS
     from stretto.plugin.client import clients
 
     rank = jax.process_index()
@@ -191,7 +191,7 @@ class Result:
 
 def names_of(families: Sequence[str]) -> list[str]:
     sys.path.insert(0, str(HERE.parent / "tests"))
-    from programs import PROGRAMS
+    from stretto.conformance.programs import PROGRAMS
 
     chosen = tuple(families)
     return [

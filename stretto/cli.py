@@ -16,6 +16,7 @@ COMMANDS = {
     "explain": "print what an HLO module communicates, in which order and why, without running it",
     "bench": "measure what collectives and compute cost on these machines, and keep the table",
     "trace": "show what a job wrote with STRETTO_TRACE: a Perfetto trace, a page, what was exposed",
+    "conform": "try whether an engine keeps what stretto and JAX programs rely on",
     "doctor": "say what is installed and in force, run one all-reduce, and tell what to do",
 }
 

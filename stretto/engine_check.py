@@ -7,16 +7,21 @@ raises ``AssertionError`` naming the promise of `stretto.runtime.engines.engine.
 from __future__ import annotations
 
 import ctypes
+import resource
 import threading
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from stretto.collectives.native import TARGET, handler, table_of
 from stretto.collectives.ops import Collective, Kind, Reduction
 from stretto.collectives.types import ELEMENT_TYPES, TensorType
+from stretto.hlo_frontend.stablehlo import MLIR_TYPES
 from stretto.runtime.engines.engine import (
     CallingEngine,
     Engine,
@@ -28,7 +33,10 @@ from stretto.runtime.program import CONTEXT, Segment
 
 F32 = TensorType("f32", (16,))
 _FREED_WITHIN = 10.0  # seconds
-
+_RUNS = 10_000
+_PROC = Path("/proc/self/statm").exists()
+# How MLIR calls element types.
+_MLIR = {name: mlir for mlir, name in MLIR_TYPES.items()}
 _DOUBLE = b"""
 module @double {
   func.func public @main(%a: tensor<16xf32>) -> tensor<16xf32> {
@@ -117,6 +125,28 @@ module @sums {{
 """.encode()
 DOUBLE = Segment((F32,), (F32,), _DOUBLE, name="double")
 SUM_AND_DIFFERENCE = Segment((F32, F32), (F32, F32), _SUM_AND_DIFFERENCE, name="sum_and_difference")
+_SQUARE = TensorType("f32", (256, 256))
+SAME = Segment(
+    (F32,),
+    (F32,),
+    b"""func.func public @main(%a: tensor<16xf32>) -> tensor<16xf32> {
+      return %a : tensor<16xf32>
+    }""",
+    name="same",
+)
+SLOW = Segment(
+    (_SQUARE,),
+    (_SQUARE,),
+    "func.func public @main(%a0: tensor<256x256xf32>) -> tensor<256x256xf32> {{\n{}\n"
+    "return %a8 : tensor<256x256xf32> }}".format(
+        "\n".join(
+            f"%a{n + 1} = stablehlo.dot_general %a{n}, %a0, contracting_dims = [1] x [0] : "
+            "(tensor<256x256xf32>, tensor<256x256xf32>) -> tensor<256x256xf32>"
+            for n in range(8)
+        )
+    ).encode(),
+    name="slow",
+)
 DONATED = Segment((F32,), (F32,), _DONATED, donated=(0,), name="double_donated")
 
 
@@ -131,30 +161,63 @@ def check_engine(
     ``dtypes``: the element types that the engine claims. ``computes``: whether segments are really
     computed, and modules that are none refused.
     """
-    engine = factory(2)
-    _expect(engine.num_devices == 2, "num_devices is what the factory was asked for")
-    checks: list[Callable[[Engine], None]] = [
-        lambda e: _transfers(e, dtypes),
-        _copies,
-        _memory_stats,
-        _donation,
-    ]
-    names = ["transfers", "copies", "memory_stats", "donation"]
+    kept = []
+    for name, check in checks_of(factory, dtypes=dtypes, computes=computes).items():
+        try:
+            check()
+        except Unsupported:
+            continue
+        kept.append(name)
+    return kept
+
+
+class Unsupported(Exception):
+    """What a check is about is something that the engine need not have, and has not."""
+
+
+def checks_of(
+    factory: Callable[[int], Engine],
+    *,
+    dtypes: Iterable[str] = tuple(ELEMENT_TYPES),
+    computes: bool = True,
+    devices: int = 2,
+) -> dict[str, Callable[[], None]]:
+    """The checks by their names, of ``factory(devices)``, which is made once. Each raises ``AssertionError``
+    where the engine does not keep a promise, and `Unsupported`.
+    """
+    engine = factory(devices)
+    _expect(engine.num_devices == devices, "num_devices is what the factory was asked for")
+    checks: dict[str, Callable[[Engine], None]] = {
+        "transfers": lambda e: _transfers(e, dtypes),
+        "copies": _copies,
+        "memory_stats": _memory_stats,
+        "donation": _donation,
+    }
     if computes:
-        checks += [_runs, _compile_errors, _run_errors, _threads]
-        names += ["runs", "compile_errors", "run_errors", "threads"]
-        if getattr(engine, "reproducible", False):
-            checks.append(_reproducible)
-            names.append("reproducible")
-        if isinstance(engine, CallingEngine):
-            checks.append(_calls)
-            names.append("calls")
-        if isinstance(engine, RestoringEngine):
-            checks.append(lambda e: _restores(e, factory(2)))
-            names.append("restores")
-    for check in checks:
-        check(engine)
-    return names
+        checks |= {
+            "runs": _runs,
+            "outputs": _outputs,
+            "devices": _devices,
+            "compile_errors": _compile_errors,
+            "run_errors": _run_errors,
+            "threads": _threads,
+            "growth": _growth,
+        }
+        checks |= {f"types/{d}": partial(_arithmetic, dtype=d) for d in dtypes if d != "pred"}
+        optional: dict[str, tuple[bool, Callable[[Engine], None]]] = {
+            "reproducible": (bool(getattr(engine, "reproducible", False)), _reproducible),
+            "calls": (isinstance(engine, CallingEngine) and devices > 1, _calls),
+            "restores": (
+                isinstance(engine, RestoringEngine),
+                lambda e: _restores(e, factory(devices)),
+            ),
+        }
+        checks |= {name: check if has else _lacks for name, (has, check) in optional.items()}
+    return {name: partial(check, engine) for name, check in checks.items()}
+
+
+def _lacks(engine: Engine) -> None:
+    raise Unsupported("the engine does not offer it")
 
 
 def _expect(kept: bool, promise: str) -> None:
@@ -289,6 +352,85 @@ def _runs(engine: Engine) -> None:
         _same(engine.host_view(array), 1024 * a, f"a chain of runs on device {ordinal}")
 
 
+def _outputs(engine: Engine) -> None:
+    """An output is there as soon as the engine says so, and is not its input under another name."""
+    same = engine.compile(SAME, name="same")
+    slow = engine.compile(SLOW, name="slow")
+    square = SLOW.inputs[0]
+    for ordinal in range(engine.num_devices):
+        source = engine.put(_ramp(), F32, ordinal)
+        (kept,) = same.run(ordinal, [source])
+        engine.block(kept)
+        engine.delete(source)
+        _same(engine.host_view(kept), _ramp(), "an output outlives the input that it equals")
+        (late,) = slow.run(ordinal, [engine.put(np.eye(256, dtype=np.float32), square, ordinal)])
+        while not engine.is_ready(late):
+            time.sleep(0)
+        early = np.array(engine.host_view(late))
+        _same(early, np.eye(256, dtype=np.float32), "an output that is ready has been written")
+
+
+def _devices(engine: Engine) -> None:
+    """Results are on the device that they were asked for; seen by its memory, where that is counted."""
+    big = TensorType("u8", (1 << 20,))
+    module = DOUBLE.module.replace(b"16xf32", b"1048576xui8")
+    loaded = engine.compile(Segment((big,), (big,), module, name="big"))
+    for ordinal in range(engine.num_devices):
+        source = engine.put(np.ones(big.shape, np.uint8), big, ordinal)
+        engine.block(source)
+        before = engine.memory_stats(ordinal).get("bytes_in_use")
+        if before is None:
+            raise Unsupported("memory_stats has no bytes_in_use")
+        (result,) = loaded.run(ordinal, [source])
+        engine.block(result)
+        more = engine.memory_stats(ordinal)["bytes_in_use"] - before
+        _expect(more >= 1 << 20, f"what runs on device {ordinal} gives its results there")
+
+
+def _growth(engine: Engine) -> None:
+    """Runs leave nothing behind: neither on the device, where that is counted, nor in this process."""
+    double = engine.compile(DOUBLE, name="double")
+
+    def run(times: int) -> tuple[int, int]:
+        for n in range(times):
+            (array,) = double.run(0, [engine.put(_ramp(), F32, 0)])
+            if n % 50 == 49:  # what is under way takes memory, too
+                engine.block(array)
+        pages = int(Path("/proc/self/statm").read_text().split()[1]) if _PROC else 0
+        return engine.memory_stats(0).get("bytes_in_use", 0), pages * resource.getpagesize()
+
+    before, after = run(1_000), run(_RUNS)
+    for began, ended, where in zip(before, after, ("the device's", "the process's"), strict=True):
+        each = (ended - began) / _RUNS
+        _expect(
+            each < 64, f"{where} memory does not grow with runs; it did by {each:.0f} bytes each"
+        )
+
+
+def _arithmetic(engine: Engine, dtype: str) -> None:
+    """Sums of a type's smallest and largest numbers, exact in it."""
+    type_ = TensorType(dtype, (4,))
+    kind = type_.numpy
+    if dtype.startswith("c"):
+        values = np.array([0, 1 + 2j, -3.5, 1e30j]).astype(kind)
+    elif dtype[0] in "su":
+        most = int(ml_dtypes.iinfo(kind).max) // 2
+        values = np.array([0, 1, most, most // 2]).astype(kind)
+    else:
+        half = ml_dtypes.finfo(kind).max / kind.type(2)
+        one = kind.type(1)
+        values = np.array([one, one / kind.type(2), half, half / kind.type(2)], kind)
+    module = DOUBLE.module.replace(b"16xf32", f"4x{_MLIR[dtype]}".encode())
+    try:
+        loaded = engine.compile(Segment((type_,), (type_,), module, name=f"sum of {dtype}"))
+    except CompileError as error:
+        raise Unsupported(str(error)) from error
+    wide = values.astype(np.complex128 if dtype.startswith("c") else np.float64)
+    exact = wide * 2 if dtype[0] not in "su" else values.astype(object) * 2
+    (result,) = loaded.run(0, [engine.put(values, type_, 0)])
+    _same(engine.host_view(result), np.asarray(exact).astype(kind), f"sums of {dtype}")
+
+
 def _compile_errors(engine: Engine) -> None:
     bad = Segment((F32,), (F32,), b"module { this is no StableHLO }", name="nonsense")
     try:
@@ -394,7 +536,7 @@ def _restores(engine: Engine, another: Engine) -> None:
     _expect(engine.target == another.target, "target is the same for engines of one kind")
     code = engine.serialize(engine.compile(SUM_AND_DIFFERENCE))
     restored = another.restore(code, SUM_AND_DIFFERENCE, name="restored")
-    for ordinal in (1, 0):
+    for ordinal in reversed(range(another.num_devices)):
         arrays = [another.put(_ramp(start), F32, ordinal) for start in (0.0, 5.0)]
         total, difference = restored.run(ordinal, arrays)
         _same(another.host_view(total), 2 * _ramp() + 5, "a restored segment computes the same")

@@ -16,8 +16,9 @@ from stretto.runtime import options
 # ``support`` and ``programs`` are packages that several tests share.
 sys.path.insert(0, str(Path(__file__).parent))
 
-from support import judge
 from support.ahead import Launches
+
+from stretto.conformance import judge
 
 TESTS = Path(__file__).parent
 
@@ -39,7 +40,7 @@ def launches(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Launches]:
     """The launches of the conformance programs that this session collected."""
-    from programs import PROGRAMS  # only now: see above
+    from stretto.conformance.programs import PROGRAMS  # only now: see above
 
     chosen: dict[str, list[str]] = {}
     for item in request.session.items:

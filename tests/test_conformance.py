@@ -1,7 +1,7 @@
 """Every program of ``programs`` on stretto, in one process and under mpiexec, against JAX's CPU backend.
 
-All programs of a form run in one launch (see ``support.judge``), started beside the tests of the front end
-(see ``support.ahead``) or, where none were asked for, when the first test here asks.
+All programs of a form run in one launch (see ``stretto.conformance.judge``), started beside the tests of the
+front end (see ``support.ahead``) or, where none were asked for, when the first test here asks.
 ``STRETTO_TEST_FULL=1`` adds the rest of the cross products.
 """
 
@@ -14,9 +14,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from programs import PROGRAMS
-from support import judge
 from support.ahead import Launches
+
+from stretto.conformance import judge
+from stretto.conformance.programs import PROGRAMS
 
 FULL = bool(os.environ.get("STRETTO_TEST_FULL"))
 

@@ -8,8 +8,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from support import judge
 from support.ahead import Launches
+
+from stretto.conformance import judge
 
 WHOLE = np.arange(8, dtype=np.float32).reshape(4, 2)
 
@@ -91,7 +92,8 @@ def test_nan_and_infinity() -> None:
 def test_failures_are_named_and_the_rest_runs(tmp_path: Path) -> None:
     """A crash, a hang or an exit costs its program only; the launch is started again after it."""
     names = ["raises", "crashes", "right", "hangs", "exits", "wrong", "right_again"]
-    form = judge.Form("cpu", 1, 1, "cpu")
+    path = str(Path(__file__).parent)
+    form = judge.Form("cpu", 1, 1, "cpu", settings=(("PYTHONPATH", path),))
     outcomes = judge.run_programs(form, names, tmp_path, 6.0, "support.misbehaving")
     assert list(outcomes) == names
     assert "the program's own message" in (outcomes["raises"].problem or "")

@@ -13,8 +13,9 @@ import os
 from pathlib import Path
 
 import pytest
-from programs import PROGRAMS
-from support import judge
+
+from stretto.conformance import judge
+from stretto.conformance.programs import PROGRAMS
 
 FULL = bool(os.environ.get("STRETTO_TEST_FULL"))
 # Programs with something to move: several collectives, compute between them, loops, branches, groups.

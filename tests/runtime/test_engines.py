@@ -31,7 +31,7 @@ def xla() -> xla_cpu.XlaCpuEngine:
 
 @pytest.mark.bits
 def test_xla_cpu_conforms() -> None:
-    assert len(check_engine(xla_cpu.create)) == 11
+    assert len(check_engine(xla_cpu.create)) == 14 + 27  # of these one for each type but pred
 
 
 def test_null_conforms() -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from support import judge
+from stretto.conformance import judge
 
 
 class Launches:

@@ -9,7 +9,8 @@ from typing import Any
 
 import jax
 import numpy as np
-from programs.registry import Program
+
+from stretto.conformance.programs.registry import Program
 
 
 def right() -> dict[str, Any]:

@@ -26,6 +26,8 @@ from stretto.runtime.program import Segment
 class FakeCudaEngine(XlaCudaEngine):
     """Devices of the fake driver."""
 
+    lowered_as = "cpu"
+
     def __init__(self, num_devices: int) -> None:
         super().__init__(num_devices)
         self._cpu = XlaCpuEngine(1)

@@ -1,9 +1,9 @@
 """Runs conformance programs in this process and streams what happens to files.
 
-``python worker.py LIBRARY OUT SECONDS NAME...``, LIBRARY a module with ``PROGRAMS``, writes
-``OUT/progress.<rank>.jsonl`` (a line when a program starts, one when it ends) and ``OUT/<rank>/<name>.pkl``
-with its result. A program that does not end in SECONDS ends the process with every thread's traceback in
-``OUT/stacks.<rank>.txt``: it is known by its missing line.
+``python -m stretto.conformance.worker LIBRARY OUT SECONDS NAME...``, LIBRARY a module with ``PROGRAMS``,
+writes ``OUT/progress.<rank>.jsonl`` (a line when a program starts, one when it ends) and
+``OUT/<rank>/<name>.pkl`` with its result. A program that does not end in SECONDS ends the process with
+every thread's traceback in ``OUT/stacks.<rank>.txt``: it is known by its missing line.
 """
 
 from __future__ import annotations
@@ -18,11 +18,10 @@ import traceback
 from pathlib import Path
 from typing import Any, TextIO
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 import jax
 import numpy as np
-from programs.registry import Program
+
+from .programs.registry import Program
 
 
 def span(index: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:

@@ -21,7 +21,7 @@ from typing import Any
 import ml_dtypes  # noqa: F401  (registers the names of the narrow dtypes with numpy)
 import numpy as np
 
-WORKER = Path(__file__).with_name("worker.py")
+WORKER = ("-m", "stretto.conformance.worker")
 PROGRAM_SECONDS = 60.0
 MAX_LAUNCHES = 8
 
@@ -106,7 +106,7 @@ def run_programs(
     names: Sequence[str],
     directory: Path,
     seconds: float = PROGRAM_SECONDS,
-    library: str = "programs",
+    library: str = "stretto.conformance.programs",
 ) -> dict[str, Outcome]:
     """Run programs of a library; each gets an outcome. ``seconds`` bounds one program."""
     outcomes: dict[str, Outcome] = {}
@@ -142,7 +142,7 @@ def launch_once(form: Form, arguments: Sequence[str], out: Path, seconds: float)
     limit = 60 + seconds * 2 + 3.0 * len(arguments) * (form.processes if form.processes > 2 else 1)
     with log.open("wb") as stream:
         process = subprocess.Popen(
-            command(form, [str(WORKER), *arguments]),
+            command(form, [*WORKER, *arguments]),
             env=environment(form),
             stdin=subprocess.DEVNULL,
             stdout=stream,
@@ -158,7 +158,7 @@ def launch_once(form: Form, arguments: Sequence[str], out: Path, seconds: float)
     return f"{how}; last output:\n{log.read_text(errors='replace')[-3000:]}"
 
 
-def end_session(process: subprocess.Popen[bytes]) -> None:
+def end_session(process: subprocess.Popen[Any]) -> None:
     """Kill what is left of the launch: the process and, through its session, its ranks."""
     if process.poll() is None:
         process.terminate()

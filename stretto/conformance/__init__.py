@@ -1,0 +1,1 @@
+"""What an engine must keep, as cases that a vendor can run: `stretto conform`."""

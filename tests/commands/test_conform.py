@@ -1,0 +1,155 @@
+"""`stretto conform`: it finds what is broken, and nothing else."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from support import defects, pjrt
+
+from stretto.cli import main
+from stretto.conformance import cases
+from stretto.conformance.pattern import fits, may_fit
+from stretto.engine_check import Unsupported, checks_of
+from stretto.runtime.engines.engine import Engine
+
+TESTS = Path(__file__).parents[1]
+# Exact sums of one type stand for those of all.
+LEFT_OUT = re.compile(r"types/(?!bf16|f32)")
+
+
+def failing(factory: Callable[[int], Engine]) -> set[str]:
+    failed = set()
+    for name, check in checks_of(factory).items():
+        if not LEFT_OUT.match(name):
+            try:
+                check()
+            except Unsupported:
+                continue
+            except Exception:
+                failed.add(name)
+    return failed
+
+
+@pytest.mark.parametrize(
+    ("defect", "check"),
+    [
+        (defects.Plain, None),
+        (defects.Overwriting, "donation"),
+        (defects.Swallowing, "run_errors"),
+        (defects.Early, "outputs"),
+        (defects.Rounding, "types/bf16"),
+        (defects.Keeping, "growth"),
+        (defects.Elsewhere, "devices"),
+        (defects.Aliasing, "outputs"),
+    ],
+)
+def test_a_defect_is_found_by_the_check_that_is_about_it(
+    defect: Callable[[int], Engine], check: str | None
+) -> None:
+    assert failing(defect) == ({check} if check else set())
+
+
+def conform(*arguments: str, **variables: str) -> tuple[int, dict[str, str], str]:
+    """Exit code, status by case, and all that is said."""
+    done = subprocess.run(
+        [sys.executable, "-m", "stretto.cli", "conform", *arguments],
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+    lines = re.findall(r"^(PASS|FAIL|UNSUPPORTED) +(\S+)$", done.stdout, re.MULTILINE)
+    return done.returncode, {name: status for status, name in lines}, done.stdout + done.stderr
+
+
+def test_a_check_that_hangs_or_crashes_does_not_keep_others_from_being_made(tmp_path: Path) -> None:
+    path = defects.installed(tmp_path)
+    only = ("--only", "protocol/[crt][uho][nrm]*")  # compile_errors, run_errors, runs, threads
+    code, found, said = conform(
+        "defect-hanging", *only, "--seconds", "3", "--lines", "0", PYTHONPATH=path
+    )
+    assert code == 1
+    assert {n.partition("/")[2]: s for n, s in found.items()} == {
+        **{"runs": "PASS", "compile_errors": "PASS", "run_errors": "PASS", "threads": "FAIL"}
+    }
+    assert "Timeout (0:00:03)!" in said  # with the stacks of all threads
+    code, found, said = conform("defect-crashing", *only, "--seconds", "30", PYTHONPATH=path)
+    assert code == 1
+    assert {n.partition("/")[2]: s for n, s in found.items()} == {
+        **{"runs": "PASS", "compile_errors": "FAIL", "run_errors": "PASS", "threads": "PASS"}
+    }
+    assert "the process ended with exit status -6" in said
+
+
+def test_programs_on_a_plugin_of_somebody_else(tmp_path: Path) -> None:
+    """Without rules for its platform JAX lacks eigendecompositions: absent, not broken."""
+    engine = pjrt.engine(pjrt.build(tmp_path), 8)
+    code, found, said = conform(engine, "--only", "programs/partitioned/e*")
+    assert code == 0, said
+    assert found == {
+        "programs/partitioned/einsum": "PASS",
+        "programs/partitioned/eigh": "UNSUPPORTED",
+    }
+    assert "1 PASS, 0 FAIL, 1 UNSUPPORTED" in said
+
+
+@pytest.mark.mpi
+def test_faults_on_ranks() -> None:
+    code, found, said = conform("xla:cpu", "--ranks", "2", "--only", "faults/raises")
+    assert (code, found) == (0, {"faults/raises": "PASS"}), said
+
+
+def test_report_and_what_has_changed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def verdicts(*given: tuple[str, str]) -> None:
+        made = [cases.Verdict(name, status, "seen 1, expected 2", 0.5) for name, status in given]
+        monkeypatch.setattr(cases, "conform", lambda *a: iter(made))
+
+    report = tmp_path / "report.json"
+    verdicts(("a", "PASS"), ("b", "FAIL"), ("c", "PASS"))
+    assert main(["conform", "mychip", "--json", str(report)]) == 1
+    kept = json.loads(report.read_text())
+    assert kept["engine"] == "mychip" and kept["totals"] == {"PASS": 2, "FAIL": 1, "UNSUPPORTED": 0}
+    assert kept["cases"][1] == {
+        **{"name": "b", "status": "FAIL", "text": "seen 1, expected 2", "seconds": 0.5}
+    }
+    capsys.readouterr()
+    verdicts(("a", "PASS"), ("b", "PASS"), ("d", "UNSUPPORTED"))
+    assert main(["conform", "mychip", "--diff", str(report)]) == 0
+    assert capsys.readouterr().out.splitlines()[-4:] == [
+        f"since {report}:",
+        "  b: FAIL, now PASS",
+        "  d: absent, now UNSUPPORTED",
+        "  c: PASS, now absent",
+    ]
+
+
+def test_what_cannot_be_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["conform", "xla:cpu", "--ranks", "3"]) == 2
+    assert "3 ranks: programs are for 8 devices, as many on each rank" in capsys.readouterr().err
+    assert main(["conform", "xla:cpu", "--only", "nothing"]) == 2
+    assert "no case fits 'nothing'" in capsys.readouterr().err
+    assert main(["conform", "xla:cpu", "--diff", str(tmp_path / "none")]) == 2
+    assert "none cannot be read" in capsys.readouterr().err
+
+
+def test_an_engine_that_cannot_be_made() -> None:
+    code, found, said = conform("nobody", "--only", "protocol")
+    assert (code, found) == (1, {"protocol/create": "FAIL"})
+    assert "no engine 'nobody'; installed engines: " in said
+
+
+def test_patterns() -> None:
+    assert fits("programs/psum/tuple", "programs/psum") and fits("programs/psum", "*psum")
+    assert not fits("programs/psum", "protocol*")
+    assert may_fit("protocol", "*") and may_fit("protocol", "protocol/types/*")
+    assert may_fit("protocol", "p") and not may_fit("protocol", "programs/*")

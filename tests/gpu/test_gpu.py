@@ -18,8 +18,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support import cuda, judge
+from support import cuda
 
+from stretto.conformance import judge
 from stretto.conformance.programs import PROGRAMS
 
 TESTS = Path(__file__).parents[1]

@@ -5,13 +5,15 @@ yet. It compiles segments once and runs them on any of its devices. It knows not
 of collectives or of JAX.
 
 Engines are found by name: the entry-point group ``stretto.engines`` maps a name to a factory
-``create(num_devices: int) -> Engine``. See ``docs/writing_an_engine.md``.
+``create(num_devices: int) -> Engine``, and ``module:factory`` names one that is not registered. See
+``docs/writing_an_engine.md``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
+from importlib.util import find_spec
 from inspect import signature
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -68,7 +70,8 @@ class Engine(Protocol):
     def compile(
         self, segment: Segment, *, name: str = "", host_callbacks: Sequence[Any] = ()
     ) -> LoadedSegment:
-        """Compile a segment. Raises ``CompileError`` naming the segment and the engine's reason."""
+        """Compile a segment. Raises ``CompileError`` naming the segment and the engine's reason,
+        ``UnsupportedError`` where that is something it does not have."""
         ...
 
     def put(self, host: np.ndarray, type: TensorType, ordinal: int) -> Array:
@@ -267,8 +270,8 @@ def create_engine(
     **options: Any,
 ) -> Engine:
     """The engine registered under ``name``, or under what stands before the first colon: the rest is the
-    factory's ``plugin`` then. Raises ``LookupError`` listing the names there are, `StrettoError` where its
-    package cannot be imported.
+    factory's ``plugin`` then. Without either, ``module:factory`` is taken for what it says. Raises
+    ``LookupError`` listing the names there are, `StrettoError` where its package cannot be imported.
 
     ``cores``: on how many it should compute. It is told by ``NPROC`` while it is made, and the process's
     heap is set up for it (`heap`). None leaves all as it is. ``place``: which rank of its host this is, of
@@ -277,16 +280,17 @@ def create_engine(
     found = {e.name: e for e in entry_points(group="stretto.engines")}
     if name not in found and name.partition(":")[0] in found:
         name, _, options["plugin"] = name.partition(":")
-    if name not in found:
+    entry = found.get(name) or _factory(name)
+    if entry is None:
         raise LookupError(
-            f"no engine {name!r}; installed engines: {', '.join(sorted(found)) or 'none'}. "
-            "Set STRETTO_ENGINE to one of them, or install the package that provides it."
+            f"no engine {name!r}; installed engines: {', '.join(sorted(found)) or 'none'}. Set "
+            "STRETTO_ENGINE to one of them or to module:factory, or install the package that provides it."
         )
     try:
-        make = found[name].load()
+        make = entry.load()
     except Exception as error:
         raise StrettoError(
-            f"engine {name!r} (STRETTO_ENGINE) cannot be loaded from {found[name].value}: "
+            f"engine {name!r} (STRETTO_ENGINE) cannot be loaded from {entry.value}: "
             f"{type(error).__name__}: {error}"
         ) from error
     if "place" in signature(make).parameters:
@@ -296,3 +300,13 @@ def create_engine(
     heap.keep_freed(cores)
     with announced(cores):
         return make(num_devices=num_devices, **options)
+
+
+def _factory(name: str) -> EntryPoint | None:
+    """A factory that is not registered, ``module:factory``."""
+    module, _, attribute = name.partition(":")
+    try:
+        known = attribute.isidentifier() and find_spec(module) is not None
+    except (ImportError, ValueError):
+        return None
+    return EntryPoint(name, name, "stretto.engines") if known else None

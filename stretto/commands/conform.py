@@ -14,7 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+)
 
 if TYPE_CHECKING:
     from stretto.conformance.cases import Verdict
@@ -29,6 +35,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=1,
         help="processes that share the eight devices of each program (1)",
+    )
+    parser.add_argument(
+        "--devices",
+        type=int,
+        default=0,
+        metavar="N",
+        help="that the engine has in each process, where these are fewer than programs want: they share them",
     )
     parser.add_argument(
         "--only",
@@ -64,17 +77,26 @@ def run(arguments: argparse.Namespace) -> int:
         return 2
     console = Console(stderr=True)
     verdicts: list[Verdict] = []
-    columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
+    columns = (
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.description}"),
+    )
     try:
+        if arguments.devices < 0:
+            raise ValueError(f"{arguments.devices} devices: at least one is needed")
+        chosen = cases.names_of(arguments.ranks, arguments.only)
         with Progress(
             *columns, console=console, transient=True, disable=not console.is_terminal
         ) as bar:
-            task = bar.add_task("")
+            task = bar.add_task("", total=len(chosen))
             for verdict in cases.conform(
                 arguments.engine,
+                chosen,
                 arguments.ranks,
-                arguments.only,
-                lambda name: bar.update(task, description=f"{len(verdicts)} done, now {name}"),
+                arguments.devices,
+                lambda name: bar.update(task, completed=len(verdicts), description=name),
                 arguments.seconds,
             ):
                 verdicts.append(verdict)
@@ -104,5 +126,5 @@ def _print(verdict: Verdict, lines: int) -> None:
         return
     text = [line for line in verdict.text.splitlines() if line.strip()]
     if verdict.status == "UNSUPPORTED":
-        text = text[-1:]
+        text = [verdict.reason()]
     print(textwrap.indent("\n".join(text[-lines:] if lines else text), " " * 12), flush=True)

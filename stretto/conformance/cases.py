@@ -20,12 +20,14 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from stretto import engine_check
+
 from . import judge
-from .pattern import fits, may_fit
+from .pattern import fits
 from .programs import PROGRAMS
 
 PASS, FAIL, UNSUPPORTED = "PASS", "FAIL", "UNSUPPORTED"
-GROUP = "protocol"
+PROTOCOL, PROGRAM, FAULT = "protocol/", "programs/", "faults/"  # groups
 DEVICES = 8  # of all programs
 SECONDS = 60.0  # for one case
 # What says that something is absent, not broken: JAX without a rule for the platform, a plugin without the
@@ -49,85 +51,94 @@ class Verdict:
     text: str = ""
     seconds: float = 0.0
 
+    def reason(self) -> str:
+        """The line that says what is absent, or the last one."""
+        lines = [line.strip() for line in self.text.splitlines() if line.strip()]
+        return ([line for line in lines if _ABSENT.search(line)] or lines or [""])[-1]
 
-def chosen_of(ranks: int, only: str = "*") -> list[str]:
-    """The programs and faults for so many ranks; the checks of the protocol depend on the engine."""
+
+def names_of(ranks: int = 1, only: str = "*") -> list[str]:
+    """The cases for so many ranks. Raises ``ValueError`` for a number that does not divide 8."""
+    if ranks < 1 or DEVICES % ranks:
+        raise ValueError(f"{ranks} ranks: programs are for {DEVICES} devices, as many on each rank")
     form = "1x8" if ranks == 1 else "8x1" if ranks == DEVICES else "2x4"
     programs = [
-        f"programs/{name}"
+        f"{PROGRAM}{name}"
         for name, program in PROGRAMS.items()
         if form in program.forms and not program.only_full
     ]
-    faults = [f"faults/{name}" for name in _FAULTS] if ranks > 1 else []
-    return [name for name in [*programs, *faults] if fits(name, only)]
+    faults = [f"{FAULT}{name}" for name in _FAULTS] if ranks > 1 else []
+    checks = [f"{PROTOCOL}{name}" for name in engine_check.names_of()]
+    return [name for name in [*checks, *programs, *faults] if fits(name, only)]
 
 
 def conform(
     engine: str,
+    chosen: Sequence[str],
     ranks: int = 1,
-    only: str = "*",
+    devices: int = 0,
     begins: Callable[[str], None] = lambda name: None,
     seconds: float = SECONDS,
 ) -> Iterator[Verdict]:
-    """Try what ``only`` chooses, on ``ranks`` processes with ``8 / ranks`` devices each.
+    """Try the cases of these names (`names_of`), on ``ranks`` processes with ``8 / ranks`` devices each.
 
-    ``engine`` is what STRETTO_ENGINE is set to. ``begins`` is told what is tried next; no case may take
-    longer than ``seconds``. Raises ``ValueError`` for a number of ranks that does not divide 8,
-    ``FileNotFoundError`` where there is no mpiexec for several.
+    ``engine`` is what STRETTO_ENGINE is set to. ``devices``: how many it has in each process, where these
+    are fewer; programs share them. ``begins`` is told what is tried next; no case may take longer than
+    ``seconds``. Raises ``FileNotFoundError`` where there is no mpiexec for several ranks.
     """
-    if ranks < 1 or DEVICES % ranks:
-        raise ValueError(f"{ranks} ranks: programs are for {DEVICES} devices, as many on each rank")
     if ranks > 1 and judge.find_mpiexec() is None:
         raise FileNotFoundError(
             "no mpiexec, neither beside this Python nor on PATH: pip install 'stretto[mpi]'"
         )
-    chosen = chosen_of(ranks, only)
-    if may_fit(GROUP, only):
-        yield from _protocol(engine, only, begins, seconds)
-    programs = [name.partition("/")[2] for name in chosen if name.startswith("programs/")]
+    checks = [name.removeprefix(PROTOCOL) for name in chosen if name.startswith(PROTOCOL)]
+    if checks:
+        begins(checks[0])
+        yield from _protocol(engine, devices, checks, begins, seconds)
+    if 0 < devices < DEVICES // ranks:
+        engine = f"shared:{devices}:{engine}"
+    programs = [name.removeprefix(PROGRAM) for name in chosen if name.startswith(PROGRAM)]
     if programs:
         begins("programs")
         yield from _programs(engine, ranks, programs, seconds)
     for name in chosen:
-        if name.startswith("faults/"):
+        if name.startswith(FAULT):
             begins(name)
             yield _fault(engine, ranks, name, seconds)
 
 
 def _protocol(
-    engine: str, only: str, begins: Callable[[str], None], seconds: float
+    engine: str, devices: int, names: Sequence[str], begins: Callable[[str], None], seconds: float
 ) -> Iterator[Verdict]:
-    done, left = 0, True
+    left = list(names)
+    module = "stretto.conformance.protocol"
     while left:
-        arguments = [engine, only, str(done), str(seconds)]
         with subprocess.Popen(
-            [sys.executable, "-m", "stretto.conformance.protocol", *arguments],
+            [sys.executable, "-m", module, engine, str(devices), str(seconds), *left],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=(log := tempfile.TemporaryFile()),
             text=True,
         ) as process:
             assert process.stdout is not None
-            names, current = None, "create"
+            made = False
             for line in process.stdout:
                 said = json.loads(line)
-                if "names" in said:
-                    names = said["names"]
-                elif "begins" in said:
-                    current = said["begins"]
-                    begins(f"{GROUP}/{current}")
-                else:
-                    done, current = done + 1, ""
-                    name, text = f"{GROUP}/{said['ends']}", said["text"]
+                made = made or "made" in said
+                if "begins" in said:
+                    begins(PROTOCOL + said["begins"])
+                elif "ends" in said:
+                    assert said["ends"] == left.pop(0)
+                    name, text = PROTOCOL + said["ends"], said["text"]
                     yield _verdict(name, said["status"], text, said["seconds"])
-        left = names is not None and done < len(names)
-        if current and (names is None or left):
-            log.seek(0)
-            ended = log.read().decode(errors="replace")[-3000:]
-            text = f"the process ended with exit status {process.returncode}\n{ended}"
-            yield _verdict(f"{GROUP}/{current}", FAIL, text)
-            done += 1
-            left = names is not None and done < len(names)
+        log.seek(0)
+        ended = log.read().decode(errors="replace")[-3000:]
+        text = f"the process ended with exit status {process.returncode}\n{ended}"
+        if made and left:
+            yield _verdict(PROTOCOL + left.pop(0), FAIL, text)
+        elif left:
+            for name in left:
+                yield _verdict(PROTOCOL + name, FAIL, f"the engine cannot be made: {text}")
+            return
 
 
 def _programs(
@@ -145,7 +156,7 @@ def _programs(
 
 
 def _judged(name: str, outcome: judge.Outcome, reference: judge.Outcome | None) -> Verdict:
-    program, full = PROGRAMS[name], f"programs/{name}"
+    program, full = PROGRAMS[name], PROGRAM + name
     if outcome.problem:
         return _verdict(full, FAIL, outcome.problem, outcome.seconds)
     if program.expected is not None:
@@ -161,7 +172,7 @@ def _judged(name: str, outcome: judge.Outcome, reference: judge.Outcome | None) 
 
 def _fault(engine: str, ranks: int, name: str, seconds: float) -> Verdict:
     """The job must end by itself, and say what has happened."""
-    case = name.partition("/")[2]
+    case = name.removeprefix(FAULT)
     settings = (("STRETTO_ENGINE", engine), ("STRETTO_TIMEOUT", "10"), ("STRETTO_GRACE", "2"))
     form = judge.Form("faults", ranks, DEVICES // ranks, settings=settings)
     process = subprocess.Popen(

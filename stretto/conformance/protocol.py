@@ -1,9 +1,8 @@
 """The checks of the engine protocol, in a process of their own: ``python -m stretto.conformance.protocol``.
 
-Arguments: the engine, as STRETTO_ENGINE has it; a pattern of cases; how many of those to leave out; seconds
-for each. Writes a JSON object a line to standard output: first all names, then one when a check begins and
-one when it ends. A check that does not end in time ends the process, with the stacks of all threads on
-standard error.
+Arguments: the engine, as STRETTO_ENGINE has it; on how many devices; seconds for each check; their names.
+Writes a JSON object a line to standard output: when the engine is there, when a check begins and when it
+ends. A check that does not end in time ends the process, with the stacks of all threads on standard error.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,25 +21,25 @@ from stretto.engine_check import Unsupported, checks_of
 from stretto.runtime.engines.engine import Engine, create_engine
 from stretto.runtime.errors import StrettoError
 
-from .pattern import fits
-
 
 def check(
     factory: Callable[[int], Engine],
-    only: str,
-    skip: int,
+    devices: int,
+    names: Sequence[str],
     seconds: float,
     say: Callable[[dict[str, Any]], None],
 ) -> None:
-    """Make the checks that the pattern chooses, the first ``skip`` excepted, and tell what becomes of
-    them."""
+    """Make these checks, and tell what becomes of them. ``devices``: 0 for two, or one where there are
+    no more."""
+    faulthandler.dump_traceback_later(seconds, exit=True)
     try:
-        checks = checks_of(factory)
-    except (StrettoError, LookupError):  # a runtime that has one device
+        checks = checks_of(factory, devices=devices or 2)
+    except (StrettoError, LookupError):
+        if devices:
+            raise
         checks = checks_of(factory, devices=1)
-    names = [name for name in checks if fits(f"protocol/{name}", only)]
-    say({"names": names})
-    for name in names[skip:]:
+    say({"made": True})
+    for name in names:
         say({"begins": name})
         began, status, text = time.perf_counter(), "PASS", ""
         faulthandler.dump_traceback_later(seconds, exit=True)
@@ -58,14 +57,14 @@ def check(
 
 
 def main() -> None:
-    engine, only, skip, seconds = sys.argv[1:]
+    engine, devices, seconds, *names = sys.argv[1:]
     back = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what the engine prints does not mix with it
 
     def say(line: dict[str, Any]) -> None:
         back.write(json.dumps(line) + "\n")
 
-    check(partial(create_engine, engine), only, int(skip), float(seconds), say)
+    check(partial(create_engine, engine), int(devices), names, float(seconds), say)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from support import defects, pjrt
 
 from stretto.cli import main
 from stretto.conformance import cases
-from stretto.conformance.pattern import fits, may_fit
+from stretto.conformance.pattern import fits
 from stretto.engine_check import Unsupported, checks_of
 from stretto.runtime.engines.engine import Engine
 
@@ -70,18 +70,20 @@ def conform(*arguments: str, **variables: str) -> tuple[int, dict[str, str], str
     return done.returncode, {name: status for status, name in lines}, done.stdout + done.stderr
 
 
-def test_a_check_that_hangs_or_crashes_does_not_keep_others_from_being_made(tmp_path: Path) -> None:
-    path = defects.installed(tmp_path)
+def test_a_check_that_hangs_or_crashes_does_not_keep_others_from_being_made() -> None:
+    path = str(TESTS)
     only = ("--only", "protocol/[crt][uho][nrm]*")  # compile_errors, run_errors, runs, threads
     code, found, said = conform(
-        "defect-hanging", *only, "--seconds", "3", "--lines", "0", PYTHONPATH=path
+        "support.defects:Hanging", *only, "--seconds", "3", "--lines", "0", PYTHONPATH=path
     )
     assert code == 1
     assert {n.partition("/")[2]: s for n, s in found.items()} == {
         **{"runs": "PASS", "compile_errors": "PASS", "run_errors": "PASS", "threads": "FAIL"}
     }
     assert "Timeout (0:00:03)!" in said  # with the stacks of all threads
-    code, found, said = conform("defect-crashing", *only, "--seconds", "30", PYTHONPATH=path)
+    code, found, said = conform(
+        "support.defects:Crashing", *only, "--seconds", "30", PYTHONPATH=path
+    )
     assert code == 1
     assert {n.partition("/")[2]: s for n, s in found.items()} == {
         **{"runs": "PASS", "compile_errors": "FAIL", "run_errors": "PASS", "threads": "PASS"}
@@ -99,6 +101,14 @@ def test_programs_on_a_plugin_of_somebody_else(tmp_path: Path) -> None:
         "programs/partitioned/eigh": "UNSUPPORTED",
     }
     assert "1 PASS, 0 FAIL, 1 UNSUPPORTED" in said
+
+
+@pytest.mark.parametrize("ranks", ["1", pytest.param("2", marks=pytest.mark.mpi)])
+def test_fewer_devices_than_programs_want(ranks: str) -> None:
+    """The engine is asked for no more than it has."""
+    chosen = ("--only", "programs/matmul", "--devices", "1", "--ranks", ranks)
+    code, found, said = conform("support.defects:one_device", *chosen, PYTHONPATH=str(TESTS))
+    assert (code, set(found.values())) == (0, {"PASS"}), said
 
 
 @pytest.mark.mpi
@@ -143,13 +153,13 @@ def test_what_cannot_be_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 def test_an_engine_that_cannot_be_made() -> None:
-    code, found, said = conform("nobody", "--only", "protocol")
-    assert (code, found) == (1, {"protocol/create": "FAIL"})
+    code, found, said = conform("nobody", "--only", "protocol/run")
+    assert (code, found) == (1, {"protocol/runs": "FAIL", "protocol/run_errors": "FAIL"})
     assert "no engine 'nobody'; installed engines: " in said
 
 
 def test_patterns() -> None:
     assert fits("programs/psum/tuple", "programs/psum") and fits("programs/psum", "*psum")
     assert not fits("programs/psum", "protocol*")
-    assert may_fit("protocol", "*") and may_fit("protocol", "protocol/types/*")
-    assert may_fit("protocol", "p") and not may_fit("protocol", "programs/*")
+    assert all(name.startswith("protocol/") for name in cases.names_of(only="prot"))
+    assert {n.partition("/")[0] for n in cases.names_of(2)} == {"protocol", "programs", "faults"}

@@ -296,3 +296,15 @@ def test_null_counts_memory_until_arrays_are_dropped() -> None:
     assert engine.memory_stats(0) == {"bytes_in_use": 192, "peak_bytes_in_use": 192}
     del arrays[1:]
     assert engine.memory_stats(0) == {"bytes_in_use": 64, "peak_bytes_in_use": 192}
+
+
+def test_more_devices_than_there_are() -> None:
+    """Arrays of the program's devices lie on the engine's in turn."""
+    check_engine(lambda count: create_engine("shared:2:xla:cpu", count))
+    engine = create_engine("shared:2:xla:cpu", 5)
+    assert engine.num_devices == 5 and engine.host_memory
+    placed = [engine.put(np.ones(3, np.float32), TensorType("f32", (3,)), i) for i in range(5)]
+    assert [next(iter(array.devices())).id for array in placed] == [0, 1, 0, 1, 0]
+    for wrong in ("shared", "shared:0:xla:cpu", "shared:xla:cpu", "shared:2"):
+        with pytest.raises(StrettoError, match="is not shared:N:ENGINE"):
+            create_engine(wrong, 2)

@@ -1,6 +1,6 @@
 """Engines that compute with XLA's CPU client, each with one defect: what `stretto conform` is tested with.
 
-Their names are as in the package's metadata that `installed` writes, ``defect-NAME``.
+With the folder of the tests on PYTHONPATH, STRETTO_ENGINE can be ``support.defects:NAME``.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -165,16 +164,8 @@ class Crashing(Plain):
         return super().compile(segment, name=name, host_callbacks=host_callbacks)
 
 
-def installed(folder: Path) -> str:
-    """Write the metadata of a package with these engines; what PYTHONPATH is to be for it to be found."""
-    described = folder / "stretto_defects-1.0.dist-info"
-    described.mkdir()
-    (described / "METADATA").write_text(
-        "Metadata-Version: 2.1\nName: stretto-defects\nVersion: 1.0\n"
-    )
-    lines = [
-        f"defect-{c.__name__.lower()} = support.defects:{c.__name__}"
-        for c in Plain.__subclasses__()
-    ]
-    (described / "entry_points.txt").write_text("\n".join(["[stretto.engines]", *lines]) + "\n")
-    return os.pathsep.join([str(folder), str(Path(__file__).parents[1])])
+def one_device(num_devices: int) -> Plain:
+    """A factory of a runtime that has one device."""
+    if num_devices > 1:
+        raise LookupError(f"{num_devices} devices: there is one")
+    return Plain(num_devices)

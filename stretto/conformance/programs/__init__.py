@@ -13,6 +13,7 @@ from . import (
     host,
     models,
     partitioned,
+    replicas,
     shapes,
     transforms,
 )
@@ -29,6 +30,7 @@ __all__ = [
     "host",
     "models",
     "partitioned",
+    "replicas",
     "shapes",
     "transforms",
 ]

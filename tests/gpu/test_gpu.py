@@ -83,12 +83,15 @@ def python(code: str, environment: dict[str, str]) -> subprocess.CompletedProces
 
 
 @pytest.mark.parametrize("delay", ["0", DELAY_US])
-def test_xla_cuda_conforms(fake: dict[str, str], delay: str) -> None:
+@pytest.mark.parametrize("engine", ["xla", "pjrt"])
+def test_cuda_conforms(fake: dict[str, str], engine: str, delay: str) -> None:
+    on_fake = {"xla": "create", "pjrt": "create_pjrt"}[engine]
+    named = f"{engine}:cuda" if REAL else f"support.cuda.engine:{on_fake}"
     code = f"""
 from stretto.engine_check import Unsupported, checks_of
-from {"stretto.runtime.engines import xla_cuda as" if REAL else "support.cuda import"} engine
+from stretto.runtime.engines.engine import create_engine
 
-for name, check in checks_of(engine.create).items():
+for name, check in checks_of(lambda count: create_engine("{named}", count)).items():
     if name != "growth" or {delay == "0"}:  # runs too often to wait for each
         try:
             check()
@@ -98,14 +101,15 @@ for name, check in checks_of(engine.create).items():
 """
     done = python(code, fake | {"FAKE_CUDA_DELAY_US": delay})
     assert done.returncode == 0, done.stderr[-3000:]
-    assert {"donation", "runs", "outputs", "restores", "types/f32"} <= set(done.stdout.split())
+    assert {"donation", "runs", "outputs", "types/f32"} <= set(done.stdout.split())
+    assert ("restores" in done.stdout) == (engine == "xla")
 
 
 @only_fake
 def test_runs_are_enqueued_ahead(fake: dict[str, str]) -> None:
     """Beyond what XLA allows by default, and without waiting: a function of the host holds the stream up."""
     code = '''
-import ctypes, threading
+import ctypes, os, threading
 import numpy as np
 from stretto.collectives.types import TensorType
 from stretto.runtime.engines import xla_cuda
@@ -129,7 +133,8 @@ for _ in range(1000):
     (array,) = loaded.run(0, [array])
 print(engine.is_ready(array), driver.fake_cuda_host_waits() - waits)
 gate.set()
-print(engine.host_view(array).tolist() == list(range(16)))
+print(engine.host_view(array).tolist() == list(range(16)), flush=True)
+os._exit(0)  # a function that still holds up another stream could not return once Python ends
 '''
     done = python(code, fake)
     assert (done.stdout, done.returncode) == ("False 0\nTrue\n", 0), done.stderr[-3000:]
@@ -200,7 +205,7 @@ def test_without_nccl_collectives_go_through_the_host(fake: dict[str, str]) -> N
     """Where ranks share a GPU, with one warning a process however many programs there are."""
     done = ranks(fake | {"NCCL_MULTI_RANK_GPU_ENABLE": "0"}, 2, 1, "faults.py", "none")
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("content: [2.0]") == 2
+    assert done.stdout.count("[2.0]") == 2  # ranks write at the same time
     assert done.stderr.count("not over NCCL: several devices are on one GPU") == 2
 
 

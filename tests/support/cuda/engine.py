@@ -1,5 +1,5 @@
-"""The engine `xla:cuda` on the fake driver, whose kernels compute nothing: here XLA's CPU client computes
-what is in a segment.
+"""The engines `xla:cuda` and `pjrt:cuda` on the fake driver, whose kernels compute nothing: here XLA's CPU
+client computes what is in a segment.
 
 A segment becomes a module of one custom call, JAX's Python callback for GPUs, with the segment's own types,
 so buffers, transfers, streams and events are those of a GPU program, and the function that is called runs the
@@ -18,18 +18,21 @@ from jax.errors import JaxRuntimeError
 from jaxlib.mlir import ir
 
 from stretto.runtime.engines.cuda_loans import ARRIVAL, ROOM
-from stretto.runtime.engines.xla_cpu import XlaCpuEngine
+from stretto.runtime.engines.pjrt import PjrtEngine
+from stretto.runtime.engines.xla_cpu import XlaCpuEngine, XlaEngine
 from stretto.runtime.engines.xla_cuda import XlaCudaEngine
+from stretto.runtime.errors import UnsupportedError
 from stretto.runtime.program import Segment
 
+PACKED = {"s2", "u2", "s4", "u4", "f4e2m1fn"}  # several elements a byte
 
-class FakeCudaEngine(XlaCudaEngine):
-    """Devices of the fake driver."""
 
-    lowered_as = "cpu"
+class Computing(XlaEngine):
+    """What makes them compute."""
 
-    def __init__(self, num_devices: int) -> None:
-        super().__init__(num_devices)
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.lowered_as = "cpu"
         self._cpu = XlaCpuEngine(1)
         self._sources: dict[Any, Segment] = {}
 
@@ -45,6 +48,9 @@ class FakeCudaEngine(XlaCudaEngine):
             executable = super().compile_on(segment, name, devices, options, host_callbacks)
             self._sources[executable] = segment
             return executable
+        packed = {t.dtype for t in (*segment.inputs, *segment.outputs)} & PACKED
+        if packed:
+            raise UnsupportedError(f"segment {name}: no callback of JAX for GPUs takes {packed}")
         computes = self._cpu.compile(segment, name=name, host_callbacks=host_callbacks)
 
         def call(*operands: Any) -> tuple[np.ndarray, ...]:
@@ -71,6 +77,14 @@ class FakeCudaEngine(XlaCudaEngine):
         except pickle.UnpicklingError as error:
             raise JaxRuntimeError(f"INVALID_ARGUMENT: {error}") from error
         return self.compile_for(ordinal, segment, segment.name, ())
+
+
+class FakeCudaEngine(Computing, XlaCudaEngine):
+    """Devices of the fake driver."""
+
+
+class FakePjrtEngine(Computing, PjrtEngine):
+    """The same devices, as those of any plugin."""
 
 
 def _wrapped(module: ir.Module) -> ir.Module:
@@ -102,3 +116,8 @@ module @fake {{
 def create(num_devices: int) -> FakeCudaEngine:
     """Factory of the entry-point group ``stretto.engines``."""
     return FakeCudaEngine(num_devices)
+
+
+def create_pjrt(num_devices: int) -> FakePjrtEngine:
+    """Another one."""
+    return FakePjrtEngine(num_devices, "cuda")

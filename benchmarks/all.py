@@ -17,6 +17,7 @@ NAMES = (
     "small_steps",
     "science",
     "user_programs",
+    "pjrt_engine",
     "order_cost",
     "compile_time",
     "memory",

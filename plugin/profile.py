@@ -1,7 +1,8 @@
 """Where the times are kept that ``STRETTO_PROFILE=1`` measures.
 
 What is kept is read by rank 0 when the ranks join, and is everybody's (`World.measured`): who compiles asks
-nobody. A program whose module is among it is planned by it, and not measured again.
+nobody. If the ranks have several engines, the slower one's times count. A program whose module is among it is
+planned by it, and not measured again.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from stretto.hlo_frontend.compile import CompiledModule
 from stretto.hlo_frontend.overlap import measured
@@ -49,18 +51,25 @@ class Keeper:
         source = self.compiled.source
         assert source is not None
         found = measure(source, self.policy, program, seconds)
-        path, modules = self.world.measured_path, {}
+        path, key = self.world.measured_path, source.key()
         try:
-            modules = measured.read(path.read_text())
-        except (OSError, ValueError):
-            modules = {}  # what is damaged was told of when the job began
-        key = source.key()
-        modules.pop(key, None)
-        try:
-            cost_tables.keep(path, measured.write({**modules, key: found.times}))
+            with cost_tables.alone(path):
+                modules = _read(path)
+                times, before = found.times, modules.pop(key, None)
+                if before is not None and len(self.world.samples) > 1:
+                    times = measured.slower(times, before)  # of another engine of this job
+                cost_tables.keep(path, measured.write({**modules, key: times}))
         except OSError as error:
             _log.warning("measured times are not kept: %s", error)
         return found.predicted, found.seconds
+
+
+def _read(path: Path) -> dict[str, Measured]:
+    """What is kept, without what is damaged: that was told of when the job began."""
+    try:
+        return measured.read(path.read_text())
+    except (OSError, ValueError):
+        return {}
 
 
 def keeper_of(
@@ -72,12 +81,17 @@ def keeper_of(
 ) -> Keeper | None:
     """Who keeps what is measured of a program; None where it is not measured (`STRETTO_PROFILE`).
 
-    Rank 0 measures for all. A program that calls back into Python is not measured: a callback may wait for a
-    program that this process runs later. Nor is one that communicates too little to be planned, or whose
-    times are known.
+    One rank measures for all, of several engines one each (`World.samples`). A program that calls back into
+    Python is not measured: a callback may wait for a program that this process runs later. Nor is one that
+    communicates too little to be planned, or whose times are known.
     """
     found, source = compiled.overlap, compiled.source
-    if policy is None or source is None or not world.options.profile or world.rank:
+    if (
+        policy is None
+        or source is None
+        or not world.options.profile
+        or world.rank not in world.samples
+    ):
         return None
     wanted = (
         not has_host_callbacks

@@ -7,12 +7,15 @@ it takes, and the modelled link is slow enough for that to pay.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support import defects
 from support.scripts import reports_of
 
+from stretto.hlo_frontend.overlap import measured
 from stretto.runtime.execution.profiling import MEASURED, WARM_UP
 
 RUNS = WARM_UP + MEASURED + 3
@@ -67,12 +70,18 @@ Path(sys.argv[1], f"{{jax.process_index()}}.json").write_text(json.dumps(report)
 """
 
 
-def reports(folder: Path, ranks: int, cache: Path, **environment: str) -> tuple[list[Any], str]:
+def reports(
+    folder: Path,
+    ranks: int,
+    cache: Path,
+    rank_env: Mapping[int, Mapping[str, str]] | None = None,
+    **environment: str,
+) -> tuple[list[Any], str]:
     folder.mkdir()
     costs = folder / "table"
     costs.write_text(json.dumps(TABLE))
     env = {"STRETTO_COSTS": str(costs), "XDG_CACHE_HOME": str(cache), **environment}
-    return reports_of(folder, SCRIPT, 2, ranks, **env)
+    return reports_of(folder, SCRIPT, 2, ranks, rank_env, **env)
 
 
 def one_program(found: list[Any]) -> str:
@@ -117,6 +126,22 @@ def test_under_mpiexec_even_if_a_rank_compiles_anew_meanwhile(tmp_path: Path) ->
     assert one_program(found) == old
     assert errors.count("measured times are left out") == 1
     json.loads(kept.read_text())
+
+
+@pytest.mark.mpi
+def test_the_slower_engine_counts(tmp_path: Path) -> None:
+    """The first rank with each engine measures; what is kept is the longer time of each instruction."""
+    cache = tmp_path / "cache"
+    slow = {"STRETTO_ENGINE": "support.defects:Slow", "PYTHONPATH": str(Path(__file__).parent)}
+    found, _ = reports(tmp_path / "first", 2, cache, {1: slow}, STRETTO_PROFILE="1")
+    assert [len(report["profiles"]) for report in found] == [1, 1]
+    (kept,) = (cache / "stretto" / "costs").glob("*.times.json")
+    (times,) = measured.read(kept.read_text()).values()
+    ((done,), _) = (report["profiles"] for report in found)
+    assert sum(times.seconds.values()) > done["segments"] * defects.PAUSE
+    again, _ = reports(tmp_path / "again", 2, cache, {1: slow}, STRETTO_PROFILE="1")
+    assert not any(report["profiles"] for report in again)
+    assert len({name for report in again for name in report["programs"]}) == 1
 
 
 def test_without_scheduling_nothing_is_measured(tmp_path: Path) -> None:

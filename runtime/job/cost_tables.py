@@ -8,10 +8,12 @@ the engine. Beside each lies what segments of programs were measured to take the
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,6 +66,15 @@ def keep(path: Path, text: str) -> None:
     draft = path.with_name(f"{path.name}.{os.getpid()}")
     draft.write_text(text)
     draft.replace(path)
+
+
+@contextmanager
+def alone(path: Path) -> Iterator[None]:
+    """While other processes that do the same wait. Raises ``OSError``."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.with_name(f"{path.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def find(named: str, hosts: Sequence[str], local_devices: int, engine: str) -> CostText:

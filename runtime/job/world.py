@@ -49,7 +49,8 @@ class World:
     what segments were measured to take by earlier jobs (with ``STRETTO_PROFILE``), both rank 0's.
     ``cores``: on how many cores this rank should compute. ``nodes``: sets of ranks that share memory.
     ``patience``: seconds for which a wait for another rank may keep a core busy, the same on all (`cores`).
-    ``engines``: the engine of all ranks, or where they differ all of them, joined by ``+``.
+    ``engines``: the engine of all ranks, or where they differ all of them, joined by ``+``. ``samples``: the
+    first rank with each of them; what is measured there, the slowest counts, is taken for all ranks.
     ``clock_offset``: seconds to add to ``perf_counter()`` for rank 0's, measured only for traces; these call
     the job ``traced_as``. ``service``: where rank 0 may start a service for all, once; None where it cannot.
     """
@@ -68,6 +69,7 @@ class World:
     ) -> None:
         self.options = options
         self.engines = engines or options.engine
+        self.samples: tuple[int, ...] = (0,)
         places = places or [cores.Place("", cores.usable())]
         self.rank: int = comm.Get_rank() if comm else 0
         pool.share([place.host for place in places].count(places[self.rank].host))
@@ -107,7 +109,7 @@ class World:
 
     @property
     def measured_path(self) -> Path:
-        """Where rank 0 keeps what segments were measured to take."""
+        """Where it is kept what segments were measured to take."""
         hosts = [peer.host for peer in self.peers]
         return cost_tables.times_path(hosts, self.local_devices, self.engines)
 
@@ -286,6 +288,8 @@ def _make(chosen: Options | None, rendezvous: Rendezvous | None) -> World:
         costs, measured = _common_costs(replace(chosen, engine=engines), comm, peers)
         nodes = _nodes(comm)
         made = World(chosen, comm, peers, launcher, costs, places, nodes, measured, engines)
+        named = [f["engine"] for f in gathered]
+        made.samples = tuple(sorted(named.index(engine) for engine in set(named)))
         made.service = gathered[0]["service"]
         if chosen.trace:
             made.clock_offset = clock.offset_to_first(comm)

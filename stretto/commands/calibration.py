@@ -74,7 +74,7 @@ def collective(kind: Kind, groups: tuple[tuple[int, ...], ...], elements: int) -
 
 def calibrate(world: World, engine: Engine, rounds: int) -> dict[str, Any]:
     """The table as JSON, equal on all ranks, which all call this. Raises `StrettoError`."""
-    compute = measure_compute(world, engine, rounds)
+    compute = slowest(world, measure_compute(world, engine, rounds))
     links = []
     for stride, size in spans(world.num_devices):
         groups = groups_of(world.num_devices, stride, size)
@@ -175,6 +175,18 @@ def measure_compute(world: World, engine: Engine, rounds: int) -> dict[str, floa
         "flops_per_s": 2.0 * SIDE**3 / max(product - launch, 0.05 * product),
         "bytes_per_s": 3.0 * 4 * ELEMENTS / max(traffic - launch, 0.05 * traffic),
         "launch_s": launch,
+    }
+
+
+def slowest(world: World, compute: dict[str, float]) -> dict[str, float]:
+    """Rank 0's rates, or those of the slowest engine where the ranks have several."""
+    if world.comm is None:
+        return compute
+    every = world.comm.allgather(compute)
+    samples = [every[rank] for rank in world.samples]
+    return {
+        name: (min if name.endswith("_per_s") else max)(sample[name] for sample in samples)
+        for name in compute
     }
 
 

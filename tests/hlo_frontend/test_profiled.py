@@ -19,7 +19,7 @@ from stretto.hlo_frontend.graph import Module
 from stretto.hlo_frontend.overlap import measured
 from stretto.hlo_frontend.overlap.apply import OverlapPolicy
 from stretto.hlo_frontend.overlap.costs import Compute, CostTable, Link
-from stretto.hlo_frontend.overlap.measured import Measured, key_of
+from stretto.hlo_frontend.overlap.measured import Measured, key_of, slower
 from stretto.hlo_frontend.profiled import ProfiledModule, measure
 from stretto.runtime.errors import InvalidProgramError
 from stretto.runtime.program import Loop, Program, Run, Start, instructions
@@ -232,3 +232,9 @@ def test_the_last_modules_are_kept_as_far_as_there_is_room(
 def test_what_is_no_table_of_times_is_refused(text: str) -> None:
     with pytest.raises(ValueError):
         measured.read(text)
+
+
+def test_of_two_engines_the_longer_times_count() -> None:
+    one, other = Measured({"a": 1.0, "b": 4.0}, 2.0), Measured({"b": 3.0, "c": 5.0}, 7.0)
+    assert slower(one, other) == Measured({"a": 1.0, "b": 4.0, "c": 5.0}, 7.0)
+    assert slower(other, one).seconds == {"a": 1.0, "b": 4.0, "c": 5.0}

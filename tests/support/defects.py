@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -162,6 +163,19 @@ class Crashing(Plain):
         if b"no StableHLO" in segment.module:
             os.abort()
         return super().compile(segment, name=name, host_callbacks=host_callbacks)
+
+
+PAUSE = 0.003  # seconds
+
+
+class Slow(Plain):
+    """No defect: it takes its time."""
+
+    def run(
+        self, segment: Segment, loaded: LoadedSegment, ordinal: int, inputs: list[Any]
+    ) -> list[Any]:
+        time.sleep(PAUSE)
+        return loaded.run(ordinal, inputs)
 
 
 def one_device(num_devices: int) -> Plain:

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import textwrap
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,12 +45,18 @@ def passes(script: str, platforms: str | None = "stretto", devices: int = 4) -> 
 
 
 def reports_of(
-    folder: Path, text: str, devices: int, ranks: int = 1, **environment: str
+    folder: Path,
+    text: str,
+    devices: int,
+    ranks: int = 1,
+    rank_env: Mapping[int, Mapping[str, str]] | None = None,
+    **environment: str,
 ) -> tuple[list[Any], str]:
     """Run a script with ``devices`` devices in all, in this many processes.
 
     It gets the folder as its argument, where each process writes one ``….json``. Gives these reports, by
-    name, and what was written to standard error. ``environment`` is added to that of the processes.
+    name, and what was written to standard error. ``environment`` is added to that of the processes,
+    ``rank_env`` to that of single ranks.
     """
     script = folder / "script.py"
     script.write_text(text)
@@ -59,7 +66,7 @@ def reports_of(
         **environment,
     }
     if ranks > 1:
-        done = run_ranks(ranks, [str(script), str(folder)], env=env)
+        done = run_ranks(ranks, [str(script), str(folder)], env=env, rank_env=rank_env)
     else:
         done = subprocess.run(
             [sys.executable, str(script), str(folder)],

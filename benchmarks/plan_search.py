@@ -97,17 +97,15 @@ def no_buckets(graph: Graph, first: IssueOrder, *_: Any) -> Bucketed:
 Patch = tuple[Any, str, Callable[..., Any]]
 BUCKETS: list[Patch] = [(module, "bucket", no_buckets) for module in (apply, staged)]
 REFINE: list[Patch] = [(m, "refine", lambda graph, found, *_: found) for m in (apply, staged)]
-TIDY: list[Patch] = [(module, "tidy", lambda graph, found, *_: found) for module in (apply, staged)]
 APART: list[Patch] = [(apply, "uncombine", lambda block, costs: None)]
 LOOPS: list[Patch] = [(apply, "_stage", lambda block, loop, policy, inner: [])]
 PLAIN: list[Patch] = [(module, "search", plain) for module in (apply, staged)]
 WITHOUT: dict[str, list[Patch]] = {
     "all": [],
-    "plain rule": [*PLAIN, *BUCKETS, *REFINE, *TIDY, *APART, *LOOPS],
+    "plain rule": [*PLAIN, *BUCKETS, *REFINE, *APART, *LOOPS],
     "plain search": PLAIN,
     "no buckets": BUCKETS,
     "no refined buckets": REFINE,
-    "no tidying": TIDY,
     "no taking apart": APART,
     "no staged loops": LOOPS,
 }

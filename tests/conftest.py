@@ -53,14 +53,3 @@ def launches(
     made = Launches(tmp_path_factory.mktemp("conformance"), chosen)
     yield made
     made.stop()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def alone_or_beside_launches(request: pytest.FixtureRequest, launches: Launches) -> None:
-    """Tests of the front end compile in this process, and do not mind others that do: the launches start
-    beside them. All others, of which some wait for ranks and time limits, have the machine to themselves.
-    """
-    if request.path.is_relative_to(TESTS / "hlo_frontend"):
-        launches.start()
-    elif request.path != TESTS / "test_conformance.py":
-        launches.wait()

@@ -4,8 +4,7 @@ Every block is planned on its own: the entry, and the bodies of loops and branch
 the blocks around them. The planner predicts the time of the block in its default order (`passes.order`, each
 collective awaited at its first use) and the time of the plan, by the same clock; both count the time that
 collectives take from the compute beside them (`shared_cores`). The plan is used only if it is faster by
-`LEAST_GAIN`. Before that comparison, `tidy` removes segment boundaries that cost more than they gain; after
-it, `loosen` moves starts forward and waits back where that costs no time.
+`LEAST_GAIN`. After that comparison, `loosen` moves starts forward and waits back where that costs no time.
 
 Two kinds of blocks keep their default order: blocks that send or receive, since the order of a peer may
 depend on theirs, and blocks in which some devices skip compute that nobody reads (`passes.unread`), since
@@ -44,11 +43,10 @@ from .place import place
 from .pricing import price_blocks
 from .refine import refine
 from .replay import Phase, Step, Timeline, handed_over, replay, unscheduled
-from .search import LEAST_PASSES, MOST_PASSES, IssueOrder, search
+from .search import LEAST_PASSES, IssueOrder, search
 from .shared_cores import replay_shared, timeline_of
 from .skew import substitute
-from .staged import BUCKET_PASSES, GOOD_ENOUGH, Judge, LoopReport, stage, under_way
-from .tidy import tidy
+from .staged import GOOD_ENOUGH, Judge, LoopReport, stage, under_way
 from .uncombine import uncombine
 
 # The share of a block's own time, without the loops and branches inside it, that a plan must save.
@@ -283,9 +281,12 @@ def _plan(
         return kept
 
     def searched(
-        candidate: Graph, share: float, passes: int, like: IssueOrder | None = None
+        candidate: Graph,
+        share: float,
+        like: IssueOrder | None = None,
+        passes: float = float("inf"),
     ) -> IssueOrder:
-        found = search(
+        return search(
             candidate,
             launch_s=launch,
             memory_limit=limit,
@@ -294,16 +295,15 @@ def _plan(
             most_passes=passes,
             like=like,
         )
-        return tidy(candidate, found, launch, limit)
 
-    first = searched(graph, 1.0, MOST_PASSES)
-    shorter = partial(searched, share=0.25, passes=BUCKET_PASSES, like=first)
+    first = searched(graph, 1.0)
+    shorter = partial(searched, share=0.25, like=first)
     bucketed = bucket(graph, first, costs, shorter, limit)
     quick = partial(searched, share=0.25, passes=LEAST_PASSES, like=bucketed.order)
     bucketed = refine(graph, bucketed, costs, quick, limit, policy.budget // 2)
     best = bucketed.order
     if bucketed.graph is not graph:
-        last = searched(bucketed.graph, 0.5, MOST_PASSES, best)
+        last = searched(bucketed.graph, 0.5, best)
         if last.timeline.peak_bytes <= limit:
             best = min(best, last, key=lambda s: (s.timeline.seconds, s.timeline.peak_bytes))
     graph = bucketed.graph

@@ -11,7 +11,8 @@ that chain, and all of its work is left for the end. A feeding pass prevents tha
 idle before some collective of it can be ready, the pass runs the kernel from which the least compute leads to
 such a collective. If compute has as much to do as the stream, a gradient that takes longer than its
 collective is better left for the end, where the last collectives leave compute idle (as in Johnson's rule for
-two machines in sequence). So there are two kinds of feeding passes (`Feeding`), and the search tries both.
+two machines in sequence). So only kernels are preferred that together take no longer than the collective that
+they lead to. The search makes passes with feeding and without.
 
 *Memory.* A task is issued out of turn only if all remaining tasks could still run in the module's order
 within the limit. So a pass never gets stuck, and prefetched values do not take the memory that the critical
@@ -21,7 +22,6 @@ path needs.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from enum import IntEnum
 from heapq import heapify, heappop, heappush, nsmallest
 
 import numpy as np
@@ -35,15 +35,6 @@ WAIT_MARGIN = 0.25
 # How many of the most urgent tasks are tried until one fits into memory.
 ALTERNATIVES = 12
 _LATER = float("inf")
-
-
-class Feeding(IntEnum):
-    """Which kernels are preferred if a stream would become idle: those that lead to a collective which takes
-    at least as long as the ``LAST`` kernel before it, or as ``ALL`` kernels that lead to it together."""
-
-    NONE = 0
-    LAST = 1
-    ALL = 2
 
 
 class Player:
@@ -77,7 +68,7 @@ class Player:
         # Collectives that the iteration before has started come first on their streams.
         self.starts_first = [task.arrives for task in tasks]
         self.crosses = [task.crosses for task in tasks]
-        self._leads: dict[Feeding, list[list[float]]] = {Feeding.NONE: []}
+        self._leads: list[list[float]] | None = None
 
     def turn_round(self) -> None:
         """Simulate backward from now on, without a limit of memory."""
@@ -92,16 +83,17 @@ class Player:
         urgency: Sequence[float],
         memory_limit: float = _LATER,
         window: float = _LATER,
-        feeding: Feeding = Feeding.NONE,
+        feeds: bool = False,
     ) -> tuple[list[Step], list[float]]:
-        """The issue order, and the time at which each task ended. The task of the largest urgency goes first.
+        """The issue order, and the time at which each task ended. The task of the largest urgency goes first,
+        but for those that feed a stream, if ``feeds`` is set.
 
         Backward, times count from the end of the program, and the order is the reverse of an issue order.
         """
         limit = memory_limit if self.forward else _LATER
-        if feeding not in self._leads:
-            self._leads[feeding] = _leads(self.graph, feeding)
-        one = _Pass(self, urgency, limit, window, self._leads[feeding])
+        if feeds and self._leads is None:
+            self._leads = _leads(self.graph)
+        one = _Pass(self, urgency, limit, window, self._leads if feeds and self._leads else [])
         one.play()
         return one.steps, one.end
 
@@ -367,9 +359,9 @@ class _Pass:
                 self._reveal(after)
 
 
-def _leads(graph: Graph, kind: Feeding) -> list[list[float]]:
+def _leads(graph: Graph) -> list[list[float]]:
     """By stream and kernel: the least seconds of compute, with the kernel's own, that lead to a collective of
-    the stream which this kind of feeding prefers; infinite if there is none."""
+    the stream which takes at least as long; infinite if there is none."""
     count = len(graph.tasks)
     leads = [[_LATER] * count for _ in graph.streams]
     takes = [[0.0] * count for _ in graph.streams]  # seconds of that collective
@@ -385,6 +377,6 @@ def _leads(graph: Graph, kind: Feeding) -> list[list[float]]:
                     lead, collective = task.seconds + own[index], seconds[index]
                 else:
                     continue
-                if lead < own[task.index] and (lead <= collective or kind is Feeding.LAST):
+                if lead < own[task.index] and lead <= collective:
                     own[task.index], seconds[task.index] = lead, collective
     return leads

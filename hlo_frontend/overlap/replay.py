@@ -108,16 +108,6 @@ def timeline(run: Clock, steps: Sequence[Step]) -> Timeline:
     return Timeline(seconds, begin, end, run.exposed, live, max(live, default=0), run.held)
 
 
-def replayed_seconds(graph: Graph, steps: Sequence[Step], launch_s: float) -> float:
-    """The seconds of `replay` alone, which is quicker."""
-    crossings = graph.crossings()
-    run = Clock(graph, steps, launch_s)
-    if crossings:
-        return run.repeat(crossings)[0]
-    run.walk()
-    return max([run.clock, *run.free])
-
-
 COMPUTE, WAIT, START, ARRIVING = range(4)  # the kinds of steps of a `Clock`
 
 

@@ -1,18 +1,16 @@
 """The search for a schedule: list scheduling with several urgencies, and forward-backward improvement.
 
-A pass (`play`) simulates the tasks by an urgency, with or without feeding streams. Which urgency is best
-differs from program to program, so several are tried, the most promising ones first.
+A pass (`play`) simulates the tasks by an urgency, with or without feeding streams. Which of them is best
+differs from program to program, so several are made, the most promising ones first.
 
-*Urgency* is a blend of two numbers. One is the longest chain of tasks to the end of the program; it prefers
-tasks that everything else waits for. The other is the module's own order; it keeps values short-lived.
-Several blends are tried. After each, a backward pass, most recently finished tasks first, finds how late each
-task can run; that lateness is the urgency of one more forward pass (forward-backward improvement, known from
-project scheduling). Passes with slightly perturbed urgencies follow while the budget lasts and they gain
-something.
+*Urgency* is the longest chain of tasks to the end of the program: it prefers tasks that everything else waits
+for. After such a pass, a backward pass, most recently finished tasks first, finds how late each task can run;
+that lateness is the urgency of one more forward pass (forward-backward improvement, known from project
+scheduling).
 
 *Memory.* If compute or a stream has time to spare, a pass within a memory limit fills memory up to that limit
-with values that are needed only much later. So if memory is short, passes are tried that look only a *window*
-of tasks ahead in the module's order. A pass with a limit takes longer than one without. So an urgency is
+with values that are needed only much later. So if memory is short, passes are made in the module's own order
+that look only a *window* of tasks ahead. A pass with a limit takes longer than one without. So an urgency is
 first tried without a limit, and again with one only if the result is the fastest so far and does not fit. If
 earlier passes without a limit have missed it by far, only passes with one are made.
 
@@ -24,50 +22,39 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from random import Random
 
 from .model import Graph
-from .play import Feeding, Player
+from .play import Player
 from .replay import Step, Timeline, replay, unscheduled
 
-# How many tasks all passes together may visit, and how many passes there are: small graphs need few. A pass
-# without a limit of memory counts as this share of one with a limit.
+# How many tasks all passes together may visit, and how many passes there are at least. A pass without a limit
+# of memory counts as this share of one with a limit.
 DEFAULT_BUDGET = 150_000
-LEAST_PASSES, MOST_PASSES = 3, 32
+LEAST_PASSES = 3
 UNWATCHED = 0.5
-# By which shares of the program's time urgencies are perturbed.
-SPREADS = (0.02, 0.005, 0.05, 0.001)
-# The search ends after this many perturbed passes in sequence that gain nothing.
-IDLE_TURNS = 8
 # Passes without a limit of memory are made as long as they miss the limit by no more than this share.
 NEAR = 0.15
 # Shares by which a schedule must beat another in time, or in memory where time is equal.
 CLEARLY_FASTER = 1e-4
 CLEARLY_SMALLER = 0.05
 # How many tasks of the module's order a pass looks ahead if memory is short.
-WINDOWS = (200, 100, 50, 400, 25)
+WINDOWS = (200, 50)
 _LATER = float("inf")
-
-
-# Shares of the module's own order in the urgencies tried.
-BLENDS = (0.0, 1.0, 0.5, 0.9, 0.75)
 
 
 @dataclass
 class IssueOrder:
     """An issue order, its simulation, and where the search for a similar graph should begin.
 
-    ``blend``: the share of the module's own order in the best urgency. ``window``: how many tasks ahead that
-    pass looked, ``feeding``: its kind of feeding. ``missed``: by which share of the limit of memory a pass
-    without a limit missed it.
+    ``window``: how many tasks ahead that pass looked, ``feeds``: whether it fed streams. ``missed``: by which
+    share of the limit of memory a pass without a limit missed it.
     """
 
     steps: list[Step]
     timeline: Timeline
-    blend: float = BLENDS[0]
     missed: float = 0.0
     window: float = _LATER
-    feeding: Feeding = Feeding.NONE
+    feeds: bool = False
 
 
 def search(
@@ -77,7 +64,7 @@ def search(
     memory_limit: float = _LATER,
     good_enough: float = 0.0,
     budget: int = DEFAULT_BUDGET,
-    most_passes: int = MOST_PASSES,
+    most_passes: float = _LATER,
     like: IssueOrder | None = None,
 ) -> IssueOrder:
     """The fastest order that was found within ``memory_limit`` bytes, or the module's own if none fits.
@@ -93,21 +80,16 @@ def search(
     forward = Player(graph, own.live_by_task(graph, steps))
     backward = Player(graph)
     backward.turn_round()
-    random = Random(0)
-    passes: float = min(most_passes, max(LEAST_PASSES, budget // len(graph.tasks)))
+    passes = min(most_passes, max(LEAST_PASSES, budget // len(graph.tasks)))
     tails = longest_tails(graph)
-    longest = max(tails)
-    turns = [(1.0 - begin / own.seconds) * longest for begin in own.begin]
     leading: Sequence[float] = tails
-    blend = like.blend if like else BLENDS[0]
     missed = like.missed if like else 0.0
     window = like.window if like else _LATER
-    feeding = like.feeding if like else Feeding.NONE
-    looked_ahead = False
+    feeding = like is not None and like.feeds
     beyond = 0  # bytes by which passes with a limit of memory have missed it
 
     def attempt(
-        urgency: Sequence[float], watched: bool, looks: float, feeds: Feeding
+        urgency: Sequence[float], watched: bool, looks: float, feeds: bool
     ) -> tuple[list[float], bool]:
         """A forward pass. Gives the ends of its tasks, and whether it is the fastest so far but does not
         fit."""
@@ -126,63 +108,45 @@ def search(
             return ends, False
         if over and best.timeline.peak_bytes <= memory_limit:
             return ends, True
-        best = IssueOrder(steps, timeline, blend, missed, looks, feeds)
+        best = IssueOrder(steps, timeline, missed, looks, feeds)
         leading, window, feeding = urgency, looks, feeds
         return ends, False
 
-    def play(
-        urgency: Sequence[float],
-        ahead: float | None = None,
-        feed: Feeding | None = None,
-        anew: bool = False,
-    ) -> list[float]:
+    def play(urgency: Sequence[float], feeds: bool, anew: bool = False) -> list[float]:
         """Make passes with this urgency; the best pass so far is kept. Gives the ends of tasks."""
-        looks = window if ahead is None else ahead
-        feeds = feeding if feed is None else feed
+        looks = window
         faster = True
-        if ahead is None and (anew or missed <= NEAR):
+        if anew or missed <= NEAR:
             ends, faster = attempt(urgency, False, looks, feeds)
         if faster:
             ends, _ = attempt(urgency, True, looks, feeds)
         return ends
 
+    def play_lateness(ends: Sequence[float], feeds: bool) -> None:
+        """Passes by how late each task can run, given the ends of its tasks in an earlier one. If memory is
+        short, it determines those ends more than urgency does."""
+        nonlocal passes
+        if missed <= NEAR and unfinished():
+            _, lateness = backward.play(ends)
+            passes -= UNWATCHED
+            play(lateness, feeds)
+
     def unfinished() -> bool:
         fits = best.timeline.peak_bytes <= memory_limit
         return passes > 0 and not (fits and best.timeline.seconds <= good_enough)
 
-    blends = sorted(BLENDS, key=lambda share: share != blend)
-    for share in blends:
-        if not unfinished():
-            return best
-        blend = share
-        blended = [(1.0 - blend) * a + blend * b for a, b in zip(tails, turns, strict=True)]
-        ends = play(blended, anew=True)
-        if missed <= NEAR:
-            # If memory is short, it determines the ends of tasks more than urgency does.
-            _, lateness = backward.play(ends)
-            passes -= UNWATCHED
-            play(lateness)
-        if share == blends[0] and unfinished():
-            for other in [kind for kind in Feeding if kind is not feeding]:
-                if unfinished():
-                    ends = play(leading, feed=other)
-            if missed <= NEAR and unfinished():
-                _, lateness = backward.play(ends)
-                passes -= UNWATCHED
-                play(lateness, feed=Feeding.NONE)
-        if missed and not looked_ahead:
-            looked_ahead, blend = True, 1.0
-            for ahead in WINDOWS:
-                if unfinished():
-                    play(turns, ahead)
-    turn = gained = 0
-    while unfinished() and turn - gained < IDLE_TURNS:
-        turn += 1
-        last = best
-        spread = best.timeline.seconds * SPREADS[turn % len(SPREADS)]
-        play([u + random.uniform(-spread, spread) for u in leading])
-        if best is not last:
-            gained = turn
+    if unfinished():
+        ends = play(tails, feeding, anew=True)
+        play_lateness(ends, feeding)
+    if unfinished():
+        ends = play(leading, not feeding)
+        play_lateness(ends, False)
+    if missed:
+        longest = max(tails)
+        turns = [(1.0 - begin / own.seconds) * longest for begin in own.begin]
+        for ahead in WINDOWS:
+            if unfinished():
+                attempt(turns, True, ahead, feeding)
     return best
 
 

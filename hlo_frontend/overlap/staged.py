@@ -29,11 +29,10 @@ from .loops import carries_of
 from .model import Graph
 from .refine import LEAST_STEP, refine
 from .replay import Timeline, handed_over, replay, unscheduled
-from .search import LEAST_PASSES, MOST_PASSES, IssueOrder, search
+from .search import LEAST_PASSES, IssueOrder, search
 from .shared_cores import timeline_of
 from .skew import Skewed, skew
 from .stages import EARLY, LoopBody, Stages, is_plain, stages_of
-from .tidy import tidy
 
 # The share of its time that a staged loop must gain over the plan of its body as it is written. The
 # iterations written out around it overlap with other code there, which the prediction does not count.
@@ -42,8 +41,6 @@ GAIN_OVER_PLAN = 1e-3
 ROUNDS = 3
 # No further plan is tried if the first one takes longer than that of a similar body by this share.
 FAR = 0.02
-# Passes of the search for each plan of buckets, and for each but the first of those rounds.
-BUCKET_PASSES = 12
 # The search ends when a plan is this close to the lower bound of an iteration.
 GOOD_ENOUGH = 1.0005
 # The shares of the early collectives that are tried, in case not all of them fit into memory.
@@ -106,12 +103,12 @@ class Judge:
 
     def plan(self, graph: Graph, limit: float) -> BodyPlan:
         """The plan of a body, with its collectives as they are or merged into buckets of about one size."""
-        first = self._search(graph, limit, MOST_PASSES)
+        first = self._search(graph, limit)
         as_it_is = Bucketed(graph, first, [(task.index,) for task in graph.tasks])
         found = BodyPlan(graph, as_it_is)
         if self._is_settled(found, limit):
             return found
-        rounds = partial(self._search, limit=limit, passes=BUCKET_PASSES, like=first)
+        rounds = partial(self._search, limit=limit, like=first)
         return replace(found, found=bucket(graph, first, self.costs, rounds, limit))
 
     def better(self, plan: BodyPlan, limit: float) -> BodyPlan:
@@ -119,10 +116,10 @@ class Judge:
         if self._is_settled(plan, limit):
             return plan
         graph, found = plan.source, plan.found
-        quick = partial(self._search, limit=limit, passes=LEAST_PASSES, like=found.order)
+        quick = partial(self._search, limit=limit, like=found.order, passes=LEAST_PASSES)
         found = refine(graph, found, self.costs, quick, limit, self.budget)
         if found.graph is not graph:
-            last = self._search(found.graph, limit, MOST_PASSES, found.order)
+            last = self._search(found.graph, limit, found.order)
             if _rank(last, limit) < _rank(found.order, limit):
                 found = replace(found, order=last)
         return replace(plan, found=found)
@@ -134,7 +131,11 @@ class Judge:
         return timeline.seconds <= least * (1.0 + LEAST_STEP) or timeline.peak_bytes > limit
 
     def _search(
-        self, graph: Graph, limit: float, passes: int, like: IssueOrder | None = None
+        self,
+        graph: Graph,
+        limit: float,
+        like: IssueOrder | None = None,
+        passes: float = float("inf"),
     ) -> IssueOrder:
         """The best of several schedules of a body, each made for the collectives that the last one leaves in
         flight. Gives up after one that takes longer than ``like`` by more than `FAR`.
@@ -142,17 +143,16 @@ class Judge:
         launch = self.costs.compute.launch_s
         bound = least_seconds(graph, launch)
         best: IssueOrder | None = None
-        for number in range(ROUNDS):
+        for _ in range(ROUNDS):
             found = search(
                 graph,
                 launch_s=launch,
                 memory_limit=limit,
                 good_enough=bound * GOOD_ENOUGH,
                 budget=self.budget,
-                most_passes=min(passes, BUCKET_PASSES) if number else passes,
+                most_passes=passes,
                 like=best or like,
             )
-            found = tidy(graph, found, launch, limit)
             if best is None or _rank(found, limit) < _rank(best, limit):
                 best = found
             if best.timeline.peak_bytes <= limit and best.timeline.seconds <= bound * GOOD_ENOUGH:

@@ -1,8 +1,7 @@
-"""Launches of the conformance programs beside other tests, in processes of their own.
+"""Launches of the conformance programs, in processes of their own.
 
 ``python ahead.py FOLDER LANE`` judges the forms that ``FOLDER/LANE.json`` names, one after the other, and
-writes ``FOLDER/FORM.pkl``, the outcomes of each. :class:`Launches` starts it and reads what it wrote. The
-launches compile most of the time, and so do tests of the front end: with two processors both go on at once.
+writes ``FOLDER/FORM.pkl``, the outcomes of each. :class:`Launches` starts it and reads what it wrote.
 """
 
 from __future__ import annotations

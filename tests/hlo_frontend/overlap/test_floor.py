@@ -23,7 +23,6 @@ LEFT_OUT = {
     "nothing": [],
     "buckets": [(apply, "bucket", no_buckets), (staged, "bucket", no_buckets)],
     "refined buckets": [(m, "refine", lambda graph, found, *_: found) for m in (apply, staged)],
-    "tidying": [(m, "tidy", lambda graph, found, *_: found) for m in (apply, staged)],
     "slack": [(apply, "loosen", lambda graph, found, launch: found)],
     "taking apart": [(apply, "uncombine", lambda block, costs: None)],
     "loops": [(apply, "_stage", lambda block, loop, policy, inner: [])],

@@ -26,7 +26,7 @@ from overlap_support import (
 from stretto.hlo_frontend.overlap.floor import floor, independent_compute
 from stretto.hlo_frontend.overlap.kernels import build
 from stretto.hlo_frontend.overlap.model import Graph
-from stretto.hlo_frontend.overlap.play import Feeding, Player
+from stretto.hlo_frontend.overlap.play import Player
 from stretto.hlo_frontend.overlap.replay import Phase, Step, replay, unscheduled
 from stretto.hlo_frontend.overlap.search import longest_tails, search
 
@@ -307,9 +307,7 @@ def test_weight_gradients_feed_a_stream_that_would_run_dry() -> None:
     graph = build(block(module("\n".join(lines))), table())
     assert replay(graph, unscheduled(graph)).seconds == 2 * layers + 2 * layers
     urgency = longest_tails(graph)
-    urgent, fed = (
-        Player(graph).play(urgency, feeding=kind)[0] for kind in (Feeding.NONE, Feeding.LAST)
-    )
+    urgent, fed = (Player(graph).play(urgency, feeds=feeds)[0] for feeds in (False, True))
     assert replay(graph, urgent).seconds == layers + 1 + 2 * layers
     # A gradient takes two products, and each reduction as long as two.
     assert replay(graph, fed).seconds == 2 + 2 * layers
@@ -332,9 +330,9 @@ def test_gradients_that_take_longer_than_their_reductions_are_left_for_the_end()
         (0, 1.0, 0, [7]),
     )
     urgency = longest_tails(graph)
-    seconds = {
-        kind: replay(graph, Player(graph).play(urgency, feeding=kind)[0]).seconds
-        for kind in Feeding
-    }
-    assert seconds == {Feeding.NONE: 13.0, Feeding.LAST: 14.0, Feeding.ALL: 12.0}
+    seconds = [
+        replay(graph, Player(graph).play(urgency, feeds=feeds)[0]).seconds
+        for feeds in (False, True)
+    ]
+    assert seconds == [13.0, 12.0]
     assert search(graph).timeline.seconds == 12.0

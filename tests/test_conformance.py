@@ -1,7 +1,7 @@
 """Every program of ``programs`` on stretto, in one process and under mpiexec, against JAX's CPU backend.
 
-All programs of a form run in one launch (see ``stretto.conformance.judge`` and ``support.ahead``). It starts when
-the first test here asks for outcomes.
+All programs of a form run in one launch (see ``stretto.conformance.judge`` and ``support.ahead``). It starts
+when the first test here asks for outcomes.
 ``STRETTO_TEST_FULL=1`` adds the rest of the cross products.
 """
 

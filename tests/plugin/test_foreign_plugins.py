@@ -30,10 +30,10 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return pjrt.build(tmp_path_factory.mktemp("far"))
 
 
-def python(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
+def python(code: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """In a process of its own, since one that lacks a check crashes."""
     return subprocess.run(
-        [sys.executable, "-c", code],
+        [sys.executable, "-c", code, *arguments],
         env={**os.environ, **variables},
         capture_output=True,
         text=True,
@@ -143,6 +143,10 @@ def numbers_of(text: str) -> list[float]:
     return [float(line) for line in text.splitlines()[:3]]
 
 
+def losses(text: str) -> list[float]:
+    return [float(found) for found in re.findall(r"\"loss\": ([0-9.]+)", text)]
+
+
 def test_programs_on_several_devices(library: Path) -> None:
     chosen = {"JAX_PLATFORMS": "stretto", "STRETTO_LOCAL_DEVICES": "4"}
     done = python(PROGRAM, **chosen, STRETTO_ENGINE=pjrt.engine(library, 4))
@@ -173,19 +177,15 @@ def test_a_plugin_that_registers_itself_with_jax(library: Path, tmp_path: Path) 
 
 @pytest.mark.mpi
 def test_training_on_ranks(library: Path) -> None:
-    """An example, unchanged, on four ranks with a far device each."""
-
-    def losses(**variables: str) -> list[str]:
-        done = run_ranks(
-            4, [str(EXAMPLES / "train_digits.py"), "--epochs", "1"], env=variables, timeout=240
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        return re.findall(r"\"loss\": ([0-9.]+)", done.stdout)
-
-    far = losses(JAX_PLATFORMS="stretto", STRETTO_ENGINE=pjrt.engine(library))
-    near = losses(JAX_PLATFORMS="stretto")
-    assert far
-    np.testing.assert_allclose(np.array(far, float), np.array(near, float), rtol=1e-4)
+    """An example, unchanged, on four ranks with a far device each, and on JAX's CPU backend."""
+    example = [str(EXAMPLES / "train_digits.py"), "--epochs", "1"]
+    far = {"JAX_PLATFORMS": "stretto", "STRETTO_ENGINE": pjrt.engine(library)}
+    done = run_ranks(4, example, env=far, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    runner = "import runpy, sys; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
+    want = losses(python(runner, *example, **CPU).stdout)
+    assert want
+    np.testing.assert_allclose(losses(done.stdout), want, rtol=1e-4)
 
 
 @pytest.mark.mpi

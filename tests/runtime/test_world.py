@@ -179,13 +179,13 @@ def test_a_rank_that_leaves_while_others_wait_for_it() -> None:
 
 @mpi
 def test_a_collective_that_a_rank_never_reaches_times_out_on_all() -> None:
-    done = ranks("idle", env={"STRETTO_TIMEOUT": "5", "STRETTO_GRACE": "1"})
+    done = ranks("idle", env={"STRETTO_TIMEOUT": "2", "STRETTO_GRACE": "1"})
     assert done.returncode != 0
     said = lines_of(done)
     assert len(said) == 3
     for line in said:
         assert line.endswith(
-            "all-reduce.3 (train.py:12) timed out after 5 s (STRETTO_TIMEOUT): rank 1 did not reach it"
+            "all-reduce.3 (train.py:12) timed out after 2 s (STRETTO_TIMEOUT): rank 1 did not reach it"
         )
     assert "in no collective, last completed all-reduce.3 (train.py:12)" in done.stderr
     assert "world_ranks.py" in done.stderr

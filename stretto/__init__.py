@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     )
     from stretto.runtime.options import Options, OptionsError, configure
     from stretto.runtime.recording.statistics import Compilations, Counters, Profiled
+    from stretto.selection import kth_largest
 
     __version__: str
 
@@ -47,6 +48,7 @@ __all__ = [
     "compilations",
     "configure",
     "explain",
+    "kth_largest",
     "profiles",
     "stats",
 ]
@@ -67,6 +69,7 @@ _HOMES = {
     "Profiled": "stretto.runtime.recording.statistics",
     "configure": "stretto.runtime.options",
     "explain": "stretto.explanation",
+    "kth_largest": "stretto.selection",
 }
 
 

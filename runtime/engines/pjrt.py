@@ -30,7 +30,7 @@ from jax._src import xla_bridge
 from jax._src.lib import xla_client
 from jax.errors import JaxRuntimeError
 
-from ..errors import CompileError, StrettoError
+from ..errors import CompileError, StrettoError, UnsupportedError
 from ..program import Segment
 from .xla_cpu import XlaEngine
 
@@ -106,6 +106,10 @@ REQUIRED: dict[str, int] = {
 _HEAD = 2 * 8 + 24  # bytes of PJRT_Api before its functions: size, extensions, version
 _OPTION = re.compile(r"(?P<whole>-?\d+)|(?P<decimal>-?\d+\.\d+)|(?P<truth>true|false)", re.ASCII)
 _OWN = ("lower", "first")
+# What XLA says of a custom call that its client does not know.
+_LACKS_HANDLER = re.compile(
+    r"No (?:FFI handler registered for|registered implementation for untyped custom call to) (?P<target>\S+)"
+)
 
 
 def create(num_devices: int, plugin: str = "", place: tuple[int, int] = (0, 1)) -> PjrtEngine:
@@ -189,11 +193,22 @@ class PjrtEngine(XlaEngine):
         options: Any,
         host_callbacks: Sequence[Any] = (),
     ) -> Any:
+        called = name or "(unnamed)"
         if host_callbacks:  # the C API has no way for them
-            raise CompileError(
-                f"segment {name or '(unnamed)'} calls back into Python, which engine {self.name} cannot do"
+            raise UnsupportedError(
+                f"segment {called} calls back into Python, which engine {self.name} cannot do"
             )
-        return super().compile_on(segment, name, devices, options)
+        try:
+            return super().compile_on(segment, name, devices, options)
+        except CompileError as error:
+            lacking = _LACKS_HANDLER.search(str(error))
+            if lacking is None:
+                raise
+            raise UnsupportedError(
+                f"segment {called} calls {lacking['target']}, for which engine {self.name} has no handler. "
+                f"JAX lowers programs for it by the rules of platform {self.lowered_as}, whose linear "
+                "algebra is made of such calls; ?lower=PLATFORM chooses others"
+            ) from error
 
     def memory_stats(self, ordinal: int) -> dict[str, int]:
         """As the plugin counts; empty where it does not."""

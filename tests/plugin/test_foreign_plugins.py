@@ -157,6 +157,21 @@ def test_programs_on_several_devices(library: Path) -> None:
     assert done.stdout.splitlines()[3] == f"{['stretto'] * 4} 2.0"
 
 
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        ("jax.ffi.ffi_call('nobody_has_it', x)(x)", "calls nobody_has_it, for which engine pjrt:"),
+        ("jax.pure_callback(np.sin, x, x)", "calls back into Python, which engine pjrt:"),
+    ],
+)
+def test_what_the_plugin_lacks_is_unimplemented(library: Path, call: str, said: str) -> None:
+    """So that `conform` calls it absent, not broken."""
+    code = f"import jax, numpy as np\nx = np.ones(2, np.float32)\njax.jit(lambda x: {call})(x)"
+    chosen = {"JAX_PLATFORMS": "stretto", "STRETTO_ENGINE": pjrt.engine(library, lower="cpu")}
+    done = python(code, **chosen)
+    assert re.search(rf"JaxRuntimeError: UNIMPLEMENTED: segment \S+ {said}", done.stderr)
+
+
 def test_a_plugin_that_registers_itself_with_jax(library: Path, tmp_path: Path) -> None:
     """By JAX's own variable, as one that is installed does by its entry point."""
     described = tmp_path / "far.json"

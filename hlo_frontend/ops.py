@@ -5,10 +5,11 @@ it. An opcode without a row is `UNKNOWN`, for which nothing is allowed: each ele
 of its operands, it computes, is a kernel of its own, gives no zeros, and runs even if nothing reads its
 results.
 
-Four modules have rules in code for what a row cannot say, each in a table by opcode; an op without a rule is
+Five modules have rules in code for what a row cannot say, each in a table by opcode; an op without a rule is
 treated by its row alone: `passes.valid.needs` (which elements of the operands are read, where that depends
-on indices), `passes.valid.known` (values that are known when the program is compiled), `flops` (operations
-that are not one for each element) and `verify` (shapes of modules that people hand in).
+on indices), `passes.valid.known` (values that are known when the program is compiled),
+`passes.bytes.batches` (along which dimensions it is independent), `flops` (operations that are not one for
+each element) and `verify` (shapes of modules that people hand in).
 """
 
 from __future__ import annotations

@@ -40,6 +40,9 @@ TABLE: dict[str, str] = {
         "window:15:Window convolution_dimension_numbers:16:ConvolutionDimensionNumbers "
         "dynamic_slice_sizes:20:int64* channel_id:26:int64 custom_call_target:28:string "
         "fft_type:31:int32 fft_length:32:int64* "
+        "gather_dimension_numbers:33:GatherDimensionNumbers gather_slice_sizes:34:int64* "
+        "scatter_dimension_numbers:48:ScatterDimensionNumbers feature_group_count:50:int64 "
+        "batch_group_count:58:int64 triangular_solve_options:59:TriangularSolveOptions "
         "dot_dimension_numbers:30:DotDimensionNumbers comparison_direction:63:string "
         "comparison_type:72:string is_stable:60:bool k:81:int64 largest:85:bool "
         "id:35:int64 operand_ids:36:int64* control_predecessor_ids:37:int64* "
@@ -59,10 +62,22 @@ TABLE: dict[str, str] = {
         "lhs_batch_dimensions:3:int64* rhs_batch_dimensions:4:int64*"
     ),
     "ConvolutionDimensionNumbers": (
-        "kernel_input_feature_dimension:3:int64 output_batch_dimension:9:int64 "
-        "output_feature_dimension:10:int64 input_spatial_dimensions:11:int64* "
-        "output_spatial_dimensions:12:int64*"
+        "kernel_input_feature_dimension:3:int64 kernel_output_feature_dimension:4:int64 "
+        "input_batch_dimension:7:int64 input_feature_dimension:8:int64 "
+        "output_batch_dimension:9:int64 output_feature_dimension:10:int64 "
+        "input_spatial_dimensions:11:int64* output_spatial_dimensions:12:int64*"
     ),
+    "GatherDimensionNumbers": (
+        "offset_dims:1:int64* collapsed_slice_dims:2:int64* start_index_map:3:int64* "
+        "index_vector_dim:4:int64 operand_batching_dims:5:int64* "
+        "start_indices_batching_dims:6:int64*"
+    ),
+    "ScatterDimensionNumbers": (
+        "update_window_dims:1:int64* inserted_window_dims:2:int64* "
+        "scatter_dims_to_operand_dims:3:int64* index_vector_dim:4:int64 "
+        "input_batching_dims:5:int64* scatter_indices_batching_dims:6:int64*"
+    ),
+    "TriangularSolveOptions": "left_side:1:bool",
     "Window": "dimensions:1:WindowDimension*",
     "WindowDimension": (
         "size:1:int64 stride:2:int64 padding_low:3:int64 padding_high:4:int64 window_dilation:5:int64 "

@@ -380,15 +380,18 @@ def test_a_gather_that_only_serves_to_cut_out_what_was_given_goes() -> None:
     few = ag.replace("f32[32,3]", "f32[16,3]").replace("{{0,1,2,3}}", "{{0,1}}")
     own = "  s = f32[8,3] dynamic-slice(g, at, zero), dynamic_slice_sizes={8,3}\n"
     stays(module(few + at + own + "  ROOT t = f32[8,3] add(s, p)"))
-    # Along another dimension than it was gathered along.
-    stays(
-        module(
-            "g = f32[8,12] all-gather(p), dimensions={1}, "
-            + ALL
-            + "\n  s = f32[2,12] dynamic-slice(g, own, zero), dynamic_slice_sizes={2,12}"
-            + "\n  ROOT t = f32[2,12] negate(s)"
-        )
-    )
+
+
+def test_a_gather_of_which_parts_of_another_dimension_are_read_is_an_all_to_all() -> None:
+    gather = f"  g = f32[8,12] all-gather(p), dimensions={{1}}, {ALL}\n"
+    read = "  s = f32[2,12] dynamic-slice(g, own, zero), dynamic_slice_sizes={2,12}\n"
+    _, rewritten = both(module(gather + read + "  ROOT t = f32[2,12] negate(s)"))
+    assert kinds(rewritten) == ["all-to-all"]
+    (collective,) = rewritten.program.collectives
+    assert collective.name == "g" and collective.operands[0].nbytes == 8 * 3 * 4
+    assert "all-to-all" in rewritten.rewrites[0].said
+    # Someone else reads it whole.
+    stays(module(gather + read + "  ROOT t = (f32[2,12], f32[8,12]) tuple(s, g)"))
 
 
 ALONE = "channel_id=1, replica_groups={{0},{1},{2},{3}}, use_global_device_ids=true"

@@ -4,14 +4,15 @@
 - `merge`: collectives that do the same to the same operands are one.
 - `gathers`: an all-gather of which every device reads only its own part is left out.
 - `fourier`: an all-gather for a Fourier transform of the dimension that is cut is two all-to-alls.
+- `regions`: all-gathers for ops that work batch by batch are left out, or become all-to-alls.
 - `scatter`: an all-reduce of which every device reads only its own part is a reduce-scatter.
 - `narrow`: converted data are sent in the narrower type, if that is exact.
 
 Invariants. A rewritten collective keeps its instruction, and so its name and source line, and its place in
 every order (of tokens, control dependencies and barriers). The rewrites follow from the program's text alone.
 Results are the same bit for bit, except for the order of additions that `scatter` describes and for what
-`fourier` says of transforms. If the programs of the ranks differ in their rewrites, all ranks run them as
-they are written (`runtime.execution.negotiation`).
+`fourier` says of transforms and `regions` of libraries. If the programs of the ranks differ in their
+rewrites, all ranks run them as they are written (`runtime.execution.negotiation`).
 """
 
 from .apply import Rewrite, RewriteReport, rewrite

@@ -18,6 +18,7 @@ from .fourier import exchange
 from .gathers import take_own
 from .merge import merge
 from .narrow import narrow
+from .regions import cut_regions
 from .scatter import scatter
 
 Found = dict[Node, Rewritten]
@@ -81,6 +82,7 @@ _REWRITES: dict[str, Callable[[Editor, Sequence[Node], Context], Found]] = {
     "merge": lambda editor, nodes, context: merge(editor, nodes),
     "own": _each(take_own),
     "exchange": _each(exchange),
+    "cut": cut_regions,
     "scatter": _each(scatter),
     "narrow": _each(narrow),
 }

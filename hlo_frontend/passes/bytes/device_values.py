@@ -26,6 +26,9 @@ class DeviceValues:
     def __init__(self, entry: BlockGraph, num_replicas: int, num_partitions: int) -> None:
         ids = np.arange(num_replicas * num_partitions, dtype=np.uint32)
         self._ids = {"partition-id": ids % num_partitions, "replica-id": ids // num_partitions}
+        # The id that tells all devices apart; none where both are needed.
+        self.id_opcode = "partition-id" if num_replicas == 1 else "replica-id"
+        self.has_id = num_replicas == 1 or num_partitions == 1
         self._found: dict[Value, Known] = {}
         self._outer: dict[Value, Value] = {}  # parameter of an inner block -> what it always is
         self._connect(entry)

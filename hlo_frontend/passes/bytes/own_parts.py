@@ -121,6 +121,12 @@ def _own_part(
     return None
 
 
+def own_part(node: Node, known: DeviceValues, places: Places) -> OwnPart | None:
+    """The own part of its operand that a dynamic slice reads; None if it reads something else."""
+    order = (*node.order, *(n for v in node.operands for n in v.order))
+    return _own_part(node, (), order, known, places)
+
+
 def give_parts(
     editor: Editor, collective: Node, part: Value, taken: Sequence[OwnPart], parts: int
 ) -> None:
@@ -133,7 +139,7 @@ def give_parts(
             nodes, made[key] = emit(cut, part)
             editor.put_behind(collective, nodes)
         if own.cuts_more:
-            editor.replace(own.node.results[0], _cut_more(editor, own, made[key]))
+            editor.replace(own.node.results[0], cut_more(editor, own, made[key]))
         else:
             view = made[key].view(own.order)
             assert view.type == own.node.results[0].type
@@ -141,7 +147,7 @@ def give_parts(
         editor.remove(own.node)
 
 
-def _cut_more(editor: Editor, own: OwnPart, part: Value) -> Value:
+def cut_more(editor: Editor, own: OwnPart, part: Value) -> Value:
     """What a slice cuts out of a part: along the part's own dimension all, whatever the start is."""
     slice_ = own.node.instruction
     made = Instruction(slice_.proto, slice_.computation)

@@ -202,16 +202,22 @@ def _nodes(step: Step, operand: Value) -> list[Node]:
     return [zero, node]
 
 
-_LITERALS = {"f32": "f32s", "f64": "f64s", "c64": "c64s", "c128": "c128s"}
+_LITERALS = {"f32": "f32s", "f64": "f64s", "c64": "c64s", "c128": "c128s", "s32": "s32s"}
 
 
 def _zero(step: Step) -> Node:
-    """The constant that a pad fills in, of a type that can be transformed."""
+    """The constant that a pad fills in: of its type, or converted to it."""
     type = TensorType(step.source.dtype, ())
-    literal = LiteralProto(shape=shape_of(type))
-    getattr(literal, _LITERALS[type.dtype]).extend([0.0] * (1 + type.dtype.startswith("c")))
-    proto = fill(HloInstructionProto(name=step.like.name), "constant", shape_of(type))
+    written = type if type.dtype in _LITERALS else TensorType("s32", ())
+    literal = LiteralProto(shape=shape_of(written))
+    zero = 0 if written.dtype == "s32" else 0.0
+    getattr(literal, _LITERALS[written.dtype]).extend([zero] * (1 + type.dtype.startswith("c")))
+    proto = fill(HloInstructionProto(name=step.like.name), "constant", shape_of(written))
     proto.literal = literal.SerializeToString()
     node = Node(NodeKind.CHEAP, Instruction(proto, step.like.computation), -1)
-    node.results = [Value(type, node)]
-    return node
+    node.results = [Value(written, node)]
+    if type == written:
+        return node
+    (converted,) = _nodes(Step("convert", written, type, step.like), node.results[0])
+    converted.kind = NodeKind.CHEAP
+    return converted

@@ -1,0 +1,469 @@
+"""Cuts ops that work on an array batch by batch, where XLA gathers all of it on every device.
+
+XLA's partitioner gathers an array whole for an op that it cannot partition, runs the op on all of it on every
+device, and cuts out each device's part. Here each device computes a part of its own. The *region* of a gather
+is what follows from it up to those slices, with the other gathers that it needs. Along the region each value
+is cut along one dimension, as the table of ops says (`batches`):
+
+- Where that is the dimension of the gather, nothing is sent: the device has its part already.
+- Where it is another one, devices exchange parts by an all-to-all, as for transforms in `fourier`; and again
+  at a slice along another dimension than that.
+- What is read whole behind the region is gathered there. Ops from which no slice follows stay whole.
+
+The rewrite is done where no gather of the region is left and no more bytes are sent than before. Exchanged
+and gathered values must be the same on all devices of a group: nothing in such a region reads the device's
+own values.
+
+Bits: each element is computed from the same numbers by the same op. XLA chooses kernels by shapes, so
+libraries may round differently.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from stretto.collectives.ops import Collective, Kind
+from stretto.collectives.types import TensorType
+
+from ...builder import fill, shape_of
+from ...edit import Editor
+from ...graph import Instruction
+from ...schema import HloInstructionProto
+from ...values import BlockGraph, Node, NodeKind, Value
+from .batches import Batch, batches
+from .context import Context, Rewritten
+from .cut import Slicer, cut_node, cut_type, exchanged, gathered, recut
+from .own_parts import OwnPart, Places, cut_more, own_part, places
+from .steps import Step, emit
+
+# The most nodes of a region.
+_LARGEST = 512
+# How much more than before may be sent, where a dimension is filled up.
+_TOLERANCE = 1.1
+# Collectives whose results are the same on all members of a group.
+_EQUAL = frozenset({Kind.ALL_GATHER, Kind.ALL_REDUCE})
+
+
+def cut_regions(editor: Editor, nodes: Sequence[Node], context: Context) -> dict[Node, Rewritten]:
+    """Rewrite those of ``nodes``, the collectives of a block, whose regions can be cut."""
+    found: dict[Node, Rewritten] = {}
+    gathers = [n for n in nodes if n.collective and n.collective.kind is Kind.ALL_GATHER]
+    if not gathers or not context.has_slices or not context.known.has_id:
+        return found
+    facts: dict[tuple[tuple[int, ...], ...], _Facts] = {}
+    taken: set[Node] = set()
+    for node in gathers:
+        collective = node.collective
+        assert collective is not None
+        where = places(collective)
+        if node in taken or where is None or len(where.place) != context.num_devices:
+            continue
+        if collective.groups not in facts:
+            facts[collective.groups] = _Facts.of(editor.block, collective.groups)
+        plan = _planned(editor, node, context, where, facts[collective.groups], taken)
+        if plan is None:
+            continue
+        _Cutting(editor, plan, context, where).apply()
+        taken.update(plan.gathers)
+        taken.update(plan.batch)
+        found |= dict.fromkeys(plan.gathers, Rewritten(plan.said))
+    return found
+
+
+@dataclass(frozen=True)
+class _Facts:
+    """What is known of the values of a block for groups of devices: which follow from gathers over them, and
+    which may differ between members of a group."""
+
+    groups: tuple[tuple[int, ...], ...]
+    derived: set[Value]
+    varying: set[Value]
+
+    @classmethod
+    def of(cls, block: BlockGraph, groups: tuple[tuple[int, ...], ...]) -> _Facts:
+        derived: set[Value] = set()
+        varying: set[Value] = set(block.parameters)
+        for node in block.nodes:
+            collective = node.collective
+            if collective is not None:
+                if collective.kind is Kind.ALL_GATHER and collective.groups == groups:
+                    derived.update(node.results)
+                if collective.kind not in _EQUAL or not _covers(collective.groups, groups):
+                    varying.update(node.results)
+            elif node.kind is NodeKind.COMPUTE and not node.has_side_effect:
+                roots = {v.root for v in node.operands}
+                if not roots.isdisjoint(derived):
+                    derived.update(node.results)
+                if not roots.isdisjoint(varying):
+                    varying.update(node.results)
+            else:
+                varying.update(node.results)
+        return cls(groups, derived, varying)
+
+
+def _covers(larger: Sequence[Sequence[int]], groups: Sequence[Sequence[int]]) -> bool:
+    around = {d: i for i, group in enumerate(larger) for d in group}
+    return all(len({around.get(d, -1 - d) for d in group}) == 1 for group in groups)
+
+
+class _Failed(Exception):
+    """The region cannot be cut in this way."""
+
+
+@dataclass
+class _Plan:
+    """A region. ``dims``: the dimension along which each value is cut. ``batch``: the batch of each node.
+    ``slices``: the own parts that are read of each value. ``whole``: values that are read whole behind it."""
+
+    gathers: list[Node]
+    dims: dict[Value, int]
+    batch: dict[Node, Batch]
+    slices: dict[Value, list[OwnPart]]
+    whole: list[Value] = field(default_factory=list)
+    said: str = ""
+
+
+def _planned(
+    editor: Editor,
+    gather: Node,
+    context: Context,
+    where: Places,
+    facts: _Facts,
+    taken: set[Node],
+) -> _Plan | None:
+    collective = gather.collective
+    assert collective is not None
+    if not _is_plain(gather, editor, taken):
+        return None
+    shape = collective.results[0].shape
+    own = collective.dimension
+    others = [d for d, n in enumerate(shape) if d != own and n > 1]
+    others.sort(key=lambda d: (shape[d] % where.parts != 0, d))
+    for dimension in (own, *others):
+        exchange = dimension != own
+        try:
+            search = _Search(editor, context, where, facts, taken, exchange=exchange)
+            plan = search.plan(gather, dimension)
+        except _Failed:
+            continue
+        before, after = _bytes(plan, where.parts)
+        if after <= before * _TOLERANCE:
+            plan.said = _said(plan)
+            return plan
+    return None
+
+
+def _is_plain(gather: Node, editor: Editor, taken: set[Node]) -> bool:
+    collective = gather.collective
+    assert collective is not None
+    alone = len(gather.results) == 1 and gather not in taken and gather not in editor.ordered
+    return alone and bool(collective.results[0].size)
+
+
+class _Search:
+    """Finds how the region of a gather is cut, from the dimension of its result on. ``exchange``: whether
+    values are sent, and so must be equal on all devices."""
+
+    def __init__(
+        self,
+        editor: Editor,
+        context: Context,
+        where: Places,
+        facts: _Facts,
+        taken: set[Node],
+        *,
+        exchange: bool,
+    ) -> None:
+        self._editor, self._context, self._where = editor, context, where
+        self._facts, self._taken, self._exchange = facts, taken, exchange
+        self._dims: dict[Value, int] = {}
+        self._batch: dict[Node, Batch] = {}
+        self._slices: dict[Value, list[OwnPart]] = {}
+        self._gathers: list[Node] = []
+        self._todo: list[Value] = []
+
+    def plan(self, gather: Node, dimension: int) -> _Plan:
+        self._assign(gather.results[0], dimension)
+        while self._todo:
+            value = self._todo.pop()
+            for use in self._editor.uses(value):
+                node = use.node
+                if node is None or use.value.barrier is not None:
+                    continue
+                part = None
+                if node.instruction.opcode == "dynamic-slice" and use.position == 0:
+                    part = own_part(node, self._context.known, self._where)
+                if part is not None and node not in self._taken:
+                    self._slices.setdefault(value, []).append(part)
+                elif self._may_be_cut(node):
+                    self._visit(node)
+            if len(self._batch) > _LARGEST:
+                raise _Failed
+        return self._pruned()
+
+    def _assign(self, value: Value, dimension: int) -> None:
+        value = value.root
+        if value in self._dims:
+            if self._dims[value] != dimension:
+                raise _Failed
+            return
+        self._dims[value] = dimension
+        self._todo.append(value)
+        node = value.node
+        assert node is not None
+        if node.kind is NodeKind.COLLECTIVE:
+            if not _is_plain(node, self._editor, self._taken):
+                raise _Failed
+            self._gathers.append(node)
+        elif not self._may_be_cut(node) or not self._visit(node):
+            raise _Failed
+
+    def _may_be_cut(self, node: Node) -> bool:
+        if node.kind is not NodeKind.COMPUTE or node.has_side_effect:
+            return False
+        if node in self._taken or node in self._editor.ordered:
+            return False
+        if self._exchange and any(v in self._facts.varying for v in node.results):
+            return False
+        return all(v.barrier is None and v.type is not None for v in node.operands)
+
+    def _visit(self, node: Node) -> bool:
+        """Choose the batch of a node of which an operand or a result is cut; whether there is one."""
+        known = self._batch.get(node)
+        found = next((b for b in self._batches(node) if self._fits(node, b)), None)
+        if known is not None:
+            if not self._fits(node, known):
+                raise _Failed
+            return True
+        if found is None:
+            return False
+        self._batch[node] = found
+        for value, d in zip(node.results, found.results, strict=True):
+            assert d is not None
+            self._assign(value, d)
+        for value, d in zip(node.operands, found.operands, strict=True):
+            if d is not None and value.root in self._facts.derived:
+                self._assign(value, d)
+        return True
+
+    def _batches(self, node: Node) -> Iterator[Batch]:
+        operands = [_type(v) for v in node.operands]
+        results = [_type(v) for v in node.results]
+        return batches(node.instruction, operands, results, self._where.parts)
+
+    def _fits(self, node: Node, batch: Batch) -> bool:
+        some = False
+        for value, d in zip(node.operands, batch.operands, strict=True):
+            if value.root not in self._facts.derived:
+                continue
+            if d is None or self._dims.get(value.root, d) != d:
+                return False
+            some = some or value.root in self._dims
+        for value, d in zip(node.results, batch.results, strict=True):
+            if d is None or self._dims.get(value.root, d) != d:
+                return False
+            some = some or value.root in self._dims
+        return some
+
+    def _pruned(self) -> _Plan:
+        """The part of the region from which slices follow."""
+        useful: set[Value] = set()
+        nodes: dict[Node, Batch] = {}
+        for node in sorted(self._batch, key=lambda n: -n.position):
+            if any(v in self._slices or v in useful for v in node.results):
+                nodes[node] = self._batch[node]
+                useful.update(v.root for v in node.operands if v.root in self._dims)
+        useful.update(self._slices)
+        gathers = [g for g in self._gathers if g.results[0] in useful]
+        if not self._slices or not gathers:
+            raise _Failed
+        dims = {v: d for v, d in self._dims.items() if v in useful}
+        for node in nodes:
+            for value in node.results:
+                dims[value] = self._dims[value]
+        plan = _Plan(gathers, dims, nodes, self._slices)
+        cut = {own.node for parts in self._slices.values() for own in parts}
+        for value in dims:
+            uses = self._editor.uses(value)
+            if all(u.node in nodes or u.node in cut for u in uses):
+                continue
+            if value.node in gathers or value in self._facts.varying:
+                raise _Failed
+            plan.whole.append(value)
+        self._check(plan)
+        return plan
+
+    def _check(self, plan: _Plan) -> None:
+        """Whatever is sent is the same on all devices of a group."""
+        sends = bool(plan.whole) or _exchanges(plan)
+        if sends and any(v in self._facts.varying for n in plan.batch for v in n.results):
+            raise _Failed
+
+
+def _moved(gather: Node, plan: _Plan) -> bool:
+    collective = gather.collective
+    assert collective is not None
+    return plan.dims[gather.results[0]] != collective.dimension
+
+
+def _bytes(plan: _Plan, parts: int) -> tuple[int, int]:
+    """The bytes that a device sends, times ``parts / (parts - 1)``: before and after. An all-gather and an
+    all-to-all send all but one part of what the device has then."""
+    before = after = 0
+    for gather in plan.gathers:
+        value = gather.results[0]
+        before += _type(value).nbytes
+        if _moved(gather, plan):
+            after += _filled(_type(value), plan.dims[value], parts)
+    for value, slices in plan.slices.items():
+        others = {part.dimension for part in slices} - {plan.dims[value]}
+        after += len(others) * _filled(_type(value), plan.dims[value], parts)
+    for value in plan.whole:
+        after += cut_type(_type(value), plan.dims[value], parts).nbytes * parts
+    return before, after
+
+
+def _filled(whole: TensorType, dimension: int, parts: int) -> int:
+    return cut_type(whole, dimension, parts).nbytes
+
+
+def _said(plan: _Plan) -> str:
+    names = list(dict.fromkeys(n.instruction.name for n in plan.batch))
+    more = ", …" if len(names) > 4 else ""
+    what = f" ({', '.join(names[:4])}{more})" if names else ""
+    if not _exchanges(plan):
+        return f"goes: every device computes its own part{what}"
+    if not names:
+        return "becomes an all-to-all: every device reads its own part of another dimension"
+    return f"becomes all-to-alls: every device computes a part along another dimension{what}"
+
+
+def _exchanges(plan: _Plan) -> int:
+    """How many all-to-alls there are."""
+    moved = sum(_moved(gather, plan) for gather in plan.gathers)
+    return moved + sum(
+        len({part.dimension for part in slices} - {plan.dims[value]})
+        for value, slices in plan.slices.items()
+    )
+
+
+class _Cutting:
+    """Puts the nodes of a plan into the block."""
+
+    def __init__(self, editor: Editor, plan: _Plan, context: Context, where: Places) -> None:
+        self._editor, self._plan, self._parts = editor, plan, where.parts
+        self._where, self._context = where, context
+        self._cut: dict[Value, Value] = {}
+        self._own: Value | None = None
+        collective = plan.gathers[0].collective
+        assert collective is not None
+        self._collective: Collective = collective
+        self._like: Instruction = plan.gathers[0].instruction
+
+    def apply(self) -> None:
+        for gather in self._plan.gathers:
+            self._gather(gather)
+        for node in sorted(self._plan.batch, key=lambda n: n.position):
+            self._node(node, self._plan.batch[node])
+        for value, slices in self._plan.slices.items():
+            self._slices(value, slices)
+        for value in self._plan.whole:
+            self._whole(value)
+
+    def _gather(self, gather: Node) -> None:
+        (value,) = gather.results
+        collective = gather.collective
+        assert collective is not None
+        operand = gather.operands[0]
+        dimension = self._plan.dims[value]
+        if dimension == collective.dimension:
+            self._cut[value] = operand.view(gather.order)
+            self._editor.remove(gather)
+            return
+        ahead, behind = recut(
+            _type(value), collective.dimension, dimension, self._parts, gather.instruction
+        )
+        nodes, sent = emit(ahead, operand)
+        self._editor.put_ahead(gather, nodes)
+        result = Value(sent.type, gather, 0)
+        self._editor.change(gather, [sent], [result], exchanged(collective, sent))
+        nodes, self._cut[value] = emit(behind, result)
+        self._editor.put_behind(gather, nodes)
+
+    def _node(self, node: Node, batch: Batch) -> None:
+        operands: list[Value] = []
+        for value, d in zip(node.operands, batch.operands, strict=True):
+            if d is None:
+                operands.append(value)
+            elif value.root in self._cut:
+                operands.append(self._cut[value.root].view(value.order))
+            else:
+                nodes, part = self._slicer(node).part(value, d, self._parts)
+                self._editor.put_ahead(node, nodes)
+                operands.append(part)
+        made = cut_node(node, batch, operands, self._parts)
+        self._editor.put_behind(node, [made])
+        self._cut.update(zip(node.results, made.results, strict=True))
+
+    def _slicer(self, before: Node) -> Slicer:
+        if self._own is None:
+            opcode = self._context.known.id_opcode
+            proto = HloInstructionProto(name=opcode)
+            type = TensorType("u32", ())
+            fill(proto, opcode, shape_of(type))
+            node = Node(NodeKind.LOGICAL_ID, Instruction(proto, self._like.computation), -1)
+            node.results = [Value(type, node)]
+            self._own = node.results[0]
+            first = min(self._plan.batch, key=lambda n: n.position)
+            self._editor.put_ahead(first, [node])
+        places = [self._where.place[d] for d in range(self._context.num_devices)]
+        return Slicer(before.instruction, places, self._own)
+
+    def _slices(self, value: Value, slices: Sequence[OwnPart]) -> None:
+        given = self._plan.dims[value]
+        parts: dict[int, Value] = {given: self._cut[value]}
+        for own in slices:
+            if own.dimension not in parts:
+                parts[own.dimension] = self._exchange(value, given, own.dimension)
+            part = parts[own.dimension]
+            if own.cuts_more:
+                self._editor.replace(own.node.results[0], cut_more(self._editor, own, part))
+            else:
+                assert part.type == own.node.results[0].type
+                self._editor.replace(own.node.results[0], part.view(own.order))
+            self._editor.remove(own.node)
+
+    def _exchange(self, value: Value, given: int, wanted: int) -> Value:
+        behind_of = value.node
+        assert behind_of is not None
+        ahead, behind = recut(_type(value), given, wanted, self._parts, self._like)
+        first, sent = emit(ahead, self._cut[value])
+        node = self._communicating(sent, exchanged(self._collective, sent))
+        last, part = emit(behind, node.results[0])
+        self._editor.put_behind(behind_of, [*first, node, *last])
+        return part
+
+    def _whole(self, value: Value) -> None:
+        part, behind_of = self._cut[value], value.node
+        assert behind_of is not None
+        dimension, whole = self._plan.dims[value], _type(value)
+        node = self._communicating(part, gathered(self._collective, part, dimension, self._parts))
+        result = node.results[0]
+        nodes = [node]
+        if result.type != whole:
+            more, result = emit([Step("slice", _type(result), whole, self._like)], result)
+            nodes += more
+        self._editor.put_behind(behind_of, nodes)
+        self._editor.replace(value, result)
+
+    def _communicating(self, operand: Value, collective: Collective) -> Node:
+        node = Node(NodeKind.COLLECTIVE, self._like, -1, [operand])
+        node.collective = collective
+        node.results = [Value(collective.results[0], node, 0)]
+        return node
+
+
+def _type(value: Value) -> TensorType:
+    assert value.type is not None
+    return value.type

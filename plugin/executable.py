@@ -30,11 +30,12 @@ from stretto.runtime.program import calls_back
 from stretto.runtime.program.memory_plan import MemoryPlan
 from stretto.runtime.recording import statistics
 
-from . import _capi, abi, callbacks, executable_codec, jax_private
+from . import _capi, abi, callbacks, executable_codec, jax_private, sharing
 from .client import Client
 from .device import MEMORY_KINDS
 from .executable_codec import StoredExecutable
 from .profile import keeper_of
+from .sharing import Taken
 from .structs import STRUCTS, NamedValues, read_bytes
 from .table import entry
 from .topology import Maker, Text, Topology, pointers
@@ -54,6 +55,7 @@ class Executable(_capi.Executable):  # type: ignore[misc]
     """A compiled program. ``options`` is what it was compiled with.
 
     ``source`` is the module it was compiled from; where it was loaded, ``stored`` is what it was loaded from.
+    ``module_digest``: a digest of ``source`` without its locations, where the caller has it.
     """
 
     def __init__(
@@ -65,7 +67,10 @@ class Executable(_capi.Executable):  # type: ignore[misc]
         *,
         source: bytes = b"",
         stored: StoredExecutable | None = None,
+        module_digest: bytes = b"",
     ) -> None:
+        if module_digest:
+            self.module_digest = module_digest
         self.maker, self.compiled, self._segments = maker, compiled, segments
         self.options, self._source, self._stored = options, source, stored
         program = compiled.program
@@ -103,14 +108,18 @@ class Executable(_capi.Executable):  # type: ignore[misc]
         digest = hashlib.sha256()
         for part in (*_versions(), self.maker.engine.name):
             digest.update(part.encode() + b"\0")
-        # Where the program was written does not make it another program. Of the options, those that are
-        # read count: the others hold maps, which are serialized in any order.
-        with stablehlo.parsed(self._source) as parsed:
-            module = parsed.operation.get_asm(enable_debug_info=False)
+        # Of the options, those that are read count: the others hold maps, which are serialized in any order.
         options = CompileOptionsProto.FromString(self.options)
         options.DiscardUnknownFields()
-        digest.update(options.SerializeToString(deterministic=True) + b"\0" + module.encode())
+        digest.update(options.SerializeToString(deterministic=True) + b"\0" + self.module_digest)
         return digest.hexdigest()
+
+    @cached_property
+    def module_digest(self) -> bytes:
+        """A digest of the module: where it was written does not make it another program."""
+        with stablehlo.parsed(self._source) as parsed:
+            module = parsed.operation.get_asm(enable_debug_info=False)
+        return hashlib.sha256(module.encode()).digest()
 
     @cached_property
     def fingerprint_text(self) -> Text:
@@ -129,19 +138,21 @@ class Executable(_capi.Executable):  # type: ignore[misc]
 
     def serialized(self) -> bytes:
         """What `PJRT_Executable_DeserializeAndLoad` takes. Raises ``NotImplementedError``."""
+        return executable_codec.to_bytes(self.to_store())
+
+    def to_store(self) -> StoredExecutable:
+        """The program with the machine code of its segments. Raises ``NotImplementedError``."""
         segments = self._segments()
         if segments.has_host_callbacks and not jax_private.caches_callbacks():
             raise NotImplementedError(
                 "a program that calls back into Python cannot be serialized with this release of JAX"
             )
-        return executable_codec.to_bytes(
-            StoredExecutable(
-                self.maker.target,
-                self.options,
-                self.compiled,
-                segments.code(self.compiled.program),
-                self.fingerprint,
-            )
+        return StoredExecutable(
+            self.maker.target,
+            self.options,
+            self.compiled,
+            segments.code(self.compiled.program),
+            self.fingerprint,
         )
 
 
@@ -210,9 +221,61 @@ def compile_module(maker: Maker, source: bytes, options: bytes) -> CompiledModul
 
 
 def compile_and_load(client: Client, source: bytes, options: bytes) -> LoadedExecutable:
-    """Compile a StableHLO module for the devices that the options name."""
+    """Compile a StableHLO module for the devices that the options name, or take what another rank of this
+    host compiles (see `sharing`)."""
     _, _, device_ids = _placement(client, options)
+    host_callbacks = callbacks.of_module(source)
+    local = tuple(client.devices[i].ordinal for i in device_ids)
+    ordinals = tuple(ordinal for ordinal in local if ordinal >= 0)
+    entry = None if host_callbacks else sharing.shared(client, source, options, ordinals)
+    if entry is None:
+        return _compile_here(client, source, options, device_ids, host_callbacks)
+    taken = entry.take()
+    if taken is not None:
+        return _take(client, taken, source, options, device_ids)
+    made, digest = None, b""
+    try:
+        found = _compile_here(client, source, options, device_ids)
+        made, digest = found.executable.to_store(), found.executable.module_digest
+    finally:
+        entry.end(made, digest)
+    return found
+
+
+def _compile_here(
+    client: Client,
+    source: bytes,
+    options: bytes,
+    device_ids: tuple[int, ...],
+    host_callbacks: callbacks.Callables = (),
+) -> LoadedExecutable:
     compiled = compile_module(client, source, options)
+    _warn(client, compiled)
+    loaded = _onto(client, compiled, device_ids, host_callbacks)
+    executable = Executable(client, compiled, lambda: loaded.compiled, options, source=source)
+    return LoadedExecutable(client, executable, loaded, device_ids)
+
+
+def _take(
+    client: Client, taken: Taken, source: bytes, options: bytes, device_ids: tuple[int, ...]
+) -> LoadedExecutable:
+    """The program as another rank has compiled it, on this rank's devices."""
+    compiled = taken.stored.compiled
+    _warn(client, compiled)
+    loaded = _onto(client, compiled, device_ids, code=taken.stored.code)
+    executable = Executable(
+        client,
+        compiled,
+        lambda: loaded.compiled,
+        options,
+        source=source,
+        module_digest=taken.module_digest,
+    )
+    return LoadedExecutable(client, executable, loaded, device_ids)
+
+
+def _warn(client: Client, compiled: CompiledModule) -> None:
+    """Tell, on rank 0, what the user should know of a program."""
     for loop in compiled.interleaved:
         if loop.why and client.world.rank == 0:
             _log.warning("%s", loop.describe())
@@ -224,9 +287,6 @@ def compile_and_load(client: Client, source: bytes, options: bytes) -> LoadedExe
             client.engine.name,
             compiled.program.name,
         )
-    loaded = _onto(client, compiled, device_ids, callbacks.of_module(source))
-    executable = Executable(client, compiled, lambda: loaded.compiled, options, source=source)
-    return LoadedExecutable(client, executable, loaded, device_ids)
 
 
 def compile_only(maker: Maker, source: bytes, options: bytes) -> Executable:

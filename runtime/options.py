@@ -50,6 +50,7 @@ class Options:
     machines, if anything (`docs/overlap.md`).
     ``native``: whether loops and programs of small collectives become compiled code that calls them itself.
     ``nccl``: whether collectives between GPUs stay on them, over NCCL (`docs/gpu.md`).
+    ``share_compiled``: whether ranks of one host take over what another of them has compiled.
     ``profile``: whether the first runs of each program are measured, for the next job to plan by.
     ``skip_compute``: do not run segments on devices where nobody reads what they give.
     ``pipeline_loops``: await a permute that only the next iteration of its loop reads there.
@@ -81,6 +82,7 @@ class Options:
     interleave: int = 1
     native: bool = True
     nccl: bool = True
+    share_compiled: bool = True
     profile: bool = False
     dump: str = ""
     origins: Mapping[str, str] = field(
@@ -143,6 +145,7 @@ VARIABLES: dict[str, tuple[str, Callable[[str], Any]]] = {
     "costs": ("STRETTO_COSTS", str),
     "native": ("STRETTO_NATIVE", _switch),
     "nccl": ("STRETTO_NCCL", _switch),
+    "share_compiled": ("STRETTO_SHARE_COMPILED", _switch),
     "profile": ("STRETTO_PROFILE", _switch),
     "skip_compute": ("STRETTO_SKIP_COMPUTE", _switch),
     "trace": ("STRETTO_TRACE", str),
@@ -171,6 +174,7 @@ _EXPECTED = {
     "costs": "expected the name of a file",
     "native": "expected 0 or 1",
     "nccl": "expected 0 or 1",
+    "share_compiled": "expected 0 or 1",
     "profile": "expected 0 or 1",
     "trace": "expected the name of a folder",
     "dump": "expected the name of a folder",
@@ -200,6 +204,7 @@ def _problem(name: str, value: Any) -> str:
         "costs": lambda v: isinstance(v, str),
         "native": lambda v: isinstance(v, bool),
         "nccl": lambda v: isinstance(v, bool),
+        "share_compiled": lambda v: isinstance(v, bool),
         "profile": lambda v: isinstance(v, bool),
         "trace": lambda v: isinstance(v, str),
         "dump": lambda v: isinstance(v, str),

@@ -29,6 +29,7 @@ from . import launcher as launchers
 from .assembly import MpiAssembly
 from .control import Control, connect
 from .cost_tables import CostText
+from .host_folder import HostFolder
 from .launcher import Launcher, detect
 from .progress import Progress
 from .rendezvous import Rendezvous, call_roll
@@ -88,6 +89,7 @@ class World:
         self.clock_offset = 0.0
         self.traced_as = ""
         self.service: relay.Service | None = None
+        self.folder: HostFolder | None = None
         self._progress: list[Progress] = []
         self._control: Control | None = None
         self._before_leaving: list[Callable[[], None]] = []
@@ -170,6 +172,8 @@ class World:
                 action()
             if self.error is None:
                 self._control.goodbye()
+            if self.folder is not None:
+                self.folder.leave()
             if self.error is not None:
                 self._control.wait_told(3.0)
                 exits.end_process()
@@ -291,11 +295,14 @@ def _make(chosen: Options | None, rendezvous: Rendezvous | None) -> World:
         named = [f["engine"] for f in gathered]
         made.samples = tuple(sorted(named.index(engine) for engine in set(named)))
         made.service = gathered[0]["service"]
+        if made.place[1] > 1:
+            made.folder = HostFolder.open(gathered[0]["token"], made.place[1])
         if chosen.trace:
             made.clock_offset = clock.offset_to_first(comm)
             made.traced_as = comm.bcast(secrets.token_hex(8))
     exits.on_uncaught(made.fail)
     made.on_failure(lambda error: shared_memory.remove_names())
+    made.on_failure(lambda error: made.folder.leave() if made.folder else None)
     os.register_at_fork(after_in_child=made.forget)
     return made
 
@@ -484,6 +491,7 @@ def _facts(chosen: Options, problem: str) -> dict[str, Any]:
     return {
         "problem": problem,
         "pid": os.getpid(),
+        "token": secrets.token_hex(16),
         "host": socket.gethostname(),
         "cores": sorted(cores.usable()),
         "local_devices": chosen.local_devices,

@@ -25,6 +25,7 @@ NAMES = (
     "pipeline",
     "two_hosts",
     "interleave",
+    "schedules",
 )
 
 

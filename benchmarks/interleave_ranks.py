@@ -19,9 +19,11 @@ from harness import serve, time_calls
 
 
 def program(
-    chunks: int, microbatches: int, layers: int, rows: int, width: int, nap: float, gradients: bool
-) -> Callable[[], Any]:
-    """A call of the pipeline: f32[microbatches, rows, width] through ``layers`` layers a device.
+    chunks: int, microbatches: int, layers: int, rows: int, width: int, nap: float, gradients: bool,
+    schedule: str = "gpipe",
+) -> tuple[Callable[[], Any], int]:  # fmt: skip
+    """A call of the pipeline: f32[microbatches, rows, width] through ``layers`` layers a device; and the
+    bytes that a device needs for what it computes on the way.
 
     It ends for all ranks together, with a sum over them, as a training step does with its loss. With
     ``gradients`` it is one: those of all weights are computed as well.
@@ -69,7 +71,7 @@ def program(
         local, mesh=mesh, in_specs=(P("stage"), P()), out_specs=P(), check_vma=False
     )
     function = jax.value_and_grad(mapped) if gradients else mapped
-    run = jax.jit(function, compiler_options={"stretto_interleave": chunks})
+    asked = {"stretto_interleave": chunks, "stretto_schedule": schedule}
     rng = np.random.default_rng(0)
 
     def place(shape: tuple[int, ...], scale: float, spec: P) -> jax.Array:
@@ -79,7 +81,9 @@ def program(
 
     weights = place((stages * layers, 2, width, 4 * width), width**-0.5 / 2, P("stage"))
     xs = place((microbatches, rows, width), 1.0, P())
-    return lambda: jax.block_until_ready(run(weights, xs))
+    run = jax.jit(function, compiler_options=asked).lower(weights, xs).compile()
+    memory = run.memory_analysis().temp_size_in_bytes
+    return lambda: jax.block_until_ready(run(weights, xs)), memory
 
 
 def main() -> None:
@@ -93,7 +97,8 @@ def main() -> None:
 
     def measure(case: dict[str, Any]) -> float:
         keys = ("chunks", "microbatches", "layers", "rows", "width", "nap", "gradients")
-        return time_calls(cached(*(case[k] for k in keys)), case["calls"])
+        made, memory = cached(*(case[k] for k in keys), case.get("schedule", "gpipe"))
+        return memory if case.get("memory") else time_calls(made, case["calls"])
 
     serve(jax.process_index(), measure)
 

@@ -21,7 +21,7 @@ from .carve import BlockPlan, SegmentPlan
 from .collective_order import reorder, token_edges
 from .graph import Module
 from .groups import MOST_DEVICES
-from .interleaved import Interleaved
+from .interleaved import Interleaved, Scheduled
 from .lower import lower
 from .native import NativePolicy, native
 from .overlap.apply import OverlapPolicy, Planned, carve_planned
@@ -185,7 +185,7 @@ class CompiledModule:
     rewrites: tuple[Rewrite, ...] = ()
     rewritten: bytes = b""
     overlap: Planned | None = field(repr=False, default=None)
-    interleaved: tuple[Interleaved, ...] = ()
+    interleaved: tuple[Interleaved | Scheduled, ...] = ()
     walked: tuple[tuple[str, str], ...] = ()
     input_layouts: stablehlo.Layouts = ()
     output_layouts: stablehlo.Layouts = ()
@@ -228,6 +228,7 @@ def compile_stablehlo(
     valid: ValidPolicy = _PROVED,
     overlap: OverlapPolicy | None = None,
     interleave: int = 1,
+    schedule: str = "gpipe",
     calls: NativePolicy | None = None,
     dump: Dump | None = None,
 ) -> CompiledModule:
@@ -238,7 +239,8 @@ def compile_stablehlo(
     `passes.bytes`). ``valid``: how iterations are found in which transfers are made (see
     `passes.valid`). ``overlap``: how collectives are scheduled beside compute (see `overlap.apply`); None
     where they are not. ``interleave``: chunks of layers that each device of a pipeline is to have (see
-    `pipelines`), where the compile options do not say it. ``calls``: where segments may call
+    `pipelines`), and ``schedule`` the order in which stages run them forwards and backwards, where the
+    compile options do not say it. ``calls``: where segments may call
     collectives themselves (see `native`); None if nowhere. ``dump`` is given what the program was at each
     stage. Raises `InvalidProgramError` or `UnsupportedError`.
     """
@@ -264,7 +266,9 @@ def compile_stablehlo(
         signature = stablehlo.signature(parsed, types=False)
         hlo = tap.optimized_hlo(parsed, spec.num_replicas, spec.num_partitions, options)
     counts = spec.num_replicas, spec.num_partitions
-    hlo, found = _interleaved(hlo, *counts, own.interleave or interleave, dump)
+    hlo, found = _rescheduled(
+        hlo, *counts, own.interleave or interleave, own.schedule or schedule, dump
+    )
     partitioned = PartitionedModule(hlo, *counts, pseudo_tokens, valid, rewrites)
     compiled = partitioned.compiled(overlap, dump)
     if calls is not None and compiled.program.communicates:
@@ -298,6 +302,7 @@ def compile_hlo(
     valid: ValidPolicy = _PROVED,
     overlap: OverlapPolicy | None = None,
     interleave: int = 1,
+    schedule: str = "gpipe",
     dump: Dump | None = None,
 ) -> CompiledModule:
     """Lower HLO that is partitioned already: text, or a serialized ``HloModuleProto``.
@@ -306,7 +311,9 @@ def compile_hlo(
     `compile_stablehlo`. Raises `InvalidProgramError` where it contradicts itself, `UnsupportedError`.
     """
     counts = num_replicas, num_partitions
-    module, _, found = _partitioned(hlo, *counts, pseudo_tokens, rewrites, valid, interleave, dump)
+    module, _, found = _partitioned(
+        hlo, *counts, pseudo_tokens, rewrites, valid, (interleave, schedule), dump
+    )
     return replace(module.compiled(overlap, dump), interleaved=found)
 
 
@@ -320,6 +327,7 @@ def explained_hlo(
     rewrites: bool = False,
     valid: ValidPolicy = _PROVED,
     interleave: int = 1,
+    schedule: str = "gpipe",
     parsed: Module | None = None,
 ) -> Explained:
     """The plan of the program that `compile_hlo` makes of the same arguments, which raises the same.
@@ -328,7 +336,7 @@ def explained_hlo(
     """
     counts = num_replicas, num_partitions
     module, parsed, _ = _partitioned(
-        hlo, *counts, pseudo_tokens, rewrites, valid, interleave, parsed=parsed
+        hlo, *counts, pseudo_tokens, rewrites, valid, (interleave, schedule), parsed=parsed
     )
     return module.explained(overlap, parsed)
 
@@ -340,10 +348,10 @@ def _partitioned(
     pseudo_tokens: bool,
     rewrites: bool,
     valid: ValidPolicy,
-    interleave: int,
+    chosen: tuple[int, str],
     dump: Dump | None = None,
     parsed: Module | None = None,
-) -> tuple[PartitionedModule, Module, tuple[Interleaved, ...]]:
+) -> tuple[PartitionedModule, Module, tuple[Interleaved | Scheduled, ...]]:
     """HLO that somebody hands in, verified, its pipelines interleaved; the same parsed; and what became of
     the pipelines."""
     if num_replicas < 1 or num_partitions < 1:
@@ -358,34 +366,55 @@ def _partitioned(
     verify(parsed)
     check_partitioned(parsed, num_partitions)
     counts = num_replicas, num_partitions
-    made, found = _interleaved(spell_out_topk(serialized), *counts, interleave, dump)
+    made, found = _rescheduled(spell_out_topk(serialized), *counts, *chosen, dump)
     if made is not serialized:
         parsed = Module.parse(made)
     return PartitionedModule(made, *counts, pseudo_tokens, valid, rewrites), parsed, found
 
 
-def _interleaved(
-    hlo: bytes, num_replicas: int, num_partitions: int, chunks: int, dump: Dump | None
-) -> tuple[bytes, tuple[Interleaved, ...]]:
-    """The module with its pipelines interleaved; ``dump`` is given both.
+def _rescheduled(
+    hlo: bytes,
+    num_replicas: int,
+    num_partitions: int,
+    chunks: int,
+    schedule: str,
+    dump: Dump | None,
+) -> tuple[bytes, tuple[Interleaved | Scheduled, ...]]:
+    """The module with its pipelines interleaved, or in another schedule; ``dump`` is given both.
 
-    Raises `UnsupportedError` where ``chunks`` is more than 1 and the package that interleaves is missing.
+    Raises `UnsupportedError` where that is asked for and the package for it is missing, and
+    `InvalidProgramError` where both are.
     """
     if dump is not None:
         _dump_hlo(hlo, "hlo", dump)
-    if chunks <= 1:
+    if chunks <= 1 and schedule == "gpipe":
         return hlo, ()
+    if chunks > 1 and schedule != "gpipe":
+        raise InvalidProgramError(
+            f"the schedule {schedule} (stretto_schedule, STRETTO_SCHEDULE) has one chunk of layers a device; "
+            f"{chunks} are asked for (stretto_interleave, STRETTO_INTERLEAVE)"
+        )
     try:
-        from .pipelines import interleave
+        from .pipelines import interleave, scheduled
     except ModuleNotFoundError as error:
         raise UnsupportedError(
-            f"{chunks} chunks of layers a device are asked for (stretto_interleave, STRETTO_INTERLEAVE), and "
-            f"the package that interleaves pipelines is not installed: {error}"
+            f"{_asked(chunks, schedule)}, and the package that interleaves pipelines is not installed: "
+            f"{error}"
         ) from error
-    made, found = interleave(hlo, num_replicas, num_partitions, chunks)
+    found: tuple[Interleaved | Scheduled, ...]
+    if chunks > 1:
+        made, found = interleave(hlo, num_replicas, num_partitions, chunks)
+    else:
+        made, found = scheduled(hlo, num_replicas, num_partitions, schedule)
     if dump is not None and made != hlo:
-        _dump_hlo(made, "interleaved", dump)
+        _dump_hlo(made, "interleaved" if chunks > 1 else "scheduled", dump)
     return made, found
+
+
+def _asked(chunks: int, schedule: str) -> str:
+    if chunks > 1:
+        return f"{chunks} chunks of layers a device are asked for (stretto_interleave, STRETTO_INTERLEAVE)"
+    return f"the schedule {schedule} is asked for (stretto_schedule, STRETTO_SCHEDULE)"
 
 
 def _dump_hlo(hlo: bytes, stage: str, dump: Dump) -> None:

@@ -1,4 +1,4 @@
-"""The report on the interleaving of a loop: what `explain`, warnings and dumps print of it.
+"""The reports on interleaved loops and on schedules: what `explain`, warnings and dumps print of them.
 
 The package `pipelines`, which interleaves, is optional; this record is not.
 """
@@ -6,6 +6,8 @@ The package `pipelines`, which interleaves, is optional; this record is not.
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+SCHEDULES = ("gpipe", "1f1b")  # as in `runtime.options`
 
 
 @dataclass(frozen=True)
@@ -45,4 +47,49 @@ class Interleaved:
             f"{self.layers // self.chunks} layers, {self.microbatches} microbatches, {self.before} "
             f"iterations became {self.after} of 1/{self.chunks} of the work each, bubble {bubble:.0%} "
             f"became {left:.0%}; {self.moved} bytes of weights are moved before it{gradients}, in each run"
+        )
+
+
+@dataclass(frozen=True)
+class Scheduled:
+    """What became of a step of training, or of a loop that moves data in each of its iterations and stays.
+
+    ``name``: its loop of the forward pass, ``backward`` that of the backward pass, and ``loop`` the new one
+    in their place. ``before``: the iterations of both written loops together; ``after``: those of the new
+    one. ``alive``: for each stage, the most microbatches that wait for their backward run at a time.
+    ``kept``: bytes that layers of a device keep of one microbatch for the backward pass, ``rows_before`` and
+    ``rows``: how many times the written loops and the new one have them. ``runs``: for each device, a letter
+    for each iteration of the new loop: F runs forwards, B backwards, and a dot does not. ``why``: why it is
+    left as it is written.
+    """
+
+    name: str
+    source: str
+    schedule: str
+    backward: str = ""
+    loop: str = ""
+    stages: int = 0
+    microbatches: int = 0
+    before: int = 0
+    after: int = 0
+    alive: tuple[int, ...] = ()
+    kept: int = 0
+    rows_before: int = 0
+    rows: int = 0
+    runs: tuple[str, ...] = ()
+    why: str = ""
+
+    def describe(self) -> str:
+        """A sentence for people."""
+        where = f"loop %{self.name}{' at ' + self.source if self.source else ''}"
+        if self.why:
+            return f"{where} is not run as {self.schedule}: {self.why}"
+        bubble = (self.stages - 1) / (self.microbatches + self.stages - 1)
+        alive = ", ".join(map(str, self.alive))
+        return (
+            f"{where} and its gradient, loop %{self.backward}, are one loop, run as {self.schedule}: "
+            f"{self.stages} stages, {self.microbatches} microbatches, {self.before} iterations became "
+            f"{self.after} of one run each, bubble {bubble:.0%} as in GPipe; microbatches alive on each "
+            f"stage: {alive}, as written {self.microbatches}; their layers keep {self.rows * self.kept} "
+            f"bytes on a device, as written {self.rows_before * self.kept}"
         )

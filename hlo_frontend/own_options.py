@@ -5,12 +5,15 @@ They come in the compile options among those of XLA, which does not know them: `
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from google.protobuf.message import DecodeError
 
 from stretto.runtime.errors import InvalidProgramError
 
+from .interleaved import SCHEDULES
 from .schema import CompileOptionsProto
 
 PREFIX = "stretto_"
@@ -18,9 +21,10 @@ PREFIX = "stretto_"
 
 @dataclass(frozen=True)
 class OwnOptions:
-    """Options of one program; None if not set. ``interleave``: see `runtime.options`."""
+    """Options of one program; None if not set. ``interleave`` and ``schedule``: see `runtime.options`."""
 
     interleave: int | None = None
+    schedule: str | None = None
 
 
 def split(serialized: bytes) -> tuple[OwnOptions, bytes, bool]:
@@ -38,24 +42,40 @@ def split(serialized: bytes) -> tuple[OwnOptions, bytes, bool]:
         return OwnOptions(), serialized, bool(left)
     del proto.env_option_overrides[:]
     proto.env_option_overrides.extend(left)
-    values: dict[str, int] = {}
+    values: dict[str, Any] = {}
     for entry in own:
         name = entry.key.removeprefix(PREFIX)
-        if name != "interleave":
+        if name not in _READERS:
             raise InvalidProgramError(
-                f"there is no compiler option {entry.key}; stretto has stretto_interleave"
+                f"there is no compiler option {entry.key}; stretto has "
+                f"{' and '.join(PREFIX + known for known in _READERS)}"
             )
-        values[name] = _count(entry)
+        values[name] = _READERS[name](entry)
     return OwnOptions(**values), proto.SerializeToString(), bool(left)
 
 
-def _count(entry: object) -> int:
-    value = entry.value  # type: ignore[attr-defined]
-    kind = value.WhichOneof("one_of")
-    text = "" if kind is None else str(getattr(value, kind))
-    if kind == "bool_field" or not text.isdecimal() or int(text) < 1:
+def _text(entry: Any) -> str:
+    kind = entry.value.WhichOneof("one_of")
+    return "" if kind is None else str(getattr(entry.value, kind))
+
+
+def _count(entry: Any) -> int:
+    text = _text(entry)
+    if entry.value.WhichOneof("one_of") == "bool_field" or not text.isdecimal() or int(text) < 1:
         raise InvalidProgramError(
-            f"compiler option {entry.key} is {text!r}: "  # type: ignore[attr-defined]
+            f"compiler option {entry.key} is {text!r}: "
             "expected a whole number of chunks a device, at least 1"
         )
     return int(text)
+
+
+def _schedule(entry: Any) -> str:
+    text = _text(entry)
+    if text not in SCHEDULES:
+        raise InvalidProgramError(
+            f"compiler option {entry.key} is {text!r}: expected one of {', '.join(SCHEDULES)}"
+        )
+    return text
+
+
+_READERS: dict[str, Callable[[Any], Any]] = {"interleave": _count, "schedule": _schedule}

@@ -215,6 +215,7 @@ def compile_module(maker: Maker, source: bytes, options: bytes) -> CompiledModul
         valid=ValidPolicy.of(maker.options),
         overlap=maker.overlap,
         interleave=maker.options.interleave,
+        schedule=maker.options.schedule,
         calls=maker.calls,
         dump=None if maker.dumps is None else maker.dumps.program(),
     )
@@ -282,7 +283,7 @@ def _warn(client: Client, compiled: CompiledModule) -> None:
     rounding = not getattr(client.engine, "reproducible", False)
     if rounding and client.world.rank == 0 and any(not i.why for i in compiled.interleaved):
         _log.warning(
-            "engine %s does not promise the same bits for loops of any length: interleaved pipelines of %s "
+            "engine %s does not promise the same bits for loops of any length: rewritten pipelines of %s "
             "give the results of the program as it is written up to rounding",
             client.engine.name,
             compiled.program.name,

@@ -60,6 +60,8 @@ class Options:
     empty: none (`docs/troubleshooting.md`).
     ``interleave``: chunks of layers that each device of a pipeline has; 1 leaves pipelines as they are
     written (`docs/pipelines.md`).
+    ``schedule``: in which order stages run microbatches forwards and backwards, one of `SCHEDULES`; ``gpipe``
+    is as written (`docs/pipelines.md`).
     ``origins``: for each field that was not left at its default, where its value came from.
     """
 
@@ -80,6 +82,7 @@ class Options:
     rewrite: bool = True
     trace: str = ""
     interleave: int = 1
+    schedule: str = "gpipe"
     native: bool = True
     nccl: bool = True
     share_compiled: bool = True
@@ -153,11 +156,13 @@ VARIABLES: dict[str, tuple[str, Callable[[str], Any]]] = {
     "pipeline_loops": ("STRETTO_PIPELINE_LOOPS", _switch),
     "rewrite": ("STRETTO_REWRITE", _switch),
     "interleave": ("STRETTO_INTERLEAVE", int),
+    "schedule": ("STRETTO_SCHEDULE", str),
 }
 
 # More than any engine makes within minutes.
 MOST_LOCAL_DEVICES = 1 << 16
 LAUNCHERS = ("auto", "mpi", "jax", "none")
+SCHEDULES = ("gpipe", "1f1b")
 
 _EXPECTED = {
     "local_devices": f"expected a whole number of devices, from 1 to {MOST_LOCAL_DEVICES}",
@@ -182,6 +187,7 @@ _EXPECTED = {
     "pipeline_loops": "expected 0 or 1",
     "rewrite": "expected 0 or 1",
     "interleave": "expected a whole number of chunks a device, at least 1",
+    "schedule": f"expected one of {', '.join(SCHEDULES)}",
 }
 
 
@@ -212,6 +218,7 @@ def _problem(name: str, value: Any) -> str:
         "pipeline_loops": lambda v: isinstance(v, bool),
         "rewrite": lambda v: isinstance(v, bool),
         "interleave": lambda v: isinstance(v, int) and not isinstance(v, bool) and v >= 1,
+        "schedule": lambda v: v in SCHEDULES,
     }[name](value)
     return "" if accepted else _EXPECTED[name]
 

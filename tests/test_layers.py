@@ -179,7 +179,8 @@ def test_only_compile_imports_the_optional_package_of_pipelines() -> None:
         for _, name in imports(path, ("stretto", *path.relative_to(ROOT).parent.parts))
         if name == optional or name.startswith(f"{optional}.")
     }
-    assert found == {("hlo_frontend/compile.py", f"{optional}.interleave")}
+    names = ("interleave", "scheduled")
+    assert found == {("hlo_frontend/compile.py", f"{optional}.{name}") for name in names}
 
 
 WITHOUT_PIPELINES = """

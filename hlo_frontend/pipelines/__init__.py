@@ -11,3 +11,4 @@ one with an `Interleaved` for each loop. `compile` imports it only if more than 
 """
 
 from .driver import interleave as interleave
+from .driver import scheduled as scheduled

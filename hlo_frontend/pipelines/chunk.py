@@ -8,7 +8,7 @@ is recomputed too, from its initial values.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from ..builder import array_shape, resized, tuple_shape
@@ -39,7 +39,7 @@ class Chunk:
         self.given = tuple(given)
         whole = self.layers.loop.shape.tuple_shapes
         self.passed = {i: whole[i] for i in self.layers.passed}
-        self.stacks = _stacks(self.layers, self.given, size)
+        self.stacks = stacks_of(self.layers, self.given, size)
         self.kept = [i for i, w in pipeline.weights.items() if isinstance(w, Kept)]
         self.recomputed = {
             i: w.leaf for i, w in pipeline.weights.items() if isinstance(w, Recomputed)
@@ -78,13 +78,13 @@ class Chunk:
             own = {i: self.held[again(i)] for i in [*before.weights, *before.shared]}
             begins = {i: whole[i] for i in before.inputs}
             leaves = sorted(set(self.recomputed.values()))
-            first_run = _Run(
+            first_run = LayerRun(
                 self.editor, before.layers, self.size, begins | own,
-                _stacks(before.layers, leaves, self.size), (), (),
+                stacks_of(before.layers, leaves, self.size), (), (),
             )  # fmt: skip
             stacks = {i: first_run.stacks[leaf] for i, leaf in self.recomputed.items()}
         own = {i: s for i, s in self.held.items() if i >= 0}
-        run = _Run(
+        run = LayerRun(
             self.editor, self.layers, self.size, self.passed | own | stacks, self.stacks, self.kept,
             list(stacks),
         )  # fmt: skip
@@ -94,7 +94,7 @@ class Chunk:
         parts: dict[int, Any] = dict(zip([*self.passed, *self.held], rest, strict=True))
         if before is not None and first_run is not None:
             slot = b.add("divide", scalar, [first, b.constant(self.size)])
-            begin = {i: _entry(b, parts[again(i)], [row, slot]) for i in before.inputs}
+            begin = {i: entry_of(b, parts[again(i)], [row, slot]) for i in before.inputs}
             own = {i: parts[again(i)] for i in [*before.weights, *before.shared]}
             at = first
             if before.layers.reverse:
@@ -107,24 +107,24 @@ class Chunk:
         return b
 
 
-def _stacks(layers: LayerLoop, positions: Sequence[int], size: int) -> dict[int, Any]:
+def stacks_of(layers: LayerLoop, positions: Sequence[int], size: int) -> dict[int, Any]:
     whole = layers.loop.shape.tuple_shapes
     return {i: resized(whole[i], [size, *whole[i].dimensions[1:]]) for i in positions}
 
 
-def _entry(b: Builder, array: Any, at: Sequence[Any]) -> Any:
+def entry_of(b: Builder, array: Any, at: Sequence[Any]) -> Any:
     """The part of an array at these indices of its first dimensions."""
     dimensions = list(array.shape.dimensions)[len(at) :]
     starts = [*at, *(b.constant(0) for _ in dimensions)]
     return b.reshape(b.dynamic_slice(array, starts, [1] * len(at) + dimensions), dimensions)
 
 
-class _Run:
+class LayerRun:
     """A loop over layers, for a part of its iterations.
 
     ``shapes``: those of its operands, by position in its carry. ``stacks``: the shapes of stacks that are
     needed, of a chunk's size. Operands in ``kept`` are read in row ``row``; those in ``cut`` have a chunk's
-    size.
+    size. ``banks``: stacks that are written in place, in row ``row`` of an array of such stacks by row.
     """
 
     def __init__(
@@ -136,9 +136,10 @@ class _Run:
         stacks: dict[int, Any],
         kept: Sequence[int],
         cut: Sequence[int],
+        banks: Collection[int] = (),
     ) -> None:
         self.editor, self.layers, self.size, self.stacks = editor, layers, size, stacks
-        self.kept, self.cut = kept, cut
+        self.kept, self.cut, self.banks = kept, cut, banks
         scalar = array_shape(SCALAR)
         whole = {layers.counter: scalar} | dict(shapes) | stacks
         self.order = sorted(whole)
@@ -153,7 +154,8 @@ class _Run:
         """Run it from iteration ``start`` on; gives its final values."""
         limit = b.add("add", array_shape(SCALAR), [start, b.constant(self.size)])
         begin = parts | {self.layers.counter: start}
-        begin |= {i: b.zeros(s) for i, s in self.stacks.items()}  # all of it is overwritten
+        # All of it is overwritten.
+        begin |= {i: b.zeros(s) for i, s in self.stacks.items() if i not in self.banks}
         init = b.tuple([*(begin[i] for i in self.order), limit, first, row])
         called = [self.layer.id, self.more.id]
         done = b.add("while", self.carried, [init], called_computation_ids=called)
@@ -201,7 +203,10 @@ class _Run:
             b.clone(put.operands[1:], env)
             at, *others = (env[o] for o in put.operands[2:])
             own = b.add("subtract", at.shape, [at, first])
-            results[position] = b.update(parts[position], env[put.operands[1]], [own, *others])
+            part, starts = env[put.operands[1]], [own, *others]
+            if position in self.banks:
+                part, starts = b.reshape(part, [1, *part.shape.dimensions]), [row, *starts]
+            results[position] = b.update(parts[position], part, starts)
         for position in [layers.counter, *layers.passed]:
             root = body.root.operands[position]
             results[position] = b.clone([root], env)[root]

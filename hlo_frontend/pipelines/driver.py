@@ -7,15 +7,22 @@ from dataclasses import replace
 from ..collectives import CollectiveReader
 from ..flatten import flatten
 from ..graph import Module
-from ..interleaved import Interleaved
+from ..interleaved import Interleaved, Scheduled
 from ..passes.valid.tensors import MOST_ELEMENTS
 from ..passes.valid.trace import GaveUpError
 from . import recognize as pipelines
+from .chains import Followed
+from .emit import Editor
 from .inline import inlined
-from .parts import Pipeline
+from .merged import kept_bytes, merged
+from .merged_verify import check as check_merged
+from .parts import Part, Pipeline
+from .pieces import Pieces
 from .refusal import Refusal, about
 from .rewrite import rewritten
+from .slots import SCHEDULES
 from .timetable import Timetable, timetable
+from .training import owner_of, training
 from .verify import check
 
 
@@ -86,3 +93,90 @@ def _table(pipeline: Pipeline, chunks: int) -> Timetable:
             f"{table.iterations} iterations of {pipeline.stages} stages are too many to be followed"
         )
     return table
+
+
+def scheduled(
+    serialized: bytes, num_replicas: int, num_partitions: int, schedule: str
+) -> tuple[bytes, tuple[Scheduled, ...]]:
+    """The module with its steps of training in a schedule, one of `SCHEDULES`, and a report on each step, and
+    on each loop of a pipeline that stays as it is."""
+    reports: dict[str, Scheduled] = {}
+    finished: set[str] = set()
+    while True:
+        module = Module.parse(serialized)
+        entry = flatten(module.entry, CollectiveReader(num_replicas, num_partitions))
+        left = [n.instruction for n in entry.nodes if pipelines.is_candidate(n)]
+        left = [i for i in left if i.name not in finished]
+        if not left:
+            return serialized, tuple(reports.values())
+        sources = {i.name: i.source for i in left}
+        names = list(sources)
+        pair: list[str] = []
+        try:
+            pair = names if len(names) == 2 else _pair(module, names, num_replicas, num_partitions)
+            serialized, report = _step(module, pair, num_replicas, num_partitions, schedule)
+        except Refusal as refusal:
+            name = refusal.loop or names[-1]
+            reports[name] = Scheduled(name, sources[name], schedule, why=str(refusal))
+            finished.add(name)
+            for other in set(pair) - {name}:
+                why = f"the loop %{name}, with which it would be one, is not"
+                reports[other] = Scheduled(other, sources[other], schedule, why=why)
+                finished.add(other)
+        except GaveUpError as error:
+            why = f"the program is too large to be followed: {error}"
+            reports |= {n: Scheduled(n, s, schedule, why=why) for n, s in sources.items()}
+            finished |= set(names)
+        else:
+            reports[pair[0]] = replace(report, source=sources[pair[0]])
+            finished |= {*pair, report.loop}
+
+
+def _analyzed(
+    module: Module, names: list[str], num_replicas: int, num_partitions: int
+) -> tuple[Module, Followed, list[Part]]:
+    for name in names:
+        module = inlined(module, name)
+    entry = flatten(module.entry, CollectiveReader(num_replicas, num_partitions))
+    nodes = [n for n in entry.nodes if n.instruction.name in names]
+    return module, *pipelines.analyzed(entry, nodes, num_replicas, num_partitions)
+
+
+def _pair(module: Module, names: list[str], num_replicas: int, num_partitions: int) -> list[str]:
+    """The first two loops of which one goes back through the layers of the other. Raises `Refusal`."""
+    _, _, parts = _analyzed(module, names, num_replicas, num_partitions)
+    alone = {part.name for part in parts}
+    pairs: list[list[str]] = []
+    for part in parts:
+        with about(part.name):
+            if part.pipeline().kept:
+                pairs.append([owner_of(part, parts).name, part.name])
+                alone -= set(pairs[-1])
+    for part in parts:
+        if part.name in alone:
+            with about(part.name):
+                owner_of(part, parts)
+    return pairs[0]
+
+
+def _step(
+    module: Module, names: list[str], num_replicas: int, num_partitions: int, schedule: str
+) -> tuple[bytes, Scheduled]:
+    """The step that two loops make, in one loop. Raises `Refusal`, which names one of them, and
+    `GaveUpError`."""
+    module, followed, parts = _analyzed(module, names, num_replicas, num_partitions)
+    forward, backward = parts
+    with about(backward.name):
+        if owner_of(backward, parts) is not forward:
+            raise Refusal("it does not go back through the layers of the loop before it")
+        pieces = Pieces(Editor(module), forward.pipeline(), ())
+        step = training(followed, forward, backward, pieces)
+        slots = SCHEDULES[schedule](step.forward.stages, step.forward.microbatches)
+    made, new = merged(module, step, slots, num_partitions)
+    runs = check_merged(made, new, step, num_partitions)
+    trips = step.forward.trips + step.backward.trips
+    return made, Scheduled(
+        forward.name, "", schedule, backward.name, new.loop, step.forward.stages,
+        step.forward.microbatches, trips, slots.iterations, slots.alive, kept_bytes(step),
+        step.forward.trips, slots.rows, runs,
+    )  # fmt: skip

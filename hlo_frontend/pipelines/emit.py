@@ -16,6 +16,7 @@ from .. import builder
 from ..builder import array_shape, fill
 from ..graph import Instruction, Module
 from ..schema import TUPLE, HloComputationProto, HloInstructionProto, HloModuleProto
+from .refusal import Refusal
 
 
 class Editor:
@@ -62,9 +63,12 @@ class Editor:
 
     def finish(self) -> bytes:
         entry = self.proto.entry_computation_id
+        for computation in self.proto.computations:
+            if computation.id == entry:
+                _sort(computation)
         before = [c for c in self.proto.computations if c.id != entry]
         last = [c for c in self.proto.computations if c.id == entry]
-        ordered = [*before, *self._new, *last]
+        ordered = [*before, *_callers_last(self._new), *last]
         result = HloModuleProto()
         result.CopyFrom(self.proto)
         del result.computations[:]
@@ -155,6 +159,51 @@ class Builder(builder.Builder):
         proto = self.proto.instructions.add(name=old.name, id=old.id)
         fill(proto, *(("tuple", old.shape, parts) if is_tuple else ("copy", old.shape, [parts])))
         self.proto.instructions.extend(self._later)
+
+
+def _callers_last(computations: Sequence[Any]) -> list[Any]:
+    """Computations, each behind those that it calls."""
+    by_id = {c.id: c for c in computations}
+    order: dict[int, None] = {}
+
+    def visit(id: int) -> None:
+        if id in by_id and id not in order:
+            for instruction in by_id[id].instructions:
+                for called in instruction.called_computation_ids:
+                    visit(called)
+            order[id] = None
+
+    for computation in computations:
+        visit(computation.id)
+    return [by_id[id] for id in order]
+
+
+def _sort(computation: Any) -> None:
+    """Put each instruction behind its operands, otherwise in the order in which they stand.
+
+    Raises `Refusal` where control dependencies leave no such order.
+    """
+    by_id = {i.id: i for i in computation.instructions}
+    order: dict[int, None] = {}
+    begun: set[int] = set()
+    for instruction in computation.instructions:
+        stack = [instruction.id]
+        while stack:
+            top = by_id[stack[-1]]
+            needed = [*top.operand_ids, *top.control_predecessor_ids]
+            missing = [n for n in needed if n not in order]
+            if top.id in order or not missing:
+                order.setdefault(stack.pop())
+                continue
+            if top.id in begun:
+                raise Refusal(
+                    f"{top.name} ({top.opcode}) has control dependencies that allow no other order"
+                )
+            begun.add(top.id)
+            stack += missing
+    ordered = [HloInstructionProto.FromString(by_id[n].SerializeToString()) for n in order]
+    del computation.instructions[:]
+    computation.instructions.extend(ordered)
 
 
 def needed_by(instruction: Instruction) -> tuple[Instruction, ...]:

@@ -97,6 +97,11 @@ class Pieces:
         b.finish(b.tuple(b.elements(b.parameter(tuple_shape(shapes)))))
         return b
 
+    @property
+    def taken_in(self) -> list[int]:
+        """The positions of the carry on which the input of a new microbatch depends."""
+        return sorted({self.reads[r] for r in self._read(self.first)[0]})
+
     def takes_in(self) -> Any:
         """A function that emits the input of a stage: that of a new microbatch, or the received values."""
         passed = [v.shape for v in self.first]
@@ -113,12 +118,30 @@ class Pieces:
 
         return emit
 
-    def goes_forward(self) -> Any:
-        """A function that emits the carry after one more iteration of the written loop, or unchanged."""
+    def always_forward(self) -> Any:
+        """A function that emits the carry after one more iteration of the written loop."""
+        changing, goes, reads = self._forward()
+        shape = tuple_shape([self.shapes[n] for n in changing])
+
+        def emit(
+            b: Builder, carry: dict[int, Any], device: Any, ys: Sequence[Any]
+        ) -> dict[int, Any]:
+            own = b.tuple([*ys, *(device if n < 0 else carry[n] for n in reads)])
+            called = b.add("call", shape, [own], called_computation_ids=[goes.id])
+            return carry | dict(zip(changing, b.elements(called), strict=True))
+
+        return emit
+
+    def _forward(self) -> tuple[list[int], Builder, list[int]]:
+        """The positions of the carry that change, what computes them, and the positions that it reads."""
         changing = [n for n in self.needed if n not in self.unchanged]
         wanted = [self.body.root.operands[n] for n in changing]
         passed = [v.shape for v in self.first]
-        goes, reads = self._piece("interleaved.goes_forward", wanted, passed)
+        return changing, *self._piece("interleaved.goes_forward", wanted, passed)
+
+    def goes_forward(self) -> Any:
+        """A function that emits the carry after one more iteration of the written loop, or unchanged."""
+        changing, goes, reads = self._forward()
         shapes = [self.shapes[n] for n in changing]
         stays = self._identity("interleaved.stays", shapes)
 

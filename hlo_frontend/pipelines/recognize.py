@@ -51,6 +51,13 @@ def find(
     Raises `Refusal`, which names the loop, if one of them is no pipeline, and `GaveUpError` if the program is
     too large.
     """
+    return [part.pipeline() for part in analyzed(entry, nodes, num_replicas, num_partitions)[1]]
+
+
+def analyzed(
+    entry: BlockGraph, nodes: Sequence[Node], num_replicas: int, num_partitions: int
+) -> tuple[Followed, list[Part]]:
+    """The same as `find` gives, with the loops as they were followed."""
     if num_replicas > 1:
         with about(nodes[0].instruction.name):
             raise Refusal("pipelines over replicas are not interleaved, only those over partitions")
@@ -83,7 +90,7 @@ def find(
             _check_groups(part)
             find_sums(followed, part, num_partitions)
     check_alone(entry, parts, num_replicas, num_partitions)
-    return [part.pipeline() for part in parts]
+    return followed, parts
 
 
 def _check_body(node: Node) -> None:

@@ -88,7 +88,7 @@ def rewritten(
     entry: Builder | None = None
     done: dict[str, _New] = {}
     found: list[Rewritten] = []
-    wanted = _wanted_by_others(editor, module, pipelines)
+    wanted = wanted_by_others(editor, module, pipelines)
     placed: dict[tuple[str, tuple[int, ...]], Any] = {}
     for pipeline, table in zip(pipelines, tables, strict=True):
         with about(pipeline.loop.name):
@@ -103,7 +103,7 @@ def rewritten(
     return editor.finish(), found
 
 
-def _wanted_by_others(
+def wanted_by_others(
     editor: Editor, module: Module, pipelines: Sequence[Pipeline]
 ) -> dict[str, set[int]]:
     """For each loop: positions of its carry that are read behind it, also by rewritten loops."""
@@ -267,7 +267,7 @@ class _Loop:
         return found if isinstance(found, Kept) else None
 
     def _weights(self, found: Constant, shape: Any) -> Any:
-        inner, inits = _computed_by(found)
+        inner, inits = computed_by(found)
         key = (_source(found, inits).name, tuple(shape.dimensions))
         if key not in self.placed:
             self.placed[key] = self.mover.placed(found.value, inner, inits, shape)
@@ -275,7 +275,7 @@ class _Loop:
 
     def _shared(self, found: Constant, shape: Any) -> Any:
         """A value that all layers of a stage share, in the entry computation. Raises `Refusal`."""
-        inner, inits = _computed_by(found)
+        inner, inits = computed_by(found)
         classes = {read: self.sameness.of(init) for read, init in inits.items()}
         for instruction in inner:
             classes[instruction] = self.sameness.step(instruction, classes)
@@ -286,12 +286,12 @@ class _Loop:
                 "that is replicated over the stages"
             )
         env = {read: init.proto for read, init in inits.items()}
-        return _shaped(self.entry, self.entry.clone([found.value], env)[found.value], shape)
+        return shaped(self.entry, self.entry.clone([found.value], env)[found.value], shape)
 
     def _put_back(self, total: Any, carry: int) -> Any:
         """A sum of the new loop, which is by slices, in the form in which the written loop gives it."""
         moved = self.mover.put_back(total)
-        return _shaped(self.entry, moved, self.loop.shape.tuple_shapes[carry])
+        return shaped(self.entry, moved, self.loop.shape.tuple_shapes[carry])
 
     # The new loop.
 
@@ -330,7 +330,7 @@ class _Loop:
         if self.pipeline.plus:
             seam = b.is_one(at(table.seams(self.chunks)))
             received = [
-                b.select(seam, _without_sign_of_zero(b, r), r) if i in self.pipeline.plus else r
+                b.select(seam, without_sign_of_zero(b, r), r) if i in self.pipeline.plus else r
                 for i, r in zip(layers.passed, received, strict=True)
             ]
         names = _Names()
@@ -351,9 +351,9 @@ class _Loop:
                      for i, x in zip(layers.passed, xs, strict=True) if i in now.banks}  # fmt: skip
             for i, bank in now.banks.items():
                 if i in begun:
-                    now.banks[i] = _put(b, bank, begun[i], [row, slot])
+                    now.banks[i] = put(b, bank, begun[i], [row, slot])
                 else:
-                    now.banks[i] = _put(b, bank, given[i], [row, first])
+                    now.banks[i] = put(b, bank, given[i], [row, first])
                 names.kept[i] = now.banks[i].name
         for i, total in now.sums.items():
             zeros = [b.constant(0)] * (len(total.shape.dimensions) - 1)
@@ -454,7 +454,7 @@ class _Parts:
         )  # fmt: skip
 
 
-def _computed_by(found: Constant) -> tuple[Sequence[Instruction], dict[Instruction, Instruction]]:
+def computed_by(found: Constant) -> tuple[Sequence[Instruction], dict[Instruction, Instruction]]:
     """The instructions that compute a constant in its loop's body, and the initial values that they read."""
     if found.loop is None:
         return [], {found.value: found.value}
@@ -476,13 +476,13 @@ def _only_reshapes(instruction: Instruction) -> bool:
     return instruction.opcode in ("reshape", "copy")
 
 
-def _shaped(b: Builder, value: Any, shape: Any) -> Any:
+def shaped(b: Builder, value: Any, shape: Any) -> Any:
     if list(value.shape.dimensions) == list(shape.dimensions):
         return value
     return b.reshape(value, list(shape.dimensions))
 
 
-def _without_sign_of_zero(b: Builder, value: Any) -> Any:
+def without_sign_of_zero(b: Builder, value: Any) -> Any:
     """The value plus positive zeros, in a form that no simplification removes."""
     zeros = b.zeros(value.shape)
     shape = resized(array_shape("pred"), value.shape.dimensions)
@@ -490,7 +490,7 @@ def _without_sign_of_zero(b: Builder, value: Any) -> Any:
     return b.add("select", value.shape, [is_zero, zeros, value])
 
 
-def _put(b: Builder, array: Any, part: Any, starts: Sequence[Any]) -> Any:
+def put(b: Builder, array: Any, part: Any, starts: Sequence[Any]) -> Any:
     """Write ``part`` into an array that has more dimensions."""
     rank = len(array.shape.dimensions)
     ones = [1] * (rank - len(part.shape.dimensions))
@@ -499,7 +499,7 @@ def _put(b: Builder, array: Any, part: Any, starts: Sequence[Any]) -> Any:
 
 
 def _stored(b: Builder, room: Any, value: Any, place: Any) -> Any:
-    return _put(b, room, value, [place])
+    return put(b, room, value, [place])
 
 
 def _fetched(b: Builder, room: Any, place: Any, shape: Any) -> Any:

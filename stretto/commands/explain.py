@@ -15,6 +15,7 @@ from stretto.collectives.order import Schedule, certificate
 from stretto.collectives.types import TensorType
 from stretto.hlo_frontend.collectives import NEVER
 from stretto.hlo_frontend.compile import CompiledModule
+from stretto.hlo_frontend.interleaved import Scheduled
 from stretto.hlo_frontend.iterations import LAST
 from stretto.hlo_frontend.overlap.apply import OverlapPolicy
 from stretto.hlo_frontend.overlap.costs import CostTable
@@ -107,6 +108,7 @@ def explain_program(
     by_name = {(c.name, str(c.kind)): c for c in program.collectives}
     later = _awaited_later(program)
     called = {program.collectives[i].name for s in program.segments for i in s.sites}
+    runs = {s.loop: s.runs for s in compiled.interleaved if isinstance(s, Scheduled)}
     return {
         "name": program.name,
         "replicas": program.num_replicas,
@@ -124,7 +126,9 @@ def explain_program(
             for entry in _entries(compiled.schedule, by_name, tokens, [])
         ],
         "compute": asdict(work(program)),
-        "loops": [asdict(loop) for loop in compiled.valid.loops],
+        "loops": [
+            asdict(loop) | {"runs": runs.get(loop.name, ())} for loop in compiled.valid.loops
+        ],
         "interleaved": [asdict(i) | {"text": i.describe()} for i in compiled.interleaved],
         "rewrites": [asdict(rewrite) for rewrite in compiled.rewrites],
         "walked": dict(getattr(compiled, "walked", ())),
@@ -275,7 +279,10 @@ def _line(c: dict[str, Any]) -> str:
 
 
 def loop_lines(loop: dict[str, Any]) -> list[str]:
-    """A loop with transfers: what of them is sent, and devices x iterations, hollow where nobody reads."""
+    """A loop with transfers: what of them is sent, and devices x iterations, hollow where nobody reads.
+
+    In the loop of a schedule runs forwards are F, backwards B.
+    """
     name = f"loop %{loop['name']}{' at ' + loop['source'] if loop['source'] else ''}"
     if loop["why"]:
         return [
@@ -285,12 +292,14 @@ def loop_lines(loop: dict[str, Any]) -> list[str]:
         f"{name}: {loop['sent']} of {loop['transfers']} messages are sent in {loop['trips']} iterations, "
         f"{loop['idle']:.0%} of the arithmetic is read by nobody"
     ]
-    if not loop["busy"] or loop["trips"] > MOST_CELLS:
+    rows = loop.get("runs") or [
+        "".join("■" if busy else "□" for busy in row) for row in loop["busy"]
+    ]
+    if not rows or loop["trips"] > MOST_CELLS:
         return lines
-    for device, row in enumerate(loop["busy"][:MOST_ROWS]):
-        lines.append(f"  {device:>4} " + "".join("■" if busy else "□" for busy in row))
-    if len(loop["busy"]) > MOST_ROWS:
-        lines.append(f"       … {len(loop['busy']) - MOST_ROWS} more devices")
+    lines += [f"  {device:>4} {row}" for device, row in enumerate(rows[:MOST_ROWS])]
+    if len(rows) > MOST_ROWS:
+        lines.append(f"       … {len(rows) - MOST_ROWS} more devices")
     return lines
 
 

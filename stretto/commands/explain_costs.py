@@ -45,6 +45,7 @@ def schedule_file(data: bytes, costs_file: str, num_devices: int, *, rewrites: b
             rewrites=rewrites,
             valid=ValidPolicy.of(own),
             interleave=own.interleave,
+            schedule=own.schedule,
             parsed=module,
         )
         return json.dumps(to_json(found))

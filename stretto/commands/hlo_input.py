@@ -9,7 +9,7 @@ from functools import cache
 
 from stretto.collectives.order import CommonOrder, Schedule
 from stretto.hlo_frontend.compile import CompiledModule, compile_hlo
-from stretto.hlo_frontend.interleaved import Interleaved
+from stretto.hlo_frontend.interleaved import Interleaved, Scheduled
 from stretto.hlo_frontend.overlap.apply import OverlapPolicy
 from stretto.hlo_frontend.passes.bytes import Rewrite
 from stretto.hlo_frontend.passes.valid import ValidPolicy, ValidReport
@@ -28,7 +28,7 @@ class CompiledFile:
 
     ``policy``: how valid iterations were found, and ``valid`` what was. ``rewrites``: what became of
     collectives, where that was asked for; ``rewritten`` is its digest. ``interleave``: chunks of layers that
-    pipelines were to have, and ``interleaved`` what became of them.
+    pipelines were to have, ``pipeline_schedule`` their schedule, and ``interleaved`` what became of them.
     """
 
     source: HloSource
@@ -41,7 +41,8 @@ class CompiledFile:
     rewrites: tuple[Rewrite, ...] = ()
     rewritten: bytes = b""
     interleave: int = 1
-    interleaved: tuple[Interleaved, ...] = ()
+    pipeline_schedule: str = "gpipe"
+    interleaved: tuple[Interleaved | Scheduled, ...] = ()
 
     def with_order(self, order: CommonOrder) -> Program:
         """The program with its collectives in another order; see `CompiledModule`."""
@@ -60,6 +61,7 @@ class CompiledFile:
             rewrites=rewrites,
             valid=self.policy,
             interleave=self.interleave,
+            schedule=self.pipeline_schedule,
         )
 
 
@@ -104,7 +106,7 @@ def compile_file(
     ``guarded``: in a forked process, so that input which crashes XLA raises `InvalidProgramError`.
     """
     pseudo_tokens = options.in_force().pseudo_tokens
-    chunks = options.in_force().interleave
+    chunks, schedule = options.in_force().interleave, options.in_force().schedule
     how = policy or ValidPolicy.of(options.in_force())
     dumps = _dumps(options.in_force().dump, rank)
     dump = None if dumps is None else dumps.program()
@@ -119,6 +121,7 @@ def compile_file(
             rewrites=rewrites,
             valid=how,
             interleave=chunks,
+            schedule=schedule,
             overlap=overlap,
             dump=dump,
         )
@@ -134,6 +137,7 @@ def compile_file(
             compiled.rewrites,
             compiled.rewritten,
             chunks,
+            schedule,
             compiled.interleaved,
         )
 

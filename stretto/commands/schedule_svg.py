@@ -1,7 +1,8 @@
 """The schedule of a program's loops as a picture: devices x iterations, bubbles hollow.
 
 One self-contained SVG (https://www.w3.org/TR/SVG11/): for each loop a caption, a row for each device and a
-cell for each iteration, filled where what the device computes is read. All devices and iterations are drawn.
+cell for each iteration, filled where what the device computes is read. In the loop of a schedule the colour
+of a cell says whether a device runs a microbatch forwards or backwards. All devices and iterations are drawn.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ def svg(loops: Sequence[dict[str, Any]], captions: Sequence[str]) -> str:
     parts: list[str] = []
     width, top = 200.0, TOP
     for loop, caption in zip(loops, captions, strict=True):
-        rows = loop["busy"]
+        rows = [["" if run == "." else run for run in row] for row in loop.get("runs", ())]
+        rows = rows or [["busy" if busy else "" for busy in row] for row in loop["busy"]]
         height = LINE * 2 + STEP * len(rows)
         parts.append(f'<g class="loop" transform="translate(8,{top})">')
         parts += _loop(rows, caption)
@@ -36,7 +38,8 @@ def svg(loops: Sequence[dict[str, Any]], captions: Sequence[str]) -> str:
             '<?xml version="1.0" encoding="UTF-8"?>',
             f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{top}" '
             f'viewBox="0 0 {width:.0f} {top}" font-family="sans-serif" font-size="12">',
-            "<style>rect{stroke:#1f6feb;stroke-width:1} .busy{fill:#1f6feb} .idle{fill:none} "
+            "<style>rect{stroke:#1f6feb;stroke-width:1} .busy,.F{fill:#1f6feb} .B{fill:#e8a33d} "
+            ".idle{fill:none} "
             ".axis{fill:#57606a;font-size:10px}</style>",
             *parts,
             "</svg>",
@@ -45,7 +48,11 @@ def svg(loops: Sequence[dict[str, Any]], captions: Sequence[str]) -> str:
     )
 
 
-def _loop(rows: Sequence[Sequence[bool]], caption: str) -> Iterator[str]:
+NAMES = {"F": ", forwards", "B": ", backwards"}
+
+
+def _loop(rows: Sequence[Sequence[str]], caption: str) -> Iterator[str]:
+    """``rows``: by device and iteration, the class of a cell, empty where it is idle."""
     printable = "".join(
         c if c.isprintable() else "?" for c in caption
     )  # XML has no control characters
@@ -53,12 +60,11 @@ def _loop(rows: Sequence[Sequence[bool]], caption: str) -> Iterator[str]:
     for device, row in enumerate(rows):
         y = LINE + STEP * device
         yield f'<g class="device"><text x="0" y="{y + 12}" class="axis">{device}</text>'
-        for iteration, busy in enumerate(row):
+        for iteration, kind in enumerate(row):
             x = LEFT + STEP * iteration
-            kind = "busy" if busy else "idle"
             yield (
-                f'<rect class="{kind}" x="{x}" y="{y}" width="{CELL}" height="{CELL}" rx="2">'
-                f"<title>device {device}, iteration {iteration}</title></rect>"
+                f'<rect class="{kind or "idle"}" x="{x}" y="{y}" width="{CELL}" height="{CELL}" rx="2">'
+                f"<title>device {device}, iteration {iteration}{NAMES.get(kind, '')}</title></rect>"
             )
         yield "</g>"
     if rows:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from stretto.hlo_frontend.interleaved import SCHEDULES
 from stretto.hlo_frontend.own_options import OwnOptions, split
+from stretto.hlo_frontend.pipelines import slots
 from stretto.hlo_frontend.schema import CompileOptionsProto
+from stretto.runtime import options as runtime_options
 from stretto.runtime.errors import InvalidProgramError
 
 
@@ -31,6 +34,19 @@ def test_own_options_are_taken_out(value):
     assert (own, names_xla) == (OwnOptions(interleave=3), True)
     assert left == options(xla_dump_to="there")
     assert split(options(stretto_interleave=value))[1:] == (options(), False)
+
+
+def test_schedules_have_one_list():
+    assert SCHEDULES == runtime_options.SCHEDULES == ("gpipe", *slots.SCHEDULES)
+
+
+def test_a_schedule_is_taken_out():
+    own, left, _ = split(options(stretto_schedule="1f1b", stretto_interleave=1))
+    assert (own, left) == (OwnOptions(interleave=1, schedule="1f1b"), options())
+    with pytest.raises(
+        InvalidProgramError, match="stretto_schedule is 'pipedream': expected one of gpipe, 1f1b"
+    ):
+        split(options(stretto_schedule="pipedream"))
 
 
 @pytest.mark.parametrize("value", [0, -2, "two", True, ""])

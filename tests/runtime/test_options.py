@@ -35,6 +35,8 @@ def test_every_variable_sets_its_field() -> None:
         "rewrite": ("0", False),
         "trace": ("folder", "folder"),
         "interleave": ("3", 3),
+        "schedule": ("1f1b", "1f1b"),
+        "share_compiled": ("0", False),
         "dump": ("stages", "stages"),
     }
     assert texts_and_values.keys() == VARIABLES.keys()

@@ -1,0 +1,501 @@
+"""Rewrites a step of training into one loop, in which each device takes turns forwards and backwards.
+
+The body of the new loop has two conditionals, one for a run of the stage's layers forwards and one backwards.
+In each iteration a device takes at most one of them (`slots`), and sends what it gives to the next stage or
+to the one before. What the layers keep for the backward run is put into a row of a *bank*, which has as many
+rows as microbatches are alive at a time; it is written and read in place.
+
+- A microbatch enters on the first stage as in the written loop: the written body's computation of it, for the
+  numbers that the written loop's carry has in that iteration (`training`).
+- On the last stage, the written computation of what the backward pass begins with is done for one row
+(`rows`).
+- Gradients are added to their sums in the backward run, in the order of the microbatches as it is written.
+- What the last stages of both passes give is put away by microbatch. Behind the loop, the rest of both
+  written bodies is done iteration by iteration with it (*replayed*): so outputs, losses and whatever else
+  they collect are made in the written order.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from ..builder import array_shape, resized, tuple_shape
+from ..graph import Instruction, Module, leaf_types
+from .chunk import LayerRun, again, entry_of, stacks_of
+from .constants import Constant
+from .emit import Builder, Editor, slice_of
+from .parts import Kept, Pipeline, Recomputed
+from .pieces import Pieces
+from .refusal import Refusal, about
+from .rewrite import computed_by, put, shaped, wanted_by_others, without_sign_of_zero
+from .slots import NONE, Slots
+from .training import Training, dependents, summed_alone, unchanging
+from .weights import permute
+
+SCALAR = "s32"
+
+
+@dataclass(frozen=True)
+class Replay:
+    """A loop behind the new one, by names: itself, where it reads a row of what the last stage gave, and
+    where it takes that or zeros."""
+
+    loop: str
+    rows: tuple[str, ...]
+    taken: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Names:
+    """The new loop, by the names of what is in it, for `merged_verify`.
+
+    ``takes_in``, ``forward``, ``turns`` and ``backward`` are conditionals in its body, in this order.
+    ``taken``: the positions in the written loop's carry of what ``takes_in`` is given. ``held``,
+    ``held_back``: how many operands of the layers ``forward`` and ``backward`` are given, which do not
+    change; ``banks``: how many banks.
+    ``replays``: the loops behind it, if there are any.
+    """
+
+    loop: str
+    takes_in: str
+    forward: str
+    turns: str
+    backward: str
+    taken: tuple[int, ...]
+    held: int
+    held_back: int
+    banks: int
+    replays: tuple[Replay | None, Replay | None]
+
+
+class _Carry:
+    """The carry of a loop: lists of values by name, in one tuple."""
+
+    def __init__(self, parts: Mapping[str, Sequence[Any]]) -> None:
+        self.names = {name: len(values) for name, values in parts.items()}
+
+    def named(self, values: Sequence[Any]) -> dict[str, list[Any]]:
+        left = iter(values)
+        return {name: [next(left) for _ in range(n)] for name, n in self.names.items()}
+
+    def first(self, name: str) -> int:
+        """The position of the first value with this name."""
+        names = list(self.names)
+        return sum(self.names[n] for n in names[: names.index(name)])
+
+
+def merged(module: Module, step: Training, slots: Slots, num_devices: int) -> tuple[bytes, Names]:
+    """The module with one loop in place of the step's two. Raises `Refusal`, which names one of them."""
+    editor = Editor(module)
+    wanted = wanted_by_others(editor, module, [step.forward, step.backward])
+    with about(step.backward.loop.name):
+        names = _Merged(editor, step, slots, num_devices, wanted).rewritten()
+    return editor.finish(), names
+
+
+class _Merged:
+    """Rewrites one step. ``wanted``: by loop, the positions of its carry that are read behind it."""
+
+    def __init__(
+        self, editor: Editor, step: Training, slots: Slots, num_devices: int,
+        wanted: Mapping[str, set[int]],
+    ) -> None:  # fmt: skip
+        self.editor, self.step, self.slots, self.num_devices = editor, step, slots, num_devices
+        self.there, self.back = step.forward, step.backward
+        self.pieces = Pieces(editor, self.there, wanted[self.there.loop.name])
+        self.pieces_back = Pieces(editor, self.back, wanted[self.back.loop.name])
+        self.entry = editor.replace(self.there.loop)
+        self.entry.metadata = self.there.loop.proto.metadata
+        self.device = self.entry.add("partition-id", array_shape("u32"))
+        self.count = self.there.microbatches
+        self.dependents = dependents(self.there.loop)
+        self._env = self._before()
+        self.stage_of = np.zeros(num_devices, np.int32)
+        for group in self.there.groups:
+            self.stage_of[list(group)] = range(len(group))
+        kept = sorted({w.leaf for w in self.back.kept})
+        self.stacks = [i for i in kept if i in self.there.layers.stacked]
+        self.begun = [i for i in kept if i in self.there.layers.passed]
+
+    # Values of the entry computation.
+
+    def _before(self) -> dict[Instruction, Any]:
+        """What is there before the forward loop: instructions of the entry that do not come from it, and its
+        results that it does not change."""
+        loop = self.there.loop
+        after = {loop}
+        for instruction in loop.computation.instructions:
+            if any(o in after for o in instruction.operands):
+                after.add(instruction)
+        env = {i: i.proto for i in loop.computation.instructions if i not in after}
+        for instruction, init in unchanging(loop).items():
+            if init in env:
+                env[instruction] = env[init]
+        return env
+
+    def _at_entry(self, instruction: Instruction) -> Any:
+        if instruction in self.dependents:
+            raise Refusal(
+                f"the backward pass reads {instruction.describe()}, which depends on the forward pass of all "
+                "microbatches"
+            )
+        for inner in slice_of([instruction], self._env):
+            scalar = summed_alone(inner)
+            if scalar is not None:
+                own = self.entry.copy(inner.operands[0], [self._at_entry(scalar)])
+                own.shape.CopyFrom(inner.shape)
+                self._env[inner] = own
+        return self.entry.clone([instruction], self._env)[instruction]
+
+    def _constant(self, found: Constant, shape: Any) -> Any:
+        """What the layers take, in the entry computation."""
+        inner, inits = computed_by(found)
+        if found.loop is None:
+            return shaped(self.entry, self._at_entry(found.value), shape)
+        env = {read: self._at_entry(init) for read, init in inits.items()
+               if read is found.value or any(read in i.operands for i in inner)}  # fmt: skip
+        env |= {i: self.device for i in inner if i.opcode == "partition-id"}
+        return shaped(self.entry, self.entry.clone([found.value], env)[found.value], shape)
+
+    def _held(self, pipeline: Pipeline) -> dict[int, Any]:
+        """Operands of a pipeline's layers that do not change, with the keys of `chunk`."""
+        given = pipeline.layers.loop.operands[0].operands
+        constants = {
+            i: w for i, w in [*pipeline.weights.items(), *pipeline.shared.items()]
+            if isinstance(w, Constant)
+        }  # fmt: skip
+        held = {i: self._constant(c, given[i].shape) for i, c in constants.items()}
+        if pipeline.again is not None:
+            given = pipeline.again.layers.loop.operands[0].operands
+            for i, c in [*pipeline.again.weights.items(), *pipeline.again.shared.items()]:
+                held[again(i)] = self._constant(c, given[i].shape)
+        return held
+
+    # The new loop.
+
+    def rewritten(self) -> Names:
+        entry, there, back = self.entry, self.there, self.back
+        if there.kept or there.again is not None:
+            raise Refusal("the forward pass reads what layers of another pipeline keep")
+        self.held, self.held_back = self._held(there), self._held(back)
+        init = there.loop.operands[0].operands
+        # The others are not read when a microbatch begins, or do not change: they are the initial values.
+        self.taken = [n for n in self.pieces.taken_in if n not in self.step.known]
+        rows = [b.rows for b in self.step.begins.values() if b.rows is not None]
+        self.others = list(dict.fromkeys(v for r in rows for v in r.held))
+        whole, whole_back = (p.layers.loop.shape.tuple_shapes for p in (there, back))
+        self.passed = {i: whole[i] for i in there.layers.passed}
+        self.passed_back = {i: whole_back[i] for i in back.layers.passed}
+        count = self.slots.rows
+        self.bank_shapes = {
+            i: resized(whole[i], [count, *[1] * (i in self.begun), *whole[i].dimensions])
+            for i in [*self.stacks, *self.begun]
+        }
+        self.sum_shapes = {i: whole_back[i] for i in back.sums}
+        start = {
+            "counter": [entry.constant(0)],
+            "received": [entry.zeros(s) for s in self.passed.values()],
+            "received back": [entry.zeros(s) for s in self.passed_back.values()],
+            "banks": [entry.zeros(s) for s in self.bank_shapes.values()],
+            "ends": [entry.zeros(self._by_microbatch(s)) for s in self.passed.values()],
+            "ends back": [entry.zeros(self._by_microbatch(s)) for s in self.passed_back.values()],
+            "sums": [entry.zeros(s) for s in self.sum_shapes.values()],
+            "held": list(self.held.values()),
+            "held back": list(self.held_back.values()),
+            "taken": [init[n].proto for n in self.taken],
+            "others": [self._at_entry(v) for v in self.others],
+        }
+        self.carry = _Carry(start)
+        carried = entry.tuple([v for values in start.values() for v in values])
+        body, names = self._body(carried.shape)
+        done = self._while(entry, carried, body, self.slots.iterations)
+        after = self.carry.named(entry.elements(done))
+        numbers = [self.step.order.index(m) for m in range(self.count)]
+        results, replay = self._replayed(self.pieces, there, after["ends"], numbers)
+        entry.stand_in(results)
+        entry.go_on_to(back.loop)
+        results, replay_back = self._replayed(
+            self.pieces_back, back, after["ends back"], list(range(self.count))
+        )
+        for total, carry in zip(after["sums"], back.sums.values(), strict=True):
+            results[carry] = shaped(entry, total, back.loop.shape.tuple_shapes[carry])
+        entry.stand_in(results)
+        return Names(
+            done.name, *names, tuple(self.pieces.taken_in), len(self.held), len(self.held_back),
+            len(self.bank_shapes), (replay, replay_back),
+        )  # fmt: skip
+
+    def _by_microbatch(self, shape: Any) -> Any:
+        return resized(shape, [self.count, *shape.dimensions])
+
+    def _while(self, b: Builder, carried: Any, body: Builder, trips: int) -> Any:
+        """A loop whose carry begins with a counter."""
+        c = self.editor.computation("schedule.condition")
+        i = c.element(c.parameter(carried.shape), 0)
+        less = [i, c.constant(trips)]
+        c.finish(c.add("compare", array_shape("pred"), less, comparison_direction="LT"))
+        config = {"known_trip_count": {"n": str(trips)}}
+        return b.add(
+            "while", carried.shape, [carried], called_computation_ids=[body.id, c.id],
+            backend_config=json.dumps(config).encode(),
+        )  # fmt: skip
+
+    def _body(self, carried: Any) -> tuple[Builder, tuple[str, str, str, str]]:
+        slots = self.slots
+        takes_in, forward, backward = self.pieces.takes_in(), self._forward(), self._backward()
+        turns = self._turns()
+        b = self.editor.computation("schedule.body")
+        b.metadata = self.there.loop.proto.metadata
+        now = self.carry.named(b.elements(b.parameter(carried)))
+        (counter,) = now["counter"]
+        device = b.add("partition-id", array_shape("u32"))
+        stage = b.lookup(self.stage_of, [device])
+
+        def at(table: np.ndarray) -> Any:
+            return b.lookup(np.ascontiguousarray(table, np.int32), [stage, counter])
+
+        one = np.arange(slots.stages)[:, None]
+        runs, runs_back = slots.forward != NONE, slots.backward != NONE
+        k, k_back = at(np.maximum(slots.forward, 0)), at(np.maximum(slots.backward, 0))
+        received = [
+            without_sign_of_zero(b, r) if i in self.there.plus else r
+            for i, r in zip(self.passed, now["received"], strict=True)
+        ]
+        taken: dict[int, Any] = dict(zip(self.taken, now["taken"], strict=True))
+        for n, known in self.step.known.items():
+            number = b.lookup(known, [b.convert(device, array_shape(SCALAR)), k])
+            taken[n] = b.convert(number, self.there.loop.shape.tuple_shapes[n])
+        enters = b.is_one(at(runs & (one == 0)))
+        name_in, xs = takes_in(b, enters, taken, device, received)
+        zero = b.constant(0)
+        name, made = _chosen(
+            b, b.is_one(at(runs)), forward,
+            [zero, zero, at(slots.puts), k, *xs, *now["held"]], [*now["banks"], *now["ends"]],
+            list(self.passed.values()),
+        )  # fmt: skip
+        ys = made[: len(xs)]
+        banks = made[len(xs) : len(xs) + len(now["banks"])]
+        ends = made[len(xs) + len(now["banks"]) :]
+        received = [
+            without_sign_of_zero(b, r) if i in self.back.plus else r
+            for i, r in zip(self.passed_back, now["received back"], strict=True)
+        ]
+        begins = b.is_one(at(runs_back & (one == slots.stages - 1)))
+        name_turn, dys = turns(b, begins, [k_back, *ends, *now["others"]], received)
+        name_back, made = _chosen(
+            b, b.is_one(at(runs_back)), backward,
+            [zero, zero, at(slots.takes), k_back, *dys, *now["held back"], *banks],
+            [*now["ends back"], *now["sums"]], list(self.passed_back.values()),
+        )  # fmt: skip
+        dxs = made[: len(dys)]
+        ends_back = made[len(dys) : len(dys) + len(now["ends back"])]
+        sums = made[len(dys) + len(now["ends back"]) :]
+        pairs = sorted(pair for g in self.there.groups for pair in pairwise(g))
+        sent = [permute(b, y, pairs) for y in ys]
+        sent_back = [permute(b, dx, sorted((t, s) for s, t in pairs)) for dx in dxs]
+        following = {
+            **now, "counter": [b.add("add", array_shape(SCALAR), [counter, b.constant(1)])],
+            "received": sent, "received back": sent_back, "banks": banks, "ends": ends,
+            "ends back": ends_back, "sums": sums,
+        }  # fmt: skip
+        b.finish(b.tuple([v for name in self.carry.names for v in following[name]]))
+        return b, (name_in, name, name_turn, name_back)
+
+    def _forward(self) -> Builder:
+        """A run forwards: gives the layers' values, the banks and what the last stages give."""
+        layers, scalar = self.there.layers, array_shape(SCALAR)
+        held = {i: v.shape for i, v in self.held.items()}
+        stacks = {i: self.bank_shapes[i] for i in self.stacks}
+        run = LayerRun(
+            self.editor, layers, layers.count, self.passed | held, stacks, (), (), self.stacks
+        )
+        ends = [self._by_microbatch(s) for s in self.passed.values()]
+        b = self.editor.computation("schedule.forward")
+        shapes = [scalar] * 4 + [*self.passed.values(), *held.values()]
+        values = b.elements(b.parameter(tuple_shape([*shapes, *self.bank_shapes.values(), *ends])))
+        start, first, row, k, *rest = values
+        keys = [*self.passed, *held]
+        parts = dict(zip(keys, rest, strict=False))
+        banks = dict(zip(self.bank_shapes, rest[len(keys) :], strict=False))
+        ends = rest[len(keys) + len(banks) :]
+        zero = b.constant(0)
+        for i in self.begun:
+            banks[i] = put(b, banks[i], parts[i], [row, zero])
+        done = run.emit(b, parts | {i: banks[i] for i in self.stacks}, start, first, row)
+        banks |= {i: done[i] for i in self.stacks}
+        ys = [done[i] for i in self.passed]
+        ends = [put(b, e, y, [k]) for e, y in zip(ends, ys, strict=True)]
+        b.finish(b.tuple([*ys, *banks.values(), *ends]))
+        return b
+
+    def _backward(self) -> Builder:
+        """A run backwards: gives the layers' values, what the last stages give, and the sums."""
+        layers, before, scalar = self.back.layers, self.back.again, array_shape(SCALAR)
+        size, weights = layers.count, self.back.weights
+        kept = {i: w.leaf for i, w in weights.items() if isinstance(w, Kept)}
+        cut = {i: w.leaf for i, w in weights.items() if isinstance(w, Recomputed)}
+        held = {i: v.shape for i, v in self.held_back.items()}
+        own = {i: s for i, s in held.items() if i >= 0}
+        own |= {i: self.bank_shapes[leaf] for i, leaf in kept.items()}
+        first_run = None
+        if before is not None:
+            whole = before.layers.loop.shape.tuple_shapes
+            given = {i: held[again(i)] for i in [*before.weights, *before.shared]}
+            given |= {i: whole[i] for i in before.inputs}
+            leaves = sorted(set(cut.values()))
+            first_run = LayerRun(
+                self.editor,
+                before.layers,
+                size,
+                given,
+                stacks_of(before.layers, leaves, size),
+                (),
+                (),
+            )
+            own |= {i: first_run.stacks[leaf] for i, leaf in cut.items()}
+        stacks = stacks_of(layers, list(self.back.sums), size)
+        run = LayerRun(
+            self.editor, layers, size, self.passed_back | own, stacks, list(kept), list(cut)
+        )
+        b = self.editor.computation("schedule.backward")
+        ends = [self._by_microbatch(s) for s in self.passed_back.values()]
+        shapes = [scalar] * 4 + [*self.passed_back.values(), *held.values()]
+        shapes += [*self.bank_shapes.values(), *ends, *self.sum_shapes.values()]
+        start, first, row, k, *rest = b.elements(b.parameter(tuple_shape(shapes)))
+        left = iter(rest)
+        parts = {i: next(left) for i in [*self.passed_back, *held]}
+        banks = {i: next(left) for i in self.bank_shapes}
+        ends = [next(left) for _ in ends]
+        sums = {i: next(left) for i in self.sum_shapes}
+        parts |= {i: banks[leaf] for i, leaf in kept.items()}
+        if before is not None and first_run is not None:
+            begin = {i: entry_of(b, banks[w.leaf], [row, b.constant(0)])
+                     for i, w in before.inputs.items()}  # fmt: skip
+            begin |= {i: parts[again(i)] for i in [*before.weights, *before.shared]}
+            made = first_run.emit(b, begin, start, first, row)
+            parts |= {i: made[leaf] for i, leaf in cut.items()}
+        done = run.emit(b, {i: p for i, p in parts.items() if i >= 0}, start, first, row)
+        dxs = [done[i] for i in self.passed_back]
+        ends = [put(b, e, dx, [k]) for e, dx in zip(ends, dxs, strict=True)]
+        sums = {i: b.add("add", s.shape, [s, done[i]]) for i, s in sums.items()}
+        b.finish(b.tuple([*dxs, *ends, *sums.values()]))
+        return b
+
+    def _turns(self) -> Any:
+        """A function that emits the input of a stage backwards: on the last one, what the backward pass
+        begins with, for the microbatch whose forward run has ended; the received values on others."""
+        passed = list(self.passed_back.values())
+        scalar = array_shape(SCALAR)
+        ends = [self._by_microbatch(s) for s in self.passed.values()]
+        others = [self._at_entry(v).shape for v in self.others]
+        turn = self.editor.computation("schedule.turns")
+        shapes = [scalar, *ends, *others]
+        k, *rest = turn.elements(turn.parameter(tuple_shape(shapes)))
+        given = dict(zip(self.passed, rest, strict=False))
+        held = dict(zip(self.others, rest[len(ends) :], strict=True))
+        found = []
+        for i, shape in self.passed_back.items():
+            begin = self.step.begins[i]
+            if begin.rows is None:
+                found.append(turn.zeros(shape))
+                continue
+            leaves = {}
+            for (leaf, shift), (value, plus) in begin.given.items():
+                if leaf in leaves:
+                    raise Refusal("the head reads more than one row of what the last stage gave")
+                row = self.there.loop.shape.tuple_shapes[leaf]
+                y = entry_of(turn, given[value], [k])
+                y = shaped(turn, y, resized(row, [1, *row.dimensions[1:]]))
+                leaves[leaf] = without_sign_of_zero(turn, y) if plus else y
+                del shift
+            slot = turn.lookup(np.array(begin.slots, np.int32), [k])
+            block = shaped(turn, begin.rows.emit(turn, slot, held, leaves), shape)
+            found.append(without_sign_of_zero(turn, block) if begin.plus else block)
+        turn.finish(turn.tuple(found))
+        other = self.editor.computation("schedule.goes_on")
+        other.finish(other.tuple(other.elements(other.parameter(tuple_shape(passed)))))
+
+        def emit(
+            b: Builder, begins: Any, arguments: Sequence[Any], received: Sequence[Any]
+        ) -> tuple[str, list[Any]]:
+            chosen = b.conditional(
+                begins, [turn, other], [b.tuple(arguments), b.tuple(received)], tuple_shape(passed)
+            )
+            return chosen.name, b.elements(chosen)
+
+        return emit
+
+    # Behind the loop.
+
+    def _replayed(
+        self, pieces: Pieces, pipeline: Pipeline, ends: Sequence[Any], numbers: Sequence[int]
+    ) -> tuple[list[Any], Replay | None]:
+        """All results of a written loop but its sums; what nobody reads is its initial value.
+
+        ``ends``: what the last stage gave, by microbatch of the new loop; ``numbers``: for each microbatch of
+        the written loop, that number.
+        """
+        entry = self.entry
+        init = [i.proto for i in pipeline.loop.operands[0].operands]
+        changing = [n for n in pieces.needed if n not in pieces.unchanged]
+        if not changing:
+            return init, None
+        forward = pieces.always_forward()
+        last = [g[-1] for g in pipeline.groups]
+        place = np.zeros((self.num_devices, pipeline.trips), np.int32)
+        reads = np.zeros((self.num_devices, pipeline.trips), np.int32)
+        for number, leaves in zip(numbers, pipeline.leaves, strict=True):
+            place[last, leaves], reads[last, leaves] = number, 1
+        start = {
+            "counter": [entry.constant(0)],
+            "device": [self.device],
+            "ends": list(ends),
+            "old": [init[n] for n in pieces.needed],
+        }
+        carry = _Carry(start)
+        carried = entry.tuple([v for values in start.values() for v in values])
+        b = self.editor.computation("schedule.replay")
+        b.metadata = pipeline.loop.proto.metadata
+        now = carry.named(b.elements(b.parameter(carried.shape)))
+        (counter,), (device,) = now["counter"], now["device"]
+        where = [b.convert(device, array_shape(SCALAR)), counter]
+        row, is_read = b.lookup(place, where), b.is_one(b.lookup(reads, where))
+        given = [entry_of(b, end, [row]) for end in now["ends"]]
+        ys = [b.select(is_read, y, b.zeros(y.shape)) for y in given]
+        old = dict(zip(pieces.needed, now["old"], strict=True))
+        old = forward(b, old, device, ys)
+        following = b.add("add", array_shape(SCALAR), [counter, b.constant(1)])
+        b.finish(b.tuple([following, device, *now["ends"], *(old[n] for n in pieces.needed)]))
+        done = self._while(entry, carried, b, pipeline.trips)
+        found = dict(zip(pieces.needed, carry.named(entry.elements(done))["old"], strict=True))
+        names = Replay(done.name, tuple(y.name for y in given), tuple(y.name for y in ys))
+        return [found.get(n, i) for n, i in enumerate(init)], names
+
+
+def _chosen(
+    b: Builder, working: Any, runs: Builder, arguments: Sequence[Any], kept: Sequence[Any],
+    gives: Sequence[Any],
+) -> tuple[str, list[Any]]:  # fmt: skip
+    """Run a computation of ``arguments`` and ``kept``, which gives values of the shapes ``gives``, and
+    ``kept`` anew; if not ``working``, zeros, and ``kept`` as it is."""
+    rests = b.editor.computation("schedule.rests")
+    same = rests.elements(rests.parameter(tuple_shape([v.shape for v in kept])))
+    rests.finish(rests.tuple([*(rests.zeros(s) for s in gives), *same]))
+    shape = tuple_shape([*gives, *(v.shape for v in kept)])
+    given = [b.tuple([*arguments, *kept]), b.tuple(kept)]
+    chosen = b.conditional(working, [runs, rests], given, shape)
+    return chosen.name, b.elements(chosen)
+
+
+def kept_bytes(step: Training) -> int:
+    """Bytes that a device's layers keep of one microbatch for the backward pass."""
+    loop = step.forward.layers.loop
+    leaves = {w.leaf for w in step.backward.kept}
+    types = [t for i in leaves for t in leaf_types(loop.shape.tuple_shapes[i], loop)]
+    return sum(t.nbytes for t in types if t is not None)

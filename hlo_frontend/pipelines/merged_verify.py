@@ -1,0 +1,286 @@
+"""Verifies the loop of a step independently: each microbatch must go through all stages, there and back.
+
+`check` follows the instructions of the new loop on every device and in every iteration, without the tables
+that it was made from. What a run forwards takes is traced to the stage before, what one backwards takes to
+the stage behind, for the same microbatch. What a backward run reads of a bank must have been put there for
+its own microbatch, by the last run that put anything into that row. Sums must get the microbatches in the
+order in which the written loop adds them up, and the loops that replay the written ones behind the new one
+must read, in each iteration, what the last stage gave for the microbatch that leaves then.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ..collectives import CollectiveReader
+from ..flatten import flatten
+from ..graph import Module
+from ..passes.valid.trace import Forward, LoopTrace
+from ..values import BlockGraph, Node, Value, all_nodes
+from .chains import Execution, Followed
+from .merged import Names, Replay
+from .parts import Pipeline
+from .refusal import Refusal, about
+from .training import Training
+
+FIRST = 5  # operands of a run: predicate, start, first slice, row, microbatch, and then the values
+
+
+def check(module: bytes, names: Names, step: Training, num_devices: int) -> tuple[str, ...]:
+    """Prove that the new loop does what the written ones do; gives what each device does in each iteration,
+    as in `Scheduled`. Raises `Refusal`."""
+    parsed = Module.parse(module)
+    entry = flatten(parsed.entry, CollectiveReader(1, num_devices))
+    loop = next(n for n in entry.nodes if n.instruction.name == names.loop)
+    forward = Forward(1, num_devices, follow_zeros=True)
+    trace = forward.program(entry)
+    inner = trace.inner[loop]
+    assert isinstance(inner, LoopTrace)
+    with about(step.backward.loop.name):
+        if inner.summary is not None:
+            raise Refusal(f"the loop is too long: {forward.not_followed.get(loop, '')}")
+        followed = Followed(forward, trace, {loop: inner})
+        checker = _Checker(followed, loop, step, names)
+        for group in step.forward.groups:
+            checker.group(group)
+        checker.together()
+        numbers = [step.order.index(m) for m in range(len(step.order))]
+        reader = CollectiveReader(1, num_devices)
+        for replay, pipeline, own in (
+            (names.replays[0], step.forward, numbers),
+            (names.replays[1], step.backward, list(range(len(numbers)))),
+        ):
+            if replay is not None:
+                instruction = next(i for i in parsed.entry.instructions if i.name == replay.loop)
+                block = flatten(instruction.called[0], reader, in_loop=True)
+                _check_replay(forward, block, replay, pipeline, own)
+        return checker.letters()
+
+
+@dataclass(eq=False)
+class _Checker:
+    followed: Followed
+    loop: Node
+    step: Training
+    names: Names
+    # By run, forwards and backwards: its microbatch.
+    runs: dict[Execution, int] = field(default_factory=dict)
+    runs_back: dict[Execution, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        names = self.names
+        self.origins = self.followed.origins[self.loop]
+        self.block = self.loop.blocks[1]
+        body = {n.instruction.name: n for n in self.block.nodes}
+        self.takes_in, self.forward = body[names.takes_in], body[names.forward]
+        self.turns, self.backward = body[names.turns], body[names.backward]
+        self.count = self.step.forward.microbatches
+        self.values = len(self.step.forward.layers.passed)
+        self.values_back = len(self.step.backward.layers.passed)
+        for node, first in ((self.forward, self.values), (self.backward, self.values_back)):
+            self._kept(node, first)
+
+    def _kept(self, node: Node, first: int) -> None:
+        """Check that banks, sums and what the last stages give are handed from iteration to iteration, and to
+        nobody else but the backward run and the turn."""
+        count = len(node.results) - first
+        before = len(node.operands) - 2 * count
+        for n in range(count):
+            result = node.results[first + n]
+            carries = [i for i, r in enumerate(self.block.results) if r.root is result]
+            if len(carries) != 1:
+                raise self._wrong("what a run keeps is not handed from iteration to iteration")
+            parameter = self.block.parameters[carries[0]]
+            given = [node.operands[i + n].root for i in (before, before + count)]
+            if given != [parameter, parameter]:
+                raise self._wrong("a run does not go on with what was kept")
+        kept = list(node.results[first:])
+        if node is self.forward:
+            banks = self.names.banks
+            own = FIRST + self.values_back + self.names.held_back
+            taken = [o.root for o in self.backward.operands[own : own + banks]]
+            if taken != kept[:banks]:
+                raise self._wrong("a backward run does not read what forward runs kept")
+            ends = [o.root for o in self.turns.operands[2 : 2 + self.values]]
+            if ends != kept[banks:]:
+                raise self._wrong("the last stage does not turn with what it gave")
+
+    def group(self, group: tuple[int, ...]) -> None:
+        """Trace the runs of one of the pipelines that run side by side."""
+        for device in group:
+            self.runs |= self._numbered(self.forward, device)
+            self.runs_back |= self._numbered(self.backward, device)
+        for stage, device in enumerate(group):
+            self._banks(device)
+            met = [m for at, m in sorted(self.runs_back.items()) if at.device == device]
+            if met != list(range(self.count)):
+                raise self._wrong("gradients of microbatches are added in another order")
+            met = [m for at, m in self.runs.items() if at.device == device]
+            if sorted(met) != list(range(self.count)):
+                raise self._wrong("a stage does not run each microbatch once")
+            for at in [a for a in self.runs if a.device == device]:
+                self._takes(at, None if not stage else group[stage - 1])
+            for at in [a for a in self.runs_back if a.device == device]:
+                self._takes_back(at, None if device == group[-1] else group[stage + 1])
+
+    def letters(self) -> tuple[str, ...]:
+        """For each device, what it does in each iteration."""
+        rows = [
+            ["."] * len(self.origins.iterations) for _ in range(self.followed.forward.num_devices)
+        ]
+        for runs, letter in ((self.runs, "F"), (self.runs_back, "B")):
+            for at in runs:
+                rows[at.device][at.iteration] = letter
+        return tuple("".join(row) for row in rows)
+
+    def _numbered(self, node: Node, device: int) -> dict[Execution, int]:
+        """The runs of a device, each with its microbatch. All of them go through all layers."""
+        found = {}
+        for t in range(len(self.origins.iterations)):
+            at = Execution(t, device)
+            if self._taken(node, at):
+                if any(self._number(node, n, at) for n in (1, 2)):
+                    raise self._wrong("a run does not begin with the first layer")
+                found[at] = self._number(node, 4, at)
+        return found
+
+    def _takes(self, at: Execution, before: int | None) -> None:
+        """Check what a run forwards takes: from device ``before``, or, if that is None, a new microbatch."""
+        pipeline = self.step.forward
+        for leaf, i in enumerate(pipeline.layers.passed):
+            value = self.forward.operands[FIRST + leaf]
+            if before is None:
+                if value.root.node is not self.takes_in or value.root.index != leaf:
+                    raise self._wrong("a microbatch does not begin where it is taken in")
+                continue
+            self._traced(self.forward, leaf, value, at, before, self.runs, i in pipeline.plus)
+        if (before is None) != self._taken(self.takes_in, at):
+            raise self._wrong("a microbatch is not taken in where it should be")
+        if before is None:
+            for n, position in enumerate(self.names.taken):
+                known = self.step.known.get(position)
+                given = self.takes_in.operands[1 + n]
+                if known is None:
+                    self._unchanged(given)
+                elif self.origins.number(given, at) != known[at.device, self.runs[at]]:
+                    raise self._wrong("another microbatch is taken in")
+
+    def _takes_back(self, at: Execution, behind: int | None) -> None:
+        """Check what a run backwards takes: from device ``behind``, or, if that is None, where it turns."""
+        pipeline = self.step.backward
+        for leaf, i in enumerate(pipeline.layers.passed):
+            value = self.backward.operands[FIRST + leaf]
+            if behind is None:
+                if value.root.node is not self.turns or value.root.index != leaf:
+                    raise self._wrong("a microbatch does not turn on the last stage")
+                continue
+            self._traced(self.backward, leaf, value, at, behind, self.runs_back, i in pipeline.plus)
+        if (behind is None) != self._taken(self.turns, at):
+            raise self._wrong("a microbatch does not turn where it should")
+        if behind is None:
+            microbatch = self.runs_back[at]
+            given = [a for a, m in self.runs.items() if a.device == at.device and m == microbatch]
+            if self._number(self.turns, 1, at) != microbatch or not given or given[0] > at:
+                raise self._wrong("a microbatch turns before it has come, or as another one")
+
+    def _traced(
+        self, node: Node, leaf: int, value: Value, at: Execution, source: int,
+        runs: dict[Execution, int], plus: bool,
+    ) -> None:  # fmt: skip
+        made = self.origins.of(value, at)
+        if (made.node, made.leaf, made.at.device, made.slot) != (node, leaf, source, None):
+            raise self._wrong("a stage does not take what its neighbour gave")
+        if made.plus != plus:
+            raise self._wrong("what a stage gives is changed on its way")
+        if runs.get(made.at) != runs[at]:
+            raise self._wrong("a stage takes what its neighbour gave for another microbatch")
+
+    def _banks(self, device: int) -> None:
+        """Check that each backward run reads what the forward run of its microbatch kept."""
+        rows: dict[int, int] = {}
+        for t in range(len(self.origins.iterations)):
+            at = Execution(t, device)
+            if at in self.runs:
+                rows[self._number(self.forward, 3, at)] = self.runs[at]
+            if at in self.runs_back:
+                row = self._number(self.backward, 3, at)
+                if rows.get(row) != self.runs_back[at]:
+                    raise self._wrong("a backward run reads what was kept for another microbatch")
+
+    def together(self) -> None:
+        """Check that devices whose layers communicate run the same microbatch at the same time."""
+        for node, runs in ((self.forward, self.runs), (self.backward, self.runs_back)):
+            for inner in (n for block in node.blocks for n in all_nodes(block)):
+                for group in () if inner.collective is None else inner.collective.groups:
+                    for t in range(len(self.origins.iterations)):
+                        if len({runs.get(Execution(t, d)) for d in group}) > 1:
+                            raise self._wrong("devices that communicate run different microbatches")
+
+    def _unchanged(self, value: Value) -> None:
+        for parameter, result in zip(self.block.parameters, self.block.results, strict=True):
+            if parameter is value.root and result.root is parameter:
+                return
+        raise self._wrong("what a microbatch begins with changes from iteration to iteration")
+
+    def _number(self, node: Node, operand: int, at: Execution) -> int:
+        found = self.origins.number(node.operands[operand], at)
+        if found is None:
+            raise self._wrong("which microbatch is run depends on data")
+        return found
+
+    def _taken(self, node: Node, at: Execution) -> bool:
+        """Whether a conditional takes its first branch."""
+        taken = self.origins.row(node.operands[0], at)
+        if taken is None:
+            raise self._wrong("what is run depends on data")
+        return taken
+
+    @staticmethod
+    def _wrong(what: str) -> Refusal:
+        return _wrong(what)
+
+
+def _wrong(what: str) -> Refusal:
+    return Refusal(f"the loop could not be verified: {what}")
+
+
+def _check_replay(
+    forward: Forward, block: BlockGraph, replay: Replay, pipeline: Pipeline, numbers: list[int]
+) -> None:
+    """Check the rows that a replayed loop reads, in each of its iterations.
+
+    ``numbers``: of each microbatch of the written loop, the row.
+    """
+    nodes = {n.instruction.name: n for n in block.nodes}
+    last = [group[-1] for group in pipeline.groups]
+    known: list[np.ndarray | None] = [None] * len(block.parameters)
+    known[1] = np.arange(forward.num_devices, dtype=np.uint32)
+    for t in range(pipeline.trips):
+        known[0] = np.array([t], np.int32)
+        trace = forward.once(block, known)
+        number = numbers[pipeline.leaves.index(t)] if t in pipeline.leaves else None
+        for row, taken in zip(replay.rows, replay.taken, strict=True):
+            reads = forward.known(trace, _scalar(nodes[taken].operands[0]))
+            taken_from = nodes[row].operands[0].root.node  # a reshape of a slice
+            assert taken_from is not None
+            place = forward.known(trace, taken_from.operands[1])
+            for device in range(forward.num_devices):
+                wanted = number is not None and device in last
+                if (
+                    reads is None
+                    or bool(reads.reshape(-1)[device if len(reads) > 1 else 0]) != wanted
+                ):
+                    raise _wrong("what the last stage gave is read at another time")
+                if wanted and (place is None or int(place.reshape(-1)[device]) != number):
+                    raise _wrong("what the last stage gave is read for another microbatch")
+
+
+def _scalar(value: Value) -> Value:
+    """The scalar that a predicate was broadcast from."""
+    node = value.root.node
+    while node is not None and node.instruction.opcode == "broadcast":
+        value = node.operands[0]
+        node = value.root.node
+    return value

@@ -1,0 +1,300 @@
+"""Separates the rows of what stands between two loops: a head and a loss, for all microbatches at once.
+
+The input of a backward pass is an array with one row for each microbatch, computed from an array that the
+forward pass filled row by row. `separated` proves that a row of the one needs nothing of the other but the
+row of the same microbatch, and says how it is computed alone. For this it goes backwards from the result.
+Of each value it needs one `Block`: a stretch of one dimension, whole in the others. For each op there is a
+rule that says which blocks of the operands a block of the result needs (`_RULES`); an op without one, or
+whose result needs more than a block, is refused by its name. What does not depend on the forward pass is
+there before both loops: a block of it is cut out, or all of it taken. Of that, what a compiler would make
+one kernel of with the rest is computed again, block by block: a product that is rounded before it is added
+to another gives other bits.
+
+A dot whose rows are computed alone has the same terms in each of its sums. Whether an engine adds them up in
+the same order is the engine's: see `docs/pipelines.md`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from ..builder import resized
+from ..graph import Instruction
+from ..ops import op_of
+from ..passes.valid.known import keeps_order
+from ..schema import TUPLE
+from .emit import Builder, needed_by
+from .refusal import Refusal
+
+
+@dataclass(frozen=True)
+class Block:
+    """Of row s: elements ``(s + shift) * unit … (s + shift + 1) * unit - 1`` of dimension ``axis``."""
+
+    axis: int
+    unit: int
+    shift: int = 0
+
+
+Key = tuple[Instruction, Block | None]  # a block of a value, or all of it
+
+
+@dataclass(frozen=True)
+class Rows:
+    """How one row of a value is computed: ``steps`` in topological order, each with the blocks it reads.
+
+    ``held``: values of the entry computation, which do not depend on the first loop. ``leaves``: results of
+    that loop, by position, each with the shift of its row that is read: row ``s + shift`` for row s.
+    """
+
+    result: Key
+    steps: dict[Key, tuple[Key, ...]]
+    held: tuple[Instruction, ...]
+    leaves: tuple[tuple[int, int], ...]
+
+    def check(self, slots: Sequence[int]) -> None:
+        """Raise `Refusal` if a block is beyond its value for one of these rows."""
+        for value, block in self.steps:
+            if block is None:
+                continue
+            length = value.shape.dimensions[block.axis]
+            for slot in slots:
+                if not 0 <= (slot + block.shift) * block.unit <= length - block.unit:
+                    raise Refusal(
+                        f"row {slot} of what the backward pass begins with is padding, at {value.describe()}"
+                    )
+
+    def emit(
+        self, b: Builder, row: Any, held: Mapping[Instruction, Any], leaves: Mapping[int, Any]
+    ) -> Any:
+        """Add the computation of row ``row``, a scalar of s32. ``leaves``: by position, the row that is read,
+        [1, …]. Gives the block of the result."""
+        made: dict[Key, Any] = {}
+        for key, operands in self.steps.items():
+            value, block = key
+            if block is None and not operands:
+                made[key] = b.copy(value, ()) if value.opcode == "constant" else held[value]
+            elif block is None:
+                made[key] = b.copy(value, [made[o] for o in operands])
+            elif operands and operands[0][0] is value:
+                made[key] = _cut(b, made[operands[0]], block, row)
+            elif not operands:
+                made[key] = leaves[value.proto.tuple_index]
+            elif value.opcode == "get-tuple-element":
+                made[key] = made[operands[0]]
+            else:
+                made[key] = _resized(b.copy(value, [made[o] for o in operands]), block)
+        return made[self.result]
+
+
+def _cut(b: Builder, whole: Any, block: Block, row: Any) -> Any:
+    sizes = list(whole.shape.dimensions)
+    sizes[block.axis] = block.unit
+    at = row
+    if block.shift:
+        at = b.add("add", at.shape, [at, b.constant(block.shift)])
+    if block.unit > 1:
+        at = b.add("multiply", at.shape, [at, b.constant(block.unit)])
+    zero = b.constant(0)
+    starts = [at if d == block.axis else zero for d in range(len(sizes))]
+    return b.dynamic_slice(whole, starts, sizes)
+
+
+def _resized(proto: Any, block: Block) -> Any:
+    sizes = list(proto.shape.dimensions)
+    sizes[block.axis] = block.unit
+    proto.shape.CopyFrom(resized(proto.shape, sizes))
+    if proto.HasField("padding_config"):
+        own = proto.padding_config.dimensions[block.axis]
+        own.edge_padding_low = own.edge_padding_high = 0
+    for dimension, bounds in enumerate(proto.slice_dimensions):
+        if dimension == block.axis:
+            bounds.start, bounds.limit = 0, block.unit
+    return proto
+
+
+def separated(value: Instruction, loop: Instruction, depends: Collection[Instruction]) -> Rows:
+    """One row of ``value``, in the entry computation, along its first dimension.
+
+    ``loop``: the loop before it. ``depends``: the instructions of the entry computation that depend on that
+    loop's results. Raises `Refusal`.
+    """
+    begin: Key = (value, Block(0, 1))
+    steps: dict[Key, tuple[Key, ...]] = {}
+    left = [begin]
+    while left:
+        key = left.pop()
+        if key not in steps:
+            steps[key] = _operands(*key, loop, depends)
+            left += steps[key]
+    place = {i: n for n, i in enumerate(value.computation.instructions)}
+    # All of a value is there before a block of it is cut out.
+    ordered = sorted(steps, key=lambda k: (place[k[0]], k[1] is not None))
+    held = [v for v, block in ordered if not steps[v, block] and v.opcode != "constant"
+            and (block is None)]  # fmt: skip
+    leaves = {(v.proto.tuple_index, block.shift) for v, block in ordered
+              if block is not None and _is_leaf(v, loop) and v in depends}  # fmt: skip
+    return Rows(begin, {k: steps[k] for k in ordered}, tuple(held), tuple(sorted(leaves)))
+
+
+def _is_leaf(value: Instruction, loop: Instruction) -> bool:
+    return value.opcode == "get-tuple-element" and value.operands[0] is loop
+
+
+def _operands(
+    value: Instruction, block: Block | None, loop: Instruction, depends: Collection[Instruction]
+) -> tuple[Key, ...]:
+    """The blocks that a block needs; none for what is there before the loop."""
+    if block is None:
+        if value in depends:
+            raise Refusal(
+                "between the forward pass and the backward pass, the rows of microbatches are not separate: "
+                f"all of {value.describe()} is read for each of them"
+            )
+        scalar = not value.shape.dimensions and op_of(value.opcode).elementwise
+        return tuple((o, None) for o in value.operands) if scalar else ()
+    if value in depends and _is_leaf(value, loop):
+        if block.axis or block.unit != 1:
+            raise _mixed(value)
+        return ()
+    rule = _RULES.get(value.opcode)
+    if rule is None and op_of(value.opcode).elementwise:
+        rule = _elementwise
+    if value not in depends:
+        if rule is None or not _is_fused(value):
+            return ((value, None),)
+        try:
+            return rule(value, block)
+        except Refusal:
+            return ((value, None),)
+    if rule is None or value.shape.element_type == TUPLE:
+        raise _mixed(value)
+    return rule(value, block)
+
+
+def _is_fused(value: Instruction) -> bool:
+    """Whether a block of a value that is there before the loop is computed again instead of being cut out."""
+    op = op_of(value.opcode)
+    return op.fuses or op.renames or value.opcode in ("copy", "broadcast")
+
+
+def _mixed(value: Instruction) -> Refusal:
+    return Refusal(
+        f"between the forward pass and the backward pass, the rows of microbatches are not separate in "
+        f"{value.describe()}. Compute what the backward pass begins with row by row, by microbatch along the "
+        "first dimension, or the loss within the loop"
+    )
+
+
+def _elementwise(value: Instruction, block: Block) -> tuple[Key, ...]:
+    rank = len(value.shape.dimensions)
+    return tuple((o, block if len(o.shape.dimensions) == rank else None) for o in value.operands)
+
+
+def _broadcast(value: Instruction, block: Block) -> tuple[Key, ...]:
+    (operand,) = value.operands
+    where = list(value.proto.dimensions)
+    if block.axis not in where:
+        return ((operand, None),)
+    return ((operand, Block(where.index(block.axis), block.unit, block.shift)),)
+
+
+def _reduce(value: Instruction, block: Block) -> tuple[Key, ...]:
+    operand, begin = value.operands
+    kept = [d for d in range(len(operand.shape.dimensions)) if d not in value.proto.dimensions]
+    return (operand, Block(kept[block.axis], block.unit, block.shift)), (begin, None)
+
+
+def _transpose(value: Instruction, block: Block) -> tuple[Key, ...]:
+    axis = value.proto.dimensions[block.axis]
+    return ((value.operands[0], Block(axis, block.unit, block.shift)),)
+
+
+def _reshape(value: Instruction, block: Block) -> tuple[Key, ...]:
+    """A block stays one where the dimensions before it are as many elements, and those behind it fit."""
+    if value.opcode == "bitcast" and not keeps_order(value):
+        raise _mixed(value)
+    (operand,) = value.operands
+    here, there = list(value.shape.dimensions), list(operand.shape.dimensions)
+    before = prod(here[: block.axis])
+    size = block.unit * prod(here[block.axis + 1 :])
+    for axis, length in enumerate(there):
+        inner = prod(there[axis + 1 :])
+        if prod(there[:axis]) == before and length > 1 and size % inner == 0:
+            return ((operand, Block(axis, size // inner, block.shift)),)
+    raise _mixed(value)
+
+
+def _slice(value: Instruction, block: Block) -> tuple[Key, ...]:
+    bounds = value.proto.slice_dimensions[block.axis]
+    if bounds.stride != 1 or bounds.start % block.unit:
+        raise _mixed(value)
+    shift = block.shift + bounds.start // block.unit
+    return ((value.operands[0], Block(block.axis, block.unit, shift)),)
+
+
+def _concatenate(value: Instruction, block: Block) -> tuple[Key, ...]:
+    if block.axis == value.proto.dimensions[0]:
+        raise _mixed(value)
+    return tuple((o, block) for o in value.operands)
+
+
+def _pad(value: Instruction, block: Block) -> tuple[Key, ...]:
+    own = value.proto.padding_config.dimensions[block.axis]
+    if own.interior_padding or own.edge_padding_low % block.unit:
+        raise _mixed(value)
+    shift = block.shift - own.edge_padding_low // block.unit
+    return (value.operands[0], Block(block.axis, block.unit, shift)), (value.operands[1], None)
+
+
+def _reverse(value: Instruction, block: Block) -> tuple[Key, ...]:
+    if block.axis in value.proto.dimensions:
+        raise _mixed(value)
+    return ((value.operands[0], block),)
+
+
+def _dot(value: Instruction, block: Block) -> tuple[Key, ...]:
+    numbers = value.proto.dot_dimension_numbers
+    left, right = value.operands
+    batch = list(zip(numbers.lhs_batch_dimensions, numbers.rhs_batch_dimensions, strict=True))
+    unit, shift, axis = block.unit, block.shift, block.axis
+    if axis < len(batch):
+        at = batch[axis]
+        return (left, Block(at[0], unit, shift)), (right, Block(at[1], unit, shift))
+    axis -= len(batch)
+    taken = {*numbers.lhs_batch_dimensions, *numbers.lhs_contracting_dimensions}
+    free = [d for d in range(len(left.shape.dimensions)) if d not in taken]
+    if axis < len(free):
+        return (left, Block(free[axis], unit, shift)), (right, None)
+    axis -= len(free)
+    taken = {*numbers.rhs_batch_dimensions, *numbers.rhs_contracting_dimensions}
+    free = [d for d in range(len(right.shape.dimensions)) if d not in taken]
+    return (left, None), (right, Block(free[axis], unit, shift))
+
+
+def _element(value: Instruction, block: Block) -> tuple[Key, ...]:
+    """An element of a tuple that is made in this computation."""
+    source = needed_by(value)[0]
+    if source is value.operands[0]:
+        raise _mixed(value)
+    return ((source, block),)
+
+
+_RULES: dict[str, Callable[[Instruction, Block], tuple[Key, ...]]] = {
+    "bitcast": _reshape,
+    "broadcast": _broadcast,
+    "concatenate": _concatenate,
+    "copy": _elementwise,
+    "dot": _dot,
+    "get-tuple-element": _element,
+    "pad": _pad,
+    "reduce": _reduce,
+    "reshape": _reshape,
+    "reverse": _reverse,
+    "select": _elementwise,
+    "slice": _slice,
+    "transpose": _transpose,
+}

@@ -1,0 +1,220 @@
+"""Steps of training as 1F1B: one loop instead of two, with the same gradients bit for bit.
+
+Judged by the step as it is written, by JAX's CPU backend, and by counts made by hand: each microbatch makes
+P - 1 hops there and as many back, and P rows of what layers keep are there instead of M + P - 1.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import replace
+
+import gpipe
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import training_steps
+from frontend_support import P, manual, mesh
+from gpipe import by_hand, inputs, weights, where
+from jax import lax
+from random_steps import Found, compare, compiled
+from training_steps import Draw, draw, program
+
+from stretto.commands.explain import explain, to_text
+from stretto.commands.hlo_input import compile_file
+from stretto.commands.schedule_svg import svg
+from stretto.hlo_frontend.pipelines import driver
+from stretto.hlo_frontend.pipelines.slots import NONE, SCHEDULES, Slots
+from stretto.runtime import options
+from stretto.runtime.errors import InvalidProgramError
+
+SIZES = list(itertools.product(range(2, 9), (1, 2, 3, 5, 8, 16)))
+
+
+def judge(d: Draw, schedule: str = "1f1b") -> Found:
+    found = compare(d, schedule)
+    assert (found.whys, found.differs) == ((), ())
+    return found
+
+
+def refused(d: Draw, schedule: str = "1f1b") -> str:
+    """The reason why a step is not run in another schedule; the program is the written one."""
+    found = compare(d, schedule)
+    assert len(found.whys) == 2
+    (why,) = (w for w in found.whys if "with which it would be one" not in w)
+    return why
+
+
+# The schedule.
+
+
+@pytest.mark.parametrize(("stages", "microbatches"), SIZES)
+def test_one_forward_one_backward(stages, microbatches):
+    slots = SCHEDULES["1f1b"](stages, microbatches)
+    assert slots.iterations == 2 * (microbatches + stages - 1)
+    assert slots.alive == tuple(min(microbatches, stages - s) for s in range(stages))
+    assert slots.rows == min(microbatches, stages)
+    there = [{m: t for t, m in enumerate(row) if m != NONE} for row in slots.forward]
+    back = [{m: t for t, m in enumerate(row) if m != NONE} for row in slots.backward]
+    for m in range(microbatches):
+        times = [own[m] for own in there]
+        assert times == list(range(times[0], times[0] + stages))  # received where it is needed
+        returns = [own[m] for own in back]
+        assert returns == list(range(returns[0], returns[0] - stages, -1))
+        assert returns[-1] > times[-1]
+    assert not np.any((slots.forward != NONE) & (slots.backward != NONE))
+
+
+# Steps that are run as 1F1B.
+
+
+def test_messages_and_bytes():
+    d = Draw(stages=3, microbatches=5)
+    found = judge(d)
+    assert found.ran is not None
+    assert sum(found.ran.messages.values()) == 2 * 5 * (3 - 1)
+    (report,) = found.module.interleaved
+    assert (report.alive, report.rows, report.rows_before) == ((3, 2, 1), 3, 5 + 3 - 1)
+    # What a layer keeps: its input, twice as wide a tanh with its derivative, and weights that are constants.
+    assert report.kept > 0 and report.before == report.after == 2 * 7
+
+
+VARIANTS = {
+    "data": Draw(axes="dx", microbatches=3),
+    "tensors": Draw(axes="yx", again="layer"),
+    "stage-again": Draw(again="stage", ring=False),
+    "masked": Draw(mask="where", loss="squares"),
+    "scanned": Draw(collect="scan", metric=True, inside=True),
+    "bfloat16": Draw(dtype="bfloat16", loss="distance", stages=3),
+    "few": Draw(stages=4, microbatches=2, embeds=False),
+}
+
+
+@pytest.mark.parametrize("d", VARIANTS.values(), ids=VARIANTS)
+def test_however_the_step_is_written(d):
+    judge(d)
+
+
+@pytest.mark.parametrize("seed", [1, 4])
+def test_drawn_at_random(seed):
+    judge(replace(draw(random.Random(seed)), loss="squares"))
+
+
+# Steps that are refused, and stay as they are written.
+
+
+def test_a_head_that_mixes_microbatches(monkeypatch):
+    def mixed(d, head, h, wanted):
+        return jnp.sum((h - jnp.mean(h, axis=0)) ** 2)
+
+    monkeypatch.setattr(training_steps, "loss_of", mixed)
+    assert "the rows of microbatches are not separate: all of" in refused(Draw())
+
+
+def test_a_head_that_reads_a_neighbour(monkeypatch):
+    def shifted(d, head, h, wanted):
+        return jnp.sum(h[1:] * h[:-1])
+
+    monkeypatch.setattr(training_steps, "loss_of", shifted)
+    assert "row 0 of what the backward pass begins with is padding" in refused(Draw())
+
+
+def test_a_pipeline_without_a_gradient():
+    function = gpipe.program(where(2, 3), 2)
+    module = compiled(function, (weights(2 * 4), inputs(3)), 2, "1f1b")
+    (report,) = module.interleaved
+    assert "there are no forward and backward passes to run in turns" in report.why
+    assert "is not run as 1f1b" in report.describe()
+
+
+def test_a_gradient_that_begins_within_the_loop():
+    function = manual(by_hand(2, 3), mesh(2), (P("x"), P()), (P(), P("x"), P()))
+    module = compiled(function, (weights(2 * 4), inputs(3)), 2, "1f1b")
+    assert any(
+        "is not, for each microbatch, one row of an array" in r.why for r in module.interleaved
+    )
+
+
+def test_what_begins_with_the_last_output():
+    """The input of a microbatch depends on the one before."""
+
+    def local(layers, xs):
+        stage = lax.axis_index("x")
+
+        def iteration(carry, i):
+            received, state, outputs = carry
+            state = jnp.sin(state + xs[jnp.clip(i, 0, 2)])
+            x = jnp.where(stage == 0, state, received)
+            working = (i >= stage) & (i - stage < 3)
+            y = lax.cond(working, lambda x: lax.scan(gpipe.layer, x, layers)[0], jnp.zeros_like, x)
+            put = outputs.at[jnp.clip(i - 1, 0, 2)].set(y)
+            outputs = jnp.where((stage == 1) & (i >= 1), put, outputs)
+            return (lax.ppermute(y, "x", [(0, 1)]), state, outputs), None
+
+        start = (jnp.zeros_like(xs[0]), jnp.zeros_like(xs[0]), jnp.zeros_like(xs))
+        (_, _, outputs), _ = lax.scan(iteration, start, jnp.arange(4))
+        return jnp.where(stage == 1, jnp.sum(outputs**2), 0)[None]
+
+    mapped = jax.shard_map(
+        local, mesh=mesh(2), in_specs=(P("x"), P()), out_specs=P("x"), check_vma=False
+    )
+    function = jax.jit(jax.grad(lambda w, x: mapped(w, x).sum()))
+    module = compiled(function, (weights(2 * 4), inputs(3)), 2, "1f1b")
+    assert any("depends on the iterations before it" in r.why for r in module.interleaved)
+
+
+def test_another_schedule_with_chunks():
+    function, arguments, _, _ = program(Draw())
+    with pytest.raises(InvalidProgramError, match=r"1f1b .*has one chunk of layers a device"):
+        compiled(function, arguments, 2, "1f1b", interleave=2)
+
+
+# The new loop is proved again: here it is made wrongly.
+
+
+def wrong(monkeypatch, change) -> str:
+    made = SCHEDULES["1f1b"]
+    monkeypatch.setattr(driver, "SCHEDULES", {"1f1b": lambda *sizes: change(made(*sizes))})
+    return refused(Draw(microbatches=3))
+
+
+def test_rows_that_are_overwritten_are_seen(monkeypatch):
+    def one_row(slots: Slots) -> Slots:
+        return replace(slots, puts=slots.puts * 0, takes=slots.takes * 0)
+
+    assert "reads what was kept for another microbatch" in wrong(monkeypatch, one_row)
+
+
+def test_another_order_of_sums_is_seen(monkeypatch):
+    def swapped(slots: Slots) -> Slots:
+        order = np.array([1, 0, 2, NONE])
+        return replace(slots, forward=order[slots.forward], backward=order[slots.backward])
+
+    assert "gradients of microbatches are added in another order" in wrong(monkeypatch, swapped)
+
+
+def test_a_microbatch_for_another_is_seen(monkeypatch):
+    def late(slots: Slots) -> Slots:
+        forward = slots.forward.copy()
+        forward[1] = np.roll(forward[1], 2)
+        return replace(slots, forward=forward)
+
+    assert "could not be verified" in wrong(monkeypatch, late)
+
+
+def test_explain_says_what_is_alive(monkeypatch):
+    function, arguments, _, _ = program(Draw(stages=3))
+    written = compiled(function, arguments, 3, "gpipe")
+    assert written.source is not None
+    monkeypatch.setattr(options, "in_force", lambda: options.Options(schedule="1f1b"))
+    explained = explain(compile_file(written.source.hlo, 3, guarded=False))
+    text = to_text(explained)
+    assert "run as 1f1b: 3 stages, 4 microbatches, 12 iterations became 12 of one run each" in text
+    assert "microbatches alive on each stage: 3, 2, 1, as written 4" in text
+    rows = ["F.F.FBFB.B.B", ".F.FBFBFB.B.", "..FBFBFBFB.."]
+    assert [line.split()[-1] for line in text.split("\n") if set(line[7:]) == set("FB.")] == rows
+    drawn = svg(explained["loops"], ["" for _ in explained["loops"]])
+    assert [drawn.count(f'class="{kind}"') for kind in "FB"] == [12, 12]
+    assert drawn.count("iteration 4, forwards") == 2

@@ -1,0 +1,203 @@
+"""Steps of training over a pipeline, as users write them, drawn at random or chosen.
+
+A `Draw` says all about a step: its sizes, its mesh, how what is on padding is masked, what is computed again
+in the backward pass, how outputs are collected, which loss stands behind the loop, and where its gradient is
+taken. `program` writes it.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from frontend_support import P, mesh
+from jax import lax
+
+
+@dataclass(frozen=True)
+class Draw:
+    """``axes``: of the mesh; x is that of stages, d of data and y of tensors; each but x has two devices.
+    ``mask``: ``cond`` runs nothing on padding, ``where`` runs zeros with zeros for weights.
+    ``again``: what is under `jax.checkpoint`. ``collect``: ``put`` puts outputs away by microbatch, ``scan``
+    cuts them from what the scan gives. ``inside``: whether the gradient is taken on each device.
+    """
+
+    stages: int = 2
+    microbatches: int = 4
+    layers: int = 2
+    rows: int = 4
+    width: int = 8
+    classes: int = 16
+    axes: str = "x"
+    ring: bool = True
+    mask: str = "cond"
+    again: str = "nothing"
+    collect: str = "put"
+    loss: str = "cross"
+    inside: bool = False
+    embeds: bool = True
+    metric: bool = False
+    dtype: str = "float32"
+
+
+def draw(rng: random.Random) -> Draw:
+    axes = rng.choice(["x", "x", "x", "dx", "xd", "xy", "yx"])
+    return Draw(
+        stages=rng.choice([2, 3, 4] if axes == "x" else [2]),
+        microbatches=rng.choice([2, 3, 4, 5, 6, 8]),
+        layers=rng.choice([2, 3, 4]),
+        rows=rng.choice([2, 4, 8]),
+        width=rng.choice([4, 6, 8, 16]),
+        classes=rng.choice([8, 10, 16, 32]),
+        axes=axes,
+        ring=rng.random() < 0.5,
+        mask=rng.choice(["cond", "cond", "where"]),
+        again=rng.choice(["nothing", "nothing", "layer", "stage"]),
+        collect=rng.choice(["put", "put", "scan"]),
+        loss=rng.choice(["cross", "squares", "distance", "smooth"]),
+        inside=rng.random() < 0.4,
+        embeds=rng.random() < 0.6,
+        metric=rng.random() < 0.3,
+        dtype=rng.choice(["float32", "float32", "float32", "bfloat16"]),
+    )
+
+
+def layer(x: jax.Array, w: dict[str, jax.Array]) -> tuple[jax.Array, None]:
+    return x + jnp.tanh(x @ w["up"]) @ w["down"], None
+
+
+def parallel_layer(x: jax.Array, w: dict[str, jax.Array]) -> tuple[jax.Array, None]:
+    return x + lax.psum(jnp.tanh(x @ w["up"]) @ w["down"], "y"), None
+
+
+def outputs_of(d: Draw, layers: Any, xs: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """What the last stage gives, by microbatch, and a metric that is summed up in the loop."""
+    stage = lax.axis_index("x")
+    pairs = [(s, s + 1) for s in range(d.stages - 1)] + [(d.stages - 1, 0)] * d.ring
+    one = parallel_layer if "y" in d.axes else layer
+    if d.again == "layer":
+        one = jax.checkpoint(one)
+
+    def iteration(carry, i):
+        received, outputs, metric = carry
+        x = jnp.where(stage == 0, xs[jnp.clip(i, 0, d.microbatches - 1)], received)
+        slot = i - stage
+        working = (slot >= 0) & (slot < d.microbatches)
+
+        def run(x, layers):
+            return lax.scan(one, x, layers)[0]
+
+        if d.again == "stage":
+            run = jax.checkpoint(run)
+        if d.mask == "cond":
+            y = lax.cond(working, run, lambda x, _: jnp.zeros_like(x), x, layers)
+        else:
+            own = jax.tree.map(lambda w: jnp.where(working, w, 0), layers)
+            y = run(jnp.where(working, x, 0), own)
+        out = i - (d.stages - 1)
+        last = (stage == d.stages - 1) & (out >= 0)
+        given = jnp.where(stage == d.stages - 1, y, 0)
+        if d.collect == "put":
+            put = outputs.at[jnp.clip(out, 0, d.microbatches - 1)].set(y)
+            outputs, given = jnp.where(last, put, outputs), None
+        if d.metric:
+            metric = metric + lax.stop_gradient(jnp.where(last, jnp.max(jnp.abs(y)), 0))
+        return (lax.ppermute(y, "x", pairs), outputs, metric), given
+
+    start = (jnp.zeros_like(xs[0]), jnp.zeros_like(xs), jnp.zeros((), xs.dtype))
+    trips = d.microbatches + d.stages - 1
+    (_, outputs, metric), given = lax.scan(iteration, start, jnp.arange(trips))
+    return (outputs if d.collect == "put" else given[d.stages - 1 :]), metric
+
+
+def loss_of(d: Draw, head: jax.Array, h: jax.Array, wanted: jax.Array) -> jax.Array:
+    if d.loss == "squares":
+        return jnp.sum(h.astype(np.float32) ** 2)
+    if d.loss == "distance":
+        return jnp.mean(
+            (h @ head - jax.nn.one_hot(wanted, d.classes, dtype=h.dtype)).astype(np.float32) ** 2
+        )
+    scores = jax.nn.log_softmax(h @ head)
+    if d.loss == "smooth":
+        soft = jax.nn.one_hot(wanted, d.classes) * 0.9 + 0.1 / d.classes
+        return -jnp.sum(scores.astype(np.float32) * soft) / wanted.size
+    return -jnp.mean(jnp.take_along_axis(scores, wanted[..., None], axis=-1)).astype(np.float32)
+
+
+def local(d: Draw, parameters: Any, tokens: jax.Array, wanted: jax.Array) -> Any:
+    """Loss and metric, on each device."""
+    xs = (
+        parameters["embedding"][tokens]
+        if d.embeds
+        else lax.stop_gradient(parameters["embedding"][tokens])
+    )
+    outputs, metric = outputs_of(d, parameters["layers"], xs)
+    loss = loss_of(d, parameters["head"], outputs, wanted)
+    return jnp.where(lax.axis_index("x") == d.stages - 1, loss, 0), metric
+
+
+def specs_of(d: Draw) -> tuple[Any, P]:
+    """Those of parameters, and of tokens."""
+    layers = {"up": P("x"), "down": P("x")}
+    if "y" in d.axes:
+        layers = {"up": P("x", None, "y"), "down": P("x", "y")}
+    batch = P(None, "d") if "d" in d.axes else P()
+    return {"embedding": P(), "head": P(), "layers": layers}, batch
+
+
+def arguments_of(d: Draw) -> tuple[Any, np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(d.stages * 100 + d.microbatches)
+    dtype = jnp.dtype(d.dtype)
+    count, wide = d.stages * d.layers, 2 * d.width
+
+    def normal(*shape: int) -> np.ndarray:
+        return (rng.standard_normal(shape) * 0.4).astype(dtype)
+
+    parameters = {
+        "embedding": normal(d.classes, d.width),
+        "head": normal(d.width, d.classes),
+        "layers": {"down": normal(count, wide, d.width), "up": normal(count, d.width, wide)},
+    }
+    shape = d.microbatches, d.rows
+    tokens, wanted = (rng.integers(0, d.classes, shape).astype(np.int32) for _ in range(2))
+    return parameters, tokens, wanted
+
+
+def program(d: Draw) -> tuple[Any, Any, Any, jax.sharding.Mesh]:
+    """The jitted step, which gives loss, metric and gradients; its arguments, shardings and mesh."""
+    over = mesh(*(d.stages if a == "x" else 2 for a in d.axes), names=d.axes)
+    specs, batch = specs_of(d)
+    others = tuple(a for a in d.axes if a in "xd")
+
+    def whole(parameters, tokens, wanted):
+        loss, metric = local(d, parameters, tokens, wanted)
+        return lax.psum(loss, others), lax.psum(metric, others)
+
+    if d.inside:
+
+        def on_device(parameters, tokens, wanted):
+            (loss, metric), gradients = jax.value_and_grad(local, argnums=1, has_aux=True)(
+                d, parameters, tokens, wanted
+            )
+            axes = ("x",) * ("x" in others) + ("d",) * ("d" in d.axes)
+            shared = {k: lax.psum(gradients[k], axes) for k in ("embedding", "head")}
+            layers = gradients["layers"]
+            if "d" in d.axes:
+                layers = jax.tree.map(lambda g: lax.psum(g, "d"), layers)
+            return lax.psum(loss, others), lax.psum(metric, others), {**shared, "layers": layers}
+
+        step = jax.shard_map(
+            on_device, mesh=over, in_specs=(specs, batch, batch), out_specs=(P(), P(), specs),
+            check_vma=False,
+        )  # fmt: skip
+    else:
+        mapped = jax.shard_map(
+            whole, mesh=over, in_specs=(specs, batch, batch), out_specs=(P(), P()), check_vma=False
+        )
+        step = jax.value_and_grad(mapped, has_aux=True)
+    given = jax.tree.leaves(specs, is_leaf=lambda s: isinstance(s, P))
+    return jax.jit(step, keep_unused=True), arguments_of(d), (*given, batch, batch), over

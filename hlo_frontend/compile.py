@@ -36,7 +36,7 @@ from .plan_text import plan_text
 from .schema import HloModuleProto, HloModuleProtoWithConfig
 from .text import parse_hlo_text
 from .topk import spell_out_topk
-from .values import BlockGraph
+from .values import BlockGraph, all_nodes
 from .verify import check_partitioned, verify
 
 
@@ -113,7 +113,8 @@ class PartitionedModule(Source):
         assert c.carved is not None
         planned = c.planned is not None and c.planned.changed
         homes: dict[SegmentPlan, int] = {}
-        program = self.lower(module, c.carved, streams=planned, homes=homes)
+        started = self.starts and any(node.is_started for node in all_nodes(c.entry))
+        program = self.lower(module, c.carved, streams=planned or started, homes=homes)
         if c.planned is not None:
             program = replace(program, predicted=prediction(c.planned))
         if dump is not None:
@@ -269,7 +270,7 @@ def compile_stablehlo(
     hlo, found = _rescheduled(
         hlo, *counts, own.interleave or interleave, own.schedule or schedule, dump
     )
-    partitioned = PartitionedModule(hlo, *counts, pseudo_tokens, valid, rewrites)
+    partitioned = PartitionedModule(hlo, *counts, pseudo_tokens, valid, rewrites, starts=True)
     compiled = partitioned.compiled(overlap, dump)
     if calls is not None and compiled.program.communicates:
         made = native(compiled.program, calls)

@@ -8,6 +8,7 @@ their own. All other instructions become compute nodes. Each rule is a row of `_
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from stretto.collectives.types import TensorType
 
@@ -17,6 +18,7 @@ from .graph import (
     COLLECTIVES,
     DONE_COLLECTIVES,
     LOGICAL_IDS,
+    START_COLLECTIVES,
     Computation,
     Instruction,
     all_instructions,
@@ -330,6 +332,7 @@ def _collective(builder: _Builder, instruction: Instruction, env: Env) -> list[V
     elif instruction.opcode == "recv":
         payload = instruction.shape.tuple_shapes[0]
         types = (*leaf_types(payload, instruction), None)
+    node.is_started = instruction.opcode in START_COLLECTIVES or bool(builder.wrappers)
     operands = [v.type for v in node.operands if v.type is not None]
     results = [t for t in types if t is not None]
     validation = validation_text(instruction, builder.wrappers)
@@ -340,6 +343,8 @@ def _collective(builder: _Builder, instruction: Instruction, env: Env) -> list[V
     node.collective, node.reducer = builder.reader.read(
         instruction, operands, results, validation=validation
     )
+    if builder.wrappers and builder.wrappers[-1].source:  # what it wraps may have lost its line
+        node.collective = replace(node.collective, source=builder.wrappers[-1].source)
     return _results_with_tokens(node, types)
 
 

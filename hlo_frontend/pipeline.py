@@ -17,7 +17,7 @@ from typing import Protocol
 
 from stretto.collectives.order import Schedule
 
-from .carve import BlockPlan
+from .carve import Await, BlockPlan
 from .collective_order import schedule_of
 from .collectives import CollectiveReader
 from .flatten import flatten
@@ -29,6 +29,7 @@ from .overlap.measured import key_of
 from .passes import bytes as fewer_bytes
 from .passes import pseudo_tokens, rotate, unread, valid
 from .passes.order import order
+from .started import with_starts
 from .values import BlockGraph, Node
 
 # The environment variable that turns on checks. It is no option for users: checks find only mistakes of
@@ -48,7 +49,8 @@ class Dump(Protocol):
 class Source:
     """A serialized ``HloModuleProto`` for one device, and how it is to be lowered.
 
-    Equal modules give equal programs in all processes.
+    ``starts``: whether starts and dones of collectives are where the program has them. Equal modules give
+    equal programs in all processes.
     """
 
     hlo: bytes = field(repr=False)
@@ -57,6 +59,7 @@ class Source:
     pseudo_tokens: bool = True
     valid: valid.ValidPolicy = valid.ValidPolicy()  # noqa: RUF009 (frozen)
     rewrites: bool = False
+    starts: bool = False
 
     def ordered(self, block: BlockGraph) -> unread.Ordered:
         """The default order of a block."""
@@ -98,6 +101,11 @@ class Compilation:
         """The beginning: the module's graph as it is written."""
         reader = CollectiveReader(source.num_replicas, source.num_partitions)
         return cls(source, module, flatten(module.entry, reader), donated, overlap)
+
+    def placed(self, block: BlockGraph) -> Sequence[Node | Await]:
+        """The default order of a block, with the starts and dones that the program has itself."""
+        found = self.ordered(block)
+        return with_starts(found) if self.source.starts else found
 
     def ordered(self, block: BlockGraph) -> unread.Ordered:
         """The default order of a block, computed again only if its nodes or their phases have changed."""
@@ -143,7 +151,7 @@ def _schedule(c: Compilation) -> None:
     """Needs the final collectives of the program. Leaves its default order, and the schedule that ranks
     compare; the graph stays as it is. Later passes change only when collectives start and are awaited. Ranks
     whose plans differ run the program of this stage."""
-    c.carved = carve_planned(c.entry, None, c.ordered)
+    c.carved = carve_planned(c.entry, None, c.placed)
     c.schedule = schedule_of(c.entry, c.carved)
 
 
@@ -177,9 +185,9 @@ def _carve(c: Compilation) -> None:
     """Needs the plans and the phases. Leaves the order and the segments of all blocks; the graph stays as it
     is."""
     if c.planned is not None and c.planned.changed:
-        c.carved = carve_planned(c.entry, c.planned, c.ordered)
+        c.carved = carve_planned(c.entry, c.planned, c.placed)
     elif c.rotated or c.carved is None:
-        c.carved = carve_planned(c.entry, None, c.ordered)
+        c.carved = carve_planned(c.entry, None, c.placed)
 
 
 # The passes that decide which collectives a program has.

@@ -31,6 +31,7 @@ from .schema import PRIMITIVE_CODES, CompileOptionsProto, HloModuleProto
 
 # XLA:CPU passes that would tie the HLO to XLA:CPU, each with what it does.
 DISABLED_PASSES: dict[str, str] = {
+    "async-collective-replacer": "makes one op of a start and its done",
     "all_to_all_decomposer": "splits array all-to-all into slices and a tuple all-to-all",
     "all-reduce-promotion": "sends bf16 as f32",
     "float-normalization-bf16": "computes bf16 as f32",

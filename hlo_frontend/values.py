@@ -138,7 +138,8 @@ class Node:
     ``kind``: how the node is run. ``position``: its number in the block, in topological order.
     ``operands``: the values that it reads, one for each array or token in the instruction's tuples;
     ``results``: the values that it gives, likewise. ``order``: nodes that must run before it although it
-    reads no value of theirs. ``collective``: the collective that it runs; ``reducer``: the computation that
+    reads no value of theirs. ``collective``: the collective that it runs; ``is_started``: whether the program
+    has a start and a done for it; ``reducer``: the computation that
     reduces there, where no `Reduction` does the same. ``blocks``: a loop's condition and body, or the choices
     of a branch; ``selector``: the value that chooses among the latter.
     """
@@ -153,6 +154,7 @@ class Node:
     reducer: Computation | None = None
     blocks: tuple[BlockGraph, ...] = ()
     selector: Value | None = None
+    is_started: bool = False
 
     def before(self) -> Iterator[tuple[Node, Value | None]]:
         """The nodes that must run right before it, each with the operand that it produces, or with None if it

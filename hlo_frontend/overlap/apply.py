@@ -200,7 +200,11 @@ def with_crossings(
     )
 
 
-def carve_planned(block: BlockGraph, planned: Planned | None, ordered: Order = order) -> BlockPlan:
+def carve_planned(
+    block: BlockGraph,
+    planned: Planned | None,
+    ordered: Callable[[BlockGraph], Sequence[Node | Await]] = order,
+) -> BlockPlan:
     """The block cut into segments as planned, and the blocks inside it."""
     nodes: Sequence[Node | Await] = (
         ordered(block)

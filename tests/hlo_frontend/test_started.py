@@ -1,0 +1,149 @@
+"""Collectives that a JAX program starts and awaits itself (`psum_start` and others): what runs between is
+between, in every kind of block, and results are those of JAX's CPU backend."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from frontend_support import P, compiled, judge_program, mesh
+from jax import lax
+from jax._src.lax import parallel  # they have no public names yet
+
+from stretto.hlo_frontend.compile import CompiledModule
+from stretto.runtime.program import Block, Branch, Loop, Run, Start, Wait, instructions
+
+N = 4
+RING = [(i, (i + 1) % N) for i in range(N)]
+X = (np.arange(16 * 8) % 17 - 8).reshape(16, 8).astype("f4") / 8
+
+
+def begin(kind: str, x: jax.Array) -> Any:
+    start: Any = getattr(parallel, f"{kind}_start")
+    if kind == "psum":
+        return start(x, "x")
+    if kind == "ppermute":
+        return start(x, "x", RING)
+    if kind == "all_to_all":
+        return start(x, "x", 0, 0, tiled=True)
+    return start(x, "x", tiled=True)
+
+
+def end(future: Any) -> jax.Array:
+    return future.done() if hasattr(future, "done") else future
+
+
+def total(x: jax.Array) -> jax.Array:
+    return x.sum(keepdims=True)
+
+
+def module(f) -> CompiledModule:  # type: ignore[no-untyped-def]
+    """The program of a function of a device's four rows, compared with JAX's CPU backend."""
+    over = mesh(N)
+    function = jax.jit(jax.shard_map(f, mesh=over, in_specs=P("x"), out_specs=P("x")))
+    made = compiled(function, X, num_devices=N)
+    judge_program(made, function, over, (P("x"),), X, exact=False)
+    return made
+
+
+def steps(block: Block) -> list[str]:
+    """What starts, runs and is awaited, in this block alone."""
+    names = {Start: "start", Wait: "wait", Run: "run", Loop: "loop", Branch: "branch"}
+    return [names[type(i)] for i in block.instructions if type(i) in names]
+
+
+KINDS = ["psum", "psum_scatter", "all_gather", "all_to_all", "ppermute"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_computed_meanwhile_is_between_start_and_done(kind: str) -> None:
+    def f(x):  # type: ignore[no-untyped-def]
+        begun = begin(kind, x)
+        beside = jnp.sin(x @ x.T)
+        got = end(begun)
+        return total(jnp.cos(got)) + beside
+
+    made = module(f)
+    assert steps(made.program.body) == ["start", "run", "wait", "run"]
+    (collective,) = made.program.collectives
+    assert collective.source.startswith(__file__)
+
+
+def test_what_a_start_reads_is_all_that_is_ahead_of_it() -> None:
+    def f(x):  # type: ignore[no-untyped-def]
+        beside = jnp.sin(x @ x.T)
+        return total(end(begin("all_gather", jnp.exp(x)))) + beside
+
+    made = module(f)
+    assert steps(made.program.body) == ["run", "start", "run", "wait", "run"]
+    ahead = next(i for i in made.program.body.instructions if isinstance(i, Run))
+    assert made.program.segments[ahead.segment].flops == 4 * 8  # the exponentials, not the product
+
+
+def test_starts_keep_their_order_and_are_awaited_where_they_are_read() -> None:
+    def f(x):  # type: ignore[no-untyped-def]
+        first, second = begin("ppermute", x), begin("all_gather", 2 * x)
+        beside = jnp.sin(x @ x.T)
+        one = total(end(first)) + beside
+        return jnp.tanh(one) + total(end(second))
+
+    made = module(f)
+    found = steps(made.program.body)
+    assert [step for step in found if step != "run"] == ["start", "start", "wait", "wait"]
+    assert found[-5:] == ["run", "wait", "run", "wait", "run"]
+    kinds = [str(c.kind) for c in made.program.collectives]
+    assert kinds == ["collective-permute", "all-gather"]
+
+
+def test_a_loop_runs_between_start_and_done() -> None:
+    """Its own collectives are behind the start, on the streams of their groups."""
+
+    def f(x):  # type: ignore[no-untyped-def]
+        begun = begin("all_gather", x)
+        looped = lax.fori_loop(0, 3, lambda i, y: jnp.sin(lax.ppermute(y, "x", RING) + i), x)
+        return total(end(begun)) + looped
+
+    made = module(f)
+    found = [step for step in steps(made.program.body) if step != "run"]
+    assert found == ["start", "loop", "wait"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_inside_of_loops(kind: str) -> None:
+    def body(y, _):  # type: ignore[no-untyped-def]
+        begun = begin(kind, y)
+        beside = jnp.sin(y * 2) @ jnp.eye(8)
+        return beside + total(end(begun)) / 64, None
+
+    made = module(lambda x: lax.scan(body, x, None, 3)[0])
+    (loop,) = (i for i in instructions(made.program.body) if isinstance(i, Loop))
+    assert steps(loop.body)[:4] == ["start", "run", "wait", "run"]
+
+
+def test_inside_of_branches() -> None:
+    def f(x):  # type: ignore[no-untyped-def]
+        def taken(y):  # type: ignore[no-untyped-def]
+            begun = begin("ppermute", y)
+            beside = jnp.sin(y @ y.T)
+            return total(end(begun)) + beside
+
+        positive = lax.psum(x.sum(), "x") > 0
+        return lax.cond(positive, taken, lambda y: jnp.cos(y @ y.T), x)
+
+    made = module(f)
+    (branch,) = (i for i in instructions(made.program.body) if isinstance(i, Branch))
+    assert ["start", "run", "wait", "run"] in [steps(b) for b in branch.branches]
+
+
+def test_a_barrier_keeps_a_done_ahead_of_compute() -> None:
+    """What is read through a barrier with the result comes behind it."""
+
+    def f(x):  # type: ignore[no-untyped-def]
+        got = end(begin("ppermute", x))
+        got, y = lax.optimization_barrier((got, x))
+        return got.sum() + jnp.sin(y @ y.T)
+
+    assert steps(module(f).program.body)[:2] == ["start", "wait"]

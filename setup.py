@@ -1,4 +1,4 @@
-"""Builds the extension modules: the C face of the plugin, and collectives inside of compiled code.
+"""Builds the extension modules: the C face of the plugin, collectives inside of compiled code, ends of ranks.
 
 All else is in pyproject.toml.
 
@@ -43,5 +43,6 @@ setup(
             # A product and a sum are rounded one by one, as NumPy does.
             extra_compile_args=["-O3", "-ffp-contract=off"],
         ),
+        Extension("stretto.runtime.job._ends", ["runtime/job/_ends.pyx"]),
     ]
 )

@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import os
+import sys
 from collections.abc import Sequence
 from functools import cache, wraps
 from inspect import signature
@@ -69,6 +70,30 @@ def _keep_clients() -> None:
     for backend in list(xla_bridge._backends.values()):
         if backend.platform == PLATFORM:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(backend))
+
+
+def tell_failures_once() -> None:
+    """Have JAX not tell of a failed run at its end, twice, where Python has printed its error already.
+
+    JAX awaits the runs of programs with side effects then. On other platforms their calls have raised.
+    """
+    atexit.register(_forget_told)
+
+
+def _forget_told() -> None:
+    from jax._src import dispatch
+
+    told = getattr(sys, "last_value", None)  # of the exception that ends the program
+    if not isinstance(told, RuntimeError):
+        return
+    tokens = dispatch.runtime_tokens
+    for table in (tokens.current_tokens, tokens.output_runtime_tokens):
+        for key, token in list(table.items()):
+            try:
+                token.block_until_ready()
+            except RuntimeError as error:
+                if str(error) in str(told):
+                    del table[key]
 
 
 def join_distributed() -> None:

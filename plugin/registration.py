@@ -22,6 +22,7 @@ def initialize() -> None:
     entries.install()
     jax_private.register(_capi.capsule())
     jax_private.keep_clients()
+    jax_private.tell_failures_once()
     jax_private.join_distributed()
     jax_private.register_profiler(_capi.capsule())
     jax_private.hide_from_source_lines()

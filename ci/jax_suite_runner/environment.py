@@ -35,6 +35,7 @@ _REQUIREMENTS = (
     "rich>=13",
     "scipy",
     "setuptools>=77",
+    "threadpoolctl>=3.5",
     "Cython>=3.1",
     "wheel",
 )

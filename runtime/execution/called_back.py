@@ -6,21 +6,47 @@ must not wait for its turn.
 
 from __future__ import annotations
 
+import os
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
+from pathlib import Path
 from typing import Any
 
 from ..errors import StrettoError
 
 _here = threading.local()
 
+_OURS = f'  File "{Path(__file__).parents[2]}{os.sep}'
+_THREADING = f'  File "{threading.__file__}"'
+
 
 def inside() -> bool:
     """Whether the calling thread is in a function of `CalledBack`."""
     return getattr(_here, "inside", False)
+
+
+def without_our_frames(text: str) -> str:
+    """A message with a traceback in it, such as XLA's of a function that raised: the user's frames and JAX's.
+
+    Gone are stretto's own, and those with which a thread of stretto's begins.
+    """
+    kept, drops, is_head = [], False, False
+    for line in text.split("\n"):
+        if line.startswith('  File "'):
+            drops = line.startswith(_OURS) or (is_head and line.startswith(_THREADING))
+            is_head = is_head and drops
+        elif not line.startswith("    "):
+            drops, is_head = False, line.endswith("Traceback (most recent call last):")
+        if not drops:
+            kept.append(line)
+    return "\n".join(kept)
+
+
+def _traceback() -> str:
+    return without_our_frames(traceback.format_exc().rstrip())
 
 
 class CalledBack:
@@ -50,7 +76,7 @@ class CalledBack:
             try:
                 return function(*arguments)
             except BaseException:
-                error = StrettoError(f"error calling callback: {traceback.format_exc().rstrip()}")
+                error = StrettoError(f"error calling callback: {_traceback()}")
                 for listener in list(self._listeners):
                     listener(error)
                 raise

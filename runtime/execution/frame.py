@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..errors import StrettoError
+from .called_back import without_our_frames
 from .stream import Event
 
 Operation = Callable[["Frame"], None]
@@ -41,20 +42,24 @@ class Frame:
 
 
 def named(error: BaseException, what: str) -> BaseException:
-    """The error with the instruction it came from in its message; its class is kept if it is ours."""
+    """The error with the instruction it came from in its message; its class is kept if it is ours.
+
+    A traceback in the message, of a function that was called back, is left without stretto's frames.
+    """
     if getattr(error, "instruction", None) is not None:
         return error
+    text = without_our_frames(str(error))
     if isinstance(error, StrettoError):
         try:
-            renamed: StrettoError = type(error)(f"{what}: {error}")
+            renamed: StrettoError = type(error)(f"{what}: {text}")
         except TypeError:
-            renamed = StrettoError(f"{what}: {error}")
+            renamed = StrettoError(f"{what}: {text}")
         renamed.code = error.code
     elif isinstance(error, NotImplementedError):
-        renamed = StrettoError(f"{what}: {error}")
+        renamed = StrettoError(f"{what}: {text}")
         renamed.code = "UNIMPLEMENTED"
     elif isinstance(error, Exception):
-        renamed = StrettoError(f"{what}: {type(error).__name__}: {error}")
+        renamed = StrettoError(f"{what}: {type(error).__name__}: {text}")
     else:
         return error  # KeyboardInterrupt and the like
     renamed.instruction = what  # type: ignore[attr-defined]

@@ -5,10 +5,18 @@ so that a rank blocked inside MPI still hears what happened. Once a second the t
 of this rank's streams, and several times at how far its runs have come (`run_log`), which it posts to the
 hub. Nothing else is sent while all is well.
 
-When the job has failed, in whatever way, every rank does the same: it prints one message to stderr,
-keeps the error for `Control.error`, calls those who asked to be told (they fail what is pending), and,
-if the process has not ended by itself after ``grace`` seconds, ends it with exit code 1. That takes Python's
-lock; where a thread keeps it for ever, `faulthandler` shows all threads and ends the process.
+When the job has failed, every rank keeps the error for `Control.error`, calls those who asked to be told
+(they fail what is pending), and, if the process has not ended by itself after ``grace`` seconds, ends it with
+exit code 1. That takes Python's lock; where a thread keeps it for ever, `faulthandler` shows all threads and
+ends the process.
+
+Each rank says one line to stderr, and one of them all there is to say: the rank that failed, by the
+traceback that Python prints where nobody catches the error, or else by its text (`say_rest`); rank 0 where
+the failure is nobody's alone.
+
+Hydra kills the others where a rank ends without MPI's leave, and returns what follows from how all of them
+ended, most often 9. So where a launcher of MPI started them, ranks that have come to their ends wait for the
+hub's word (`await_end`), all end with the exit code of the rank that failed, and Hydra is told.
 """
 
 from __future__ import annotations
@@ -23,11 +31,12 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
-from time import monotonic
+from time import monotonic, sleep
 from typing import TYPE_CHECKING
 
 from ..errors import CollectiveMismatch, CollectiveTimeout, RankFailed, StrettoError, WorldError
 from . import watchdog
+from ._ends import hush
 from .hub import Hub, read_streams
 from .progress import Progress, Snapshot
 from .run_log import RunLogs
@@ -44,7 +53,10 @@ IDLE = 4
 CONNECT_WITHIN = 30.0
 # So much longer than the grace a process may keep Python's lock.
 LOCKED = 3.0
+# Seconds in which Python prints the error that a program got, if nobody catches it.
+SHOWN_WITHIN = 1.0
 
+_TRACEBACK = "Traceback (most recent call last):"
 _News = tuple[list[Callable[[StrettoError], None]], StrettoError]
 
 
@@ -61,6 +73,7 @@ class Control:
         grace: float,
         progress: Sequence[Progress],
         runs: RunLogs,
+        take_leave: Callable[[], None] = lambda: None,
     ) -> None:
         self.error: StrettoError | None = None
         self._rank = rank
@@ -71,6 +84,7 @@ class Control:
         self._grace = grace
         self._progress = progress
         self._runs = runs
+        self._take_leave = take_leave
         # How often the runs are looked at. Posts of many ranks must not drown the hub.
         self._interval = max(POST_EVERY, POST_EVERY_FOR_RANK * len(peers))
         self._next_watch = 0.0
@@ -83,6 +97,11 @@ class Control:
         # Set when this rank need not wait any longer: all ranks have left, or the job has failed.
         self._released = threading.Event()
         self._all_told = threading.Event()
+        # The rank whose failure it is; -1 while all is well, and where it is nobody's alone.
+        self.culprit = -1
+        # Whether the user has seen this rank's error, and what is to be said of it if not.
+        self._is_shown = False
+        self._unsaid = ""
         self._thread = threading.Thread(target=self._listen, name="stretto-control", daemon=True)
         # Calls listeners. It is there from the start: from 3.12 on Python begins no thread once it ends,
         # which is when a job often fails.
@@ -95,8 +114,13 @@ class Control:
 
     # What the process has to say.
 
-    def fail(self, text: str) -> None:
-        """Tell all ranks that this one has failed. The first failure of the job counts."""
+    def fail(self, text: str, is_shown: bool = False) -> None:
+        """Tell all ranks that this one has failed. The first failure of the job counts.
+
+        ``is_shown``: Python has printed the error.
+        """
+        if is_shown:
+            self._is_shown, self._unsaid = True, ""
         if self.error is None:
             self._link.send({"type": "fail", "kind": "failed", "rank": self._rank, "text": text})
 
@@ -115,9 +139,26 @@ class Control:
         self._released.wait()
 
     def wait_told(self, seconds: float) -> None:
-        """Wait until every rank has printed the failure: what ends earlier may be cut short by mpiexec."""
+        """Wait until every rank has heard of the failure: what ends earlier may be cut short by mpiexec."""
         if self._released.wait(seconds) and self.error is not None:
             self._all_told.wait(seconds)
+
+    def say_rest(self) -> None:
+        """Say why this rank has failed, if nobody has."""
+        text, self._unsaid = self._unsaid, ""
+        if text:
+            say(text)
+
+    def await_end(self, code: int) -> None:
+        """In a failed job, at the end of this process, which would be with ``code``: the hub ends it.
+
+        Returns if it does not, when this process would be ended.
+        """
+        self._link.send({"type": "ending", "code": code})
+        sleep(self._rest())
+
+    def _rest(self) -> float:
+        return max(0.0, self._deadline - monotonic())
 
     def close(self) -> None:
         self._closed = True
@@ -176,11 +217,19 @@ class Control:
                 self._link.send({"type": "told"})
             case "all told":
                 self._all_told.set()
+            case "end":
+                self.say_rest()
+                if message["in_peace"]:
+                    self._take_leave()
+                end_process(message["code"])
 
     def _watch(self) -> None:
         """Once a second: look for collectives that are overdue, and for ranks that left while others wait."""
         if self.error is not None:
-            if monotonic() >= self._deadline:
+            rest = self._rest()
+            if rest <= self._grace - SHOWN_WITHIN or not rest:
+                self.say_rest()
+            if not rest:
                 end_process()
             return
         streams = self._streams()
@@ -212,10 +261,17 @@ class Control:
                 verb = {"died": "died", "left": "left the job too early"}.get(kind, "failed")
                 error = RankFailed(f"{self._peers[rank]} {verb}: {text}")
             self.error = error
+            self.culprit = rank
             listeners = list(self._listeners)
         self._deadline = monotonic() + self._grace
         faulthandler.dump_traceback_later(self._grace + LOCKED, exit=True, file=2)
-        say(f"stretto: rank {self._rank} ends: {error}\n")
+        says_all = self._rank == (0 if rank < 0 else rank)
+        text = f"stretto: rank {self._rank} ends: {error if says_all else in_a_line(error)}\n"
+        if kind == "failed" and says_all:
+            self._unsaid = "" if self._is_shown else text  # Python may be about to print it
+        else:
+            say(text)
+        hush()  # Open MPI ends the others by SIGTERM
         # Not on this thread: a listener that blocks must not keep it from ending the process.
         self._news.put((listeners, error))
         self._released.set()
@@ -234,6 +290,7 @@ class Control:
         never = threading.Event()
         while not self._closed and (rest := self._deadline - monotonic()) > 0:
             never.wait(min(rest, TICK))
+            self.say_rest()
         if not self._closed:
             end_process()
 
@@ -249,12 +306,22 @@ class Control:
         return tuple(p.snapshot(now) for p in self._progress)
 
 
-def end_process() -> None:
-    """End the process at once with exit code 1: a thread may be blocked inside MPI for ever."""
+def end_process(code: int = 1) -> None:
+    """End the process at once with this exit code: a thread may be blocked inside MPI for ever."""
     for file in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError, AttributeError):
             file.flush()
-    os._exit(1)
+    os._exit(code)
+
+
+def first_line(error: BaseException) -> str:
+    return str(error).split("\n", 1)[0]
+
+
+def in_a_line(error: BaseException) -> str:
+    """What failed: the first line, and the last one of a traceback that begins there."""
+    text = str(error).rstrip()
+    return first_line(error).replace(_TRACEBACK, text[text.rfind("\n") + 1 :].strip())
 
 
 def say(text: str) -> None:
@@ -274,8 +341,12 @@ def connect(
     host: str,
     progress: Sequence[Progress],
     runs: RunLogs,
+    take_leave: Callable[[], None],
 ) -> Control:
-    """Join the ranks of ``comm``; collective. Raises the same `WorldError` on every rank."""
+    """Join the ranks of ``comm``; collective. Raises the same `WorldError` on every rank.
+
+    ``take_leave``: tells the launcher that this process ends, and MPI without it.
+    """
     rank = comm.Get_rank()
     listener = None
     offer: tuple[int, str, list[str]] | str | None = None
@@ -295,7 +366,7 @@ def connect(
     if listener is not None:
         own, far = socket.socketpair()
         link = Link(own)
-        hub = Hub(listener, token, peers, timeout, far)
+        hub = Hub(listener, token, peers, timeout, far, grace)
         hub.start()
     else:
         same_host = peers[0].host == peers[rank].host
@@ -311,7 +382,7 @@ def connect(
             f"{peers[0].host} that the other hosts can reach"
         )
     assert link is not None
-    control = Control(rank, peers, link, hub, timeout, grace, progress, runs)
+    control = Control(rank, peers, link, hub, timeout, grace, progress, runs, take_leave)
     control.start()
     return control
 

@@ -18,9 +18,18 @@ from types import TracebackType
 
 from ..errors import StrettoError
 from ..options import Options, OptionsError, in_force
+from ._ends import status as status_asked_for
 from .control import end_process, say
 
-__all__ = ["at_exit", "await_at_exit", "describe", "end_process", "grace", "on_uncaught"]
+__all__ = [
+    "at_exit",
+    "await_at_exit",
+    "describe",
+    "end_process",
+    "grace",
+    "on_uncaught",
+    "status",
+]
 
 TRACEBACK_LINES = 6
 TICK = 0.2
@@ -37,28 +46,47 @@ def at_exit(leave: Callable[[], None]) -> None:
     atexit.register(run)
 
 
-def on_uncaught(fail: Callable[[BaseException], None]) -> None:
+_uncaught = False
+
+
+def on_uncaught(fail: Callable[[BaseException], None], told: Callable[[], str]) -> None:
     """Call ``fail`` with an exception that nobody caught, in the main thread or another.
 
     Left out: what ends no process. That is an error at an interactive prompt and one in a daemon thread.
+    ``told`` gives what has been said already of an error that this process gets and has no part in, or "": an
+    exception that says it too is not printed.
     """
     previous, previous_thread = sys.excepthook, threading.excepthook
+    prints, thread_prints = sys.__excepthook__, threading.__excepthook__
+
+    def is_told(error: BaseException | None) -> bool:
+        text = told()
+        return bool(text) and text in str(error) and not hasattr(sys, "ps1")
 
     def main_hook(
         kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
-        previous(kind, error, trace)
+        global _uncaught
+        if not (previous is prints and is_told(error)):
+            previous(kind, error, trace)
         if not hasattr(sys, "ps1"):
+            _uncaught = True
             fail(error)
 
     def thread_hook(arguments: threading.ExceptHookArgs) -> None:
-        previous_thread(arguments)
         error, thread = arguments.exc_value, arguments.thread
+        if not (previous_thread is thread_prints and is_told(error)):
+            previous_thread(arguments)
         if error is not None and not isinstance(error, SystemExit) and thread and not thread.daemon:
             fail(error)
 
     sys.excepthook = main_hook
     threading.excepthook = thread_hook
+
+
+def status() -> int:
+    """With which exit status Python would end this process, as far as it can be known (`_ends.status`)."""
+    return 1 if _uncaught else status_asked_for()
 
 
 def await_at_exit(ended: Callable[[float], bool]) -> None:

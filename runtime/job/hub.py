@@ -4,14 +4,15 @@ It passes on what one rank has to tell the others. It holds the one view of the 
 first failure that arrives is the job's failure, and all ranks are told that one.
 
 Messages from a rank: ``hello`` (token, rank), ``goodbye`` (streams), ``fail`` (kind, rank, text),
-``overdue`` (stream, entry), ``state`` (streams, line), ``runs`` and ``accounts`` (sets), ``told``. To the
-ranks: ``welcome``, ``left`` (rank, streams), ``all left``, ``broken`` (kind, rank, text), ``inquire``,
-``account``, ``all told``.
+``overdue`` (stream, entry), ``state`` (streams, line), ``runs`` and ``accounts`` (sets), ``told``,
+``ending`` (code). To the ranks: ``welcome``, ``left`` (rank, streams), ``all left``, ``broken`` (kind, rank,
+text), ``inquire``, ``account``, ``all told``, ``end`` (code, in_peace).
 """
 
 from __future__ import annotations
 
 import hmac
+import math
 import selectors
 import socket
 import threading
@@ -25,7 +26,11 @@ from .run_log import Account, read_account, read_post
 from .watchdog import Peer, State
 from .wire import Link, Message
 
+# Seconds: for an answer; in which the other ranks of a failed job come to their ends, once one has, but half
+# of the options' grace if that is shorter; and in which they then end.
 ANSWER_WITHIN = 3.0
+ENDING_WITHIN = 2.0
+ENDED_WITHIN = 1.0
 
 
 class Hub:
@@ -38,17 +43,26 @@ class Hub:
         peers: Sequence[Peer],
         timeout: float,
         own_end: socket.socket,
+        grace: float,
     ) -> None:
         self._listener = listener
         self._token = token
         self._peers = peers
         self._timeout = timeout
+        self._grace = grace
         self._selector = selectors.DefaultSelector()
         self._links: dict[int, Link] = {}
         self._strangers: set[Link] = set()
         self._left: set[int] = set()
         self._broken = False
+        self._culprit = -1
+        self._died = False
         self._untold: set[int] = set()
+        # The end of a failed job: the exit codes of ranks that have come to theirs, the one of all, and when
+        # the others, and after them rank 0, are ended.
+        self._ending: dict[int, int] = {}
+        self._end_at = math.inf
+        self._code: int | None = None
         # An inquiry under way: the collective that is overdue, the answers, when to stop waiting.
         self._overdue: tuple[int, Entry] | None = None
         self._answers: dict[int, State | None] = {}
@@ -81,7 +95,9 @@ class Hub:
                     self._read(key.fileobj, key.data)
             if self._overdue and monotonic() >= self._deadline:
                 self._conclude()
-            if not self._broken:
+            if self._broken:
+                self._end(monotonic())
+            else:
                 self._look(monotonic())
         self._selector.close()
         self._listener.close()
@@ -89,6 +105,7 @@ class Hub:
     def _wait(self) -> float | None:
         """Seconds until there is something to do without being told; None for never."""
         times = [self._deadline] if self._overdue else []
+        times += [self._end_at] if self._end_at < math.inf else []
         if not self._broken:
             look = self._audit.next_look() if self._accounts is None else self._accounts_deadline
             times += [] if look is None else [look]
@@ -180,6 +197,10 @@ class Hub:
                     self._compare()
             case "told":
                 self._heard(rank)
+            case "ending":
+                if not self._ending:
+                    self._end_at = monotonic() + min(ENDING_WITHIN, self._grace / 2)
+                self._ending[rank] = message["code"]
 
     def _look(self, now: float) -> None:
         """Ask for accounts where a rank has waited too long for others, or go on without some of them."""
@@ -226,14 +247,35 @@ class Hub:
         if self._broken:
             return
         self._broken = True
+        self._culprit = rank
+        self._died = kind == "died"
         self._untold = set(self._links)
         self._tell({"type": "broken", "kind": kind, "rank": rank, "text": text})
 
     def _heard(self, rank: int) -> None:
-        """A rank has printed the failure, or is gone. When all have, nobody need wait any longer."""
+        """A rank has heard of the failure, or is gone. When all have, nobody need wait any longer."""
         self._untold.discard(rank)
         if self._broken and not self._untold:
             self._tell({"type": "all told"})
+
+    def _end(self, now: float) -> None:
+        """End the ranks of a failed job once all have come to their ends, or one has waited long enough.
+
+        The one here is the last. It does not take the launcher's leave, which then kills what is left, where
+        a rank has not ended, or has died, and maybe not all that the launcher started in its place.
+        """
+        all_end = bool(self._ending) and self._ending.keys() >= self._links.keys()
+        if self._code is None and (all_end or now >= self._end_at):
+            first = next(iter(self._ending.values()))
+            self._code = self._ending.get(self._culprit, first)
+            self._end_at = now + ENDED_WITHIN
+            for rank in self._links.keys() - {0}:
+                self._links[rank].send({"type": "end", "code": self._code, "in_peace": True})
+        alone = self._links.keys() == {0}
+        if self._code is not None and (alone or now >= self._end_at):
+            in_peace = alone and not self._died
+            self._links[0].send({"type": "end", "code": self._code, "in_peace": in_peace})
+            self._end_at = math.inf
 
     def _tell(self, message: Message) -> None:
         # This process last: once it knows that all have left it ends MPI, which keeps the GIL until

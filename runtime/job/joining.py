@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import select
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,6 +29,7 @@ from .control import end_process, say
 TICK = 0.5
 # Seconds.
 PATIENCE = 60.0
+ANSWER_WITHIN = 1.0
 PROXY = "hydra_pmi_proxy"
 
 
@@ -63,6 +65,18 @@ def finalize(mpi: Any) -> None:
         mpi.Finalize()
         return
     end()
+
+
+def take_leave() -> None:
+    """Tell Hydra that this process ends, which MPI has not been told: that is no reason to kill the others.
+
+    PMI-1, the protocol of MPICH's ``src/pmi``: a line over the descriptor that the launcher names, an answer.
+    """
+    with contextlib.suppress(KeyError, ValueError, OSError):
+        descriptor = int(os.environ["PMI_FD"])
+        os.write(descriptor, b"cmd=finalize\n")
+        if select.select([descriptor], [], [], ANSWER_WITHIN)[0]:
+            os.read(descriptor, 4096)
 
 
 @contextlib.contextmanager

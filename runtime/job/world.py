@@ -15,6 +15,7 @@ import secrets
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,8 +27,9 @@ from ..errors import RankFailed, StrettoError, WorldError
 from ..options import Options
 from . import clock, cost_tables, exits, joining, relay, shared_memory, wireup
 from . import launcher as launchers
+from ._ends import note_status, speak_at_sigterm
 from .assembly import MpiAssembly
-from .control import Control, connect
+from .control import Control, connect, first_line
 from .cost_tables import CostText
 from .host_folder import HostFolder
 from .launcher import Launcher, detect
@@ -54,6 +56,7 @@ class World:
     first rank with each of them; what is measured there, the slowest counts, is taken for all ranks.
     ``clock_offset``: seconds to add to ``perf_counter()`` for rank 0's, measured only for traces; these call
     the job ``traced_as``. ``service``: where rank 0 may start a service for all, once; None where it cannot.
+    ``by_mpiexec``: whether a launcher of MPI started the ranks.
     """
 
     def __init__(
@@ -90,6 +93,7 @@ class World:
         self.traced_as = ""
         self.service: relay.Service | None = None
         self.folder: HostFolder | None = None
+        self.by_mpiexec = False
         self._progress: list[Progress] = []
         self._control: Control | None = None
         self._before_leaving: list[Callable[[], None]] = []
@@ -102,6 +106,7 @@ class World:
                 options.control_host,
                 self._progress,
                 self.runs,
+                joining.take_leave,
             )
 
     @property
@@ -132,13 +137,20 @@ class World:
         if error is not None:
             raise type(error)(str(error))
 
-    def fail(self, error: BaseException) -> None:
+    def fail(self, error: BaseException, is_shown: bool = False) -> None:
         """Tell all ranks that this one cannot go on, and why. The job ends on every rank.
 
-        Nothing happens in a world of one process, or if the job has failed already.
+        ``is_shown``: Python has printed the error. Nothing happens in a world of one process, or if the job
+        has failed already.
         """
         if self._control and not isinstance(error, RankFailed):
-            self._control.fail(exits.describe(error))
+            self._control.fail(exits.describe(error), is_shown)
+
+    def _told(self) -> str:
+        """What this rank has said of a failure that is not its own."""
+        if self._control is None or self.error is None or self._control.culprit == self.rank:
+            return ""
+        return first_line(self.error)
 
     def on_failure(self, listener: Callable[[StrettoError], None]) -> None:
         """Have ``listener`` called once, from another thread, when the job has failed.
@@ -165,7 +177,8 @@ class World:
     def leave(self) -> None:
         """Leave the job, when the process ends: waits for the other ranks, then ends MPI.
 
-        If the job has failed, does not return: the process ends with exit code 1.
+        If the job has failed, does not return: the process ends with the exit code that it was going to end
+        with, or 1, and under mpiexec with that of the rank that failed, which mpiexec returns.
         """
         if self._control is not None:
             for action in self._before_leaving:
@@ -176,7 +189,11 @@ class World:
                 self.folder.leave()
             if self.error is not None:
                 self._control.wait_told(3.0)
-                exits.end_process()
+                self._control.say_rest()
+                code = exits.status() or 1
+                if self.by_mpiexec:
+                    self._control.await_end(code)
+                exits.end_process(code)
             self._control.close()
         finalize_mpi()
 
@@ -300,7 +317,12 @@ def _make(chosen: Options | None, rendezvous: Rendezvous | None) -> World:
         if chosen.trace:
             made.clock_offset = clock.offset_to_first(comm)
             made.traced_as = comm.bcast(secrets.token_hex(8))
-    exits.on_uncaught(made.fail)
+    exits.on_uncaught(partial(made.fail, is_shown=True), made._told)
+    if not roll:
+        made.by_mpiexec = True
+        note_status()
+        ends = f"stretto: rank {made.rank} ends: SIGTERM: mpiexec, a batch system or somebody else ends it\n"
+        speak_at_sigterm(ends.encode())
     made.on_failure(lambda error: shared_memory.remove_names())
     made.on_failure(lambda error: made.folder.leave() if made.folder else None)
     os.register_at_fork(after_in_child=made.forget)

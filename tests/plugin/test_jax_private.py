@@ -254,6 +254,33 @@ def test_clients_outlive_what_python_frees_at_its_end(monkeypatch: pytest.Monkey
     assert (sys.getrefcount(ours), sys.getrefcount(other)) == (before[0] + 1, before[1])
 
 
+class Token:
+    def __init__(self, error: str) -> None:
+        self.error = error
+
+    def block_until_ready(self) -> None:
+        if self.error:
+            raise RuntimeError(self.error)
+
+
+def test_a_failure_that_python_has_printed_is_not_told_at_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What JAX awaits at its end, by name: tokens by effect, and by device."""
+    tokens = jax._src.dispatch.RuntimeTokenSet()
+    assert set(vars(tokens)) == {"current_tokens", "output_runtime_tokens"}
+    monkeypatch.setattr(jax._src.dispatch, "runtime_tokens", tokens)
+    registered: list[Callable[[], None]] = []
+    monkeypatch.setattr(atexit, "register", registered.append)
+    jax_private.tell_failures_once()
+    for told, left in ((None, "abc"), (RuntimeError("INTERNAL: a"), "bc")):
+        monkeypatch.setattr(sys, "last_value", told, raising=False)
+        tokens.current_tokens = {"a": Token("a"), "b": Token("b")}
+        tokens.output_runtime_tokens = {"a": Token("a"), "c": Token("")}
+        registered[0]()
+        assert "".join(sorted({*tokens.current_tokens, *tokens.output_runtime_tokens})) == left
+
+
 def test_distributed() -> None:
     """What ``jax.distributed.initialize`` makes, and keeps; without it, its state has no attributes."""
     distributed, bridge = jax._src.distributed, jax._src.xla_bridge

@@ -1,13 +1,18 @@
-"""What is told to other ranks of an exception."""
+"""What is told of an exception, here and to other ranks, and with which status a process ends."""
 
 from __future__ import annotations
 
+import subprocess
 import sys
+import threading
+from pathlib import Path
 
 import pytest
 
 from stretto.runtime.errors import CompileError
+from stretto.runtime.execution.called_back import without_our_frames
 from stretto.runtime.job import exits
+from stretto.runtime.job.control import in_a_line
 from stretto.runtime.job.exits import TRACEBACK_LINES, await_at_exit, describe
 from stretto.runtime.options import Options
 
@@ -89,3 +94,74 @@ def test_ctrl_c_at_the_end_gives_it_grace_and_the_next_none(pressed: pytest.Monk
     with pytest.raises(Ended):
         await_at_exit(interrupt)
     assert len(asked) == 4
+
+
+@pytest.mark.parametrize(
+    ("code", "status"),
+    [
+        ("sys.exit(3)", 3),
+        ("leave(3)", 3),  # from sys import exit as leave
+        ("raise SystemExit(3)", 3),
+        ("exit(259)", 3),
+        ("sys.exit(-1)", 255),
+        ("sys.exit()", 0),
+        ("sys.exit(None)", 0),
+        ("sys.exit('no such file')", 1),
+        ("raise SystemExit(2, 3)", 1),
+        ("raise SystemExit", 0),
+        ("pass", 0),
+        ("raise ValueError", 1),
+    ],
+)
+def test_the_status_is_known_before_python_ends(code: str, status: int) -> None:
+    before = (
+        "import atexit, sys; from sys import exit as leave; from stretto.runtime.job import _ends, exits; "
+        "_ends.note_status(); exits.on_uncaught(lambda error: None, lambda: ''); "
+        "atexit.register(lambda: print(exits.status()))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", f"{before}\n{code}"], capture_output=True, text=True, check=False
+    )
+    assert (int(done.stdout), done.returncode) == (status, status)
+
+
+def test_an_error_of_another_rank_that_has_been_told_is_not_printed(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    failed = []
+    for hook in ("excepthook", "__excepthook__"):
+        monkeypatch.setattr(sys, hook, lambda kind, error, trace: print(error, file=sys.stderr))
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    monkeypatch.setattr(threading, "excepthook", threading.excepthook)
+    monkeypatch.setattr(exits, "_uncaught", False)
+    exits.on_uncaught(failed.append, lambda: "rank 1 failed: no")
+    for text in ("ABORTED: rank 1 failed: no\n  | more", "mine"):
+        sys.excepthook(RuntimeError, RuntimeError(text), None)
+    assert capfd.readouterr().err == "mine\n"
+    assert len(failed) == 2
+
+
+def test_a_failure_in_a_line() -> None:
+    assert in_a_line(ValueError("no\nsuch")) == "no"
+    raised = "step: calling back: Traceback (most recent call last):\n  File\nValueError: no\n"
+    assert in_a_line(ValueError(raised)) == "step: calling back: ValueError: no"
+
+
+def test_a_traceback_has_no_frames_of_ours() -> None:
+    ours = Path(exits.__file__).parents[2]
+    text = "\n".join(
+        [
+            "segment a: Traceback (most recent call last):",
+            f'  File "{threading.__file__}", line 1, in _bootstrap',
+            f'  File "{ours / "runtime/execution/stream.py"}", line 2, in _work',
+            "    self._run()",
+            '  File "/home/me/train.py", line 3, in log',
+            "    raise ValueError",
+            f'  File "{threading.__file__}", line 4, in start',
+            "ValueError: no",
+        ]
+    )
+    assert without_our_frames(text).splitlines() == [
+        "segment a: Traceback (most recent call last):",
+        *text.splitlines()[4:],
+    ]

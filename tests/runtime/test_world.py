@@ -105,22 +105,42 @@ def test_ranks_started_before_this_one_joined_are_told_what_to_do() -> None:
 def test_a_rank_that_raises_ends_all_and_says_why() -> None:
     done = ranks("raise")
     assert done.returncode != 0
-    said = lines_of(done)
-    assert len(said) == 3
-    for rank, line in enumerate(sorted(said)):
-        assert line.startswith(f"stretto: rank {rank} ends: rank 1 (pid ")
-        assert "failed: ValueError: no such file: digits.npz (at " in line
-    assert "raise ValueError" in done.stderr
+    # The rank that failed by its traceback, the others in one line.
+    said = sorted(lines_of(done))
+    assert [line.split(" ends: rank 1 (pid ")[0] for line in said] == [
+        "stretto: rank 0",
+        "stretto: rank 2",
+    ]
+    assert all("failed: ValueError: no such file: digits.npz (at " in line for line in said)
+    assert done.stderr.count("Traceback") == done.stderr.count("raise ValueError") == 1
+
+
+@mpi
+@pytest.mark.parametrize("how", ["sys.exit", "SystemExit", "exit", "caught", "all exit"])
+def test_the_exit_code_of_a_rank_is_that_of_mpiexec(how: str) -> None:
+    done = ranks(how)
+    assert done.returncode == 3
+    assert "Traceback" not in done.stderr
+    assert len(lines_of(done)) == (0 if how == "all exit" else 3)
+
+
+@mpi
+def test_sigterm_is_told_where_no_handler_of_python_runs() -> None:
+    done = ranks("terminate")
+    assert done.returncode != 0
+    said = {line.partition(" ends: SIGTERM: mpiexec")[0] for line in lines_of(done)}
+    assert said == {f"stretto: rank {rank}" for rank in range(3)}
 
 
 @mpi
 def test_a_thread_that_raises_ends_all() -> None:
     done = ranks("raise in thread", env={"STRETTO_GRACE": "1"})
-    assert done.returncode != 0
+    assert done.returncode == 1
     assert all(
         "rank 1 (pid" in line and "ValueError: invalid literal" in line for line in lines_of(done)
     )
-    assert len(lines_of(done)) == 3
+    assert len(lines_of(done)) == 2
+    assert done.stderr.count("Traceback") == 1
 
 
 @mpi
@@ -187,6 +207,7 @@ def test_a_collective_that_a_rank_never_reaches_times_out_on_all() -> None:
         assert line.endswith(
             "all-reduce.3 (train.py:12) timed out after 2 s (STRETTO_TIMEOUT): rank 1 did not reach it"
         )
+    assert done.stderr.count("last completed all-reduce.3") == 3  # a line for each rank, by rank 0
     assert "in no collective, last completed all-reduce.3 (train.py:12)" in done.stderr
     assert "world_ranks.py" in done.stderr
 

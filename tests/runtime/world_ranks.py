@@ -12,7 +12,7 @@ import threading
 from pathlib import Path
 
 from stretto.runtime.errors import StrettoError
-from stretto.runtime.job import world
+from stretto.runtime.job import lineage, world
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from support.mpi import find_mpiexec
@@ -43,6 +43,12 @@ def of_child(ranks: int = 0, **more: bool) -> str:
     return ", ".join(
         f"{rank} of {size}" for rank, size in sorted(re.findall(r"(\d) (\d)", out.stdout))
     )
+
+
+def mpiexec_of_job() -> int:
+    """Process id of the mpiexec that started this job."""
+    named = ("mpiexec", "mpiexec.hydra", "mpirun", "prterun")
+    return next(p.pid for p in lineage.ancestors() if any(map(p.is_called, named)))
 
 
 def main(behaviour: str) -> None:
@@ -76,6 +82,29 @@ def main(behaviour: str) -> None:
             if odd:
                 raise ValueError("no such file: digits.npz")
             collective(joined, progress, 2)
+        case "sys.exit" | "SystemExit" | "exit" | "caught" as how:
+            if odd and how == "sys.exit":
+                sys.exit(3)
+            if odd and how == "SystemExit":
+                raise SystemExit(3)
+            if odd and how == "exit":
+                exit(3)  # noqa: PLR1722
+            try:
+                if odd:
+                    joined.fail(RuntimeError("the engine is out of memory"))
+                    told.wait()
+                    joined.check()
+                collective(joined, progress, 2)
+            except StrettoError:
+                sys.exit(3)
+        case "all exit":
+            sys.exit(3)
+        case "terminate":
+            say(f"rank {joined.rank} is here")
+            collective(joined, progress, 2)
+            if odd:
+                os.kill(mpiexec_of_job(), signal.SIGTERM)
+            ctypes.CDLL(None).sleep(1000)  # where no handler in Python runs
         case "raise in thread":
             if odd:
                 thread = threading.Thread(target=lambda: int("x"))

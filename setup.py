@@ -1,6 +1,6 @@
 """Builds the extension modules: the C face of the plugin, collectives inside of compiled code, ends of ranks.
 
-All else is in pyproject.toml.
+All else is in pyproject.toml, but for a line that Python runs when it starts (`plugin/start.py`).
 
 The C declarations of the PJRT API are written here, from the table in ``plugin/abi.py``.
 """
@@ -9,6 +9,7 @@ import runpy
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.build_py import build_py
 
 PLUGIN = Path(__file__).resolve().parent / "plugin"
 
@@ -27,8 +28,17 @@ def write_declarations() -> None:
             path.write_text(text)
 
 
+class WithStart(build_py):
+    """Puts `stretto-start.pth` beside the package, where Python looks for such files."""
+
+    def run(self) -> None:
+        super().run()
+        self.copy_file("stretto-start.pth", f"{self.build_lib}/stretto-start.pth")
+
+
 write_declarations()
 setup(
+    cmdclass={"build_py": WithStart},
     ext_modules=[
         Extension(
             "stretto.plugin._capi",
@@ -44,5 +54,5 @@ setup(
             extra_compile_args=["-O3", "-ffp-contract=off"],
         ),
         Extension("stretto.runtime.job._ends", ["runtime/job/_ends.pyx"]),
-    ]
+    ],
 )

@@ -31,7 +31,7 @@ find_python() {
 sources_hash() {
     { find stretto runtime collectives hlo_frontend plugin -name '*.py' -o -name '*.pyx' \
           -o -name '*.pxi' ! -name '_pjrt_abi.pxi'  # which the build makes
-      echo setup.py; echo pyproject.toml; echo README.md; } | LC_ALL=C sort |
+      echo setup.py; echo stretto-start.pth; echo pyproject.toml; echo README.md; } | LC_ALL=C sort |
         while read -r file; do sha256sum "$file"; done | sha256sum
 }
 

@@ -96,6 +96,39 @@ def _forget_told() -> None:
                     del table[key]
 
 
+def know_launchers() -> None:
+    """Have ``jax.distributed.initialize()`` find launchers of MPI that JAX does not know, after its own.
+
+    The ranks then join as they do without it, a little earlier, and rank 0 has a port for JAX's service.
+    """
+    from jax._src.clusters import cluster
+
+    from stretto.runtime.job import launcher, world
+    from stretto.runtime.options import in_force
+
+    class MpiLauncher(cluster.ClusterEnv):
+        name = PLATFORM
+
+        @classmethod
+        def is_env_present(cls) -> bool:
+            found = launcher.detect()
+            return found is not None and found.size > 1 and in_force().launcher in ("auto", "mpi")
+
+        @classmethod
+        def get_coordinator_address(
+            cls, timeout_secs: int | None = None, override_coordinator_port: str | None = None
+        ) -> str:
+            return world.bootstrap().service_address(override_coordinator_port)
+
+        @classmethod
+        def get_process_count(cls) -> int:
+            return world.bootstrap().size
+
+        @classmethod
+        def get_process_id(cls) -> int:
+            return world.bootstrap().rank
+
+
 def join_distributed() -> None:
     """Give the ranks of a job the client and the service of `jax.distributed`, as its ``initialize`` does.
 

@@ -152,7 +152,10 @@ def _pip(python: Path, *what: str) -> None:
 
 def _sources() -> list[Path]:
     """What an installation is built from, relative to the repository."""
-    files = [ROOT / name for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md")]
+    files = [
+        ROOT / name
+        for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "stretto-start.pth")
+    ]
     files += [p for top in _SOURCES for p in sorted((ROOT / top).rglob("*.p[yx]*"))]
     return [p.relative_to(ROOT) for p in files if "__pycache__" not in p.parts]
 

@@ -152,6 +152,15 @@ class World:
             return ""
         return first_line(self.error)
 
+    def service_address(self, port: str | None = None) -> str:
+        """Host and port, as all ranks reach them, where rank 0 may start a service. Raises `WorldError`."""
+        if self.service is None:
+            raise WorldError("rank 0 has no port for a service: its host gave it none to listen at")
+        one_host = len({peer.host for peer in self.peers}) == 1
+        local = one_host and self.service.host == "0.0.0.0"
+        host = "127.0.0.1" if local else self.service.addresses[0]
+        return f"{host}:{port or self.service.port}"
+
     def on_failure(self, listener: Callable[[StrettoError], None]) -> None:
         """Have ``listener`` called once, from another thread, when the job has failed.
 

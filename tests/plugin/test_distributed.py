@@ -101,3 +101,31 @@ def test_under_mpiexec_the_numbers_must_be_mpis() -> None:
     )
     done = run_ranks(2, ["-c", code], env={"JAX_PLATFORMS": "stretto"}, rank_env=crossed)
     assert done.stdout.count("rank 0 of 2, jax.distributed calls it 1 of 2. Give ") == 2
+
+
+def test_under_mpiexec_it_needs_no_arguments() -> None:
+    code = (
+        "import jax\n"
+        "jax.distributed.initialize()\n"
+        "from jax.experimental import multihost_utils\n"
+        "ranks = multihost_utils.process_allgather(jax.process_index())\n"
+        "print(jax.process_count(), jax.device_count(), *map(int, ranks), flush=True)\n"
+    )
+    env = {"JAX_PLATFORMS": "stretto", "STRETTO_LOCAL_DEVICES": "2"}
+    done = run_ranks(3, ["-c", code], env=env)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["3 6 0 1 2"] * 3
+    assert done.stderr == ""  # nor at the end
+
+
+def test_jaxs_table_of_launchers_is_left_alone_in_other_programs() -> None:
+    code = "import sys; print(any('stretto' in type(f).__module__ for f in sys.meta_path))"
+    for platforms, expected in (("cpu", "False"), ("stretto,cpu", "True")):
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "JAX_PLATFORMS": platforms},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert done.stdout.strip() == expected

@@ -281,6 +281,21 @@ def test_a_failure_that_python_has_printed_is_not_told_at_the_end(
         assert "".join(sorted({*tokens.current_tokens, *tokens.output_runtime_tokens})) == left
 
 
+def test_launchers() -> None:
+    """Subclasses of this class are asked in the order in which they were made."""
+    cluster = jax._src.clusters.cluster.ClusterEnv
+    source = inspect.getsource(cluster.auto_detect_unset_distributed_params)
+    assert "env.opt_in_only_method == False and env.is_env_present()" in source
+    assert "timeout_secs=initialization_timeout, override_coordinator_port=" in source
+    before = list(cluster._cluster_types)
+    try:
+        jax_private.know_launchers()
+        (added,) = cluster._cluster_types[len(before) :]
+        assert not added.is_env_present()  # nothing started this process
+    finally:
+        cluster._cluster_types[:] = before
+
+
 def test_distributed() -> None:
     """What ``jax.distributed.initialize`` makes, and keeps; without it, its state has no attributes."""
     distributed, bridge = jax._src.distributed, jax._src.xla_bridge

@@ -7,12 +7,19 @@ which makes the bubble smaller. Both are a `lax.scan` whose body does the same t
 take what the previous stage sent, run the stage, pass it on. Plain JAX; nothing here is stretto's. With
 STRETTO_INTERLEAVE=2 stretto runs `gpipe`, forward and backward, in a schedule like that of `circular`.
 
+The last stage computes the head, whose weights are those of the embedding; all devices hold them. With
+``--head sharded`` they are divided by vocabulary: each stage holds a quarter of them, and of their moments,
+and computes a quarter of the head, in the loop, beside its layers (`stretto.nn`; the loop is that of
+`stretto.pipelined`). This too runs on any platform.
+
     JAX_PLATFORMS=stretto mpiexec -n 4 python examples/pipeline.py
     JAX_PLATFORMS=stretto STRETTO_LOCAL_DEVICES=4 python examples/pipeline.py
+    JAX_PLATFORMS=stretto STRETTO_LOCAL_DEVICES=4 python examples/pipeline.py --head sharded
     JAX_PLATFORMS=cpu XLA_FLAGS=--xla_force_host_platform_device_count=4 python examples/pipeline.py
 
-Printed: loss, time of a step, messages sent a step beside those of the program as it is written, and the
-share of stage runs that is bubble as it is written. The last line is a JSON object with all of it.
+Printed: loss, time of a step, messages sent a step beside those of the program as it is written, the share of
+stage runs that is bubble as it is written, and what a device holds of the head's weights. The last line is a
+JSON object with all of it.
 """
 
 from __future__ import annotations
@@ -138,6 +145,26 @@ def loss_on_device(repeats: int, parameters: Params, tokens: jax.Array) -> jax.A
     return lax.psum(jnp.where(lax.axis_index("stage") == STAGES - 1, loss, 0), "stage")
 
 
+def sharded_loss_on_device(parameters: Params, tokens: jax.Array) -> jax.Array:
+    """The same loss as a GPipe pipeline with the embedding and the head divided over the devices."""
+    import stretto
+    from stretto import nn
+
+    given, wanted = tokens[..., :-1], tokens[..., 1:]
+    layers = jax.tree.map(lambda w: w[0, 0], parameters["layers"])
+    table = parameters["embedding"]
+    xs = nn.vocab_parallel_embedding(given, table, "stage") + parameters["positions"]
+
+    def head(table: jax.Array, y: jax.Array, wanted: jax.Array) -> jax.Array:
+        losses = nn.vocab_parallel_cross_entropy(normalized(y), table, wanted, "stage")
+        return jnp.mean(losses)
+
+    losses = stretto.pipelined(
+        layer, layers, xs, "stage", head=head, head_params=table, targets=wanted, head_on="all"
+    )
+    return jnp.mean(losses)
+
+
 def by_device(layers: Params, repeats: int) -> Params:
     """Layers as [stages, repeats, layers of a stage, …]: stage s holds every STAGES-th chunk."""
     share = LAYERS // (STAGES * repeats)
@@ -166,18 +193,19 @@ def messages() -> np.ndarray | None:
 Step = Callable[[Params, jax.Array], tuple[Params, jax.Array]]
 
 
-def training(mesh: Mesh, repeats: int) -> tuple[Step, Params]:
+def training(mesh: Mesh, repeats: int, sharded: bool = False) -> tuple[Step, Params]:
     """A jitted step, (state, tokens) -> (state, loss), which takes over its state, and the first state."""
     host = initial_parameters()
     host["layers"] = by_device(host["layers"], repeats)
-    specs = {"layers": jax.tree.map(lambda _: P("stage"), host["layers"]), "embedding": P(),
-             "positions": P()}  # fmt: skip
+    specs = {"layers": jax.tree.map(lambda _: P("stage"), host["layers"]),
+             "embedding": P("stage") if sharded else P(), "positions": P()}  # fmt: skip
     local = jax.shard_map(
-        partial(loss_on_device, repeats),
+        sharded_loss_on_device if sharded else partial(loss_on_device, repeats),
         mesh=mesh,
         in_specs=(specs, P()),
         out_specs=P(),
-        check_vma=False,
+        # Where the head is divided, the account of what is the same on all devices saves a collective.
+        check_vma=sharded,
     )
 
     @partial(jax.jit, donate_argnums=0)
@@ -200,9 +228,12 @@ def batch(mesh: Mesh, data: np.ndarray, rng: np.random.Generator) -> jax.Array:
     return place(rows.reshape(MICROBATCHES, BATCH, -1), NamedSharding(mesh, P()))
 
 
-def train(mesh: Mesh, repeats: int, steps: int, data: np.ndarray) -> dict[str, Any]:
+def train(
+    mesh: Mesh, repeats: int, steps: int, data: np.ndarray, sharded: bool = False
+) -> dict[str, Any]:
     """Train from the start; gives losses and what a step cost."""
-    step, state = training(mesh, repeats)
+    step, state = training(mesh, repeats, sharded)
+    head = [tree["embedding"].addressable_shards[0].data.nbytes for tree in state.values()]
     rng = np.random.default_rng(1)
     losses: list[float] = []
     times: list[float] = []
@@ -223,6 +254,7 @@ def train(mesh: Mesh, repeats: int, steps: int, data: np.ndarray) -> dict[str, A
         "step_ms": 1000 * float(np.median(times[1:] or times)),
         **_messages(sent),
         "bubble": 1 - slots / iterations,
+        "head_bytes": sum(head),
     }
 
 
@@ -240,6 +272,12 @@ def _messages(own: np.ndarray | None) -> dict[str, int]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument(
+        "--head",
+        choices=("last", "sharded"),
+        default="last",
+        help="who computes it: the last stage, or all",
+    )
     options = parser.parse_args()
     if len(jax.devices()) < STAGES:
         print(f"needs {STAGES} devices, there are {len(jax.devices())}: see the head of this file")
@@ -250,14 +288,16 @@ def main() -> int:
     data = text()
     say: Callable[..., None] = print if jax.process_index() == 0 else lambda *_: None
     report: dict[str, Any] = {}
-    for name, repeats in (("gpipe", 1), ("circular", 2)):
-        report[name] = found = train(mesh, repeats, options.steps, data)
+    sharded = options.head == "sharded"
+    for name, repeats in (("gpipe", 1),) if sharded else (("gpipe", 1), ("circular", 2)):
+        report[name] = found = train(mesh, repeats, options.steps, data, sharded)
         sent = ""
         if "messages" in found:
             sent = f"{found['messages']} of {found['messages_as_written']} messages a step, "
         say(
             f"{name:9} loss {found['first_loss']:.3f} -> {found['last_loss']:.3f}, "
-            f"{found['step_ms']:.1f} ms a step, {sent}bubble {found['bubble']:.0%}"
+            f"{found['step_ms']:.1f} ms a step, {sent}bubble {found['bubble']:.0%}, "
+            f"{found['head_bytes']} bytes of the head and its moments a device"
         )
     say(json.dumps(report))
     return 0

@@ -2,7 +2,8 @@
 
 Programs need nothing of this module: ``JAX_PLATFORMS=stretto`` is enough. It gives the options, the
 errors and the statistics. Everything is imported at its first use, so that ``import stretto`` costs
-next to nothing; `stretto.lax` holds collectives that are chained by tokens.
+next to nothing; `stretto.lax` holds collectives that are chained by tokens, `stretto.nn` layers that are
+divided over the vocabulary.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from stretto.explanation import Explanation, explain
+    from stretto.pipelining import pipelined
     from stretto.runtime.errors import (
         CollectiveMismatch,
         CollectiveTimeout,
@@ -49,6 +51,7 @@ __all__ = [
     "configure",
     "explain",
     "kth_largest",
+    "pipelined",
     "profiles",
     "stats",
 ]
@@ -70,6 +73,7 @@ _HOMES = {
     "configure": "stretto.runtime.options",
     "explain": "stretto.explanation",
     "kth_largest": "stretto.selection",
+    "pipelined": "stretto.pipelining",
 }
 
 
@@ -99,7 +103,7 @@ def __getattr__(name: str) -> Any:
         from importlib.metadata import version
 
         value: Any = version("stretto")
-    elif name in ("lax", "testing"):
+    elif name in ("lax", "nn", "testing"):
         value = import_module(f"stretto.{name}")
     elif name in __all__:
         value = getattr(import_module(_HOMES.get(name, "stretto.runtime.errors")), name)
@@ -110,4 +114,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, "lax", "testing"})
+    return sorted({*globals(), *__all__, "lax", "nn", "testing"})

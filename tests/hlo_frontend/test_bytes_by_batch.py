@@ -345,6 +345,8 @@ EXCHANGED: dict[str, tuple] = {
     "triangular_solve": (triangular, [(Y, matrices(8, 8)), (Y, given(8, 8, 3))], Y),
     "top_k": (lambda x: lax.top_k(x, 4), [(Y, given(8, 12))], Y),
     "some columns of each row": (lambda x, u: x.at[:, 2:5].set(u), [(Y, given(8, 16)), (X, given(8, 3))], Y),
+    "cumsum": (lambda x: jnp.cumsum(x, axis=1), [(Y, given(8, 16))], Y),
+    "cummax, from the end": (lambda x: lax.cummax(x, 1, reverse=True), [(Y, given(8, 16))], Y),
     "seven matrices": (jnp.linalg.cholesky, [(Y, matrices(7, 8))], Y),
 }  # fmt: skip
 

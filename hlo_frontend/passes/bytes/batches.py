@@ -224,7 +224,8 @@ def _reduce(proto: Any, operands: Types, results: Types, parts: int) -> Iterator
         yield Batch((d,) * count + (None,) * count, (to,) * len(results))
 
 
-def _is_trivial(window: Any) -> bool:
+def is_trivial(window: Any) -> bool:
+    """Whether the windows along a dimension are its elements."""
     return (
         window.size == 1
         and window.stride in (0, 1)
@@ -236,13 +237,13 @@ def _is_trivial(window: Any) -> bool:
 def _reduce_window(proto: Any, operands: Types, results: Types, parts: int) -> Iterator[Batch]:
     count = len(operands) // 2
     for d, window in enumerate(proto.window.dimensions):
-        if _is_trivial(window):
+        if is_trivial(window):
             yield Batch((d,) * count + (None,) * count, (d,) * len(results))
 
 
 def _select_and_scatter(proto: Any, operands: Types, results: Types, parts: int) -> Iterator[Batch]:
     for d, window in enumerate(proto.window.dimensions):
-        if _is_trivial(window):
+        if is_trivial(window):
             yield Batch((d, d, None), (d,))
 
 

@@ -36,6 +36,7 @@ from .context import Context, Rewritten
 from .cut import Slicer, cut_node, cut_type, exchanged, gathered, recut
 from .own_parts import OwnPart, Places, cut_more, own_part, places
 from .steps import Step, emit
+from .windows import all_windows, own_windows
 
 # The most nodes of a region.
 _LARGEST = 512
@@ -114,13 +115,15 @@ class _Failed(Exception):
 @dataclass
 class _Plan:
     """A region. ``dims``: the dimension along which each value is cut. ``batch``: the batch of each node.
-    ``slices``: the own parts that are read of each value. ``whole``: values that are read whole behind it."""
+    ``slices``: the own parts that are read of each value. ``whole``: values that are read whole behind it.
+    ``anchors``: nodes that are not in the block, and behind which of its nodes they belong."""
 
     gathers: list[Node]
     dims: dict[Value, int]
     batch: dict[Node, Batch]
     slices: dict[Value, list[OwnPart]]
     whole: list[Value] = field(default_factory=list)
+    anchors: dict[Node, Node | None] = field(default_factory=dict)
     said: str = ""
 
 
@@ -182,6 +185,8 @@ class _Search:
         self._slices: dict[Value, list[OwnPart]] = {}
         self._gathers: list[Node] = []
         self._todo: list[Value] = []
+        self._anchors: dict[Node, Node | None] = {}
+        self._through: set[Node] = set()
 
     def plan(self, gather: Node, dimension: int) -> _Plan:
         self._assign(gather.results[0], dimension)
@@ -196,11 +201,36 @@ class _Search:
                     part = own_part(node, self._context.known, self._where)
                 if part is not None and node not in self._taken:
                     self._slices.setdefault(value, []).append(part)
+                elif (found := self._window(value, node)) is not None:
+                    whole, part = found
+                    if self._visit(whole):
+                        self._slices.setdefault(whole.results[0], []).append(part)
+                        self._through.add(node)
                 elif self._may_be_cut(node):
                     self._visit(node)
             if len(self._batch) > _LARGEST:
                 raise _Failed
         return self._pruned()
+
+    def _window(self, value: Value, node: Node) -> tuple[Node, OwnPart] | None:
+        """The windows of a whole array of which only those of the own part are read: XLA cuts out what they
+        cover. Gives a node for all windows, and the part that is read of its result."""
+        uses = self._editor.uses(node.results[0]) if len(node.results) == 1 else ()
+        reader = uses[0].node if len(uses) == 1 else None
+        if node.instruction.opcode != "dynamic-slice" or reader is None or reader in self._taken:
+            return None
+        opcode = reader.instruction.opcode
+        if opcode != "reduce-window" or len(reader.operands) != 2 or uses[0].position:
+            return None
+        if uses[0].value.barrier is not None or reader in self._editor.ordered:
+            return None
+        found = own_windows(node, reader, self._context.known, self._where)
+        if found is None:
+            return None
+        part, type = found
+        whole = all_windows(reader, value, type)
+        self._anchors[whole] = value.node
+        return whole, part
 
     def _assign(self, value: Value, dimension: int) -> None:
         value = value.root
@@ -282,8 +312,8 @@ class _Search:
         for node in nodes:
             for value in node.results:
                 dims[value] = self._dims[value]
-        plan = _Plan(gathers, dims, nodes, self._slices)
-        cut = {own.node for parts in self._slices.values() for own in parts}
+        plan = _Plan(gathers, dims, nodes, self._slices, anchors=self._anchors)
+        cut = {own.node for parts in self._slices.values() for own in parts} | self._through
         for value in dims:
             uses = self._editor.uses(value)
             if all(u.node in nodes or u.node in cut for u in uses):
@@ -403,8 +433,11 @@ class _Cutting:
                 self._editor.put_ahead(node, nodes)
                 operands.append(part)
         made = cut_node(node, batch, operands, self._parts)
-        self._editor.put_behind(node, [made])
+        self._editor.put_behind(self._place(node), [made])
         self._cut.update(zip(node.results, made.results, strict=True))
+
+    def _place(self, node: Node) -> Node:
+        return self._plan.anchors.get(node) or node
 
     def _slicer(self, before: Node) -> Slicer:
         if self._own is None:
@@ -435,8 +468,8 @@ class _Cutting:
             self._editor.remove(own.node)
 
     def _exchange(self, value: Value, given: int, wanted: int) -> Value:
-        behind_of = value.node
-        assert behind_of is not None
+        assert value.node is not None
+        behind_of = self._place(value.node)
         ahead, behind = recut(_type(value), given, wanted, self._parts, self._like)
         first, sent = emit(ahead, self._cut[value])
         node = self._communicating(sent, exchanged(self._collective, sent))

@@ -26,10 +26,11 @@ from .lower import lower
 from .native import NativePolicy, native
 from .overlap.apply import OverlapPolicy, Planned, carve_planned
 from .overlap.evaluate import prediction
-from .overlap.explained import Explained, explained
+from .overlap.explained import Explained, explained, floor_as_written
 from .overlap.measured import key_of
 from .own_options import split
 from .passes.bytes import Rewrite, RewriteReport
+from .passes.split import Choice, Chosen, digest
 from .passes.valid import ValidPolicy, ValidReport
 from .pipeline import COMMON, SETTLING, Compilation, Dump, Source, policy_for, run
 from .plan_text import plan_text
@@ -95,12 +96,15 @@ class PartitionedModule(Source):
     def explained(self, overlap: OverlapPolicy, parsed: Module | None = None) -> Explained:
         """How the collectives of the program are scheduled that `compiled` makes with this policy.
         ``parsed`` is the module, if the caller has it."""
-        c = Compilation.of(self, parsed or Module.parse(self.hlo))
+        module = parsed or Module.parse(self.hlo)
+        c = Compilation.of(self, module, _donated(module), overlap)
         run(c, SETTLING)
         policy = policy_for(self, c.module, overlap)
-        return explained(
-            c.entry, policy, _donated(c.module), c.ordered, pipeline=self.valid.pipeline
-        )
+        found = explained(c.entry, policy, c.donated, c.ordered, pipeline=self.valid.pipeline)
+        found.splits = c.splits.told
+        if c.splits.decisions:
+            found.unsplit_floor = floor_as_written(c.unsplit(), policy, c.donated)
+        return found
 
     def lowered(
         self, overlap: OverlapPolicy | None = None, dump: Dump | None = None
@@ -122,7 +126,7 @@ class PartitionedModule(Source):
                 dump(module.name, "plan", plan_text(c.planned))
             _dump_program(program, dump)
         return LoweredModule(
-            program, c.entry, c.carved, homes, c.schedule, c.valid, c.rewritten, c.planned
+            program, c.entry, c.carved, homes, c.schedule, c.valid, c.rewritten, c.planned, c.splits
         )
 
     def compiled(
@@ -130,16 +134,18 @@ class PartitionedModule(Source):
     ) -> CompiledModule:
         """The program, and what was found about it. ``overlap``, ``dump``: as in `lowered`."""
         made = self.lowered(overlap, dump)
+        decided = made.splits.decisions
         return CompiledModule(
             made.program,
-            self,
+            replace(self, splits=decided),
             ("",) * len(made.program.inputs),
             ("",) * len(made.program.outputs),
             made.schedule,
             made.valid,
             made.rewritten.rewrites,
-            made.rewritten.digest,
+            made.rewritten.digest + digest(decided),
             made.overlap,
+            splits=made.splits.told,
         )
 
 
@@ -158,6 +164,7 @@ class LoweredModule:
     valid: ValidReport
     rewritten: RewriteReport
     overlap: Planned | None
+    splits: Choice
 
 
 @dataclass(frozen=True)
@@ -167,7 +174,8 @@ class CompiledModule:
     ``source`` is what it was lowered from, None for a program of one segment, which is the module as it
     came. Memory kinds are empty strings where the program names none. ``schedule`` is what the program
     communicates, in its order. ``valid`` tells what was found about transfers in loops, ``rewrites`` what
-    became of collectives (see `passes.bytes`); ``rewritten`` is a digest of that, empty if it is nothing.
+    became of collectives (see `passes.bytes`), ``splits`` what was decided of those that could be split (see
+    `passes.split`); ``rewritten`` is a digest of both, empty if nothing changed.
     ``overlap`` is what was planned to hide communication, where that was asked for and there is some; the
     program that ``with_order`` gives goes without.
     ``interleaved`` tells what became of pipelines that were to be interleaved (see `interleaved`).
@@ -188,6 +196,7 @@ class CompiledModule:
     overlap: Planned | None = field(repr=False, default=None)
     interleaved: tuple[Interleaved | Scheduled, ...] = ()
     walked: tuple[tuple[str, str], ...] = ()
+    splits: tuple[Chosen, ...] = ()
     input_layouts: stablehlo.Layouts = ()
     output_layouts: stablehlo.Layouts = ()
 
@@ -211,9 +220,9 @@ class CompiledModule:
 
     def as_written(self) -> CompiledModule:
         """The same module with its collectives as they are written."""
-        if self.source is None or not self.source.rewrites:
+        if self.source is None or not (self.source.rewrites or self.source.splits):
             return self
-        return replace(self.source, rewrites=False).compiled()
+        return replace(self.source, rewrites=False, splits=()).compiled()
 
     def tokens(self) -> dict[str, tuple[str, ...]]:
         """By name of each collective, those that tokens put right before it."""
@@ -230,6 +239,7 @@ def compile_stablehlo(
     overlap: OverlapPolicy | None = None,
     interleave: int = 1,
     schedule: str = "gpipe",
+    splits: bool = False,
     calls: NativePolicy | None = None,
     dump: Dump | None = None,
 ) -> CompiledModule:
@@ -241,7 +251,8 @@ def compile_stablehlo(
     `passes.valid`). ``overlap``: how collectives are scheduled beside compute (see `overlap.apply`); None
     where they are not. ``interleave``: chunks of layers that each device of a pipeline is to have (see
     `pipelines`), and ``schedule`` the order in which stages run them forwards and backwards, where the
-    compile options do not say it. ``calls``: where segments may call
+    compile options do not say it. ``splits``: whether collectives may be split into parts where the table
+    of costs has it pay (see `passes.split`), likewise. ``calls``: where segments may call
     collectives themselves (see `native`); None if nowhere. ``dump`` is given what the program was at each
     stage. Raises `InvalidProgramError` or `UnsupportedError`.
     """
@@ -270,7 +281,11 @@ def compile_stablehlo(
     hlo, found = _rescheduled(
         hlo, *counts, own.interleave or interleave, own.schedule or schedule, dump
     )
-    partitioned = PartitionedModule(hlo, *counts, pseudo_tokens, valid, rewrites, starts=True)
+    chunked = splits if own.split is None else own.split
+    decided = None if chunked else ()
+    partitioned = PartitionedModule(
+        hlo, *counts, pseudo_tokens, valid, rewrites, starts=True, splits=decided
+    )
     compiled = partitioned.compiled(overlap, dump)
     if calls is not None and compiled.program.communicates:
         made = native(compiled.program, calls)
@@ -304,16 +319,17 @@ def compile_hlo(
     overlap: OverlapPolicy | None = None,
     interleave: int = 1,
     schedule: str = "gpipe",
+    splits: bool = False,
     dump: Dump | None = None,
 ) -> CompiledModule:
     """Lower HLO that is partitioned already: text, or a serialized ``HloModuleProto``.
 
-    Its collectives run as they are written, unless ``rewrites`` is set. The rest as in
+    Its collectives run as they are written, unless ``rewrites`` or ``splits`` is set. The rest as in
     `compile_stablehlo`. Raises `InvalidProgramError` where it contradicts itself, `UnsupportedError`.
     """
     counts = num_replicas, num_partitions
     module, _, found = _partitioned(
-        hlo, *counts, pseudo_tokens, rewrites, valid, (interleave, schedule), dump
+        hlo, *counts, pseudo_tokens, rewrites, valid, (interleave, schedule), splits, dump
     )
     return replace(module.compiled(overlap, dump), interleaved=found)
 
@@ -329,6 +345,7 @@ def explained_hlo(
     valid: ValidPolicy = _PROVED,
     interleave: int = 1,
     schedule: str = "gpipe",
+    splits: bool = False,
     parsed: Module | None = None,
 ) -> Explained:
     """The plan of the program that `compile_hlo` makes of the same arguments, which raises the same.
@@ -337,7 +354,7 @@ def explained_hlo(
     """
     counts = num_replicas, num_partitions
     module, parsed, _ = _partitioned(
-        hlo, *counts, pseudo_tokens, rewrites, valid, (interleave, schedule), parsed=parsed
+        hlo, *counts, pseudo_tokens, rewrites, valid, (interleave, schedule), splits, parsed=parsed
     )
     return module.explained(overlap, parsed)
 
@@ -350,6 +367,7 @@ def _partitioned(
     rewrites: bool,
     valid: ValidPolicy,
     chosen: tuple[int, str],
+    splits: bool,
     dump: Dump | None = None,
     parsed: Module | None = None,
 ) -> tuple[PartitionedModule, Module, tuple[Interleaved | Scheduled, ...]]:
@@ -370,7 +388,9 @@ def _partitioned(
     made, found = _rescheduled(spell_out_topk(serialized), *counts, *chosen, dump)
     if made is not serialized:
         parsed = Module.parse(made)
-    return PartitionedModule(made, *counts, pseudo_tokens, valid, rewrites), parsed, found
+    decided = None if splits else ()
+    how = pseudo_tokens, valid, rewrites
+    return PartitionedModule(made, *counts, *how, splits=decided), parsed, found
 
 
 def _rescheduled(

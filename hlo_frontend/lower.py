@@ -573,5 +573,7 @@ class _Finisher:
             if key not in self._reducers:
                 self._reducers[key] = self.pool.add_reducer(node.reducer, collective.operands)
             collective = replace(collective, reducer=self._reducers[key])
+        if collective.pairs and collective.groups:
+            collective = replace(collective, groups=())  # only costs go by them
         self.collectives.append(collective)
         return len(self.collectives) - 1

@@ -21,10 +21,12 @@ PREFIX = "stretto_"
 
 @dataclass(frozen=True)
 class OwnOptions:
-    """Options of one program; None if not set. ``interleave`` and ``schedule``: see `runtime.options`."""
+    """Options of one program; None if not set. ``interleave``, ``schedule`` and ``split``: see
+    `runtime.options`."""
 
     interleave: int | None = None
     schedule: str | None = None
+    split: bool | None = None
 
 
 def split(serialized: bytes) -> tuple[OwnOptions, bytes, bool]:
@@ -78,4 +80,15 @@ def _schedule(entry: Any) -> str:
     return text
 
 
-_READERS: dict[str, Callable[[Any], Any]] = {"interleave": _count, "schedule": _schedule}
+def _switch(entry: Any) -> bool:
+    text = _text(entry)
+    if entry.value.WhichOneof("one_of") == "bool_field" or text not in ("0", "1"):
+        raise InvalidProgramError(f"compiler option {entry.key} is {text!r}: expected 0 or 1")
+    return text == "1"
+
+
+_READERS: dict[str, Callable[[Any], Any]] = {
+    "interleave": _count,
+    "schedule": _schedule,
+    "split": _switch,
+}

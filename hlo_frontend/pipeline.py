@@ -28,6 +28,7 @@ from .overlap.apply import plan as plan_overlap
 from .overlap.measured import key_of
 from .passes import bytes as fewer_bytes
 from .passes import pseudo_tokens, rotate, unread, valid
+from .passes import split as chunks
 from .passes.order import order
 from .started import with_starts
 from .values import BlockGraph, Node
@@ -50,7 +51,8 @@ class Source:
     """A serialized ``HloModuleProto`` for one device, and how it is to be lowered.
 
     ``starts``: whether starts and dones of collectives are where the program has them. Equal modules give
-    equal programs in all processes.
+    equal programs in all processes. ``splits``: which regions are split into parts (`passes.split`), None if
+    the table of costs is to decide.
     """
 
     hlo: bytes = field(repr=False)
@@ -60,6 +62,7 @@ class Source:
     valid: valid.ValidPolicy = valid.ValidPolicy()  # noqa: RUF009 (frozen)
     rewrites: bool = False
     starts: bool = False
+    splits: tuple[chunks.Decision, ...] | None = ()
 
     def ordered(self, block: BlockGraph) -> unread.Ordered:
         """The default order of a block."""
@@ -73,6 +76,7 @@ class Compilation:
     ``source``: the module, and how it is compiled. ``donated``: positions of inputs that the caller gives up.
     ``overlap``: how collectives are scheduled, None if they are not. ``carved``: ``entry`` in an order, cut
     into segments. ``rotated``: whether `_rotate` has pipelined a loop.
+    ``splits``: what `_split` has decided.
     """
 
     source: Source
@@ -86,6 +90,7 @@ class Compilation:
     schedule: Schedule = field(default_factory=Schedule)
     planned: Planned | None = None
     rotated: bool = False
+    splits: chunks.Choice = field(default_factory=chunks.Choice)
     _orders: dict[BlockGraph, tuple[list[Node], dict[Node, int], unread.Ordered]] = field(
         default_factory=dict, repr=False
     )
@@ -106,6 +111,12 @@ class Compilation:
         """The default order of a block, with the starts and dones that the program has itself."""
         found = self.ordered(block)
         return with_starts(found) if self.source.starts else found
+
+    def unsplit(self) -> BlockGraph:
+        """The module's graph anew, as it is before `_split`."""
+        own = Compilation.of(replace(self.source, splits=()), self.module, self.donated)
+        run(own, SETTLING)
+        return own.entry
 
     def ordered(self, block: BlockGraph) -> unread.Ordered:
         """The default order of a block, computed again only if its nodes or their phases have changed."""
@@ -145,6 +156,19 @@ def _bytes(c: Compilation) -> None:
     bytes, and new nodes beside them."""
     if c.source.rewrites:
         c.rewritten = fewer_bytes.rewrite(c.entry, c.source.num_replicas, c.source.num_partitions)
+
+
+def _split(c: Compilation) -> None:
+    """Needs the collectives that `_bytes` leaves. Leaves transfers of parts in the place of some collectives,
+    and copies of the compute around them for each part; what was decided is in ``splits``."""
+    counts = c.source.num_replicas, c.source.num_partitions
+    given = c.source.splits
+    if given is not None:
+        c.splits = chunks.Choice(given)
+    elif c.overlap is not None:
+        policy = policy_for(c.source, c.module, c.overlap)
+        c.splits = chunks.choose(c.entry, policy, c.donated, c.source.ordered, counts, c.unsplit)
+    chunks.apply(c.entry, c.splits.decisions, *counts)
 
 
 def _schedule(c: Compilation) -> None:
@@ -191,7 +215,7 @@ def _carve(c: Compilation) -> None:
 
 
 # The passes that decide which collectives a program has.
-SETTLING: tuple[Pass, ...] = (_pseudo_tokens, _valid, _unread, _bytes)
+SETTLING: tuple[Pass, ...] = (_pseudo_tokens, _valid, _unread, _bytes, _split)
 # The passes of every program, however its collectives are scheduled: ranks compare the result.
 COMMON: tuple[Pass, ...] = (*SETTLING, _schedule)
 PASSES: tuple[Pass, ...] = (*COMMON, _overlap, _rotate, _carve)

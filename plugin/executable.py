@@ -216,6 +216,7 @@ def compile_module(maker: Maker, source: bytes, options: bytes) -> CompiledModul
         overlap=maker.overlap,
         interleave=maker.options.interleave,
         schedule=maker.options.schedule,
+        splits=maker.options.split,
         calls=maker.calls,
         dump=None if maker.dumps is None else maker.dumps.program(),
     )

@@ -18,6 +18,7 @@ from typing import Any
 
 from stretto.collectives.order import Schedule
 from stretto.hlo_frontend.compile import CompiledModule, PartitionedModule
+from stretto.hlo_frontend.passes.split import Decision
 from stretto.hlo_frontend.passes.valid import ValidPolicy
 from stretto.runtime.errors import InvalidProgramError, StrettoError
 from stretto.runtime.program import codec as program_codec
@@ -26,7 +27,7 @@ from stretto.runtime.program.envelope import unwrap, wrap
 from .target import difference
 
 MAGIC = b"STRX"
-VERSION = 3  # to be raised whenever the layout or the JSON changes
+VERSION = 4  # to be raised whenever the layout or the JSON changes
 _LENGTH = struct.Struct("<Q")
 
 
@@ -69,6 +70,7 @@ def to_bytes(stored: StoredExecutable) -> bytes:
             "pseudo_tokens": source.pseudo_tokens,
             "valid": asdict(source.valid),
             "rewrites": source.rewrites,
+            "splits": [[d.block, d.region, d.tiles] for d in source.splits or ()],
         }
     sections = [
         json.dumps(about, separators=(",", ":")).encode(),
@@ -125,7 +127,9 @@ def _read(about: Mapping[str, Any], sections: list[bytes]) -> StoredExecutable:
     source = None
     if "source" in about:
         how = dict(about["source"])
-        source = PartitionedModule(hlo, **{**how, "valid": ValidPolicy(**how["valid"])})
+        how["valid"] = ValidPolicy(**how["valid"])
+        how["splits"] = tuple(Decision(*map(int, numbers)) for numbers in how["splits"])
+        source = PartitionedModule(hlo, **how)
     kinds = tuple(about["input_memory_kinds"]), tuple(about["output_memory_kinds"])
     if (len(kinds[0]), len(kinds[1])) != (len(program.inputs), len(program.outputs)):
         raise ValueError("memory kinds and program disagree")

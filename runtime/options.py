@@ -55,6 +55,8 @@ class Options:
     ``skip_compute``: do not run segments on devices where nobody reads what they give.
     ``pipeline_loops``: await a permute that only the next iteration of its loop reads there.
     ``rewrite``: whether collectives of JAX programs become others that send less (`docs/design.md`).
+    ``split``: whether collectives and the products around them are split into parts that hide one another,
+    where the table of costs has it pay (`docs/overlap.md`).
     ``trace``: folder in which every rank writes what its streams do; empty: none (`docs/overlap.md`).
     ``dump``: folder in which every process writes what each program was at every stage of its compilation;
     empty: none (`docs/troubleshooting.md`).
@@ -80,6 +82,7 @@ class Options:
     skip_compute: bool = True
     pipeline_loops: bool = True
     rewrite: bool = True
+    split: bool = False
     trace: str = ""
     interleave: int = 1
     schedule: str = "gpipe"
@@ -155,6 +158,7 @@ VARIABLES: dict[str, tuple[str, Callable[[str], Any]]] = {
     "dump": ("STRETTO_DUMP", str),
     "pipeline_loops": ("STRETTO_PIPELINE_LOOPS", _switch),
     "rewrite": ("STRETTO_REWRITE", _switch),
+    "split": ("STRETTO_SPLIT", _switch),
     "interleave": ("STRETTO_INTERLEAVE", int),
     "schedule": ("STRETTO_SCHEDULE", str),
 }
@@ -186,6 +190,7 @@ _EXPECTED = {
     "skip_compute": "expected 0 or 1",
     "pipeline_loops": "expected 0 or 1",
     "rewrite": "expected 0 or 1",
+    "split": "expected 0 or 1",
     "interleave": "expected a whole number of chunks a device, at least 1",
     "schedule": f"expected one of {', '.join(SCHEDULES)}",
 }
@@ -217,6 +222,7 @@ def _problem(name: str, value: Any) -> str:
         "skip_compute": lambda v: isinstance(v, bool),
         "pipeline_loops": lambda v: isinstance(v, bool),
         "rewrite": lambda v: isinstance(v, bool),
+        "split": lambda v: isinstance(v, bool),
         "interleave": lambda v: isinstance(v, int) and not isinstance(v, bool) and v >= 1,
         "schedule": lambda v: v in SCHEDULES,
     }[name](value)

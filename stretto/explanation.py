@@ -47,5 +47,7 @@ def explain(compiled: Any) -> Explanation:
     made, policy = found.compiled, found.maker.overlap
     plan = None
     if policy is not None and made.source is not None and made.program.collectives:
-        plan = to_json(made.source.explained(policy))
+        told = made.source.explained(policy)
+        told.splits = made.splits
+        plan = to_json(told)
     return Explanation(made.program, explain_program(made, made.tokens()), plan)

@@ -171,9 +171,9 @@ def span(collective: Collective) -> tuple[int, int]:
     """(axis stride, group size) of a collective's largest group.
 
     The stride is the smallest distance between two members' ids. The groups of a permute are the
-    devices that its pairs connect.
+    devices that its pairs connect, unless it is a part of a collective of larger ones (`passes.split`).
     """
-    groups = _connected(collective.pairs) if collective.pairs else collective.groups
+    groups = collective.groups or _connected(collective.pairs)
     if not groups:
         return 1, 1
     size = max(len(group) for group in groups)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from ..passes.order import order
 from ..passes.rotate import rotate
+from ..passes.split import Chosen
 from ..trips import trip_count
 from ..values import BlockGraph, Node, NodeKind
 from .apply import Order, OverlapPolicy, Planned, kept_steps, plan, planned_loops, with_crossings
@@ -34,7 +35,8 @@ class Explained:
     ``timeline``: what ``steps`` do, with what collectives take from compute (`shared_cores`). ``before``: the
     block as it was written, each collective awaited where it starts; ``before_exposed`` counts the blocks
     inside it too. ``planned``: whether ``steps`` are a plan, and not the block's own order. ``loops``: what
-    became of the loops in it. ``under_way``: see `apply.Planned`.
+    became of the loops in it. ``under_way``: see `apply.Planned`. Of a program: ``splits``, what was decided
+    of the collectives that could be split; ``unsplit_floor``, the floor with all of them whole, if some are.
     """
 
     graph: Graph
@@ -49,6 +51,8 @@ class Explained:
     inner: dict[Node, tuple[Explained, ...]] = field(default_factory=dict)
     loops: list[LoopReport] = field(default_factory=list)
     under_way: float = 0.0
+    splits: tuple[Chosen, ...] = ()
+    unsplit_floor: Floor | None = None
 
     def inside(self) -> Iterator[tuple[Node, int, Explained]]:
         """Each block right inside this one: its loop or branch, how often it runs, the block.
@@ -101,6 +105,13 @@ def explained(
     if pipeline and found is not None and rotate(block, planned_loops(found)):
         found = with_crossings(block, found, policy, given, ordered)
     return _explained(block, found, policy, given, ordered, of_entry, written)
+
+
+def floor_as_written(
+    block: BlockGraph, policy: OverlapPolicy, donated: Iterable[int] = ()
+) -> Floor:
+    """The floor of a program."""
+    return _written(block, policy, tuple(donated), {}, {}).floor.floor
 
 
 def _written(

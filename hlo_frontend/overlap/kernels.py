@@ -31,8 +31,8 @@ from .layout import lay_out
 from .model import Buffer, Graph, Op, Task
 from .pricing import price
 
-# Ops that write no more than this are taken for indices of updates.
-_SCALAR_BYTES = 8
+# Ops that write no more than this are taken for indices of updates, or for tables of them (`passes.split`).
+_SCALAR_BYTES = 512
 
 
 def build(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from .explained import Explained
@@ -180,6 +180,8 @@ def summary(plan: Explained, entries: Sequence[Entry]) -> dict[str, Any]:
         "unscheduled_peak_bytes": plan.before.peak_bytes,
         "memory_limit_bytes": int(plan.memory_limit),
         "loops": [_loop(report) for report in reports(plan)],
+        "splits": [asdict(chosen) | {"text": chosen.describe()} for chosen in plan.splits],
+        "whole_floor_ms": None if plan.unsplit_floor is None else plan.unsplit_floor.seconds * 1e3,
     }
 
 

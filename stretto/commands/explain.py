@@ -131,6 +131,7 @@ def explain_program(
         ],
         "interleaved": [asdict(i) | {"text": i.describe()} for i in compiled.interleaved],
         "rewrites": [asdict(rewrite) for rewrite in compiled.rewrites],
+        "splits": [asdict(c) | {"text": c.describe()} for c in getattr(compiled, "splits", ())],
         "walked": dict(getattr(compiled, "walked", ())),
     }
 
@@ -219,6 +220,9 @@ def to_text(explanation: dict[str, Any], most: int | None = None) -> str:
     lines += [found["text"] for found in e["interleaved"]]
     for loop in e["loops"]:
         lines += loop_lines(loop)
+    for split in e["splits"]:
+        where = f" at {split['source']}" if split["source"] else ""
+        lines.append(f"%{split['name']}{where} {split['text']}")
     for rewrite in e["rewrites"]:
         where = f" at {rewrite['source']}" if rewrite["source"] else ""
         lines.append(f"rewritten: %{rewrite['name']} {rewrite['said']}{where}")

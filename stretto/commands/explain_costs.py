@@ -46,6 +46,7 @@ def schedule_file(data: bytes, costs_file: str, num_devices: int, *, rewrites: b
             valid=ValidPolicy.of(own),
             interleave=own.interleave,
             schedule=own.schedule,
+            splits=rewrites and own.split,
             parsed=module,
         )
         return json.dumps(to_json(found))
@@ -99,10 +100,22 @@ def totals(s: dict[str, Any]) -> list[str]:
         f"compute {s['compute_ms']:.3f} ms"
         + (f" and {s['held_ms']:.3f} ms that collectives hold it back" if s["held_ms"] else "")
         + "".join(f", {name} {ms:.3f} ms" for name, ms in s["stream_ms"].items()),
+        *_floor_of_whole(s),
         f"peak memory {s['peak_bytes'] / 1e6:.1f} MB, unscheduled "
         f"{s['unscheduled_peak_bytes'] / 1e6:.1f} MB, limit {s['memory_limit_bytes'] / 1e6:.1f} MB",
     ]
+    lines += [f"%{c['name']} {c['text']}" for c in s["splits"]]
     return [*lines, *(_loop_line(loop) for loop in s["loops"] if loop["before_ms"])]
+
+
+def _floor_of_whole(s: dict[str, Any]) -> list[str]:
+    """The floor with collectives that are not split, where some are."""
+    if s["whole_floor_ms"] is None:
+        return []
+    return [
+        f"floor with all collectives whole {s['whole_floor_ms']:.3f} ms, with those that are split "
+        f"{s['floor_ms']:.3f} ms"
+    ]
 
 
 def _loop_line(loop: dict[str, Any]) -> str:

@@ -55,6 +55,14 @@ def test_values_that_cannot_be_used(value):
         split(options(stretto_interleave=value))
 
 
+@pytest.mark.parametrize(("value", "read"), [(0, 0), (1, 1), ("0", 0)])
+def test_whether_collectives_are_split(value, read):
+    own, left, _ = split(options(stretto_split=value))
+    assert (own, left) == (OwnOptions(split=read), options())
+    with pytest.raises(InvalidProgramError, match="stretto_split is '2': expected 0 or 1"):
+        split(options(stretto_split=2))
+
+
 def test_options_that_do_not_exist():
     with pytest.raises(InvalidProgramError, match="there is no compiler option stretto_interlace"):
         split(options(stretto_interlace=2))

@@ -1,0 +1,298 @@
+"""Splits a region: each of its nodes becomes one node for each part, each collective a transfer for each.
+
+Rotated regions. The device at place i of its group begins with its own part, then works on those of i + 1,
+i + 2, …, each cut into ``tiles``. Where an all-gather was, the device at i + d sends its tiles to i; where a
+reduce-scatter was, what i has computed for i + d is sent there, and what arrives is added in the order of the
+places. At which rows a part lies differs from device to device: it is looked up in a table by the device's
+id, once for each region, so all parts are the same instructions on other numbers.
+
+Even regions. All devices compute the same parts one after the other; each collective is made for each part.
+
+Values that are read outside of the region, or inside it as a whole, are put together: parts are written into
+one array in the order in which they are computed. Arrays from outside that are read in parts are sliced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from stretto.collectives.ops import Collective, Kind
+from stretto.collectives.types import TensorType
+
+from ...edit import Editor
+from ...graph import Instruction
+from ...schema import HloInstructionProto
+from ...values import BlockGraph, Node, NodeKind, Value
+from ..bytes.steps import part_of
+from .instructions import Maker
+from .regions import Region
+
+
+class Part:
+    """A part of everything that is cut: tile ``tile`` of the rows of the device ``distance`` places on.
+    ``number``: how many parts are computed before it, and the element of the region's table that tells
+    where it lies. ``values``: by value that is cut, this part of it."""
+
+    def __init__(self, name: str, number: int, distance: int, tile: int) -> None:
+        self.name, self.number, self.distance, self.tile = name, number, distance, tile
+        self.values: dict[Value, Value] = {}
+
+
+def split(
+    block: BlockGraph, region: Region, tiles: int, num_replicas: int, num_partitions: int
+) -> None:
+    """Split a region of the block into parts, in place. ``tiles``: tiles of the part of each device, or parts
+    of an even region; what is cut must divide (`Region.divides`)."""
+    _Split(block, region, tiles, num_replicas, num_partitions).apply()
+
+
+class _Split:
+    def __init__(
+        self, block: BlockGraph, region: Region, tiles: int, num_replicas: int, num_partitions: int
+    ) -> None:
+        self.block, self.region, self.tiles = block, region, tiles
+        self.counts = num_replicas, num_partitions
+        self.editor = Editor(block)
+        self.size = region.size
+        self.count = self.size * tiles
+        self.parts = self._parts()
+        self.sliced: dict[tuple[Part, Value, int], Value] = {}
+        self.numbers: dict[Part, Value] = {}
+        self.used = self._read_whole()
+
+    def _parts(self) -> list[Part]:
+        places = [(d, t) for d in range(self.size) for t in range(self.tiles)]
+        total = len(places)
+        return [Part(f"part{k + 1}of{total}", k, d, t) for k, (d, t) in enumerate(places)]
+
+    def _table(self) -> list[list[int]]:
+        """By device: the place of each part among all; then, by place, how far that is back."""
+        devices = self.counts[0] * self.counts[1]
+        if not self.region.groups:
+            return [list(range(self.count))] * devices
+        place = {d: p for group in self.region.groups for p, d in enumerate(group)}
+        n = self.size
+        return [
+            [(place[d] + part.distance) % n * self.tiles + part.tile for part in self.parts]
+            + [(place[d] - p) % n for p in range(n)]
+            for d in range(devices)
+        ]
+
+    def _read_whole(self) -> set[Value]:
+        """The cut values that something reads as a whole."""
+        region = self.region
+        found: set[Value] = set()
+        for value, dimension in region.dimensions.items():
+            for use in self.editor.uses(value):
+                cut = None if use.node is None else region.cuts.get(use.node)
+                own = None if cut is None else cut.operands[use.position]
+                if use.node in region.sinks:
+                    own = dimension
+                if own != dimension or use.value.barrier is not None or use.value.order:
+                    found.add(value)
+        return found
+
+    def apply(self) -> None:
+        first = self.block.nodes[0]
+        like = self.region.collectives[0].instruction
+        maker = Maker(like, f"{like.name}.parts")
+        self.table = maker.row(self._table(), *self.counts)
+        self.editor.put_ahead(first, maker.nodes)
+        nodes = [*self.region.sources, *self.region.cuts, *self.region.sinks]
+        for node in sorted(nodes, key=lambda node: node.position):
+            if node in self.region.sources:
+                self._gather(node)
+            elif node in self.region.sinks:
+                self._scatter(node)
+            else:
+                self._each(node)
+        self.editor.commit()
+
+    # What happens to each node.
+
+    def _gather(self, node: Node) -> None:
+        """The tiles of the others arrive one by one."""
+        (operand,) = node.operands
+        result = node.results[0]
+        dimension = self.region.dimensions[result]
+        made: list[Node] = []
+        tiles = self._tiles(node, operand, dimension, made)
+        for part in self.parts:
+            value = tiles[part.tile]
+            if part.distance:
+                value = self._permuted(node, part, value, -part.distance, made)
+            part.values[result] = value
+        self._put_together(node, result, dimension, made)
+        self._replace(node, made)
+
+    def _tiles(self, node: Node, value: Value, dimension: int, made: list[Node]) -> list[Value]:
+        if self.tiles == 1:
+            return [value]
+        assert value.type is not None
+        maker = Maker(node.instruction, f"{node.instruction.name}.tiles")
+        size = value.type.shape[dimension] // self.tiles
+        tiles = [maker.slice(value, dimension, k * size, size) for k in range(self.tiles)]
+        made += maker.nodes
+        return tiles
+
+    def _permuted(self, node: Node, part: Part, value: Value, by: int, made: list[Node]) -> Value:
+        """What arrives where each device sends ``value`` to the one ``by`` places on."""
+        n = self.size
+        pairs = tuple(
+            (device, group[(place + by) % n])
+            for group in self.region.groups
+            for place, device in enumerate(group)
+        )
+        new = _collective(node, part, [value], [value.type], kind=Kind.PERMUTE, pairs=pairs)
+        made.append(new)
+        return new.results[0]
+
+    def _scatter(self, node: Node) -> None:
+        """Tiles are sent to those whose they are, and what arrives is added."""
+        collective = node.collective
+        assert collective is not None
+        dimension = collective.dimension
+        made: list[Node] = []
+        terms: list[list[Value]] = [[] for _ in range(self.size)]
+        for part in self.parts:
+            maker = Maker(node.instruction, f"{node.instruction.name}.{part.name}")
+            value = self._read(part, node.operands[0], dimension, maker)
+            made += maker.nodes
+            if part.distance:
+                value = self._permuted(node, part, value, part.distance, made)
+            terms[part.distance].append(value)
+        maker = Maker(node.instruction, f"{node.instruction.name}.sum")
+        total = self._sum(maker, [maker.concatenated(tiles, dimension) for tiles in terms])
+        made += maker.nodes
+        self.editor.replace(node.results[0], total)
+        self._replace(node, made)
+
+    def _sum(self, maker: Maker, terms: Sequence[Value]) -> Value:
+        """The sum in the order of the places, from place 0 on; ``terms[d]`` is of the device ``d`` places
+        back. Floats of 16 bits and less are summed as f32 and rounded once, as communicators do."""
+        type = terms[0].type
+        assert type is not None
+        narrow = type.dtype.startswith(("f4", "f8", "f16", "bf16"))
+        wide = TensorType("f32", type.shape) if narrow else type
+        if self.size > 2:
+            row = TensorType(type.dtype, (1, *type.shape))
+            stacked = maker.concatenated([maker.add("reshape", row, [t]) for t in terms], 0)
+            first = len(self.parts)
+            terms = [
+                maker.add(
+                    "reshape",
+                    type,
+                    [maker.slice_at(stacked, 0, maker.element(self.table, first + place), 1)],
+                )
+                for place in range(self.size)
+            ]
+        total: Value | None = None
+        for term in terms:
+            added = maker.add("convert", wide, [term]) if narrow else term
+            total = added if total is None else maker.add("add", wide, [total, added])
+        assert total is not None
+        return maker.add("convert", type, [total]) if narrow else total
+
+    def _each(self, node: Node) -> None:
+        """The node once for each part."""
+        cut = self.region.cuts[node]
+        made: list[Node] = []
+        for part in self.parts:
+            maker = Maker(node.instruction, f"{node.instruction.name}.{part.name}")
+            operands = [
+                value if own is None else self._read(part, value, own, maker)
+                for value, own in zip(node.operands, cut.operands, strict=True)
+            ]
+            made += maker.nodes
+            if node.collective is not None:
+                types = [
+                    part_of(v.type, d, self.count)
+                    for v, d in zip(node.results, cut.results, strict=True)
+                    if v.type is not None
+                ]
+                made.append(_collective(node, part, operands, types))
+                results = made[-1].results
+            else:
+                copy = Maker(node.instruction, f"{node.instruction.name}.{part.name}")
+                results = copy.part(node, cut, self.count, operands)
+                made += copy.nodes
+            part.values |= zip(node.results, results, strict=True)
+        for result, dimension in zip(node.results, cut.results, strict=True):
+            self._put_together(node, result, dimension, made)
+        self._replace(node, made)
+
+    def _read(self, part: Part, value: Value, dimension: int, maker: Maker) -> Value:
+        """A part of a value as a node of the region reads it."""
+        plain = value.barrier is None and not value.order
+        if plain and self.region.dimensions.get(value.root) == dimension:
+            return part.values[value.root]
+        if plain:
+            cheap = maker.cheap_part(value, dimension, self.count)
+            if cheap is not None:
+                return cheap
+        assert value.type is not None
+        size = value.type.shape[dimension]
+        key = Value(value.type) if not plain else value.root
+        found = self.sliced.get((part, key, dimension)) if plain else None
+        if found is None:
+            start = maker.scaled(self._number(part, maker), size // self.count)
+            found = maker.slice_at(value, dimension, start, size // self.count)
+            self.sliced[part, key, dimension] = found
+        return found
+
+    def _number(self, part: Part, maker: Maker) -> Value:
+        """The number of a part among all."""
+        if part not in self.numbers:
+            self.numbers[part] = maker.element(self.table, part.number)
+        return self.numbers[part]
+
+    def _put_together(self, node: Node, result: Value, dimension: int, made: list[Node]) -> None:
+        """Have a value as a whole, where something reads it so."""
+        if result not in self.used:
+            return
+        assert result.type is not None
+        whole: Value | None = None
+        for part in self.parts:
+            maker = Maker(node.instruction, f"{node.instruction.name}.put.{part.name}")
+            size = result.type.shape[dimension]
+            start = maker.scaled(self._number(part, maker), size // self.count)
+            into = maker.zeros(result.type) if whole is None else whole
+            whole = maker.put_at(into, part.values[result], dimension, start)
+            made += maker.nodes
+        assert whole is not None
+        self.editor.replace(result, whole)
+
+    def _replace(self, node: Node, made: Sequence[Node]) -> None:
+        self.editor.put_behind(node, made)
+        self.editor.remove(node)
+
+
+def _collective(
+    node: Node,
+    part: Part,
+    operands: Sequence[Value],
+    types: Sequence[TensorType | None],
+    kind: Kind | None = None,
+    pairs: tuple[tuple[int, int], ...] = (),
+) -> Node:
+    """A collective for one part; a permute if there are ``pairs``, else of the kind of ``node``."""
+    old = node.collective
+    assert old is not None
+    name = f"{old.name or node.instruction.name}.{part.name}"
+    given = tuple(v.type for v in operands if v.type is not None)
+    results = tuple(t for t in types if t is not None)
+    new = replace(old, operands=given, results=results, name=name)
+    if kind is Kind.PERMUTE:
+        # Its cost is that of the link between the devices of the whole collective.
+        new = Collective(kind, given, results, old.groups, pairs, name=name, source=old.source)
+    proto = HloInstructionProto()
+    proto.CopyFrom(node.instruction.proto)
+    proto.name = name
+    instruction = Instruction(proto, node.instruction.computation)
+    instruction.operands = node.instruction.operands
+    instruction.called = node.instruction.called
+    made = Node(NodeKind.COLLECTIVE, instruction, -1, list(operands))
+    made.collective = new
+    made.results = [Value(type, made, i) for i, type in enumerate(results)]
+    return made

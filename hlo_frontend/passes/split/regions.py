@@ -1,0 +1,377 @@
+"""Finds what can be computed part after part around collectives: the regions of a block.
+
+A region grows from collectives along data: through every node for which there is a rule (`rules`), upwards
+and downwards. Of what it has grown to, nodes stay that lie between two of its collectives, or between a
+collective and the products that come first on the way from it or last on the way to it: behind these,
+messages hide. Cheap nodes that only such nodes read stay too.
+
+Two kinds of regions:
+
+- *Rotated*: all-gathers and reduce-scatters along the cut dimension, over the same groups. Each part is the
+  rows of one device, and each device begins with its own.
+- *Even*: all-reduces, and all-to-alls along other dimensions. All devices compute the same parts in the same
+  order, and each collective is made once for each part.
+
+Invariant: what is found follows from the program's text alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from stretto.collectives.ops import Collective, Kind, Reduction
+from stretto.collectives.types import ELEMENT_TYPES
+
+from ...edit import Editor
+from ...flops import flops
+from ...values import BlockGraph, Node, NodeKind, Value, result_shape
+from .rules import Cut, backward, forward, is_heavy, sizes
+
+Groups = tuple[tuple[int, ...], ...]
+
+
+@dataclass(eq=False)
+class Region:
+    """``groups``: those of a rotated region, empty for an even one. ``cuts``: its nodes, with collectives in
+    an even one. ``sources``: its all-gathers, ``sinks``: its reduce-scatters, each by position.
+    ``dimensions``: of each array that is cut, along which dimension.
+    """
+
+    groups: Groups
+    cuts: dict[Node, Cut] = field(default_factory=dict)
+    sources: list[Node] = field(default_factory=list)
+    sinks: list[Node] = field(default_factory=list)
+    dimensions: dict[Value, int] = field(default_factory=dict)
+
+    @property
+    def size(self) -> int:
+        """The number of devices that have a part each; 1 in an even region."""
+        return len(self.groups[0]) if self.groups else 1
+
+    @property
+    def collectives(self) -> list[Node]:
+        through = [node for node in self.cuts if node.kind is NodeKind.COLLECTIVE]
+        return sorted([*self.sources, *through, *self.sinks], key=lambda node: node.position)
+
+    @property
+    def flops(self) -> float:
+        return sum(flops(node.instruction) for node in self.cuts if is_heavy(node))
+
+    def divides(self, parts: int) -> bool:
+        """Whether everything that is cut has that many equal parts."""
+        if any(size % parts for node, cut in self.cuts.items() for size in sizes(node, cut)):
+            return False
+        gathered = (result_shape(n)[self.dimensions[n.results[0]]] for n in self.sources)
+        scattered = (n.operands[0].type.shape[_along(n)] for n in self.sinks if n.operands[0].type)
+        return not any(size % parts for size in (*gathered, *scattered))
+
+    def signature(self) -> tuple[object, ...]:
+        """Equal for regions that do the same on arrays of the same types."""
+        nodes = sorted([*self.sources, *self.sinks, *self.cuts], key=lambda node: node.position)
+        return (
+            self.groups,
+            tuple(
+                (
+                    node.instruction.opcode,
+                    tuple(v.type for v in node.operands),
+                    tuple(v.type for v in node.results),
+                    self.cuts.get(node),
+                )
+                for node in nodes
+            ),
+        )
+
+
+def _along(node: Node) -> int:
+    assert node.collective is not None
+    return node.collective.dimension
+
+
+def regions_of(block: BlockGraph, num_devices: int) -> list[Region]:
+    """The regions of a block, none of which share a node, by their first collectives."""
+    if block.unread or block.phases or block.crossing:
+        return []
+    editor = Editor(block)
+    taken: set[Node] = set()
+    found: list[Region] = []
+    for node in block.nodes:
+        if node not in taken and _is_rotated(node, num_devices) and _is_free(editor, node):
+            assert node.collective is not None
+            region = _Growth(editor, node.collective.groups, taken).rotated(node)
+            if region is not None:
+                found.append(region)
+                taken.update(region.cuts, region.sources, region.sinks)
+    for node in block.nodes:
+        if node not in taken and _is_even(node) and _is_free(editor, node):
+            grown = [
+                _Growth(editor, (), taken).even(node, d) for d in range(len(result_shape(node)))
+            ]
+            region = max(
+                (r for r in grown if r is not None and node in r.cuts),
+                key=lambda r: (len(r.collectives), r.flops),
+                default=None,
+            )
+            if region is not None:
+                found.append(region)
+                taken.update(region.cuts)
+    return sorted(found, key=lambda region: region.collectives[0].position)
+
+
+def _is_rotated(node: Node, num_devices: int) -> bool:
+    """Whether a node is a gather or a scatter of parts over groups of one size in which every device is."""
+    c = node.collective
+    if c is None or c.kind not in (Kind.ALL_GATHER, Kind.REDUCE_SCATTER) or len(c.operands) != 1:
+        return False
+    counts = {len(group) for group in c.groups}
+    if len(counts) != 1 or counts == {1} or sum(map(len, c.groups)) != num_devices:
+        return False
+    return c.kind is Kind.ALL_GATHER or _is_summed(node, c)
+
+
+def _is_summed(node: Node, c: Collective) -> bool:
+    type = ELEMENT_TYPES[c.operands[0].dtype]
+    summed = c.reduction is Reduction.SUM and node.reducer is None
+    return summed and c.operands[0].dtype != "pred" and type.bits >= 8
+
+
+def _is_even(node: Node) -> bool:
+    """Whether a node is a collective that works on each part of its operand by itself."""
+    c = node.collective
+    if c is None or len(c.operands) != 1 or c.operands[0].shape == () or not c.operands[0].size:
+        return False
+    if c.kind is Kind.ALL_REDUCE:
+        return node.reducer is None and c.reduction is not None
+    return c.kind is Kind.ALL_TO_ALL and not c.tuple_form
+
+
+def _is_free(editor: Editor, node: Node) -> bool:
+    """Whether data alone puts a node in its place."""
+    if node.order or node in editor.ordered or node in editor.block.unread:
+        return False
+    return not any(v.order or v.type is None for v in node.operands)
+
+
+class _Growth:
+    """The growth of one region. ``groups``: empty for an even one; ``taken``: nodes of other regions."""
+
+    def __init__(self, editor: Editor, groups: Groups, taken: set[Node]) -> None:
+        self.editor = editor
+        self.taken = taken
+        self.region = Region(groups)
+        # Whether fewer parts than this would do: a cut must stand at least this.
+        self.parts = self.region.size if groups else 2
+        self._up: list[tuple[Value, int]] = []
+        self._down: list[Value] = []
+
+    def rotated(self, seed: Node) -> Region | None:
+        """Grown from a gather or a scatter; those above scatters come first, so that dimensions which lead
+        to one go before others."""
+        if seed.collective is not None and seed.collective.kind is Kind.ALL_GATHER:
+            self._source(seed)
+            self._grow()
+        else:
+            self._sink(seed)
+            self._up.append((seed.operands[0], _along(seed)))
+            self._grow()
+        return self._selected()
+
+    def even(self, seed: Node, dimension: int) -> Region | None:
+        """Grown from a collective whose result is cut along ``dimension``."""
+        cut = self._even_cut(seed, dimension)
+        if cut is None:
+            return None
+        self._assign(seed, cut)
+        self._grow()
+        return self._selected()
+
+    def _grow(self) -> None:
+        while self._up or self._down:
+            if self._up:
+                self._reach_up(*self._up.pop())
+            else:
+                self._reach_down(self._down.pop())
+
+    def _source(self, node: Node) -> None:
+        if node not in self.region.sources:
+            self.region.sources.append(node)
+            self.region.dimensions[node.results[0]] = _along(node)
+            self._down.append(node.results[0])
+
+    def _sink(self, node: Node) -> None:
+        if node not in self.region.sinks:
+            self.region.sinks.append(node)
+
+    def _fits(self, node: Node) -> bool:
+        """Whether a gather or scatter is one of this region's."""
+        c = node.collective
+        assert c is not None
+        rotates = c.kind in (Kind.ALL_GATHER, Kind.REDUCE_SCATTER) and len(c.operands) == 1
+        if not rotates or c.groups != self.region.groups or node in self.taken:
+            return False
+        return _is_free(self.editor, node) and (c.kind is Kind.ALL_GATHER or _is_summed(node, c))
+
+    def _even_cut(self, node: Node, dimension: int) -> Cut | None:
+        c = node.collective
+        if self.region.groups or c is None or not _is_even(node) or not _is_free(self.editor, node):
+            return None
+        shape = result_shape(node)
+        if node in self.taken or shape[dimension] < 2 or c.dimension == dimension:
+            return None
+        return Cut((dimension,), (dimension,))
+
+    def _reach_up(self, value: Value, dimension: int) -> None:
+        """Take in what makes a value that is cut, if it can be made in parts."""
+        node, root = value.root.node, value.root
+        if (
+            value.barrier is not None
+            or value.order
+            or node is None
+            or root in self.region.dimensions
+        ):
+            return
+        if node in self.region.cuts or node.kind not in (NodeKind.COMPUTE, NodeKind.COLLECTIVE):
+            return
+        if node.kind is NodeKind.COLLECTIVE:
+            if self._fits(node) and node.collective is not None:
+                if node.collective.kind is Kind.ALL_GATHER and _along(node) == dimension:
+                    self._source(node)
+                return
+            cut = self._even_cut(node, dimension)
+        else:
+            cut = backward(node, dimension, self.parts)
+        if cut is not None:
+            self._assign(node, cut)
+
+    def _reach_down(self, value: Value) -> None:
+        """Take in the readers of a cut array that can work in parts."""
+        dimension = self.region.dimensions[value]
+        for use in self.editor.uses(value):
+            node = use.node
+            if node is None or use.value.barrier is not None or use.value.order:
+                continue
+            if node in self.region.cuts:
+                continue
+            if node.kind is NodeKind.COLLECTIVE:
+                if self._fits(node) and node.collective is not None:
+                    if node.collective.kind is Kind.REDUCE_SCATTER and _along(node) == dimension:
+                        self._sink(node)
+                    continue
+                cut = self._even_cut(node, dimension)
+            else:
+                cut = forward(node, use.position, dimension, self.parts)
+            if cut is not None:
+                self._assign(node, cut)
+
+    def _assign(self, node: Node, cut: Cut) -> None:
+        if node in self.taken or not _is_free(self.editor, node):
+            return
+        if any(size % self.parts for size in sizes(node, cut)):
+            return
+        self.region.cuts[node] = cut
+        for result, dimension in zip(node.results, cut.results, strict=True):
+            self.region.dimensions[result] = dimension
+            self._down.append(result)
+        for operand, own in zip(node.operands, cut.operands, strict=True):
+            if own is not None:
+                self._up.append((operand, own))
+
+    # What stays of it.
+
+    def _selected(self) -> Region | None:
+        region = self.region
+        nodes = sorted(region.cuts, key=lambda node: node.position)
+        ends = {*region.sources, *region.sinks}
+        ends.update(node for node in nodes if node.kind is NodeKind.COLLECTIVE)
+        above = {node: list(self._made_by(node)) for node in nodes}
+        for sink in region.sinks:
+            above[sink] = [n for n in (sink.operands[0].root.node,) if n in region.cuts]
+        below: dict[Node, list[Node]] = {node: [] for node in (*nodes, *region.sources)}
+        for node, makers in above.items():
+            for maker in makers:
+                below[maker].append(node)
+        from_above = _reached(nodes, above, ends, past_heavy=True)
+        from_below = _reached(nodes[::-1], below, ends, past_heavy=True)
+        kept = from_above & from_below
+        near_above = _reached(nodes, above, ends, past_heavy=False)
+        near_below = _reached(nodes[::-1], below, ends, past_heavy=False)
+        for near, order, towards in (
+            (near_above, nodes[::-1], below),
+            (near_below, nodes, above),
+        ):
+            leads: set[Node] = set()
+            for node in order:
+                if node in near and (
+                    is_heavy(node) or any(n in leads for n in towards[node] if n not in ends)
+                ):
+                    leads.add(node)
+            kept |= leads
+        if not any(is_heavy(node) for node in kept):
+            return None
+        self._absorb(nodes, kept, ends)
+        return self._only(kept, above, below)
+
+    def _made_by(self, node: Node) -> Iterator[Node]:
+        """The nodes of the region that make the operands of one, cut as it reads them."""
+        region = self.region
+        cut = region.cuts[node]
+        for operand, own in zip(node.operands, cut.operands, strict=True):
+            if own is not None and self._is_read_in_parts(operand, own):
+                assert operand.root.node is not None
+                yield operand.root.node
+
+    def _is_read_in_parts(self, value: Value, dimension: int) -> bool:
+        plain = value.barrier is None and not value.order
+        return plain and self.region.dimensions.get(value.root) == dimension
+
+    def _absorb(self, nodes: list[Node], kept: set[Node], ends: set[Node]) -> None:
+        """Add what only nodes of the region read, part by part."""
+        for node in reversed(nodes):
+            if node in kept or node in ends or is_heavy(node):
+                continue
+            uses = [use for result in node.results for use in self.editor.uses(result)]
+            if uses and all(
+                use.node in kept
+                and use.node in self.region.cuts
+                and self._is_read_in_parts(
+                    use.value, _or_none(self.region.cuts[use.node].operands[use.position])
+                )
+                for use in uses
+            ):
+                kept.add(node)
+
+    def _only(
+        self, kept: set[Node], above: dict[Node, list[Node]], below: dict[Node, list[Node]]
+    ) -> Region | None:
+        """The region with these nodes, and the collectives that are next to one."""
+        old = self.region
+        near = lambda node, others: any(n in kept for n in others.get(node, ()))  # noqa: E731
+        ends = {n for n in old.cuts if n.kind is NodeKind.COLLECTIVE}
+        chosen = (kept - ends) | {n for n in ends if near(n, above) or near(n, below)}
+        region = Region(
+            old.groups,
+            {node: cut for node, cut in old.cuts.items() if node in chosen},
+            sorted((n for n in old.sources if near(n, below)), key=lambda n: n.position),
+            sorted((n for n in old.sinks if near(n, above)), key=lambda n: n.position),
+        )
+        made = {*region.cuts, *region.sources}
+        region.dimensions = {v: d for v, d in old.dimensions.items() if v.node in made}
+        return region if region.collectives else None
+
+
+def _or_none(dimension: int | None) -> int:
+    return -1 if dimension is None else dimension
+
+
+def _reached(
+    order: list[Node], next_to: dict[Node, list[Node]], ends: set[Node], past_heavy: bool
+) -> set[Node]:
+    """The nodes that can be reached from collectives; ``past_heavy``: also through products."""
+    found: set[Node] = set()
+    for node in order:
+        for other in next_to[node]:
+            through = other in found and other not in ends and (past_heavy or not is_heavy(other))
+            if other in ends or through:
+                found.add(node)
+                break
+    return found

@@ -1,0 +1,440 @@
+"""Collectives split into parts: what is found, what the parts are, and that results stay.
+
+Modules are run on the executor's devices with XLA's CPU engine, on whole numbers, so that sums are exact, and
+compared with NumPy's results. Whether a split pays is asked with tables of costs made up here.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from executed import Executed, execute
+
+from stretto.collectives.ops import Kind
+from stretto.hlo_frontend.compile import PartitionedModule
+from stretto.hlo_frontend.graph import Module
+from stretto.hlo_frontend.overlap.apply import OverlapPolicy
+from stretto.hlo_frontend.overlap.costs import CostTable
+from stretto.hlo_frontend.passes.split import Decision
+from stretto.hlo_frontend.passes.split.apply import found
+from stretto.hlo_frontend.passes.split.regions import Region
+from stretto.hlo_frontend.pipeline import SETTLING, Compilation, run
+from stretto.hlo_frontend.text import parse_hlo_text
+from stretto.runtime.program import Program
+
+SUM = """
+sum {
+  a = f32[] parameter(0)
+  b = f32[] parameter(1)
+  ROOT c = f32[] add(a, b)
+}
+"""
+
+
+def table(bytes_per_s: float = 1e8, busy: float = 0.0, launch_s: float = 1e-6) -> CostTable:
+    links = [
+        {
+            "axis_stride": 1,
+            "group_size": n,
+            "latency_s": 1e-5,
+            "bytes_per_s": bytes_per_s,
+            "busy": busy,
+        }
+        for n in (2, 4)
+    ]
+    compute = {"flops_per_s": 1e10, "bytes_per_s": 1e10, "launch_s": launch_s}
+    return CostTable.from_json({"compute": compute, "links": links})
+
+
+def partitioned(body: str, n: int, more: str = "") -> PartitionedModule:
+    """``ALL`` and ``PAIRS`` in the text stand for groups."""
+    everyone = ",".join(map(str, range(n)))
+    attributes = "channel_id=1, use_global_device_ids=true, replica_groups="
+    body = body.replace("ALL", f"{attributes}{{{{{everyone}}}}}")
+    body = body.replace("PAIRS", f"{attributes}{{{{0,1}},{{2,3}}}}")
+    text = f"HloModule m, num_partitions={n}\n{SUM}{more}\nENTRY e {{{body}}}\n"
+    return PartitionedModule(parse_hlo_text(text), 1, n)
+
+
+def regions(module: PartitionedModule) -> list[tuple[int, int, Region]]:
+    c = Compilation.of(module, Module.parse(module.hlo))
+    run(c, SETTLING)
+    blocks = found(c.entry, module.num_replicas * module.num_partitions)
+    return [(number, i, r) for number, _, rs in blocks for i, r in enumerate(rs)]
+
+
+def names(region: Region) -> tuple[set[str], set[str]]:
+    """Its collectives and its other nodes."""
+    own = lambda nodes: {n.instruction.name.split(".")[0] for n in nodes}  # noqa: E731
+    ends = own(region.collectives)
+    return ends, own(region.cuts) - ends
+
+
+def split(module: PartitionedModule, tiles: int) -> PartitionedModule:
+    """With all regions split that can be."""
+    chosen = [
+        Decision(block, i, tiles)
+        for block, i, region in regions(module)
+        if region.divides(region.size * tiles)
+    ]
+    assert chosen
+    return replace(module, splits=tuple(chosen))
+
+
+def numbers(program: Program, seed: int = 0) -> list[list[np.ndarray]]:
+    """Small whole numbers for each parameter and device."""
+    rng = np.random.default_rng(seed)
+    return [
+        [rng.integers(-3, 4, t.shape).astype(t.numpy) for _ in range(program.num_devices)]
+        for t in program.inputs
+    ]
+
+
+def ran(module: PartitionedModule, arguments: list[list[np.ndarray]]) -> tuple[Program, Executed]:
+    program = module.lowered().program
+    return program, execute(program, arguments)
+
+
+def kinds(program: Program) -> Counter[Kind]:
+    return Counter(c.kind for c in program.collectives)
+
+
+GATHERED = """
+  x = f32[6,5] parameter(0)
+  w = f32[5,7] parameter(1)
+  v = f32[5,3] parameter(2)
+  g = f32[ROWS,5] all-gather(x), ALL, dimensions={0}
+  q = f32[ROWS,7] dot(g, w), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  t = f32[5,ROWS] transpose(g), dimensions={1,0}
+  k = f32[3,ROWS] dot(v, t), lhs_contracting_dims={0}, rhs_contracting_dims={0}
+  o = (f32[ROWS,7], f32[3,ROWS]) tuple(q, k)
+  ROOT r = (f32[ROWS,7], f32[3,ROWS]) copy(o)
+"""
+
+
+@pytest.mark.parametrize(("n", "tiles"), [(2, 1), (2, 3), (4, 1), (4, 2)])
+def test_a_gather_before_two_products(n: int, tiles: int) -> None:
+    module = partitioned(GATHERED.replace("ROWS", str(6 * n)), n)
+    ((_, _, region),) = regions(module)
+    assert names(region) == ({"g"}, {"q", "t", "k"})
+    chunked = split(module, tiles)
+    arguments = numbers(chunked.lowered().program)
+    program, got = ran(chunked, arguments)
+    # Each device receives the rows of all others, a tile at a time, and nothing is gathered.
+    assert kinds(program) == {Kind.PERMUTE: (n - 1) * tiles}
+    x, w, v = arguments
+    rows = np.concatenate(x)
+    for device in range(n):
+        np.testing.assert_array_equal(got.results[0][device], rows @ w[device])
+        np.testing.assert_array_equal(got.results[1][device], v[device].T @ rows.T)
+
+
+def test_each_device_begins_with_its_own_rows_and_goes_on_with_its_neighbours() -> None:
+    module = split(partitioned(GATHERED.replace("ROWS", "24"), 4), 2)
+    pairs = [c.pairs for c in module.lowered().program.collectives]
+    steps = [{(source - target) % 4 for source, target in p} for p in pairs]
+    assert steps == [{1}, {1}, {2}, {2}, {3}, {3}]
+    assert module.lowered().program.collectives[0].name == "g.part3of8"
+
+
+SCATTERED = """
+  x = f32[ROWS,5] parameter(0)
+  w = f32[5,7] parameter(1)
+  b = f32[7] parameter(2)
+  d = f32[ROWS,7] dot(x, w), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  c = f32[ROWS,7] broadcast(b), dimensions={1}
+  e = f32[ROWS,7] add(d, c)
+  ROOT r = f32[6,7] reduce-scatter(e), ALL, dimensions={0}, to_apply=sum
+"""
+
+
+@pytest.mark.parametrize(("n", "tiles"), [(2, 1), (2, 3), (4, 1), (4, 2)])
+def test_a_product_before_a_scatter(n: int, tiles: int) -> None:
+    module = partitioned(SCATTERED.replace("ROWS", str(6 * n)), n)
+    ((_, _, region),) = regions(module)
+    assert names(region) == ({"r"}, {"d", "c", "e"})
+    chunked = split(module, tiles)
+    arguments = numbers(chunked.lowered().program)
+    program, got = ran(chunked, arguments)
+    assert kinds(program) == {Kind.PERMUTE: (n - 1) * tiles}
+    x, w, b = arguments
+    total = sum(x[d] @ w[d] + b[d] for d in range(n))
+    for device in range(n):
+        own = total[6 * device : 6 * device + 6]
+        np.testing.assert_array_equal(got.results[0][device], own)
+
+
+def test_what_arrives_is_added_in_the_order_of_the_devices() -> None:
+    """Of 1e8, 1, -1e8 and 1 the sum from the left is 1 in f32: another order gives 0 or 2."""
+    module = partitioned(SCATTERED.replace("ROWS", "24"), 4)
+    chunked = split(module, 1)
+    x = [np.zeros((24, 5), "f4") for _ in range(4)]
+    for array, value in zip(x, (1e8, 1.0, -1e8, 1.0), strict=True):
+        array[:, 0] = value
+    w = [np.eye(5, 7, dtype="f4")] * 4
+    _, got = ran(chunked, [x, w, [np.zeros(7, "f4")] * 4])
+    for array in got.results[0]:
+        assert array[:, 0].tolist() == [1.0] * 6
+
+
+def test_narrow_floats_are_summed_in_f32() -> None:
+    text = SCATTERED.replace("ROWS", "24").replace("f32", "bf16")
+    more = (
+        "bsum { a = bf16[] parameter(0)\n b = bf16[] parameter(1)\n ROOT c = bf16[] add(a, b) }\n"
+    )
+    chunked = split(partitioned(text.replace("to_apply=sum", "to_apply=bsum"), 4, more), 1)
+    arguments = numbers(chunked.lowered().program)
+    for i, array in enumerate(arguments[0]):
+        array[:, 0] = (256, 1, 1, 1)[i]  # in bf16 256 + 1 is 256
+    arguments[0] = [np.where(np.arange(5) == 0, a, 0).astype(a.dtype) for a in arguments[0]]
+    arguments[1] = [np.eye(5, 7).astype(a.dtype) for a in arguments[1]]
+    arguments[2] = [np.zeros_like(a) for a in arguments[2]]
+    _, got = ran(chunked, arguments)
+    assert {float(a[0, 0]) for a in got.results[0]} == {260.0}  # 259, rounded once
+
+
+LAYER = """
+  x = f32[4,6] parameter(0)
+  w = f32[6,10] parameter(1)
+  v = f32[10,6] parameter(2)
+  s = f32[ROWS,10] parameter(3)
+  g = f32[ROWS,6] all-gather(x), ALL, dimensions={0}
+  h = f32[ROWS,10] dot(g, w), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  m = f32[ROWS,10] multiply(h, s)
+  e = f32[ROWS,6] dot(m, v), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  r = f32[4,6] reduce-scatter(e), ALL, dimensions={0}, to_apply=sum
+  gw = f32[6,10] dot(g, m), lhs_contracting_dims={0}, rhs_contracting_dims={0}
+  ROOT o = (f32[4,6], f32[6,10]) tuple(r, gw)
+"""
+
+
+@pytest.mark.parametrize(("n", "tiles"), [(2, 2), (4, 1), (4, 4)])
+def test_between_a_gather_and_a_scatter_nothing_is_put_together(n: int, tiles: int) -> None:
+    """But for the product that sums over the rows, which is not split, and what it reads."""
+    module = partitioned(LAYER.replace("ROWS", str(4 * n)), n)
+    ((_, _, region),) = regions(module)
+    assert names(region) == ({"g", "r"}, {"h", "m", "e"})
+    chunked = split(module, tiles)
+    arguments = numbers(chunked.lowered().program)
+    program, got = ran(chunked, arguments)
+    assert kinds(program) == {Kind.PERMUTE: 2 * (n - 1) * tiles}
+    x, w, v, s = arguments
+    rows = np.concatenate(x)
+    products = [(rows @ w[d]) * s[d] for d in range(n)]
+    total = sum(products[d] @ v[d] for d in range(n))
+    for device in range(n):
+        np.testing.assert_array_equal(got.results[0][device], total[4 * device : 4 * device + 4])
+        np.testing.assert_array_equal(got.results[1][device], rows.T @ products[device])
+
+
+def test_parts_are_one_segment_on_other_numbers() -> None:
+    policy = OverlapPolicy(table(1e6), least_gain=-1.0)
+    module = split(partitioned(LAYER.replace("ROWS", "16"), 4), 4)
+    program = module.lowered(policy).program
+    products = [s for s in program.segments if s.name.startswith(("h.part", "m.part", "e.part"))]
+    assert kinds(program)[Kind.PERMUTE] == 24
+    assert len(products) <= 3  # the first, which makes room for all, and one for the others
+
+
+SUMMED = """
+  x = f32[8,5] parameter(0)
+  w = f32[5,6] parameter(1)
+  v = f32[6,4] parameter(2)
+  d = f32[8,6] dot(x, w), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  a = f32[8,6] all-reduce(d), ALL, to_apply=sum
+  m = f32[8,6] multiply(a, a)
+  e = f32[8,4] dot(m, v), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  ROOT b = f32[8,4] all-reduce(e), ALL, to_apply=sum
+"""
+
+
+@pytest.mark.parametrize("tiles", [2, 4])
+def test_sums_in_parts(tiles: int) -> None:
+    module = partitioned(SUMMED, 2)
+    ((_, _, region),) = regions(module)
+    assert names(region) == ({"a", "b"}, {"d", "m", "e"})
+    chunked = split(module, tiles)
+    arguments = numbers(chunked.lowered().program)
+    program, got = ran(chunked, arguments)
+    assert kinds(program) == {Kind.ALL_REDUCE: 2 * tiles}
+    x, w, v = arguments
+    a = sum(x[d] @ w[d] for d in range(2))
+    want = sum((a * a) @ v[d] for d in range(2))
+    for array in got.results[0]:
+        np.testing.assert_array_equal(array, want)
+
+
+EXPERTS = """
+  x = f32[2,4,3,5] parameter(0)
+  w = f32[4,5,6] parameter(1)
+  v = f32[4,6,5] parameter(2)
+  a = f32[2,4,3,5] all-to-all(x), channel_id=1, replica_groups={{0,1}}, dimensions={0}
+  t = f32[4,2,3,5] transpose(a), dimensions={1,0,2,3}
+  s = f32[4,6,5] reshape(t)
+  h = f32[4,6,6] dot(s, w), BATCHED
+  m = f32[4,6,6] multiply(h, h)
+  e = f32[4,6,5] dot(m, v), BATCHED
+  u = f32[4,2,3,5] reshape(e)
+  y = f32[2,4,3,5] transpose(u), dimensions={1,0,2,3}
+  ROOT b = f32[2,4,3,5] all-to-all(y), channel_id=1, replica_groups={{0,1}}, dimensions={0}
+""".replace(
+    "BATCHED",
+    "lhs_batch_dims={0}, lhs_contracting_dims={2}, rhs_batch_dims={0}, rhs_contracting_dims={1}",
+)
+
+
+@pytest.mark.parametrize("tiles", [2, 4])
+def test_experts_between_two_exchanges(tiles: int) -> None:
+    """Tokens go to the devices of their experts and back, a few experts at a time."""
+    module = partitioned(EXPERTS, 2)
+    ((_, _, region),) = regions(module)
+    assert names(region)[0] == {"a", "b"}
+    chunked = split(module, tiles)
+    arguments = numbers(chunked.lowered().program)
+    program, got = ran(chunked, arguments)
+    assert kinds(program) == {Kind.ALL_TO_ALL: 2 * tiles}
+    x, w, v = arguments
+    for device in range(2):
+        for owner in range(2):
+            h = np.einsum("eci,eif->ecf", x[device][owner], w[owner])
+            want = np.einsum("ecf,efo->eco", h * h, v[owner])
+            np.testing.assert_array_equal(got.results[0][device][owner], want)
+
+
+LOOP = """
+  p = (s32[], f32[4,6], f32[6,8], f32[8,6]) parameter(0)
+  i = s32[] get-tuple-element(p), index=0
+  x = f32[4,6] get-tuple-element(p), index=1
+  w = f32[6,8] get-tuple-element(p), index=2
+  v = f32[8,6] get-tuple-element(p), index=3
+  g = f32[8,6] all-gather(x), ALL, dimensions={0}
+  h = f32[8,8] dot(g, w), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  e = f32[8,6] dot(h, v), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  r = f32[4,6] reduce-scatter(e), ALL, dimensions={0}, to_apply=sum
+  one = s32[] constant(1)
+  j = s32[] add(i, one)
+  ROOT o = (s32[], f32[4,6], f32[6,8], f32[8,6]) tuple(j, r, w, v)
+"""
+
+
+def test_in_a_loop() -> None:
+    carry = "(s32[], f32[4,6], f32[6,8], f32[8,6])"
+    attributes = "channel_id=1, use_global_device_ids=true, replica_groups={{0,1}}"
+    more = (
+        f"body {{{LOOP.replace('ALL', attributes)}}}\n"
+        f"cond {{\n  p = {carry} parameter(0)\n  i = s32[] get-tuple-element(p), index=0\n"
+        "  three = s32[] constant(3)\n  ROOT c = pred[] compare(i, three), direction=LT\n}\n"
+    )
+    body = f"""
+  x = f32[4,6] parameter(0)
+  w = f32[6,8] parameter(1)
+  v = f32[8,6] parameter(2)
+  zero = s32[] constant(0)
+  t = {carry} tuple(zero, x, w, v)
+  l = {carry} while(t), condition=cond, body=body
+  ROOT r = f32[4,6] get-tuple-element(l), index=1
+"""
+    module = partitioned(body, 2, more)
+    ((block, _, _),) = regions(module)
+    assert block > 0
+    chunked = split(module, 2)
+    arguments = [[a % 2 for a in row] for row in numbers(chunked.lowered().program)]
+    _, got = ran(chunked, arguments)
+    x, w, v = arguments
+    for _ in range(3):
+        rows = np.concatenate(x)
+        total = sum(rows @ w[d] @ v[d] for d in range(2))
+        x = [total[:4], total[4:]]
+    for device in range(2):
+        np.testing.assert_array_equal(got.results[0][device], x[device])
+
+
+UNFIT = {
+    "the contracted dimension is gathered": """
+  x = f32[5,6] parameter(0)
+  w = f32[10,7] parameter(1)
+  g = f32[10,6] all-gather(x), ALL, dimensions={0}
+  ROOT d = f32[6,7] dot(g, w), lhs_contracting_dims={0}, rhs_contracting_dims={0}
+""",
+    "no product reads it": """
+  x = f32[5,6] parameter(0)
+  g = f32[10,6] all-gather(x), ALL, dimensions={0}
+  ROOT d = f32[10,6] tanh(g)
+""",
+    "rows are coupled before the product": """
+  x = f32[5,6] parameter(0)
+  w = f32[6,7] parameter(1)
+  g = f32[10,6] all-gather(x), ALL, dimensions={0}
+  s = f32[10,6] sort(g), dimensions={0}, to_apply=less
+  ROOT d = f32[10,7] dot(s, w), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+""",
+    "a token orders it": """
+  x = f32[5,6] parameter(0)
+  w = f32[6,7] parameter(1)
+  y = f32[5,6] all-reduce(x), ALL, to_apply=sum
+  g = f32[10,6] all-gather(x), ALL, dimensions={0}, control-predecessors={y}
+  d = f32[10,7] dot(g, w), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  ROOT o = (f32[10,7], f32[5,6]) tuple(d, y)
+""",
+}
+
+
+@pytest.mark.parametrize("why", UNFIT)
+def test_what_is_left_alone(why: str) -> None:
+    less = "less { a = f32[] parameter(0)\n b = f32[] parameter(1)\n"
+    less += " ROOT c = pred[] compare(a, b), direction=LT }\n"
+    assert not regions(partitioned(UNFIT[why], 2, less))
+
+
+def test_not_every_device_in_a_group() -> None:
+    text = GATHERED.replace("ROWS", "12").replace("ALL", "PAIRS")
+    assert regions(partitioned(text, 4))
+    half = text.replace("PAIRS", "channel_id=1, use_global_device_ids=true, replica_groups={{0,1}}")
+    assert not regions(partitioned(half, 4))
+
+
+def large(rows: int, width: int) -> PartitionedModule:
+    return partitioned(
+        f"""
+  x = f32[{rows},{width}] parameter(0)
+  w = f32[{width},{width}] parameter(1)
+  g = f32[{2 * rows},{width}] all-gather(x), ALL, dimensions={{0}}
+  ROOT q = f32[{2 * rows},{width}] dot(g, w), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}
+""",
+        2,
+    )
+
+
+def decided(module: PartitionedModule, costs: CostTable) -> tuple[tuple[Decision, ...], str]:
+    made = replace(module, splits=None).compiled(OverlapPolicy(costs))
+    assert made.source is not None and made.source.splits is not None
+    return made.source.splits, made.splits[0].describe() if made.splits else ""
+
+
+def test_a_split_is_made_where_it_pays() -> None:
+    # 13 ms of compute, 2.6 ms of messages.
+    ((_, _, tiles),) = [(d.block, d.region, d.tiles) for d in decided(large(256, 512), table())[0]]
+    assert tiles in (1, 2, 4)
+    decisions, said = decided(large(256, 512), table(1e12))
+    assert decisions == () and said.startswith("is not split: ")
+    # Launches would eat it.
+    decisions, said = decided(large(256, 512), table(launch_s=3e-3))
+    assert decisions == () and said.startswith("is not split: ")
+
+
+def test_more_tiles_where_messages_take_longest() -> None:
+    few = decided(large(256, 512), table(2e8))[0]
+    many = decided(large(256, 512), table(2e7))[0]
+    assert few[0].tiles < many[0].tiles
+
+
+def test_a_split_program_is_made_again_as_it_was_decided() -> None:
+    made = replace(large(256, 512), splits=None).compiled(OverlapPolicy(table()))
+    assert made.source is not None and made.rewritten
+    again = made.source.compiled(OverlapPolicy(table(1e12)))
+    assert kinds(again.program) == kinds(made.program) == {Kind.PERMUTE: made.splits[0].parts // 2}
+    whole = made.as_written()
+    assert kinds(whole.program) == {Kind.ALL_GATHER: 1} and not whole.rewritten

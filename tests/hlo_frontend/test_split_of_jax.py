@@ -1,0 +1,95 @@
+"""Programs of JAX with collectives in parts, compared with JAX's CPU backend. ``python -m random_splits``
+runs more of them."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from frontend_support import P, compiled, judge_program, manual, mesh
+from jax import lax
+from random_splits import Routings, judge_random, split
+
+from stretto.collectives.ops import Kind
+from stretto.hlo_frontend.compile import CompileSpec, compile_stablehlo
+from stretto.hlo_frontend.overlap.apply import OverlapPolicy
+from stretto.hlo_frontend.overlap.costs import CostTable
+from stretto.hlo_frontend.schema import CompileOptionsProto
+
+
+@pytest.mark.parametrize("seeds", [range(0, 5), range(5, 10)])
+def test_random_programs(seeds: range) -> None:
+    assert sum(judge_random(seed) for seed in seeds) >= 3
+
+
+def test_random_routings() -> None:
+    routings = Routings(2, 2, 4)
+    assert routings.regions == 1
+    for seed in range(8):
+        routings.judge(seed)
+
+
+def layers(x, weights):  # type: ignore[no-untyped-def]
+    """Two hidden layers, tensor parallel, with rows of each device between them (sequence parallel)."""
+
+    def loss(weights):  # type: ignore[no-untyped-def]
+        y = x
+        for up, down in weights:
+            rows = lax.all_gather(y, "x", axis=0, tiled=True)
+            made = jnp.tanh(rows @ up) @ down
+            y = y + lax.psum_scatter(made, "x", scatter_dimension=0, tiled=True)
+        return (y * y).sum()
+
+    return jax.value_and_grad(loss)(weights)
+
+
+def test_a_training_step_forward_and_backward() -> None:
+    over = mesh(2)
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((64, 32)).astype("f4")
+    weights = [
+        tuple(rng.standard_normal(s).astype("f4") / 8 for s in ((32, 64), (64, 32)))
+        for _ in range(2)
+    ]
+    specs = (P("x"), [(P(None, "x"), P("x"))] * 2)
+    function = manual(layers, over, specs, (P(), [(P(None, "x"), P("x"))] * 2))
+    module = compiled(function, x, weights, num_devices=2)
+    made, regions = split(module, 2)
+    assert regions >= 2
+    kinds = [c.kind for c in made.program.collectives]
+    assert Kind.ALL_GATHER not in kinds and Kind.REDUCE_SCATTER not in kinds
+    flat = manual(
+        lambda x, a, b, c, d: layers(x, [(a, b), (c, d)]),
+        over,
+        (P("x"), *specs[1][0] * 2),
+        (P(), [(P(None, "x"), P("x"))] * 2),
+    )
+    arguments = [x, *weights[0], *weights[1]]
+    judge_program(made, flat, over, (P("x"), *specs[1][0] * 2), *arguments, exact=False)
+
+
+def test_the_option_of_one_program() -> None:
+    """``compiler_options={"stretto_split": …}`` goes before what the job has."""
+    links = [{"axis_stride": 1, "group_size": 2, "latency_s": 1e-5, "bytes_per_s": 1e7}]
+    compute = {"flops_per_s": 1e9, "bytes_per_s": 1e10, "launch_s": 1e-6}
+    policy = OverlapPolicy(CostTable.from_json({"compute": compute, "links": links}))
+    over = mesh(2)
+    function = manual(
+        lambda x, w: lax.all_gather(x, "x", axis=0, tiled=True) @ w, over, (P("x"), P()), P("x")
+    )
+    x, w = np.ones((128, 64), "f4"), np.ones((64, 64), "f4")
+    text = function.trace(x, w).lower().as_text()
+
+    def kinds(job: bool, own: int | None) -> set[Kind]:
+        proto = CompileOptionsProto()
+        if own is not None:
+            proto.env_option_overrides.add(key="stretto_split").value.int_field = own
+        spec = CompileSpec(1, 2, proto.SerializeToString())
+        made = compile_stablehlo(text, spec, overlap=policy, splits=job)
+        return {c.kind for c in made.program.collectives}
+
+    assert kinds(False, None) == kinds(True, 0) == {Kind.ALL_GATHER}
+    assert kinds(True, None) == kinds(False, 1) == {Kind.PERMUTE}
+    module = compile_stablehlo(text, CompileSpec(1, 2), splits=True)
+    assert module.splits == ()  # without a table of costs nothing is split

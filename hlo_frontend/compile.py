@@ -389,8 +389,8 @@ def _partitioned(
     if made is not serialized:
         parsed = Module.parse(made)
     decided = None if splits else ()
-    how = pseudo_tokens, valid, rewrites
-    return PartitionedModule(made, *counts, *how, splits=decided), parsed, found
+    module = PartitionedModule(made, *counts, pseudo_tokens, valid, rewrites, splits=decided)
+    return module, parsed, found
 
 
 def _rescheduled(

@@ -70,6 +70,7 @@ def to_bytes(stored: StoredExecutable) -> bytes:
             "pseudo_tokens": source.pseudo_tokens,
             "valid": asdict(source.valid),
             "rewrites": source.rewrites,
+            "starts": source.starts,
             "splits": [[d.block, d.region, d.tiles] for d in source.splits or ()],
         }
     sections = [

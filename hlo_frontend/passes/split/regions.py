@@ -146,7 +146,9 @@ def _is_even(node: Node) -> bool:
 
 
 def _is_free(editor: Editor, node: Node) -> bool:
-    """Whether data alone puts a node in its place."""
+    """Whether data alone puts a node in its place, and not the program that starts it itself."""
+    if node.is_started:
+        return False
     if node.order or node in editor.ordered or node in editor.block.unread:
         return False
     return not any(v.order or v.type is None for v in node.operands)

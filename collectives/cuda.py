@@ -15,6 +15,7 @@ from typing import Any
 _NOT_READY = 600  # CUDA_ERROR_NOT_READY
 _DISABLE_TIMING = 2  # CU_EVENT_DISABLE_TIMING
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: not ordered with the default stream
+_PORTABLE, _MAPPED = 1, 2  # CU_MEMHOSTALLOC_…
 _DEVICE_MEMORY = 2  # CU_MEMORYTYPE_DEVICE
 
 
@@ -149,6 +150,19 @@ class Cuda:
             height=height,
         )
         self._call("cuMemcpy2DAsync_v2", byref(copy), c_void_p(stream))
+
+    def allocate_pinned(self, nbytes: int) -> int:
+        """Page-locked memory of the host, which all devices may copy from and to."""
+        made = c_void_p()
+        self._call("cuMemHostAlloc", byref(made), c_size_t(nbytes), c_uint(_PORTABLE | _MAPPED))
+        return made.value or 0
+
+    def wait_number(self, stream: int, address: int, number: int) -> None:
+        """What comes onto the stream from now on waits until the number in page-locked memory is as high, by
+        the sign of the difference of 32 bits. The host does not."""
+        mapped = c_void_p()
+        self._call("cuMemHostGetDevicePointer_v2", byref(mapped), c_void_p(address), c_uint(0))
+        self._call("cuStreamWaitValue32_v2", c_void_p(stream), mapped, c_uint(number), c_uint(0))
 
     def clear(self, target: int, nbytes: int, stream: int) -> None:
         """Fill with zeros."""

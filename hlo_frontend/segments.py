@@ -22,6 +22,7 @@ from .builder import Builder, array_shape, resized, shape_of, tuple_shape
 from .carve import SegmentPlan
 from .flops import arithmetic, flops_of
 from .graph import Computation, Instruction
+from .imported import with_aliases
 from .schema import TOKEN, TUPLE, HloModuleProto, ShapeProto
 from .values import Barrier, Node, NodeKind, Value, operand_shape
 
@@ -114,7 +115,7 @@ def _to_stablehlo(
 ) -> bytes:
     """The module with its aliases. Raises `UnsupportedError` naming the instruction that is to blame."""
     try:
-        return stablehlo.with_aliases(_jax.mlir.hlo_to_stablehlo(hlo), aliases)
+        return with_aliases(_jax.mlir.hlo_to_stablehlo(hlo), aliases)
     except Exception as error:
         reason = str(error)
     made = [] if plan is None else _cheap_instructions(plan)

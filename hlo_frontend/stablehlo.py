@@ -473,36 +473,6 @@ def _unless_row_major(order: tuple[int, ...]) -> tuple[int, ...]:
     return order if order != tuple(range(len(order) - 1, -1, -1)) else ()
 
 
-def with_aliases(module: bytes, aliases: Mapping[int, int]) -> bytes:
-    """The module with input ``i`` of main marked to alias output ``aliases[i]``.
-
-    Attributes that the HLO importer left are removed: layouts are row-major.
-    """
-    with parsed(module) as tree:
-        function = main(tree)
-        with tree.context:
-            for name in list(tree.operation.attributes):
-                if name.startswith("mhlo."):
-                    del tree.operation.attributes[name]
-            for name in ("arg_attrs", "res_attrs"):  # they leave the layout to the compiler
-                if name in function.attributes:
-                    del function.attributes[name]
-            tree.operation.attributes["sym_name"] = ir.StringAttr.get("segment")
-            if aliases:
-                function_type = ir.FunctionType(
-                    ir.TypeAttr(function.attributes["function_type"]).value
-                )
-                i32 = ir.IntegerType.get_signless(32)
-                marks = []
-                for i in range(len(function_type.inputs)):
-                    mark = {}
-                    if i in aliases:
-                        mark["tf.aliasing_output"] = ir.IntegerAttr.get(i32, aliases[i])
-                    marks.append(ir.DictAttr.get(mark))
-                function.attributes["arg_attrs"] = ir.ArrayAttr.get(marks)
-        return bytecode(tree)
-
-
 def without_shardings(module: ir.Module) -> bytes:
     """Bytecode of a module for one device, with Shardy's meshes, constraints and attributes removed."""
     found = list(operations(module))

@@ -290,7 +290,10 @@ def lower_as(platform: str) -> None:
     @wraps(original)
     def lower_jaxpr_to_module(*args: Any, platforms: Sequence[str], **kwargs: Any) -> Any:
         if tuple(platforms) == (PLATFORM,):
-            platforms, kwargs["backend"] = tuple(_lowered_as), None
+            platforms = tuple(_lowered_as)
+            # JAX's CPU backend is there always, another platform's where there are such devices.
+            own = None if platforms == ("cpu",) else _AsPlatform(kwargs.get("backend"), *platforms)
+            kwargs["backend"] = own
         return original(*args, platforms=platforms, **kwargs)
 
     lower_jaxpr_to_module.__wrapped_for_stretto__ = original  # type: ignore[attr-defined]
@@ -298,6 +301,17 @@ def lower_as(platform: str) -> None:
 
 
 _lowered_as = ["cpu"]
+
+
+class _AsPlatform:
+    """A backend to lowering rules, which ask for its platform's name first."""
+
+    def __init__(self, backend: Any, platform: str) -> None:
+        self._backend = backend
+        self.platform = platform
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)
 
 
 def _lower_beyond(platform: str) -> None:

@@ -25,13 +25,14 @@ from stretto.runtime.execution.regions import can_call
 from stretto.runtime.job import cost_tables
 from stretto.runtime.options import Options, in_force
 
-from . import _capi
+from . import _capi, jax_private
 from .device import PLATFORM, make_devices
 from .structs import NamedValues, read_bytes, read_named_values
 from .table import entry
 from .target import difference, measured, target
 
 MOST_DEVICES = 65536  # of a topology by name
+_CONFIG = "target_config"  # the option of JAX's own topologies of GPUs
 
 
 def pointers(handles: tuple[_capi.Handle, ...]) -> Any:
@@ -104,14 +105,20 @@ class Topology(_capi.Handle):  # type: ignore[misc]
         devices = [[d.id, d.process_index] for d in self.devices]
         key = {"platform": PLATFORM, **self.maker.target, "ids": devices}
         found = {"measured": measured(self.maker.overlap), "calls": repr(self.maker.calls)}
+        if isinstance(self.maker, Elsewhere) and self.maker.target_config:
+            found[_CONFIG] = self.maker.target_config
         return json.dumps({**key, **found}).encode()
 
 
 class Elsewhere:
-    """Compiles for devices that need not exist, with an engine of this process."""
+    """Compiles for devices that need not exist, with an engine of this process.
 
-    def __init__(self, processes: int, local_devices: int) -> None:
+    ``target_config``: the GPU for which engine ``xla:cuda`` compiles; empty where it has some.
+    """
+
+    def __init__(self, processes: int, local_devices: int, target_config: str = "") -> None:
         self.options = in_force()
+        self.target_config = target_config
         self._processes, self._local_devices = processes, local_devices
 
     @cached_property
@@ -120,7 +127,10 @@ class Elsewhere:
 
     @cached_property
     def engine(self) -> Engine:
-        return create_engine(self.options.engine, self._local_devices)
+        options: dict[str, Any] = {"target": self.target_config} if self.target_config else {}
+        engine = create_engine(self.options.engine, self._local_devices, **options)
+        jax_private.lower_as(getattr(engine, "lowered_as", "cpu"))
+        return engine
 
     @cached_property
     def target(self) -> dict[str, str]:
@@ -146,19 +156,27 @@ class Elsewhere:
         return _capi.ArrayType(type, order)
 
 
-def topology_of(processes: int, local_devices: int) -> Topology:
-    """A topology of devices that need not exist."""
-    devices = make_devices(processes, local_devices, rank=-1)
-    return Topology(devices, Elsewhere(processes, local_devices))
+def topology_of(processes: int, local_devices: int, target_config: str = "") -> Topology:
+    """A topology of devices that need not exist. Raises ``ValueError`` where the engine compiles for its own
+    devices only."""
+    maker = Elsewhere(processes, local_devices, target_config)
+    if target_config:
+        if maker.options.engine != "xla:cuda":
+            raise ValueError(
+                f"{_CONFIG} describes a GPU, for engine xla:cuda, and STRETTO_ENGINE is "
+                f"{maker.options.engine}"
+            )
+        _ = maker.engine  # JAX lowers by its rules from now on
+    return Topology(make_devices(processes, local_devices, rank=-1), maker)
 
 
 _NAME = re.compile(r"(\d+)x(\d+)", re.ASCII)
 
 
-def named_topology(name: str) -> Topology:
+def named_topology(name: str, target_config: str = "") -> Topology:
     """The topology ``PROCESSESxDEVICES``. Raises ``ValueError`` for names that are none."""
     if not name:
-        return topology_of(1, in_force().local_devices)
+        return topology_of(1, in_force().local_devices, target_config)
     found = _NAME.fullmatch(name)
     counts = [int(count) for count in found.groups()] if found else [0]
     if not all(counts) or counts[0] * counts[1] > MOST_DEVICES:
@@ -166,16 +184,17 @@ def named_topology(name: str) -> Topology:
             f"{name!r} is no topology of stretto: expected PROCESSESxDEVICES, '4x8' for 4 processes "
             f"with 8 devices each, at most {MOST_DEVICES} devices in all"
         )
-    return topology_of(*counts)
+    return topology_of(counts[0], counts[1], target_config)
 
 
 @entry("PJRT_TopologyDescription_Create")
 def create(args: Any) -> None:
     name = read_bytes(args.topology_name, args.topology_name_size).decode(errors="replace")
-    unknown = read_named_values(args.create_options, args.num_options)
-    if unknown:
-        raise ValueError(f"stretto's topologies have no option {next(iter(unknown))!r}")
-    args.topology = _capi.give(named_topology(name))
+    options = read_named_values(args.create_options, args.num_options)
+    config = str(options.pop(_CONFIG, ""))
+    if options:
+        raise ValueError(f"stretto's topologies have no option {next(iter(options))!r}")
+    args.topology = _capi.give(named_topology(name, config))
 
 
 @entry("PJRT_TopologyDescription_PlatformName")
@@ -219,13 +238,14 @@ def read_topology(data: bytes) -> Topology:
     try:
         about = json.loads(data)
         ids = [(int(id), int(process)) for id, process in about.pop("ids")]
+        config = str(about.pop(_CONFIG, ""))
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ValueError(f"these bytes are no topology of stretto: {error}") from error
     processes = 1 + max((process for _, process in ids), default=-1)
     local = len(ids) // max(processes, 1)
     if not ids or len(ids) > MOST_DEVICES or ids != [(i, i // local) for i in range(len(ids))]:
         raise ValueError("these bytes are no topology of stretto: its devices are not numbered")
-    topology = topology_of(processes, local)
+    topology = topology_of(processes, local, config)
     other = difference(about, topology.maker.target)
     if other:
         raise ValueError(f"the topology is one of another stretto, of {other}")

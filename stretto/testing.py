@@ -82,6 +82,7 @@ class MemoryWorld:
 
     comm = None
     patience = math.inf
+    engines = ""
 
     def __init__(self, transport: MemoryTransport, rank: int, options: Options) -> None:
         self.rank = rank

@@ -60,7 +60,7 @@ class XlaError(StrettoError):
     """A computation failed inside XLA, ``code`` says how. To be caught as JAX's run-time error is."""
 
 
-def _translate(error: Exception, kind: type[StrettoError], prefix: str = "") -> StrettoError:
+def translate(error: Exception, kind: type[StrettoError], prefix: str = "") -> StrettoError:
     """The same error without XLA's leading status code, which becomes ``code``."""
     text = str(error)
     status = _STATUS.match(text)
@@ -106,7 +106,7 @@ class _End:
         try:
             self._token.block_until_ready()
         except JaxRuntimeError as error:
-            raise _translate(error, XlaError) from error
+            raise translate(error, XlaError) from error
 
 
 class XlaSegment:
@@ -157,7 +157,7 @@ class XlaSegment:
         try:
             return executable.execute_sharded(inputs).consume_with_handlers(self._handlers[ordinal])
         except JaxRuntimeError as error:
-            raise _translate(error, XlaError) from error
+            raise translate(error, XlaError) from error
 
     def run_with_end(self, ordinal: int, inputs: list[Array]) -> tuple[list[Array], Any]:
         """`run`, and the token of the run, which is ready when all of it is over."""
@@ -165,7 +165,7 @@ class XlaSegment:
             results = self._load(ordinal).execute_sharded(inputs, with_tokens=True)
             arrays = results.consume_with_handlers(self._handlers[ordinal])
         except JaxRuntimeError as error:
-            raise _translate(error, XlaError) from error
+            raise translate(error, XlaError) from error
         return arrays, _End(results.consume_token())
 
     @property
@@ -258,7 +258,7 @@ class XlaJoined(Joined):
         try:
             self.whole.block_until_ready()
         except JaxRuntimeError as error:
-            raise _translate(error, XlaError) from error
+            raise translate(error, XlaError) from error
         self._run.over = True
 
 
@@ -296,14 +296,14 @@ class XlaCpuTogether:
         try:
             results = self.executable.execute_sharded(self._wholes(columns))
         except JaxRuntimeError as error:
-            raise _translate(error, XlaError) from error
+            raise translate(error, XlaError) from error
         return self._results(results)
 
     def run_together_with_end(self, columns: Sequence[Column]) -> tuple[list[XlaJoined], Any]:
         try:
             results = self.executable.execute_sharded(self._wholes(columns), with_tokens=True)
         except JaxRuntimeError as error:
-            raise _translate(error, XlaError) from error
+            raise translate(error, XlaError) from error
         end = _End(results.consume_token())
         return self._results(results), end
 
@@ -368,10 +368,14 @@ class XlaEngine:
     name: str
     host_memory: bool
 
-    def __init__(self, client: Any, num_devices: int, first: int = 0) -> None:
+    def __init__(
+        self, client: Any, num_devices: int, first: int = 0, devices: Sequence[Any] = ()
+    ) -> None:
+        """``devices``: instead of the client's own."""
         self.num_devices = num_devices
         self._client = client
-        devices = sorted(client.local_devices(), key=lambda d: d.id)[first : first + num_devices]
+        own = sorted(client.local_devices(), key=lambda d: d.id)
+        devices = devices or own[first : first + num_devices]
         self._device_lists = [[d] for d in devices]
         self._executable_devices = [xla_client.DeviceList((d,)) for d in devices]
         # jaxlib makes the type of their iterators at the first use, in steps: not in two threads at once.
@@ -428,20 +432,20 @@ class XlaEngine:
                 return self._client.compile_and_load(parsed, devices, options, list(host_callbacks))
         except (JaxRuntimeError, ir.MLIRError, ValueError) as error:
             prefix = f"segment {name or '(unnamed)'} does not compile on engine {self.name}: "
-            raise _translate(error, CompileError, prefix) from error
+            raise translate(error, CompileError, prefix) from error
 
     def serialize(self, segment: XlaSegment | XlaCpuTogether) -> bytes:
         try:
             return segment.serialize()
         except JaxRuntimeError as error:
-            raise _translate(error, CompileError, "cannot be serialized: ") from error
+            raise translate(error, CompileError, "cannot be serialized: ") from error
 
     def restore(self, code: bytes, segment: Segment, *, name: str = "") -> XlaSegment:
         try:
             return XlaSegment(self, segment, name or segment.name, code=code)
         except JaxRuntimeError as error:
             prefix = f"segment {name or '(unnamed)'} cannot be restored on engine {self.name}: "
-            raise _translate(error, CompileError, prefix) from error
+            raise translate(error, CompileError, prefix) from error
 
     def serialize_executable(self, executable: Any) -> bytes:
         """Machine code of one of jaxlib's executables. Raises ``JaxRuntimeError`` where XLA cannot."""
@@ -475,7 +479,7 @@ class XlaEngine:
         try:
             view = np.asarray(array)
         except JaxRuntimeError as error:
-            raise _translate(error, XlaError) from error
+            raise translate(error, XlaError) from error
         return view if view.flags.c_contiguous else np.ascontiguousarray(view)
 
     def copy(self, array: Array, ordinal: int) -> Array:
@@ -489,7 +493,7 @@ class XlaEngine:
                 [_jax.ArrayCopySemantics.ALWAYS_COPY],
             )
         except JaxRuntimeError as error:
-            raise _translate(error, XlaError) from error
+            raise translate(error, XlaError) from error
         finally:
             guards.device_to_device = before
         return copied
@@ -501,7 +505,7 @@ class XlaEngine:
         try:
             array.block_until_ready()
         except JaxRuntimeError as error:
-            raise _translate(error, XlaError) from error
+            raise translate(error, XlaError) from error
 
     def pointer(self, array: Array) -> int:
         # jaxlib would wait for the array with the GIL, which a function that is called back needs.
@@ -509,7 +513,7 @@ class XlaEngine:
         try:
             return array.unsafe_buffer_pointer()
         except JaxRuntimeError as error:
-            raise _translate(error, XlaError) from error
+            raise translate(error, XlaError) from error
 
     def delete(self, array: Array) -> None:
         array.delete()
@@ -573,7 +577,7 @@ class XlaCpuEngine(XlaEngine):
             return self._client.deserialize_executable(code, devices, options)
         except JaxRuntimeError as error:
             prefix = f"a segment cannot be restored on engine {self.name}: "
-            raise _translate(error, CompileError, prefix) from error
+            raise translate(error, CompileError, prefix) from error
 
     @property
     def target(self) -> str:

@@ -25,6 +25,7 @@ from stretto.collectives.cuda import cuda
 from ..errors import StrettoError
 from . import cuda_stream
 from .cuda_loans import Loans
+from .cuda_target import CudaCompiler
 from .xla_cpu import XlaEngine
 
 Array = Any
@@ -36,14 +37,20 @@ _RELEASES = ("cuda13", "cuda12")
 _CLIENT = {"max_inflight_computations": 4096, "preallocate": False}
 
 
-def create(num_devices: int) -> XlaCudaEngine:
-    """Factory of the entry-point group ``stretto.engines``."""
+def create(num_devices: int, target: str = "") -> XlaCudaEngine | CudaCompiler:
+    """Factory of the entry-point group ``stretto.engines``.
+
+    ``target``: the description of a GPU that need not exist, for which segments are compiled only.
+    """
+    if target:
+        return CudaCompiler(num_devices, target, *_load())
     return XlaCudaEngine(num_devices)
 
 
 @cache
-def _load() -> str:
-    """Load the plugin into this process; gives its release. Raises `StrettoError` if there is none."""
+def _load() -> tuple[str, Any]:
+    """Load the plugin into this process; gives its release, and jaxlib's capsule of it. Raises `StrettoError`
+    if there is none."""
     for release in _RELEASES:
         try:
             plugin = importlib.import_module(f"jax_plugins.xla_{release}")
@@ -60,7 +67,7 @@ def _load() -> str:
             extension.register_custom_call_target(capsule, name, handler, "CUDA", 1)
         found = cuda_stream.handler()
         extension.register_custom_call_target(capsule, cuda_stream.TARGET, found, "CUDA", 1)
-        return release
+        return release, capsule
     raise StrettoError(
         "engine xla:cuda needs jax's CUDA plugin: pip install 'stretto[cuda13]' or 'stretto[cuda12]'"
     )
@@ -75,7 +82,7 @@ class XlaCudaEngine(XlaEngine):
 
     def __init__(self, num_devices: int) -> None:
         """Raises `StrettoError` if the plugin is not installed or there are not so many GPUs."""
-        self._release = _load()
+        self._release, _ = _load()
         try:
             client = xla_client.make_c_api_client(_NAME, _CLIENT, None)
         except JaxRuntimeError as error:

@@ -24,6 +24,7 @@ from stretto.collectives.communicator import (
 from stretto.collectives.gpus import BoundOnGpus, Joined
 from stretto.collectives.native import ALONE, Peers
 from stretto.collectives.ops import Collective, Kind
+from stretto.collectives.pieces import Piece, pieces
 
 from ..engines.engine import StreamedEngine
 from ..program import Loop, Run, Start, Wait, instructions
@@ -32,6 +33,7 @@ from .call import Call, describe
 from .context import Context
 from .frame import Frame, Hosted, Operation, named
 from .on_gpus import Enqueued, OnGpus
+from .staged import Staged, can_be_staged
 from .stream import Task
 
 _log = logging.getLogger("stretto")
@@ -67,6 +69,10 @@ class Communication:
         }
         # Those that stay on GPUs are in `_on_gpus` too.
         self._on_gpus: dict[tuple[int, int], BoundOnGpus] = {} if bound is None else bound._on_gpus
+        # Those of GPUs' arrays that go through the host's memory, in pieces, are in `_pieces` too.
+        self._pieces: dict[tuple[int, int], list[tuple[Piece, BoundCollective]]] = (
+            {} if bound is None else bound._pieces
+        )
         self._bound: dict[tuple[int, int], BoundCollective] = (
             self._bind() if bound is None else bound._bound
         )
@@ -76,7 +82,8 @@ class Communication:
     def is_prompt(self, start: Start) -> bool:
         """Whether `attempt` can be used for it."""
         key = start.collective, start.stream
-        return key not in self._on_gpus and getattr(self._bound[key], "prompt", False)
+        streamed = key in self._on_gpus or key in self._pieces
+        return not streamed and getattr(self._bound[key], "prompt", False)
 
     def is_split(self, start: Start) -> bool:
         """Whether the operation is posted at its start and awaited at its wait: send and receive."""
@@ -97,6 +104,7 @@ class Communication:
                 if key[1] not in joined:
                     joined[key[1]] = self._join(key[1])
                 self._bind_on_gpus(key, joined[key[1]], bound[key])
+                self._bind_pieces(key, bound[key])
             except Exception as error:
                 raise named(error, describe(collective)) from error
         return bound
@@ -116,21 +124,42 @@ class Communication:
     def _bind_on_gpus(
         self, key: tuple[int, int], joined: Joined | None, host: BoundCollective
     ) -> None:
-        if joined is None:
-            return
         collective = self.program.collectives[key[0]]
-        lendable = cast("StreamedEngine", self.context.engine).loans.lendable
-        if all(lendable(type) for type in (*collective.operands, *collective.results)):
+        if joined is not None and self._can_be_lent(collective):
             made = joined.bind(collective, host)
             if made is not None:
                 self._on_gpus[key] = made
 
+    def _bind_pieces(self, key: tuple[int, int], host: BoundCollective) -> None:
+        lane, collective = self.lanes[key[1]], self.program.collectives[key[0]]
+        if (
+            lane.staging is None
+            or key in self._on_gpus
+            or not can_be_staged(collective)
+            or not self._can_be_lent(collective)
+        ):
+            return
+        bind, owner = lane.communicator.bind, self.context.owner
+        bound = {collective: host}
+        for piece in pieces(collective):
+            if piece.collective not in bound:
+                bound[piece.collective] = bind(piece.collective, owner)
+            self._pieces.setdefault(key, []).append((piece, bound[piece.collective]))
+
+    def _can_be_lent(self, collective: Collective) -> bool:
+        lendable = cast("StreamedEngine", self.context.engine).loans.lendable
+        return all(lendable(type) for type in (*collective.operands, *collective.results))
+
     def _enqueues(self, start: Start) -> Callable[[Frame], Enqueued] | None:
-        """What puts a collective onto the GPUs' streams, if it stays there."""
-        bound = self._on_gpus.get((start.collective, start.stream))
-        if bound is None:
-            return None
-        return OnGpus(self.context, start, self._call(start), bound).enqueue
+        """What puts a collective onto the GPUs' streams, if it stays there or is copied on them."""
+        key = start.collective, start.stream
+        if key in self._on_gpus:
+            return OnGpus(self.context, start, self._call(start), self._on_gpus[key]).enqueue
+        staging = self.lanes[start.stream].staging
+        if key in self._pieces and staging is not None:
+            call = self._call(start)
+            return Staged(self.context, start, call, self._pieces[key], staging).enqueue
+        return None
 
     def _peers(self) -> Peers:
         owner = self.context.owner

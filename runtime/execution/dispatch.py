@@ -43,6 +43,7 @@ class Processes(Protocol):
     comm: Any
     patience: float
     options: Options
+    engines: str
 
     @property
     def error(self) -> StrettoError | None: ...

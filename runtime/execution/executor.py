@@ -22,6 +22,7 @@ from stretto.collectives.gpus import Gpus
 from stretto.collectives.hierarchy import Hierarchy
 from stretto.collectives.order import CommonOrder, Schedule
 from stretto.collectives.poison import poison
+from stretto.collectives.staging import Staging
 
 from ..engines.engine import Engine, LoadedSegment, StreamedEngine
 from ..errors import InvalidProgramError, UnsupportedError
@@ -287,11 +288,13 @@ class Executor:
 
     def _lane(self, number: int) -> Lane:
         communicator = self._communicators(number)
-        gpus = None
-        streamed = isinstance(self.engine, StreamedEngine) and self.options.nccl
+        gpus = staging = None
         # Any other communicator, as the poisoned one, has something of its own to do.
-        if streamed and isinstance(communicator, Hierarchy):
-            gpus = Gpus(communicator.mpi, self.options.timeout)
+        if isinstance(self.engine, StreamedEngine) and isinstance(communicator, Hierarchy):
+            if self.options.nccl:
+                gpus = Gpus(communicator.mpi, self.options.timeout)
+            if "+" not in self.world.engines:  # other engines' ranks communicate whole arrays
+                staging = Staging()
         return Lane(
             number,
             Stream(f"stretto-stream-{number}"),
@@ -299,6 +302,7 @@ class Executor:
             self.world.progress(number),
             gpus,
             self._gpus_failed,
+            staging,
         )
 
     def _gpus_failed(self, error: BaseException) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from stretto.collectives.communicator import Communicator, Request
 from stretto.collectives.gpus import Gpus
 from stretto.collectives.native import Table
+from stretto.collectives.staging import Staging
 
 from ..job.progress import Progress
 from ..recording.statistics import Counters
@@ -18,7 +19,8 @@ class Lane:
 
     ``number``: of the stream. ``communicator`` moves its data, ``progress`` shows the watchdog what it does,
     ``counters`` counts it. ``sequence``: calls so far. ``sends``: sends that may be under way.
-    ``gpus`` moves data that stays on GPUs, ``failed`` takes errors of it that come later.
+    ``gpus`` moves data that stays on GPUs, ``staging`` that of GPUs through the host's memory; ``failed``
+    takes errors of either that come later.
     """
 
     __slots__ = (
@@ -32,6 +34,7 @@ class Lane:
         "progress",
         "sends",
         "sequence",
+        "staging",
         "stream",
     )
 
@@ -43,9 +46,11 @@ class Lane:
         progress: Progress,
         gpus: Gpus | None = None,
         failed: Callable[[BaseException], None] = lambda error: None,
+        staging: Staging | None = None,
     ) -> None:
         self.number = number
         self.gpus = gpus
+        self.staging = staging
         self.failed = failed
         self.stream = stream
         self.communicator = communicator
@@ -67,6 +72,8 @@ class Lane:
         self._failure = reason
         if self.gpus is not None:
             self.gpus.abort(reason)
+        if self.staging is not None:
+            self.staging.abort(reason)
         table = self._table
         if table is not None:
             table.abort(reason)

@@ -9,7 +9,7 @@ the collective has passed on all local devices, and tells of errors that come la
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -95,7 +95,7 @@ class OnGpus:
         call, bound, loans, count = self._call, self._bound, self._loans, len(self._results)
         logical, ordinals = self._context.logical, self._context.ordinals
         columns = [
-            self._landed(frame.registers[slot], type)
+            landed(self._context, frame.registers[slot], type)
             for slot, type in zip(self._inputs, self._operands, strict=True)
         ]
         calls: dict[int, UnderWay] = {}
@@ -115,29 +115,12 @@ class OnGpus:
                 stream = bound.stream(logical[position])
                 under_way.mark = loans.mark(under_way.ordinal, stream)
         except BaseException as error:
-            _abandoned.append(calls)
+            abandon(calls)
             raise named(error, call.what) from error
         lane, marks = call.lane, [under_way.mark for under_way in calls.values()]
         watched = lane.stream.submit(partial(self._watch, marks, frame.active, frame.iteration))
-        watched.add_callback(partial(_tell, watched, lane.failed))
-        return Enqueued(partial(self._arrive, calls))
-
-    def _arrive(self, calls: dict[int, UnderWay]) -> list[list[Any]]:
-        """The registers of the outputs: a run that needs them waits for the collective, on the device."""
-        registers: list[list[Any]] = [[None] * len(self._context.ordinals) for _ in self._results]
-        for position, under_way in calls.items():
-            for register, array in zip(registers, under_way.arrive(self._results), strict=True):
-                register[position] = array
-        return registers
-
-    def _landed(self, register: Any, type: TensorType) -> Sequence[Any]:
-        if not isinstance(register, Hosted):
-            return register
-        put = self._context.engine.put
-        return [
-            None if host is None else put(host, type, ordinal)
-            for host, ordinal in zip(register, self._context.ordinals, strict=True)
-        ]
+        watched.add_callback(partial(tell, watched, lane.failed))
+        return Enqueued(partial(arrived, self._context, calls, self._results))
 
     def _watch(self, marks: list[Any], active: tuple[int, ...], iteration: int) -> None:
         """A task of the stream: wait until the marks have passed. Raises what becomes of the collective."""
@@ -158,6 +141,34 @@ class OnGpus:
         call.account(options, began, active)
 
 
-def _tell(watched: Event, failed: Callable[[BaseException], None]) -> None:
+def arrived(
+    context: Context, calls: Mapping[int, UnderWay], types: Sequence[TensorType]
+) -> list[list[Any]]:
+    """The registers of the outputs: a run that needs them waits for the collective, on the device."""
+    registers: list[list[Any]] = [[None] * len(context.ordinals) for _ in types]
+    for position, under_way in calls.items():
+        for register, array in zip(registers, under_way.arrive(types), strict=True):
+            register[position] = array
+    return registers
+
+
+def landed(context: Context, register: Any, type: TensorType) -> Sequence[Any]:
+    """A register of engine arrays."""
+    if not isinstance(register, Hosted):
+        return register
+    put = context.engine.put
+    return [
+        None if host is None else put(host, type, ordinal)
+        for host, ordinal in zip(register, context.ordinals, strict=True)
+    ]
+
+
+def abandon(calls: Any) -> None:
+    """Keep the memory of calls whose enqueuing failed."""
+    _abandoned.append(calls)
+
+
+def tell(watched: Event, failed: Callable[[BaseException], None]) -> None:
+    """Pass on the error of a task, if it has one."""
     if watched.error is not None:
         failed(watched.error)

@@ -1,6 +1,6 @@
 """Run by every rank of test_fake_gpu.py, with kernels that compute nothing: ten steps of 20 psums each.
 
-Prints how often the host waited meanwhile, and how many collectives each device had.
+Prints how often the host waited meanwhile, and how many collectives each device had over NCCL.
 """
 
 from __future__ import annotations
@@ -36,4 +36,4 @@ waits, ready = driver.fake_cuda_host_waits() - waits, x.is_ready()
 x.block_until_ready()
 assert not ready, "nothing was left to do"
 launches = (nccl.fake_nccl_launches() - launches) // len(jax.local_devices())
-print(f"{waits} waits, {launches} collectives")
+print(f"{waits} waits, {launches} over NCCL")

@@ -55,6 +55,8 @@ for number in range(rounds):
                 if found != {factor * want}:
                     sys.exit(f"round {number}, step {k}: {sorted(found)[:4]}, not {factor * want}")
 if os.environ.get("FAKE_CUDA_DEVICES"):
+    through_the_host = os.environ.get("STRETTO_NCCL") == "0"
     launches = ctypes.CDLL("libnccl.so.2").fake_nccl_launches()
-    assert launches == rounds * steps * len(jax.local_devices()), launches
+    due = 0 if through_the_host else rounds * steps * len(jax.local_devices())
+    assert launches == due, launches
 print(f"right {rounds}")

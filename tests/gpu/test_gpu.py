@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import subprocess
 import sys
@@ -179,25 +180,30 @@ def ranks(
 @pytest.mark.parametrize(
     ("processes", "devices"), [(2, 1), (4, 1)] if REAL else [(1, 2), (2, 1), (1, 4), (2, 2)]
 )
-@pytest.mark.parametrize(("driver", "nccl"), [("300", "10000"), ("1000", "0")])
+@pytest.mark.parametrize(
+    ("driver", "nccl", "way"), [("300", "10000", "1"), ("1000", "0", "1"), ("300", "0", "0")]
+)
 def test_memory_is_not_reused_too_early(
-    fake: dict[str, str], processes: int, devices: int, driver: str, nccl: str
+    fake: dict[str, str], processes: int, devices: int, driver: str, nccl: str, way: str
 ) -> None:
-    """XLA waits for collectives that write what it reads, and read what it writes; they wait for XLA."""
-    delays = {"FAKE_CUDA_DELAY_US": driver, "FAKE_NCCL_DELAY_US": nccl}
+    """XLA waits for collectives that write what it reads, and read what it writes; they wait for XLA. Over
+    NCCL and through the host's memory."""
+    delays = {"FAKE_CUDA_DELAY_US": driver, "FAKE_NCCL_DELAY_US": nccl, "STRETTO_NCCL": way}
     done = ranks(fake | delays, processes, devices, "races.py", ROUNDS)
     assert done.stdout.count(f"right {ROUNDS}") == processes, done.stderr[-3000:]
 
 
 @only_fake
 @pytest.mark.parametrize(("processes", "devices"), [(1, 2), (2, 1)])
+@pytest.mark.parametrize("way", ["1", "0"])
 def test_collectives_do_not_wait_on_the_host(
-    fake: dict[str, str], processes: int, devices: int
+    fake: dict[str, str], processes: int, devices: int, way: str
 ) -> None:
     # Kernels that compute nothing: those of the other engine are functions that the host waits for.
-    slow = {"FAKE_NCCL_DELAY_US": "20000"}
+    slow = {"FAKE_NCCL_DELAY_US": "20000", "FAKE_CUDA_DELAY_US": "300", "STRETTO_NCCL": way}
     done = ranks(fake | slow, processes, devices, "ahead.py", engine="xla:cuda")
-    assert done.stdout.count("0 waits, 200 collectives") == processes, done.stderr[-3000:]
+    said = f"0 waits, {200 if way == '1' else 0} over NCCL"
+    assert done.stdout.count(said) == processes, done.stderr[-3000:]
 
 
 @only_fake
@@ -226,6 +232,31 @@ def test_a_fault_ends_all_ranks(fake: dict[str, str], fault: str, message: str) 
     assert "stretto: rank 0 ends:" in done.stderr
     if fault != "killed":
         assert "all-reduce %psum" in done.stderr and "faults.py:" in done.stderr
+
+
+def test_segments_compile_without_a_device(tmp_path: Path) -> None:
+    """What the suite's programs compute, lowered as for CUDA and compiled for an H100 that is not there."""
+    log = tmp_path / "compiled.jsonl"
+    settings = {
+        "STRETTO_ENGINE": "support.cuda.compiling:create",
+        "STRETTO_TEST_COMPILED": str(log),
+        "PYTHONPATH": str(TESTS),
+        "TF_CPP_MIN_LOG_LEVEL": "3",
+    }
+    form = judge.Form("compiling", 1, 8, settings=tuple(settings.items()))
+    chosen = [n for n, program in PROGRAMS.items() if not program.only_full]
+    outcomes = judge.run_programs(form, chosen, tmp_path)
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    problems = [f"{name}: {problem[:600]}" for name, problem in lines if problem]
+    # Programs that wait for what a callback of theirs was told, or look at results, fail on zeros.
+    refused = [
+        f"{name}: {outcome.problem[-600:]}"
+        for name, outcome in outcomes.items()
+        if outcome.problem and "JaxRuntimeError" in outcome.problem
+    ]
+    print(f"{len(lines)} segments of {len(chosen)} programs, {len(problems)} refused")
+    assert len(lines) > 400
+    assert not problems + refused, "\n".join(problems + refused)
 
 
 def names() -> list[str]:

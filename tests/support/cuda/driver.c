@@ -298,6 +298,25 @@ int cuEventRecordWithFlags(Event *event, void *stream, unsigned flags) { return 
 int cuStreamWaitEvent(void *stream, Event *event, unsigned flags) {
     return with_event(stream, event, 0, await);
 }
+
+/* A stream waits until a number is as high as it was told. */
+
+typedef struct {
+    volatile uint32_t *at;
+    uint32_t number;
+} Number;
+static void await_number(void *given) {
+    Number *wanted = given;
+    struct timespec pause = {0, 20000};
+    while ((int32_t)(*wanted->at - wanted->number) < 0) nanosleep(&pause, NULL);
+    atomic_thread_fence(memory_order_acquire);
+    free(wanted);
+}
+int cuStreamWaitValue32_v2(void *stream, uint32_t *at, uint32_t number, unsigned flags) {
+    Number *wanted = malloc(sizeof *wanted);
+    *wanted = (Number){at, number};
+    return flags ? NOT_SUPPORTED : enqueue(stream, await_number, wanted);
+}
 int cuEventQuery(Event *event) {
     pthread_mutex_lock(&event->lock);
     int pending = event->passed < event->recorded;

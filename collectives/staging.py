@@ -1,0 +1,143 @@
+"""GPU memory by way of the host's: page-locked memory, streams to copy on, and how streams wait for the host.
+
+Copies to and from page-locked memory are made by the GPU's copy engines, and whoever enqueues them does
+not wait. A stream waits for the host by a number in such memory (``cuStreamWaitValue32``): it goes on once
+that is as high as was said. So copies of what the host has yet to make can be enqueued.
+
+`pinned` is the process's memory; a `Staging` belongs to one stream of the executor.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from .cuda import CudaError, cuda
+from .memory import size_class
+
+# Page-locked bytes of a process that may be in use before whoever needs more waits for some to come back.
+MOST = 1 << 30
+_LINE = 256
+
+
+class Block:
+    """``size`` bytes of page-locked memory."""
+
+    __slots__ = ("address", "bytes", "size")
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.address = cuda().allocate_pinned(size)
+        self.bytes = memoryview((ctypes.c_char * size).from_address(self.address))
+
+    def view(self, offset: int, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        """The memory from ``offset`` on as an array."""
+        return np.ndarray(shape, dtype, self.bytes, offset)
+
+
+class Pinned:
+    """Page-locked memory that is used again and never given up: locking pages takes longer than a copy."""
+
+    def __init__(self, most: int = MOST) -> None:
+        self.most = most
+        self.in_use = 0
+        self._free: dict[int, list[Block]] = {}
+        self._lent: deque[tuple[Block, Callable[[], bool]]] = deque()
+        self._lock = threading.Lock()
+
+    def take(self, nbytes: int, check: Callable[[], None]) -> Block:
+        """Memory for so many bytes. Waits while too much is in use; ``check`` raises if that is in vain."""
+        size = size_class(max(nbytes, _LINE))
+        while True:
+            with self._lock:
+                self._take_back()
+                if not self.in_use or self.in_use + size <= self.most:
+                    self.in_use += size
+                    free = self._free.get(size)
+                    return free.pop() if free else Block(size)
+            check()
+            time.sleep(1e-4)
+
+    def give_back(self, block: Block, passed: Callable[[], bool]) -> None:
+        """Once ``passed()``, nobody uses it any more."""
+        with self._lock:
+            self._lent.append((block, passed))
+
+    def _take_back(self) -> None:
+        for _ in range(len(self._lent)):
+            block, passed = self._lent.popleft()
+            if passed():
+                self.in_use -= block.size
+                self._free.setdefault(block.size, []).append(block)
+            else:
+                self._lent.append((block, passed))
+
+
+pinned = Pinned()
+
+
+class Staging:
+    """One stream's copies: for each device a stream from it, one to it, and the number that it waits for.
+
+    ``lock`` is held by whoever enqueues: numbers rise in the order in which they are reached.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.aborted = ""
+        self._streams: dict[int, tuple[int, int]] = {}
+        self._numbers: dict[int, np.ndarray] = {}
+        self._last: dict[int, int] = {}
+
+    def streams(self, device: int) -> tuple[int, int]:
+        """From the device and to it."""
+        if device not in self._streams:
+            driver = cuda()
+            driver.use(device)
+            block = Block(_LINE)
+            number = block.view(0, (1,), np.dtype(np.uint32))
+            number[0] = 0
+            self._numbers[device] = number
+            self._last[device] = 0
+            self._streams[device] = driver.stream(), driver.stream()
+        return self._streams[device]
+
+    def hold(self, device: int) -> int:
+        """Have the stream to the device wait until `reach` is called with the number that this gives."""
+        self._last[device] = number = (self._last[device] + 1) % (1 << 32)
+        cuda().wait_number(self._streams[device][1], self._numbers[device].ctypes.data, number)
+        if self.aborted:
+            self._release()
+        return number
+
+    def reach(self, device: int, number: int) -> None:
+        """Let it go on: to be called in the order of the numbers. All that is copied then must be there."""
+        self._numbers[device][0] = number
+
+    def check(self) -> None:
+        """Raises `CudaError` once `abort` was called."""
+        if self.aborted:
+            raise CudaError(self.aborted)
+
+    def abort(self, reason: str) -> None:
+        """Let everything go on: nothing of it will be read."""
+        self.aborted = self.aborted or reason
+        self._release()
+
+    def _release(self) -> None:
+        for device, last in list(self._last.items()):
+            self._numbers[device][0] = last
+
+
+def await_all(passed: Sequence[Callable[[], bool]], check: Callable[[], None]) -> None:
+    """Wait, asleep between looks, until all have passed; ``check`` raises if that is in vain."""
+    pause = 20e-6
+    while not all(have() for have in passed):
+        check()
+        time.sleep(pause)
+        pause = min(1.5 * pause, 5e-4)

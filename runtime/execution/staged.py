@@ -1,0 +1,166 @@
+"""Collectives of GPUs' arrays through the host's memory, without anybody waiting on the walk.
+
+The walk enqueues all of it at the start: copies of the operands to page-locked memory, a wait for the host,
+copies of the results back. The thread of the stream does the part in between: it waits until an operand has
+come, has the communicator move it, and lets the copies of the result go on. Large collectives are cut into
+pieces (`stretto.collectives.pieces`), so that one is communicated while the next comes and the last goes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+
+from stretto.collectives.communicator import BoundCollective
+from stretto.collectives.cuda import cuda
+from stretto.collectives.memory import as_bytes
+from stretto.collectives.ops import Collective, Kind
+from stretto.collectives.pieces import Piece
+from stretto.collectives.staging import Block, Staging, await_all, pinned
+from stretto.collectives.types import TensorType
+
+from ..engines.engine import StreamedEngine
+from ..program import Start
+from .call import Call
+from .context import Context
+from .frame import Frame, named
+from .on_gpus import Enqueued, UnderWay, abandon, arrived, landed, tell
+
+if TYPE_CHECKING:
+    from ..engines.cuda_loans import Mark
+
+_ALIGNED = 256
+
+
+def can_be_staged(collective: Collective) -> bool:
+    """Whether the communicator can move it while the GPU goes on. A reducer that is a program runs on the
+    GPU, which may be waiting for its result; sends and receives have a start and an end of their own."""
+    return collective.reducer is None and collective.kind not in (Kind.SEND, Kind.RECV)
+
+
+@dataclass
+class _Copies:
+    """A call on one device: for each piece the mark of its operands, the number that its results wait for,
+    its operands and its results as host arrays, in page-locked memory."""
+
+    device: int
+    marks: list[Mark]
+    numbers: list[int]
+    operands: list[list[np.ndarray]]
+    results: list[list[np.ndarray]]
+
+
+class Staged:
+    """The calls of one collective that go through the host's memory."""
+
+    def __init__(
+        self,
+        context: Context,
+        start: Start,
+        call: Call,
+        pieces: Sequence[tuple[Piece, BoundCollective]],
+        staging: Staging,
+    ) -> None:
+        self._context, self._call, self._pieces, self._staging = context, call, pieces, staging
+        self._inputs = start.inputs
+        self._operands = [context.program.slot_types[slot] for slot in start.inputs]
+        self._results = [context.program.slot_types[slot] for slot in start.outputs]
+        self._loans = cast("StreamedEngine", context.engine).loans
+        self._nbytes = 0
+        # Offsets in the page-locked memory of the arrays of each piece.
+        self._given = [self._places(piece.collective.operands) for piece, _ in pieces]
+        self._made = [self._places(piece.collective.results) for piece, _ in pieces]
+
+    def _places(self, types: Sequence[TensorType]) -> list[int]:
+        places = []
+        for type in types:
+            places.append(self._nbytes)
+            self._nbytes += -(-type.nbytes // _ALIGNED) * _ALIGNED
+        return places
+
+    def enqueue(self, frame: Frame) -> Enqueued:
+        """Put a call onto the streams, and what the host does onto the executor's. Raises errors of CUDA."""
+        context, call, staging = self._context, self._call, self._staging
+        columns = [
+            landed(context, frame.registers[slot], type)
+            for slot, type in zip(self._inputs, self._operands, strict=True)
+        ]
+        calls: dict[int, UnderWay] = {}
+        copies: dict[int, _Copies] = {}
+        try:
+            staging.check()
+            with staging.lock:
+                block = pinned.take(self._nbytes * len(frame.active), staging.check)
+                for k, position in enumerate(frame.active):
+                    lent = [column[position] for column in columns]
+                    ordinal = context.ordinals[position]
+                    rooms = self._loans.rooms(self._results, ordinal)
+                    under_way = UnderWay(self._loans, ordinal, lent, rooms)
+                    calls[position] = under_way
+                    copies[position] = self._copy(under_way, block, k * self._nbytes)
+                carry = partial(self._carry, copies, frame.active, frame.iteration)
+                watched = call.lane.stream.submit(carry)
+        except BaseException as error:
+            abandon(calls)
+            raise named(error, call.what) from error
+        marks = [under_way.mark for under_way in calls.values() if under_way.mark is not None]
+        pinned.give_back(block, lambda: all(mark.passed() for mark in marks))
+        watched.add_callback(partial(tell, watched, call.lane.failed))
+        return Enqueued(partial(arrived, context, calls, self._results))
+
+    def _copy(self, under_way: UnderWay, block: Block, begin: int) -> _Copies:
+        """Enqueue the copies of one device, in both directions, by way of a block from ``begin`` on."""
+        loans, staging, driver, ordinal = self._loans, self._staging, cuda(), under_way.ordinal
+        device = loans.device(ordinal)
+        source, target = staging.streams(device)
+        operands = [loans.lend(array, source) for array in under_way.lent]
+        rooms = [loans.lend(array, target) for array in under_way.rooms]
+        driver.use(device)
+        copies = _Copies(device, [], [], [], [])
+        for (piece, _), given in zip(self._pieces, self._given, strict=True):
+            for n, at, to, nbytes in piece.given:
+                host = block.address + begin + given[n] + to
+                driver.copy(host, operands[n] + at, nbytes, source)
+            copies.marks.append(loans.mark(ordinal, source))
+            copies.operands.append(_views(block, begin, piece.collective.operands, given))
+        for (piece, _), made in zip(self._pieces, self._made, strict=True):
+            copies.numbers.append(staging.hold(device))
+            for n, at, to, nbytes in piece.made:
+                host = block.address + begin + made[n] + to
+                driver.copy(rooms[n] + at, host, nbytes, target)
+            copies.results.append(_views(block, begin, piece.collective.results, made))
+        under_way.mark = loans.mark(ordinal, target)
+        return copies
+
+    def _carry(self, copies: dict[int, _Copies], active: tuple[int, ...], iteration: int) -> None:
+        """A task of the stream: what the host does. Raises what becomes of the collective."""
+        call, staging, logical = self._call, self._staging, self._context.logical
+        number = call.number()
+        try:
+            await_all([c.marks[0].passed for c in copies.values()], staging.check)
+            options, began = call.enter(number, iteration)
+            run_options: Any = options
+            try:
+                for k, (_, bound) in enumerate(self._pieces):
+                    await_all([c.marks[k].passed for c in copies.values()], staging.check)
+                    given = {logical[p]: c.operands[k] for p, c in copies.items()}
+                    results = bound.run(given, **run_options)
+                    for position, c in copies.items():
+                        for to, array in zip(c.results[k], results[logical[position]], strict=True):
+                            as_bytes(to)[:] = as_bytes(np.ascontiguousarray(array))
+                        staging.reach(c.device, c.numbers[k])
+            finally:
+                call.lane.progress.end()
+        except BaseException as error:
+            raise named(error, call.what) from error
+        call.account(options, began, active)
+
+
+def _views(
+    block: Block, begin: int, types: Sequence[TensorType], places: Sequence[int]
+) -> list[np.ndarray]:
+    return [block.view(begin + at, t.shape, t.numpy) for t, at in zip(types, places, strict=True)]

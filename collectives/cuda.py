@@ -52,6 +52,17 @@ class Cuda:
     def __init__(self) -> None:
         """Raises ``OSError`` without a driver, `CudaError` if it cannot be used."""
         self._library = ctypes.CDLL("libcuda.so.1")
+        # What neither waits nor enqueues keeps the GIL, which another thread would take for longer.
+        quick = ctypes.PyDLL("libcuda.so.1")
+        self._set_current, self._query = quick.cuCtxSetCurrent, quick.cuEventQuery
+        self._record, self._wait_event = (
+            self._library.cuEventRecord,
+            self._library.cuStreamWaitEvent,
+        )
+        for function in (self._set_current, self._query):
+            function.argtypes = [c_void_p]
+        self._record.argtypes = [c_void_p, c_void_p]
+        self._wait_event.argtypes = [c_void_p, c_void_p, c_uint]
         self._contexts: dict[int, int] = {}
         self._call("cuInit", c_uint(0))
 
@@ -93,28 +104,39 @@ class Cuda:
             made = c_void_p()
             self._call("cuDevicePrimaryCtxRetain", byref(made), c_int(device))
             context = self._contexts[device] = made.value or 0
-        self._call("cuCtxSetCurrent", c_void_p(context))
+        self._check("cuCtxSetCurrent", self._set_current(context))
 
     def stream(self) -> int:
         made = c_void_p()
         self._call("cuStreamCreate", byref(made), c_uint(_NON_BLOCKING))
         return made.value or 0
 
-    def event(self) -> int:
+    def event(self, timed: bool = False) -> int:
         made = c_void_p()
-        self._call("cuEventCreate", byref(made), c_uint(_DISABLE_TIMING))
+        self._call("cuEventCreate", byref(made), c_uint(0 if timed else _DISABLE_TIMING))
         return made.value or 0
+
+    def destroy_event(self, event: int) -> None:
+        """Give up an event, even one that a stream has yet to come to."""
+        self._call("cuEventDestroy_v2", c_void_p(event))
+
+    def elapsed(self, begin: int, end: int) -> float:
+        """Seconds between two timed events of one device that have passed."""
+        milliseconds = ctypes.c_float()
+        call = "cuEventElapsedTime"
+        self._call(call, byref(milliseconds), c_void_p(begin), c_void_p(end))
+        return milliseconds.value * 1e-3
 
     def record(self, event: int, stream: int) -> None:
         """The event will have passed when all is done that is on the stream now."""
-        self._call("cuEventRecord", c_void_p(event), c_void_p(stream))
+        self._check("cuEventRecord", self._record(event, stream))
 
     def wait(self, stream: int, event: int) -> None:
         """What comes onto the stream from now on waits for the event. The host does not."""
-        self._call("cuStreamWaitEvent", c_void_p(stream), c_void_p(event), c_uint(0))
+        self._check("cuStreamWaitEvent", self._wait_event(stream, event, 0))
 
     def passed(self, event: int) -> bool:
-        error = self._library.cuEventQuery(c_void_p(event))
+        error = self._query(event)
         if error != _NOT_READY:
             self._check("cuEventQuery", error)
         return error == 0

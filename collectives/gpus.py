@@ -85,6 +85,9 @@ class Gpus:
         self.process = mpi.rank if mpi else 0
         self.patience = patience
         self.aborted = ""
+        # Held by whoever enqueues; what is left to do of the collective that was begun last.
+        self.lock = threading.RLock()
+        self._rest: Callable[[], None] | None = None
         self._aborting = threading.Lock()  # nobody asks for the state of what is aborted
         self._streams: dict[int, int] = {}
         self._communicators: dict[tuple[Any, ...], dict[int, int]] = {}
@@ -177,6 +180,18 @@ class Gpus:
                 library.abort(communicator)
             raise
         return made
+
+    def leave(self, rest: Callable[[], None]) -> None:
+        """Leave the rest of a collective to `finish`. The caller holds the lock."""
+        self._rest = rest
+
+    def finish(self) -> None:
+        """Do what was left of a collective, before anyone waits for it and before the next begins. Raises
+        what that raises."""
+        with self.lock:
+            rest, self._rest = self._rest, None
+            if rest is not None:
+                rest()
 
     def settle(self, communicators: Sequence[int], what: str, patience: float = PATIENCE) -> None:
         """Wait until what was asked of these communicators is on its streams, or they are made.
@@ -342,6 +357,13 @@ class BoundOnGpus:
 
         Ids that are absent, and ``skip``, as in `BoundCollective.run`. Raises `CudaError`.
         """
+        self.begin(buffers, skip)()
+
+    def begin(
+        self, buffers: Mapping[int, Buffers], skip: frozenset[int] | None = None
+    ) -> Callable[[], None]:
+        """The beginning of `enqueue`. Gives the rest, which waits until NCCL, in threads of its own, has put
+        its part onto the streams. It is to be called before the communicators are used again."""
         if self.gpus.aborted:
             raise CudaError(self.gpus.aborted)
         use, devices = self._driver.use, self._joined.devices
@@ -362,15 +384,19 @@ class BoundOnGpus:
                         step(buffers[i], streams[i])
             finally:
                 self._nccl.group_end()
+
+        def rest() -> None:
             self.gpus.settle(self._communicators, str(self.collective.kind))
-        for i, member in members.items():
-            use(devices[i])
-            for step in member.after:
-                step(buffers[i], streams[i])
-        for i in buffers.keys() - members.keys():
-            use(devices[i])
-            for result, type in zip(buffers[i].results, self.collective.results, strict=True):
-                self._driver.clear(result, type.nbytes, streams[i])
+            for i, member in members.items():
+                use(devices[i])
+                for step in member.after:
+                    step(buffers[i], streams[i])
+            for i in buffers.keys() - members.keys():
+                use(devices[i])
+                for result, type in zip(buffers[i].results, self.collective.results, strict=True):
+                    self._driver.clear(result, type.nbytes, streams[i])
+
+        return rest
 
     def _present(self, buffers: Mapping[int, Buffers]) -> list[int]:
         """Members of the groups that are there."""

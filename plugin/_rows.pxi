@@ -465,9 +465,9 @@ cdef class CollectiveRows:
                 rows.watch()
 
     @cython.binding(False)
-    def ran(self, double began, active, skip):
+    def ran(self, double began, active, skip, ended=None):
         cdef Rows rows = self.rows
-        cdef double extra = ALL_ACTIVE, now = rows.now()
+        cdef double extra = ALL_ACTIVE, now = rows.now() if ended is None else ended
         if self.moving:
             self.moving = False
             rows.moving -= 1

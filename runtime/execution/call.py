@@ -44,6 +44,7 @@ class Call:
         self._started = context.told("collective_started", collective, start.stream)
         self._finished = context.told("collective_finished", collective, start.stream)
         self._ran = context.told("collective_ran", collective, start.stream)
+        self.observed = self._ran is not None or self._finished is not None
         self._payload = _payload_of(bound)
         self._all_messages = getattr(bound, "messages", 0)
 
@@ -87,18 +88,38 @@ class Call:
         counters.nbytes += nbytes
         return nbytes
 
-    def end(self, options: Options, nbytes: int, began: float, active: tuple[int, ...]) -> None:
-        """Report the end of a call that moved ``nbytes``, for the devices at the positions ``active``."""
-        seconds = perf_counter() - began
+    def end(
+        self,
+        options: Options,
+        nbytes: int,
+        began: float,
+        active: tuple[int, ...],
+        ended: float | None = None,
+    ) -> None:
+        """Report the end of a call that moved ``nbytes``, for the devices at the positions ``active``.
+
+        ``ended``: when that was, None if now.
+        """
+        seconds = (perf_counter() if ended is None else ended) - began
         self.lane.counters.seconds += seconds
         if self._finished is not None:
             self._finished(nbytes, seconds)
         if self._ran is not None:
-            self._ran(began, active, options["skip"] if options else _NOTHING)
+            skip = options["skip"] if options else _NOTHING
+            if ended is None:
+                self._ran(began, active, skip)
+            else:
+                self._ran(began, active, skip, ended)
 
-    def account(self, options: Options, began: float, active: tuple[int, ...]) -> None:
+    def account(
+        self,
+        options: Options,
+        began: float,
+        active: tuple[int, ...],
+        ended: float | None = None,
+    ) -> None:
         """`count` and `end`, for a call whose results are there."""
-        self.end(options, self.count(options), began, active)
+        self.end(options, self.count(options), began, active, ended)
 
     def registers(self, results: Any, active: tuple[int, ...]) -> list[Hosted]:
         """The registers of the outputs: the communicator's results by position."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -21,6 +22,7 @@ from ..errors import StrettoError
 from ..program import Start
 from .call import Call
 from .context import Context
+from .device_times import Timed
 from .frame import Frame, Hosted, named
 from .stream import Event
 
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
 
 # Seconds between two looks at a collective that is under way: the first, and the most. An error is asked for
 # at every look from the second on.
-_FIRST_LOOK, _MOST = 50e-6, 2e-3
+_FIRST_LOOK, _MOST = 1e-3, 2e-3
 # Memory of collectives whose enqueuing failed: they may be under way in part.
 _abandoned: list[Any] = []
 
@@ -40,7 +42,7 @@ class UnderWay:
     ``lent``: arrays that are read; ``rooms``: what is written to, results and then scratch.
     """
 
-    __slots__ = ("_loans", "lent", "mark", "ordinal", "rooms")
+    __slots__ = ("_loans", "lent", "mark", "marks", "ordinal", "rooms", "times")
 
     def __init__(self, loans: Loans, ordinal: int, lent: list[Any], rooms: list[Any]) -> None:
         self._loans = loans
@@ -48,6 +50,8 @@ class UnderWay:
         self.lent = lent
         self.rooms = rooms
         self.mark: Mark | None = None
+        self.marks: list[Mark] = []  # the same, for whoever watches
+        self.times: list[Timed] = []  # beginning and end, where somebody wants to know
 
     def arrive(self, types: Sequence[TensorType]) -> list[Any]:
         """The results, for XLA; ends the loans."""
@@ -63,19 +67,31 @@ class UnderWay:
 
 
 class Enqueued:
-    """What stands for the event of a collective: its wait takes ``result()``, which does not wait."""
+    """What stands for the event of a collective: its wait takes ``result()``, which does not wait.
 
-    __slots__ = ("_result", "since")
+    ``finish``: what is left to do of the collective, whether or not anybody waits for it.
+    """
+
+    __slots__ = ("_finish", "_result", "since")
     done = True
     error: BaseException | None = None
 
-    def __init__(self, result: Callable[[], Any]) -> None:
+    def __init__(self, result: Callable[[], Any], finish: Callable[[], None] | None = None) -> None:
         self._result = result
+        self._finish = finish
         self.since = 0.0
 
     def result(self) -> Any:
         """The registers of the outputs. To be called once."""
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            finish()
         return self._result()
+
+    def __del__(self) -> None:
+        if self._finish is not None:  # nobody waited for it, in a walk that has failed
+            with suppress(Exception):  # whoever watches the collective is told
+                self._finish()
 
 
 class OnGpus:
@@ -100,34 +116,57 @@ class OnGpus:
         ]
         calls: dict[int, UnderWay] = {}
         buffers = {}
+        gpus, lane = bound.gpus, call.lane
+        with gpus.lock:
+            gpus.finish()
+            try:
+                for position in frame.active:
+                    ordinal, i = ordinals[position], logical[position]
+                    stream = bound.stream(i)
+                    lent = [column[position] for column in columns]
+                    rooms = loans.rooms(self._rooms, ordinal)
+                    calls[position] = UnderWay(loans, ordinal, lent, rooms)
+                    operands = [loans.lend(array, stream) for array in lent]
+                    places = [loans.lend(array, stream) for array in rooms]
+                    buffers[i] = Buffers(operands, places[:count], *places[count:])
+                    if call.observed:
+                        calls[position].times.append(Timed(loans.device(ordinal), stream))
+                rest = bound.begin(buffers, **call.skips(frame.iteration))
+            except BaseException as error:
+                abandon(calls)
+                raise named(error, call.what) from error
+            gpus.leave(partial(self._finish, calls, rest))
+            watch = partial(self._watch, calls, frame.active, frame.iteration)
+            watched = lane.stream.submit(watch)
+        watched.add_callback(partial(tell, watched, lane.failed))
+        return Enqueued(partial(arrived, self._context, calls, self._results), gpus.finish)
+
+    def _finish(self, calls: Mapping[int, UnderWay], rest: Callable[[], None]) -> None:
+        """The rest of `enqueue`, and marks of where the streams are then."""
         try:
-            for position in frame.active:
-                ordinal, i = ordinals[position], logical[position]
-                stream = bound.stream(i)
-                lent = [column[position] for column in columns]
-                rooms = loans.rooms(self._rooms, ordinal)
-                calls[position] = UnderWay(loans, ordinal, lent, rooms)
-                operands = [loans.lend(array, stream) for array in lent]
-                places = [loans.lend(array, stream) for array in rooms]
-                buffers[i] = Buffers(operands, places[:count], *places[count:])
-            bound.enqueue(buffers, **call.skips(frame.iteration))
+            rest()
             for position, under_way in calls.items():
-                stream = bound.stream(logical[position])
-                under_way.mark = loans.mark(under_way.ordinal, stream)
+                stream = self._bound.stream(self._context.logical[position])
+                if self._call.observed:
+                    device = self._loans.device(under_way.ordinal)
+                    under_way.times.append(Timed(device, stream))
+                under_way.mark = self._loans.mark(under_way.ordinal, stream)
+                under_way.marks.append(under_way.mark)
         except BaseException as error:
             abandon(calls)
-            raise named(error, call.what) from error
-        lane, marks = call.lane, [under_way.mark for under_way in calls.values()]
-        watched = lane.stream.submit(partial(self._watch, marks, frame.active, frame.iteration))
-        watched.add_callback(partial(tell, watched, lane.failed))
-        return Enqueued(partial(arrived, self._context, calls, self._results))
+            raise named(error, self._call.what) from error
 
-    def _watch(self, marks: list[Any], active: tuple[int, ...], iteration: int) -> None:
+    def _watch(
+        self, calls: Mapping[int, UnderWay], active: tuple[int, ...], iteration: int
+    ) -> None:
         """A task of the stream: wait until the marks have passed. Raises what becomes of the collective."""
         call, bound, pause = self._call, self._bound, _FIRST_LOOK
+        each = [under_way.marks for under_way in calls.values()]
+        times = [under_way.times for under_way in calls.values()]
+        del calls  # whoever waits for it gives the loans back
         options, began = call.enter(call.number(), iteration)
         try:
-            while not all(mark.passed() for mark in marks):
+            while not all(marks and marks[0].passed() for marks in each):
                 if pause > _FIRST_LOOK:
                     failure = bound.failure()
                     if failure:
@@ -138,7 +177,11 @@ class OnGpus:
             raise named(error, call.what) from error
         finally:
             call.lane.progress.end()
-        call.account(options, began, active)
+        ended = None
+        if call.observed and times:  # by the streams' own events, now that they have passed
+            began = min(first.read() for first, _ in times)
+            ended = max(last.read() for _, last in times)
+        call.account(options, began, active, ended)
 
 
 def arrived(

@@ -87,11 +87,13 @@ class Instrument:
         began: float,
         active: Sequence[int],
         skip: frozenset[int],
+        ended: float | None = None,
     ) -> None:
         """The same call, for the local devices at the positions ``active``.
 
         ``skip``: the collective's pairs that moved nothing. For a send, its message was posted; for a
-        receive, the time is that of waiting for it.
+        receive, the time is that of waiting for it. ``ended``: when it was over, where that is known only
+        now, as of a GPU's streams; None if now.
         """
 
     def collective_queued(self, collective: Collective, stream: int) -> None:

@@ -61,7 +61,13 @@ class CollectiveRows(Protocol):
 
     def started(self) -> None: ...
 
-    def ran(self, began: float, active: Sequence[int], skip: frozenset[int]) -> None: ...
+    def ran(
+        self,
+        began: float,
+        active: Sequence[int],
+        skip: frozenset[int],
+        ended: float | None = None,
+    ) -> None: ...
 
     def awaiting(self) -> None: ...
 

@@ -72,10 +72,12 @@ def fake(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return environment | {"PYTHONPATH": f"{folder}:{TESTS}", "TF_CPP_MIN_LOG_LEVEL": "3"}
 
 
-def python(code: str, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+def python(
+    code: str, environment: dict[str, str], platforms: str = "cpu"
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", code],
-        env=os.environ | environment | {"JAX_PLATFORMS": "cpu"},
+        env=os.environ | environment | {"JAX_PLATFORMS": platforms},
         capture_output=True,
         text=True,
         timeout=300,
@@ -257,6 +259,77 @@ def test_segments_compile_without_a_device(tmp_path: Path) -> None:
     print(f"{len(lines)} segments of {len(chosen)} programs, {len(problems)} refused")
     assert len(lines) > 400
     assert not problems + refused, "\n".join(problems + refused)
+
+
+def test_a_program_is_compiled_for_a_gpu_that_is_not_there() -> None:
+    """With collectives, linear algebra and donation, and serialized."""
+    code = """
+import jax, jax.numpy as jnp, numpy as np
+from jax.experimental import serialize_executable, topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+devices = topologies.get_topology_desc("2x4", platform="stretto", target_config="sm_90").devices
+sharding = NamedSharding(Mesh(np.array(devices), ("x",)), PartitionSpec("x"))
+shape = jax.ShapeDtypeStruct((8, 16, 16), np.float32, sharding=sharding)
+step = lambda a: (jnp.linalg.cholesky(a) + a.sum(0), jnp.linalg.eigh(a)[0])
+compiled = jax.jit(step, donate_argnums=0).lower(shape).compile()
+print(compiled.memory_analysis().temp_size_in_bytes > 0)
+print(len(serialize_executable.serialize(compiled)[0]) > 10000)
+for wrong in ("sm_00", "gpu_device_info { speed: 3 }"):
+    try:
+        topologies.get_topology_desc("1x1", platform="stretto", target_config=wrong)
+    except jax.errors.JaxRuntimeError as error:
+        print("cannot compile for target_config" in str(error))
+"""
+    settings = {"STRETTO_ENGINE": "xla:cuda", "TF_CPP_MIN_LOG_LEVEL": "3"}
+    done = python(code, settings, platforms="stretto,cpu")
+    assert done.stdout.split() == ["True"] * 4, done.stderr[-3000:]
+
+
+TRACE = """
+import glob, sys
+import jax, numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+mesh = Mesh(np.array(jax.devices()), ("i",))
+split = NamedSharding(mesh, PartitionSpec("i"))
+total = jax.jit(
+    jax.shard_map(
+        lambda x: jax.lax.psum(x, "i"), mesh=mesh, in_specs=PartitionSpec("i"), out_specs=PartitionSpec()
+    )
+)
+x = jax.device_put(np.ones(len(jax.devices()), np.float32), split)
+total(x).block_until_ready()
+with jax.profiler.trace(sys.argv[1]):
+    for _ in range(3):
+        y = total(x)
+    y.block_until_ready()
+(path,) = glob.glob(f"{sys.argv[1]}/**/*.xplane.pb", recursive=True)
+(plane,) = [p for p in jax.profiler.ProfileData.from_file(path).planes if "stretto rank" in p.name]
+lines = {line.name: [(e.start_ns, e.duration_ns) for e in line.events] for line in plane.lines}
+moved, walked = lines["stream 0"], [begin + took for begin, took in lines["programs"]]
+print(len(moved), moved == sorted(moved), all(took > 0 for _, took in moved))
+print(all(a + took <= b + 1000 for (a, took), (b, _) in zip(moved, moved[1:])))
+print(sum(moved[-1]) > max(walked))
+"""
+
+
+@only_fake
+def test_traces_show_when_collectives_ran_on_the_gpu(fake: dict[str, str], tmp_path: Path) -> None:
+    """By events of the streams: the last one ends behind the walk that put it there."""
+    script = tmp_path / "script.py"
+    script.write_text(TRACE)
+    settings = {"STRETTO_ENGINE": ENGINE, "STRETTO_LOCAL_DEVICES": "2"} | dict(SETTINGS)
+    slow = fake | settings | {"FAKE_NCCL_DELAY_US": "50000", "JAX_PLATFORMS": "stretto,cpu"}
+    done = subprocess.run(
+        [sys.executable, str(script), str(tmp_path / "trace")],
+        env=os.environ | slow,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.stdout.split() == ["3", *["True"] * 4], done.stderr[-3000:]
 
 
 def names() -> list[str]:

@@ -20,6 +20,10 @@ class Apart(XlaCpuEngine):
         return 0x1000
 
 
+class LoweredAsCuda(XlaCpuEngine):
+    lowered_as = "cuda"
+
+
 class Miscounting(XlaCpuEngine):
     def compile(self, segment, **more):
         compiled = super().compile(segment, **more)
@@ -44,7 +48,8 @@ def run(
         "Metadata-Version: 2.1\nName: engines_of_others\nVersion: 1\n"
     )
     (metadata / "entry_points.txt").write_text(
-        "[stretto.engines]\napart = engines_of_others:Apart\nmiscounting = engines_of_others:Miscounting\n"
+        "[stretto.engines]\napart = engines_of_others:Apart\n"
+        "as-cuda = engines_of_others:LoweredAsCuda\nmiscounting = engines_of_others:Miscounting\n"
     )
     brought = {"PYTHONPATH": str(folder), "STRETTO_ENGINE": engine}
     return scripts.run(script, "stretto,cpu", 2, **brought)
@@ -98,3 +103,22 @@ def test_runs_that_give_something_else_than_their_results(
     alone, sharded = done.stdout.splitlines()
     assert f"the engine's run gave {found}; a list of 1 is due" in alone
     assert "segment " in sharded and f"the engine's run gave {found}" in sharded
+
+
+def test_programs_are_lowered_as_the_engine_says(tmp_path: Path) -> None:
+    """Callbacks too, for which JAX asks for a backend of the platform, and there is none."""
+    done = run(
+        tmp_path,
+        "as-cuda",
+        """
+        import jax, jax.numpy as jnp, numpy as np
+
+        x = np.ones((4, 4), np.float32)
+        branch = lambda x: jax.lax.platform_dependent(x, cpu=jnp.sin, cuda=jnp.cos)
+        print("cosine" in jax.jit(branch).lower(x).as_text())
+        print("cusolver_syevd_ffi" in jax.jit(jnp.linalg.eigh).lower(x).as_text())
+        call = lambda x: jax.pure_callback(np.sin, x, x)
+        print("python_gpu_callback" in jax.jit(call).lower(x).as_text())
+        """,
+    )
+    assert done.stdout.split() == ["True"] * 3, done.stderr[-2000:]

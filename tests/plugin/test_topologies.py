@@ -35,6 +35,11 @@ def test_names() -> None:
         topologies.get_topology_desc("1x1", platform="stretto", speed=3)
 
 
+def test_a_gpu_that_is_described_is_for_its_engine() -> None:
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"for engine xla:cuda, and .* xla:cpu"):
+        topologies.get_topology_desc("1x1", platform="stretto", target_config="sm_90")
+
+
 def test_compiled_elsewhere_and_loaded_here(devices: list[jax.Device]) -> None:
     compiled = compile_for(topologies.get_topology_desc("1x4", platform="stretto").devices)
     assert compiled.cost_analysis()["flops"] > 0

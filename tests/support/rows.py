@@ -257,8 +257,15 @@ class CollectiveRows:
             if rows.standing:
                 rows.watch()
 
-    def ran(self, began: float, active: Sequence[int], skip: frozenset[int]) -> None:
-        rows, now = self.rows, self.rows.now()
+    def ran(
+        self,
+        began: float,
+        active: Sequence[int],
+        skip: frozenset[int],
+        ended: float | None = None,
+    ) -> None:
+        rows = self.rows
+        now = rows.now() if ended is None else ended
         if self._moving:
             self._moving = False
             rows.moving -= 1

@@ -8,6 +8,7 @@ in the layout. Towards the host, sub-byte types take one byte an element.
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Callable
 from math import prod
 from typing import Any
@@ -293,10 +294,27 @@ def opaque_pointer(args: Any) -> None:
     args.device_memory_ptr = value.engine.pointer(value.array())
 
 
+_asked = threading.local()
+
+
+def value_of(array: Any) -> Value:
+    """What stands behind a `jax.Array` on one device of stretto's, which jaxlib alone knows."""
+    _asked.values = found = []
+    try:
+        array.addressable_data(0).unsafe_buffer_pointer()
+    finally:
+        del _asked.values
+    return found[0]
+
+
 @entry("PJRT_Buffer_UnsafePointer")
 def unsafe_pointer(args: Any) -> None:
     buffer: _capi.Buffer = _capi.take(args.buffer)
     value: Value = buffer.live_value()
+    if hasattr(_asked, "values"):
+        _asked.values.append(value)
+        args.buffer_pointer = 0
+        return
     ordered = bool(buffer.array_type.order)
     args.buffer_pointer = (
         _reordered(buffer).ctypes.data if ordered else value.engine.pointer(value.array())

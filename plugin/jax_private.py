@@ -12,16 +12,17 @@ import atexit
 import ctypes
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, wraps
 from inspect import signature
 from types import FunctionType, SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 from uuid import uuid4
 
 import numpy as np
 
 if TYPE_CHECKING:
+    from stretto.runtime.execution.value import Value
     from stretto.runtime.job.relay import Service
     from stretto.runtime.job.world import World
 
@@ -559,12 +560,15 @@ def compile_for_topologies_without_client() -> None:
     compiler._get_cross_compile_backend = get_cross_compile_backend
 
 
-def lend_by_dlpack() -> None:
-    """Lend memory of arrays by DLPack, as JAX's CPU arrays do: the memory is the host's.
+def lend_by_dlpack(value_of: Callable[[Any], Value]) -> None:
+    """Lend memory of arrays by DLPack, as JAX's arrays on CPUs and GPUs do.
 
-    JAX and jaxlib know by name which platforms may. A CPU array over the same memory stands in.
+    JAX and jaxlib know by name which platforms may. Where the memory is the host's, a CPU array over it
+    stands in; an engine with streams lends arrays of its own. ``value_of``: what is behind an array on one device.
     """
     from jax._src import api, array, dlpack, xla_bridge
+
+    from stretto.runtime.engines.engine import StreamedEngine
 
     to_dlpack, device_of = dlpack.to_dlpack, array.ArrayImpl.__dlpack_device__
     if hasattr(to_dlpack, "__wrapped_for_stretto__"):
@@ -573,13 +577,32 @@ def lend_by_dlpack() -> None:
     @wraps(to_dlpack)
     def lend(x: Any, stream: Any = None, src_device: Any = None, *args: Any, **kwargs: Any) -> Any:
         if isinstance(x, array.ArrayImpl) and x.platform() == PLATFORM:
+            device = dlpack_device(x)
+            if device[0] != dlpack.DLDeviceType.kDLCPU:
+                return export(x, device, stream, *args, **kwargs)
             src_device = xla_bridge.get_backend("cpu").local_devices()[0]
             x = api.device_put(np.asarray(x), src_device)
         return to_dlpack(x, stream, src_device, *args, **kwargs)
 
+    def export(
+        x: Any,
+        device: Any,
+        stream: Any,
+        dl_device: Any = None,
+        max_version: Any = None,
+        copy: Any = None,
+    ) -> Any:
+        if copy or (dl_device is not None and tuple(dl_device) != device):
+            raise BufferError("stretto lends an array on its own device only, and no copy of it")
+        value = value_of(x)
+        return cast(StreamedEngine, value.engine).export(value.array(), stream)
+
     @wraps(device_of)
     def dlpack_device(self: Any) -> Any:
         if self.platform() == PLATFORM and len(self.sharding.device_set) == 1:
+            value = value_of(self)
+            if isinstance(value.engine, StreamedEngine):
+                return dlpack.DLDeviceType.kDLCUDA, value.engine.loans.device(value.ordinal)
             return dlpack.DLDeviceType.kDLCPU, 0
         return device_of(self)
 

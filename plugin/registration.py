@@ -18,6 +18,7 @@ def initialize() -> None:
     if PLATFORM not in requested:
         return
     from . import _capi, entries
+    from .buffer import value_of
 
     entries.install()
     jax_private.register(_capi.capsule())
@@ -34,7 +35,7 @@ def initialize() -> None:
     jax_private.transform_as_cpu()
     jax_private.use_compilation_cache()
     jax_private.compile_for_topologies_without_client()
-    jax_private.lend_by_dlpack()
+    jax_private.lend_by_dlpack(value_of)
     jax_private.analyse_cost_before_compiling()
     if "cpu" not in requested:
         # Callbacks and `jax.devices("cpu")` need JAX's own CPU backend; stretto stays the default.

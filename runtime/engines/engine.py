@@ -223,6 +223,11 @@ class StreamedEngine(Protocol):
         """By which others use its arrays."""
         ...
 
+    def export(self, array: Array, stream: int | None) -> Any:
+        """The array as a capsule of DLPack, of the GPU's memory. ``stream``, one of CUDA's, waits for it, as
+        the protocol says."""
+        ...
+
     def fail(self, error: BaseException) -> None:
         """What others had under way will be given up: from now on `Engine.block` and `Engine.host_view` raise
         this error, once they have waited."""

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from jax._src.lib import xla_client
 from jax.errors import JaxRuntimeError
+from jaxlib import _jax
 
 from stretto.collectives.cuda import cuda
 
@@ -108,6 +109,10 @@ class XlaCudaEngine(XlaEngine):
         )
         (result,) = executable.execute_sharded([]).disassemble_into_single_device_arrays()
         result[0].block_until_ready()
+
+    def export(self, array: Array, stream: int | None) -> Any:
+        """See `StreamedEngine`. Until the capsule is dropped the array cannot be donated."""
+        return _jax.buffer_to_dlpack_managed_tensor(array, stream=stream)
 
     def fail(self, error: BaseException) -> None:
         """What borrowers had under way will be given up: no content can be relied on any more."""

@@ -332,6 +332,46 @@ def test_traces_show_when_collectives_ran_on_the_gpu(fake: dict[str, str], tmp_p
     assert done.stdout.split() == ["3", *["True"] * 4], done.stderr[-3000:]
 
 
+LENDING = """
+import ctypes
+import jax, jax.numpy as jnp, numpy as np
+from stretto.collectives.cuda import cuda
+
+class Tensor(ctypes.Structure):
+    _fields_ = (("data", ctypes.c_void_p), ("device", ctypes.c_int32 * 2), ("ndim", ctypes.c_int32))
+
+cuda().use(0)
+stream = cuda().stream()
+count_up = jax.jit(lambda x: x + 1)
+x = jax.device_put(np.zeros(1000, np.float32))
+for _ in range(20):
+    x = count_up(x)
+print(x.is_ready(), x.__dlpack_device__() == (2, 0))
+capsule = x.__dlpack__(stream=stream)
+pointer = ctypes.pythonapi.PyCapsule_GetPointer
+pointer.restype, pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+tensor = Tensor.from_address(pointer(capsule, b"dltensor"))
+to = np.zeros(1000, np.float32)
+cuda().copy(to.ctypes.data, tensor.data, 4000, stream)
+cuda().synchronize(stream)
+print(set(to.tolist()) == {20.0}, list(tensor.device) == [2, 0], tensor.ndim)
+try:
+    x.__dlpack__(dl_device=(1, 0))
+except BufferError as error:
+    print("own device only" in str(error))
+"""
+
+
+@only_fake
+def test_arrays_are_lent_by_dlpack_where_they_are(fake: dict[str, str]) -> None:
+    """To CuPy, PyTorch and others: without a copy, and on their stream behind what computes the array."""
+    settings = fake | dict(SETTINGS) | {"FAKE_CUDA_DELAY_US": "20000"}
+    done = python(LENDING, settings, platforms="stretto,cpu")
+    assert done.stdout.split() == ["False", "True", "True", "True", "1", "True"], done.stderr[
+        -3000:
+    ]
+
+
 def names() -> list[str]:
     packed = {n for n in PROGRAMS if n.endswith(PACKED) and not n.startswith("roundtrip/")}
     chosen = [n for n, program in PROGRAMS.items() if n not in packed and not program.only_full]

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -38,16 +38,29 @@ def conformance(form: str, nccl: str, seconds: int) -> Step:
     return pytest(name, seconds, "test_program", STRETTO_TEST_FORM=form, STRETTO_TEST_NCCL=nccl)
 
 
+def host(nccl: str) -> Step:
+    """The host's time for a step; on the fake the environment is made by the test support."""
+    name = "host" if nccl == "1" else "host-staged"
+    step = pytest(name, 200, "host_time", STRETTO_TEST_NCCL=nccl)
+    return replace(step, command=(*step.command, "-s"))  # with what it prints
+
+
 DOCTOR = (sys.executable, "-m", "stretto.cli", "doctor")
 FIRST = (
     pytest("protocol", 400, "conforms or ahead or more_devices"),
     pytest("waits", 200, "do_not_wait"),
     pytest("faults", 300, "fault or without_nccl"),
+    pytest("lending", 200, "lent or traces"),
     pytest("races", 900, "reused"),
 )
+# Needs no device.
+COMPILE = pytest("compile", 900, "compile")
 # On the fake, conformance on all forms; the fewest processes first.
 FAKE = (
     *FIRST,
+    COMPILE,
+    host("1"),
+    host("0"),
     *(
         conformance(form, nccl, 3600)
         for form in ("1x8", "2x4", "4x2", "8x1")
@@ -71,6 +84,8 @@ def real() -> tuple[Step, ...]:
         ),
         *FIRST,
         Step("measure", 300, measure),
+        host("1"),
+        host("0"),
         *(conformance(form, nccl, 590) for form in forms for nccl in ("0", "1")),
     )
 

@@ -299,7 +299,8 @@ _asked = threading.local()
 
 def value_of(array: Any) -> Value:
     """What stands behind a `jax.Array` on one device of stretto's, which jaxlib alone knows."""
-    _asked.values = found = []
+    found: list[Value] = []
+    _asked.values = found
     try:
         array.addressable_data(0).unsafe_buffer_pointer()
     finally:

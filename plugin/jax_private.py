@@ -564,7 +564,8 @@ def lend_by_dlpack(value_of: Callable[[Any], Value]) -> None:
     """Lend memory of arrays by DLPack, as JAX's arrays on CPUs and GPUs do.
 
     JAX and jaxlib know by name which platforms may. Where the memory is the host's, a CPU array over it
-    stands in; an engine with streams lends arrays of its own. ``value_of``: what is behind an array on one device.
+    stands in; an engine with streams lends arrays of its own. ``value_of``: what is behind an array on one
+    device.
     """
     from jax._src import api, array, dlpack, xla_bridge
 

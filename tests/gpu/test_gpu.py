@@ -208,6 +208,16 @@ def test_collectives_do_not_wait_on_the_host(
     assert done.stdout.count(said) == processes, done.stderr[-3000:]
 
 
+@pytest.mark.parametrize("processes", [2])
+def test_the_host_time_of_a_step(fake: dict[str, str], processes: int) -> None:
+    """What `benchmarks/gpu_host.py` prints, which asserts that the host has waited for nothing."""
+    nccl = os.environ.get("STRETTO_TEST_NCCL", "1")
+    script = str(TESTS.parent / "benchmarks" / "gpu_host.py")
+    done = ranks(fake | {"STRETTO_NCCL": nccl}, processes, 1, script, engine="xla:cuda")
+    print(done.stdout)
+    assert done.stdout.count(" 0 waits of the host") == processes, done.stderr[-3000:]
+
+
 @only_fake
 def test_without_nccl_collectives_go_through_the_host(fake: dict[str, str]) -> None:
     """Where ranks share a GPU, with one warning a process however many programs there are."""

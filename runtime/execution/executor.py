@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial, reduce
@@ -48,6 +49,8 @@ from .profiling import Keep, Measuring
 from .side_by_side import await_idle, await_left
 from .stream import Stream, completions
 from .walk import Walker
+
+_LATE = 1.0  # seconds for which the end of an observation waits for GPUs
 
 
 class Executor:
@@ -193,6 +196,11 @@ class Executor:
         def end() -> None:
             with self.dispatcher.observing:
                 self._watch(before)
+            # What GPUs have done is told of a moment after its results are there.
+            until = time.monotonic() + _LATE
+            for lane in list(self._lanes):
+                while lane.gpus is not None and not lane.stream.idle and time.monotonic() < until:
+                    time.sleep(1e-3)
 
         return end
 

@@ -179,7 +179,7 @@ class OnGpus:
             call.lane.progress.end()
         ended = None
         if call.observed and times:  # by the streams' own events, now that they have passed
-            began = min(first.read() for first, _ in times)
+            began = max(first.read() for first, _ in times)  # all local devices have come
             ended = max(last.read() for _, last in times)
         call.account(options, began, active, ended)
 

@@ -170,7 +170,7 @@ def ranks(
     form = judge.Form("ranks", processes, devices, settings=settings)
     script, *rest = arguments
     return subprocess.run(
-        judge.command(form, [str(Path(__file__).with_name(script)), *rest]),
+        judge.command(form, [str(Path(__file__).parent / script), *rest]),
         env=judge.environment(form),
         capture_output=True,
         text=True,

@@ -35,6 +35,7 @@ class Computing(XlaEngine):
         self.lowered_as = "cpu"
         self._cpu = XlaCpuEngine(1)
         self._sources: dict[Any, Segment] = {}
+        self._computing: dict[bytes, Any] = {}
 
     def compile_on(
         self,
@@ -51,7 +52,12 @@ class Computing(XlaEngine):
         packed = {t.dtype for t in (*segment.inputs, *segment.outputs)} & PACKED
         if packed:
             raise UnsupportedError(f"segment {name}: no callback of JAX for GPUs takes {packed}")
-        computes = self._cpu.compile(segment, name=name, host_callbacks=host_callbacks)
+        # Compiled once, not for each device: that is most of the time that a program of the tests takes.
+        computes = self._computing.get(segment.module)
+        if computes is None or host_callbacks:
+            computes = self._cpu.compile(segment, name=name, host_callbacks=host_callbacks)
+            if not host_callbacks:
+                self._computing[segment.module] = computes
 
         def call(*operands: Any) -> tuple[np.ndarray, ...]:
             given = [

@@ -1,4 +1,4 @@
-"""Run by every rank of test_fake_gpu.py, with kernels that compute nothing: ten steps of 20 psums each.
+"""Run by every rank of test_gpu.py, with kernels that compute nothing: ten steps of 20 psums each.
 
 Prints how often the host waited meanwhile, and how many collectives each device had over NCCL.
 """

@@ -1,4 +1,4 @@
-"""Run by every rank of test_fake_gpu.py: psums of which one is never completed. Argument: why.
+"""Run by every rank of test_gpu.py: psums of which one is never completed. Argument: why.
 
 ``killed``: rank 1 kills itself before its third. ``late``: rank 1 does not come to its third. ``error``: the
 fake NCCL fails rank 1's fourth. ``none``: all are. All that are left wait for the content of the last one.
@@ -11,9 +11,13 @@ import signal
 import sys
 import time
 
-import jax
-import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from support.shield import behind_a_shield
+
+behind_a_shield(__file__, *sys.argv[1:])
+
+import jax  # noqa: E402
+import numpy as np  # noqa: E402
+from jax.sharding import Mesh, NamedSharding, PartitionSpec  # noqa: E402
 
 devices = jax.devices()
 mesh = Mesh(np.array(devices), ("i",))

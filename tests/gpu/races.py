@@ -1,4 +1,4 @@
-"""Run by every rank of test_fake_gpu.py: collectives beside runs that write to the memory they read.
+"""Run by every rank of test_gpu.py: collectives beside runs that write to the memory they read.
 
 Argument: how many rounds. In each, psums read an array whose memory is then given to somebody else: donated
 to a run that counts it up in place, or dropped, and taken by the next result. Nothing is read before the end

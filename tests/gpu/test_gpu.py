@@ -228,16 +228,20 @@ def test_without_nccl_collectives_go_through_the_host(fake: dict[str, str]) -> N
 
 
 @pytest.mark.parametrize(
-    ("fault", "message"),
+    ("fault", "way", "message"),
     [
-        ("killed", "rank 1 (pid"),
-        ("late", "timed out after 5 s (STRETTO_TIMEOUT): rank 1 did not reach it"),
-        pytest.param("error", "remote process exited (NCCL error 6)", marks=only_fake),
+        ("killed", "1", "rank 1 (pid"),
+        ("killed", "0", "rank 1 (pid"),
+        ("late", "1", "timed out after 5 s (STRETTO_TIMEOUT): rank 1 did not reach it"),
+        ("late", "0", "timed out after 5 s (STRETTO_TIMEOUT): rank 1 did not reach it"),
+        pytest.param("error", "1", "remote process exited (NCCL error 6)", marks=only_fake),
     ],
 )
-def test_a_fault_ends_all_ranks(fake: dict[str, str], fault: str, message: str) -> None:
-    """Nobody gets content of a collective that was not completed, and the message names what failed."""
-    done = ranks(fake | {"STRETTO_TIMEOUT": "5", "STRETTO_GRACE": "1"}, 2, 1, "faults.py", fault)
+def test_a_fault_ends_all_ranks(fake: dict[str, str], fault: str, way: str, message: str) -> None:
+    """Nobody gets content of a collective that was not completed, and the message names what failed. Over
+    NCCL and through the host's memory."""
+    settings = {"STRETTO_TIMEOUT": "5", "STRETTO_GRACE": "1", "STRETTO_NCCL": way}
+    done = ranks(fake | settings, 2, 1, "faults.py", fault)
     assert done.returncode != 0
     assert "content:" not in done.stdout
     assert message in done.stderr

@@ -19,7 +19,7 @@ from .environment import Environment
 from .results import COLLECTION, CRASHED, EXIT, FAILED, FileResult, Outcome
 from .selection import DEVICES, Selection
 
-# Importing a file and generating its cases may take this many seconds.
+# Importing a file and generating its cases may take this many seconds, and longer where a test may.
 _COLLECTION_LIMIT = 300.0
 # What pytest exits with after all tests passed, after some failed, and after there were none.
 _ORDERLY = (0, 1, 5)
@@ -94,7 +94,7 @@ class _Watched:
                 self._watcher(self.result, self.total)
             if ended:
                 break
-            limit = self._limit if self._running else _COLLECTION_LIMIT
+            limit = self._limit if self._running else max(_COLLECTION_LIMIT, self._limit)
             if time.monotonic() - self._since > limit:
                 too_long = True
                 _stop(process)

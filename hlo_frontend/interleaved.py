@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-SCHEDULES = ("gpipe", "1f1b")  # as in `runtime.options`
+SCHEDULES = ("gpipe", "1f1b", "zb_h1")  # as in `runtime.options`
 
 
 @dataclass(frozen=True)
@@ -58,9 +58,10 @@ class Scheduled:
     in their place. ``before``: the iterations of both written loops together; ``after``: those of the new
     one. ``alive``: for each stage, the most microbatches that wait for their backward run at a time.
     ``kept``: bytes that layers of a device keep of one microbatch for the backward pass, ``rows_before`` and
-    ``rows``: how many times the written loops and the new one have them. ``runs``: for each device, a letter
-    for each iteration of the new loop: F runs forwards, B backwards, and a dot does not. ``why``: why it is
-    left as it is written.
+    ``rows``: how many times the written loops and the new one have them; ``left``: bytes that backward runs
+    leave for runs of weights. ``runs``: for each device, a letter for each iteration of the new loop: F runs
+    forwards, B backwards, W weights, and a dot does not. ``rounds``: why gradients are equal to those
+    of the written step only up to rounding, or an empty string. ``why``: why it is left as it is written.
     """
 
     name: str
@@ -76,7 +77,9 @@ class Scheduled:
     kept: int = 0
     rows_before: int = 0
     rows: int = 0
+    left: int = 0
     runs: tuple[str, ...] = ()
+    rounds: str = ""
     why: str = ""
 
     def describe(self) -> str:
@@ -84,12 +87,18 @@ class Scheduled:
         where = f"loop %{self.name}{' at ' + self.source if self.source else ''}"
         if self.why:
             return f"{where} is not run as {self.schedule}: {self.why}"
-        bubble = (self.stages - 1) / (self.microbatches + self.stages - 1)
+        written = (self.stages - 1) / (self.microbatches + self.stages - 1)
+        bubble = sum(row.count(".") for row in self.runs) / (len(self.runs) * self.after)
         alive = ", ".join(map(str, self.alive))
+        rounds = ""
+        if self.rounds:
+            rounds = f"; {self.rounds}: gradients are those of the written step up to rounding"
+        left = f", and {self.left} for runs of weights" if self.left else ""
         return (
             f"{where} and its gradient, loop %{self.backward}, are one loop, run as {self.schedule}: "
             f"{self.stages} stages, {self.microbatches} microbatches, {self.before} iterations became "
-            f"{self.after} of one run each, bubble {bubble:.0%} as in GPipe; microbatches alive on each "
-            f"stage: {alive}, as written {self.microbatches}; their layers keep {self.rows * self.kept} "
-            f"bytes on a device, as written {self.rows_before * self.kept}"
+            f"{self.after} of one run each, bubble {bubble:.0%}, as written {written:.0%}; microbatches "
+            f"alive on each stage: {alive}, as written {self.microbatches}; their layers keep "
+            f"{self.rows * self.kept} bytes on a device{left}, as written {self.rows_before * self.kept}"
+            f"{rounds}"
         )

@@ -279,7 +279,7 @@ def _take(
 def _warn(client: Client, compiled: CompiledModule) -> None:
     """Tell, on rank 0, what the user should know of a program."""
     for loop in compiled.interleaved:
-        if loop.why and client.world.rank == 0:
+        if (loop.why or getattr(loop, "rounds", False)) and client.world.rank == 0:
             _log.warning("%s", loop.describe())
     rounding = not getattr(client.engine, "reproducible", False)
     if rounding and client.world.rank == 0 and any(not i.why for i in compiled.interleaved):

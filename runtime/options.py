@@ -166,7 +166,7 @@ VARIABLES: dict[str, tuple[str, Callable[[str], Any]]] = {
 # More than any engine makes within minutes.
 MOST_LOCAL_DEVICES = 1 << 16
 LAUNCHERS = ("auto", "mpi", "jax", "none")
-SCHEDULES = ("gpipe", "1f1b")
+SCHEDULES = ("gpipe", "1f1b", "zb_h1")
 
 _EXPECTED = {
     "local_devices": f"expected a whole number of devices, from 1 to {MOST_LOCAL_DEVICES}",

@@ -9,6 +9,7 @@ is recomputed too, from its initial values.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from ..builder import array_shape, resized, tuple_shape
@@ -125,6 +126,10 @@ class LayerRun:
     ``shapes``: those of its operands, by position in its carry. ``stacks``: the shapes of stacks that are
     needed, of a chunk's size. Operands in ``kept`` are read in row ``row``; those in ``cut`` have a chunk's
     size. ``banks``: stacks that are written in place, in row ``row`` of an array of such stacks by row.
+
+    ``leaves`` and ``given``: by key, values of the layers' body that are put into a stack, or taken out of
+    one instead of being computed; these stacks are in rows too, and their shapes in ``shapes`` and
+    ``stacks``.
     """
 
     def __init__(
@@ -137,30 +142,37 @@ class LayerRun:
         kept: Sequence[int],
         cut: Sequence[int],
         banks: Collection[int] = (),
+        leaves: Mapping[int, Instruction] = MappingProxyType({}),
+        given: Mapping[int, Instruction] = MappingProxyType({}),
     ) -> None:
         self.editor, self.layers, self.size, self.stacks = editor, layers, size, stacks
         self.kept, self.cut, self.banks = kept, cut, banks
+        self.leaves, self.given = leaves, given
         scalar = array_shape(SCALAR)
         whole = {layers.counter: scalar} | dict(shapes) | stacks
         self.order = sorted(whole)
-        # Behind the carry: where to stop, the first slice, the row.
-        self.carried = tuple_shape([*(whole[i] for i in self.order), scalar, scalar, scalar])
+        self.passed = [i for i in layers.passed if i in whole]
+        # Behind the carry: where to stop, the first slice, the row, and the row of what is left.
+        self.carried = tuple_shape([*(whole[i] for i in self.order), *[scalar] * 4])
         self.layer = self._layer()
         self.more = self._more_layers()
 
     def emit(
-        self, b: Builder, parts: dict[int, Any], start: Any, first: Any, row: Any
+        self, b: Builder, parts: dict[int, Any], start: Any, first: Any, row: Any, left: Any = None
     ) -> dict[int, Any]:
-        """Run it from iteration ``start`` on; gives its final values."""
+        """Run it from iteration ``start`` on; gives its final values. ``left``: the row of what is left."""
         limit = b.add("add", array_shape(SCALAR), [start, b.constant(self.size)])
         begin = parts | {self.layers.counter: start}
         # All of it is overwritten.
-        begin |= {i: b.zeros(s) for i, s in self.stacks.items() if i not in self.banks}
-        init = b.tuple([*(begin[i] for i in self.order), limit, first, row])
+        begin |= {
+            i: b.zeros(s) for i, s in self.stacks.items() if i not in (*self.banks, *self.leaves)
+        }
+        left = row if left is None else left
+        init = b.tuple([*(begin[i] for i in self.order), limit, first, row, left])
         called = [self.layer.id, self.more.id]
         done = b.add("while", self.carried, [init], called_computation_ids=called)
         done.metadata.CopyFrom(self.layers.loop.proto.metadata)
-        wanted = [*self.layers.passed, *self.stacks]
+        wanted = [*self.passed, *self.stacks]
         return {i: b.element(done, self.order.index(i)) for i in wanted}
 
     def _more_layers(self) -> Builder:
@@ -178,12 +190,17 @@ class LayerRun:
         b = self.editor.computation("interleaved.layer")
         c = b.parameter(self.carried)
         parts = {i: b.element(c, n) for n, i in enumerate(self.order)}
-        limit, first, row = (b.element(c, len(self.order) + n) for n in range(3))
+        limit, first, row, left = (b.element(c, len(self.order) + n) for n in range(4))
         env: dict[Instruction, Any] = {
             i: parts[i.proto.tuple_index]
             for i in body.instructions
             if body.parameters[0] in i.operands and i.proto.tuple_index in parts
         }
+        count = parts[layers.counter]
+        behind = b.add("subtract", limit.shape, [limit, b.constant(self.size)])
+        place = [left, b.add("subtract", limit.shape, [count, behind])]
+        for key, value in self.given.items():
+            env[value] = entry_of(b, parts[key], place)
         for position in [*self.kept, *self.cut]:
             for taken in layers.slices[position]:
                 self._check_direct(taken)
@@ -197,7 +214,12 @@ class LayerRun:
                     own = b.add("subtract", at.shape, [at, first])
                     env[taken] = b.dynamic_slice(parts[position], [own, *others], sizes)
         results = dict(parts)
-        for position in self.stacks:
+        for key, value in self.leaves.items():
+            made = b.clone([value], env)[value]
+            part = b.reshape(made, [1, 1, *made.shape.dimensions])
+            zeros = [b.constant(0)] * len(made.shape.dimensions)
+            results[key] = b.update(parts[key], part, [*place, *zeros])
+        for position in (i for i in self.stacks if i not in self.leaves):
             put = layers.updates[position]
             self._check_direct(put)
             b.clone(put.operands[1:], env)
@@ -207,10 +229,10 @@ class LayerRun:
             if position in self.banks:
                 part, starts = b.reshape(part, [1, *part.shape.dimensions]), [row, *starts]
             results[position] = b.update(parts[position], part, starts)
-        for position in [layers.counter, *layers.passed]:
+        for position in [layers.counter, *self.passed]:
             root = body.root.operands[position]
             results[position] = b.clone([root], env)[root]
-        b.finish(b.tuple([*(results[i] for i in self.order), limit, first, row]))
+        b.finish(b.tuple([*(results[i] for i in self.order), limit, first, row, left]))
         return b
 
     def _check_direct(self, instruction: Instruction) -> None:

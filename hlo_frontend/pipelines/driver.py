@@ -22,7 +22,7 @@ from .refusal import Refusal, about
 from .rewrite import rewritten
 from .slots import SCHEDULES
 from .timetable import Timetable, timetable
-from .training import owner_of, training
+from .training import Training, owner_of, training
 from .verify import check
 
 
@@ -178,5 +178,16 @@ def _step(
     return made, Scheduled(
         forward.name, "", schedule, backward.name, new.loop, step.forward.stages,
         step.forward.microbatches, trips, slots.iterations, slots.alive, kept_bytes(step),
-        step.forward.trips, slots.rows, runs,
+        step.forward.trips, slots.rows, new.left, runs,
+        _rounds(step, new.left),
     )  # fmt: skip
+
+
+def _rounds(step: Training, left: int) -> str:
+    """Why an engine may round gradients otherwise than in the written step, or an empty string.
+
+    ``left``: bytes that are left for runs of weights.
+    """
+    if any(b.rows is not None and b.rows.rounds for b in step.begins.values()):
+        return "a head is computed row by row"
+    return "gradients of weights are computed apart" if left else ""

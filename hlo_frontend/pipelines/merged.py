@@ -10,6 +10,8 @@ rows as microbatches are alive at a time; it is written and read in place.
 - On the last stage, the written computation of what the backward pass begins with is done for one row
 (`rows`).
 - Gradients are added to their sums in the backward run, in the order of the microbatches as it is written.
+  Where a schedule has runs of weights, that is done there, in a third conditional, and the backward run
+  leaves what it needs (`split`).
 - What the last stages of both passes give is put away by microbatch. Behind the loop, the rest of both
   written bodies is done iteration by iteration with it (*replayed*): so outputs, losses and whatever else
   they collect are made in the written order.
@@ -34,7 +36,8 @@ from .parts import Kept, Pipeline, Recomputed
 from .pieces import Pieces
 from .refusal import Refusal, about
 from .rewrite import computed_by, put, shaped, wanted_by_others, without_sign_of_zero
-from .slots import NONE, Slots
+from .slots import NONE, Rooms, Slots
+from .split import split
 from .training import Training, dependents, summed_alone, unchanging
 from .weights import permute
 
@@ -55,10 +58,11 @@ class Replay:
 class Names:
     """The new loop, by the names of what is in it, for `merged_verify`.
 
-    ``takes_in``, ``forward``, ``turns`` and ``backward`` are conditionals in its body, in this order.
+    ``takes_in``, ``forward``, ``turns``, ``backward`` and, if not empty, ``weights`` are conditionals in
+    its body, in this order.
     ``taken``: the positions in the written loop's carry of what ``takes_in`` is given. ``held``,
     ``held_back``: how many operands of the layers ``forward`` and ``backward`` are given, which do not
-    change; ``banks``: how many banks.
+    change; ``banks``: how many banks; ``left``: bytes of what backward runs leave for runs of weights.
     ``replays``: the loops behind it, if there are any.
     """
 
@@ -67,10 +71,12 @@ class Names:
     forward: str
     turns: str
     backward: str
+    weights: str
     taken: tuple[int, ...]
     held: int
     held_back: int
     banks: int
+    left: int
     replays: tuple[Replay | None, Replay | None]
 
 
@@ -122,6 +128,10 @@ class _Merged:
         kept = sorted({w.leaf for w in self.back.kept})
         self.stacks = [i for i in kept if i in self.there.layers.stacked]
         self.begun = [i for i in kept if i in self.there.layers.passed]
+        self.cut = {i: w.leaf for i, w in self.back.weights.items() if isinstance(w, Recomputed)}
+        self.left: dict[int, Instruction] = {}
+        if slots.splits:
+            self.left = split(self.back.layers, list(self.back.sums), list(self.cut)).left
 
     # Values of the entry computation.
 
@@ -198,6 +208,14 @@ class _Merged:
             for i in [*self.stacks, *self.begun]
         }
         self.sum_shapes = {i: whole_back[i] for i in back.sums}
+        rows_left = [self.slots.left, back.layers.count]
+        self.left_shapes = {
+            key: resized(v.shape, [*rows_left, *v.shape.dimensions]) for key, v in self.left.items()
+        }
+        waits = {
+            "waits": (self.slots.waits, self.passed),
+            "waits back": (self.slots.waits_back, self.passed_back),
+        }
         start = {
             "counter": [entry.constant(0)],
             "received": [entry.zeros(s) for s in self.passed.values()],
@@ -206,6 +224,16 @@ class _Merged:
             "ends": [entry.zeros(self._by_microbatch(s)) for s in self.passed.values()],
             "ends back": [entry.zeros(self._by_microbatch(s)) for s in self.passed_back.values()],
             "sums": [entry.zeros(s) for s in self.sum_shapes.values()],
+            "left": [entry.zeros(s) for s in self.left_shapes.values()],
+            **{
+                name: [
+                    entry.zeros(resized(s, [rooms.count + 1, *s.dimensions]))
+                    for s in shapes.values()
+                ]
+                if rooms
+                else []
+                for name, (rooms, shapes) in waits.items()
+            },
             "held": list(self.held.values()),
             "held back": list(self.held_back.values()),
             "taken": [init[n].proto for n in self.taken],
@@ -228,8 +256,12 @@ class _Merged:
         entry.stand_in(results)
         return Names(
             done.name, *names, tuple(self.pieces.taken_in), len(self.held), len(self.held_back),
-            len(self.bank_shapes), (replay, replay_back),
+            len(self.bank_shapes), self._bytes_left(), (replay, replay_back),
         )  # fmt: skip
+
+    def _bytes_left(self) -> int:
+        types = [t for s in self.left_shapes.values() for t in leaf_types(s, self.back.loop)]
+        return sum(t.nbytes for t in types if t is not None)
 
     def _by_microbatch(self, shape: Any) -> Any:
         return resized(shape, [self.count, *shape.dimensions])
@@ -246,7 +278,7 @@ class _Merged:
             backend_config=json.dumps(config).encode(),
         )  # fmt: skip
 
-    def _body(self, carried: Any) -> tuple[Builder, tuple[str, str, str, str]]:
+    def _body(self, carried: Any) -> tuple[Builder, tuple[str, str, str, str, str]]:
         slots = self.slots
         takes_in, forward, backward = self.pieces.takes_in(), self._forward(), self._backward()
         turns = self._turns()
@@ -263,9 +295,18 @@ class _Merged:
         one = np.arange(slots.stages)[:, None]
         runs, runs_back = slots.forward != NONE, slots.backward != NONE
         k, k_back = at(np.maximum(slots.forward, 0)), at(np.maximum(slots.backward, 0))
+
+        def come(name: str, received: Sequence[Any], rooms: Rooms | None) -> list[Any]:
+            """What is received, or what was and has waited."""
+            if rooms is None:
+                return list(received)
+            store, fetch = at(rooms.stores), at(rooms.fetches)
+            now[name] = [put(b, w, r, [store]) for w, r in zip(now[name], received, strict=True)]
+            return [entry_of(b, w, [fetch]) for w in now[name]]
+
         received = [
             without_sign_of_zero(b, r) if i in self.there.plus else r
-            for i, r in zip(self.passed, now["received"], strict=True)
+            for i, r in zip(self.passed, come("waits", now["received"], slots.waits), strict=True)
         ]
         taken: dict[int, Any] = dict(zip(self.taken, now["taken"], strict=True))
         for n, known in self.step.known.items():
@@ -276,7 +317,7 @@ class _Merged:
         zero = b.constant(0)
         name, made = _chosen(
             b, b.is_one(at(runs)), forward,
-            [zero, zero, at(slots.puts), k, *xs, *now["held"]], [*now["banks"], *now["ends"]],
+            [zero, zero, at(slots.puts), zero, k, *xs, *now["held"]], [*now["banks"], *now["ends"]],
             list(self.passed.values()),
         )  # fmt: skip
         ys = made[: len(xs)]
@@ -284,28 +325,40 @@ class _Merged:
         ends = made[len(xs) + len(now["banks"]) :]
         received = [
             without_sign_of_zero(b, r) if i in self.back.plus else r
-            for i, r in zip(self.passed_back, now["received back"], strict=True)
-        ]
+            for i, r in zip(
+                self.passed_back, come("waits back", now["received back"], slots.waits_back),
+                strict=True,
+            )
+        ]  # fmt: skip
         begins = b.is_one(at(runs_back & (one == slots.stages - 1)))
         name_turn, dys = turns(b, begins, [k_back, *ends, *now["others"]], received)
+        kept = now["left"] if slots.splits else now["sums"]
         name_back, made = _chosen(
             b, b.is_one(at(runs_back)), backward,
-            [zero, zero, at(slots.takes), k_back, *dys, *now["held back"], *banks],
-            [*now["ends back"], *now["sums"]], list(self.passed_back.values()),
+            [zero, zero, at(slots.takes), at(slots.leaves), k_back, *dys, *now["held back"], *banks],
+            [*now["ends back"], *kept], list(self.passed_back.values()),
         )  # fmt: skip
         dxs = made[: len(dys)]
         ends_back = made[len(dys) : len(dys) + len(now["ends back"])]
-        sums = made[len(dys) + len(now["ends back"]) :]
+        left, sums, name_weights = now["left"], made[len(dys) + len(now["ends back"]) :], ""
+        if slots.splits:
+            left, runs_weights = sums, slots.weights != NONE
+            k_weights = at(np.maximum(slots.weights, 0))
+            name_weights, sums = _chosen(
+                b, b.is_one(at(runs_weights)), self._weights(),
+                [zero, zero, at(slots.finishes), at(slots.resumes), k_weights, *now["held back"],
+                 *banks, *left], now["sums"], [],
+            )  # fmt: skip
         pairs = sorted(pair for g in self.there.groups for pair in pairwise(g))
         sent = [permute(b, y, pairs) for y in ys]
         sent_back = [permute(b, dx, sorted((t, s) for s, t in pairs)) for dx in dxs]
         following = {
             **now, "counter": [b.add("add", array_shape(SCALAR), [counter, b.constant(1)])],
             "received": sent, "received back": sent_back, "banks": banks, "ends": ends,
-            "ends back": ends_back, "sums": sums,
+            "ends back": ends_back, "sums": sums, "left": left,
         }  # fmt: skip
         b.finish(b.tuple([v for name in self.carry.names for v in following[name]]))
-        return b, (name_in, name, name_turn, name_back)
+        return b, (name_in, name, name_turn, name_back, name_weights)
 
     def _forward(self) -> Builder:
         """A run forwards: gives the layers' values, the banks and what the last stages give."""
@@ -317,9 +370,9 @@ class _Merged:
         )
         ends = [self._by_microbatch(s) for s in self.passed.values()]
         b = self.editor.computation("schedule.forward")
-        shapes = [scalar] * 4 + [*self.passed.values(), *held.values()]
+        shapes = [scalar] * 5 + [*self.passed.values(), *held.values()]
         values = b.elements(b.parameter(tuple_shape([*shapes, *self.bank_shapes.values(), *ends])))
-        start, first, row, k, *rest = values
+        start, first, row, _, k, *rest = values
         keys = [*self.passed, *held]
         parts = dict(zip(keys, rest, strict=False))
         banks = dict(zip(self.bank_shapes, rest[len(keys) :], strict=False))
@@ -335,11 +388,10 @@ class _Merged:
         return b
 
     def _backward(self) -> Builder:
-        """A run backwards: gives the layers' values, what the last stages give, and the sums."""
+        """A run backwards: gives the layers' values, what the last stages give, and the sums, or what is left
+        for runs of weights."""
         layers, before, scalar = self.back.layers, self.back.again, array_shape(SCALAR)
-        size, weights = layers.count, self.back.weights
-        kept = {i: w.leaf for i, w in weights.items() if isinstance(w, Kept)}
-        cut = {i: w.leaf for i, w in weights.items() if isinstance(w, Recomputed)}
+        size, kept, cut = layers.count, self._kept_by_position(), self.cut
         held = {i: v.shape for i, v in self.held_back.items()}
         own = {i: s for i, s in held.items() if i >= 0}
         own |= {i: self.bank_shapes[leaf] for i, leaf in kept.items()}
@@ -359,32 +411,68 @@ class _Merged:
                 (),
             )
             own |= {i: first_run.stacks[leaf] for i, leaf in cut.items()}
-        stacks = stacks_of(layers, list(self.back.sums), size)
+        gives = self.left_shapes if self.slots.splits else self.sum_shapes
+        stacks = gives if self.slots.splits else stacks_of(layers, list(self.back.sums), size)
         run = LayerRun(
-            self.editor, layers, size, self.passed_back | own, stacks, list(kept), list(cut)
-        )
+            self.editor, layers, size, self.passed_back | own, stacks, list(kept), list(cut), (),
+            self.left,
+        )  # fmt: skip
         b = self.editor.computation("schedule.backward")
         ends = [self._by_microbatch(s) for s in self.passed_back.values()]
-        shapes = [scalar] * 4 + [*self.passed_back.values(), *held.values()]
-        shapes += [*self.bank_shapes.values(), *ends, *self.sum_shapes.values()]
-        start, first, row, k, *rest = b.elements(b.parameter(tuple_shape(shapes)))
+        shapes = [scalar] * 5 + [*self.passed_back.values(), *held.values()]
+        shapes += [*self.bank_shapes.values(), *ends, *gives.values()]
+        start, first, row, to, k, *rest = b.elements(b.parameter(tuple_shape(shapes)))
         left = iter(rest)
         parts = {i: next(left) for i in [*self.passed_back, *held]}
         banks = {i: next(left) for i in self.bank_shapes}
         ends = [next(left) for _ in ends]
-        sums = {i: next(left) for i in self.sum_shapes}
+        sums = {i: next(left) for i in gives}
         parts |= {i: banks[leaf] for i, leaf in kept.items()}
+        if self.slots.splits:
+            parts |= sums
         if before is not None and first_run is not None:
             begin = {i: entry_of(b, banks[w.leaf], [row, b.constant(0)])
                      for i, w in before.inputs.items()}  # fmt: skip
             begin |= {i: parts[again(i)] for i in [*before.weights, *before.shared]}
             made = first_run.emit(b, begin, start, first, row)
             parts |= {i: made[leaf] for i, leaf in cut.items()}
-        done = run.emit(b, {i: p for i, p in parts.items() if i >= 0}, start, first, row)
+        done = run.emit(b, {i: p for i, p in parts.items() if i >= 0}, start, first, row, to)
         dxs = [done[i] for i in self.passed_back]
         ends = [put(b, e, dx, [k]) for e, dx in zip(ends, dxs, strict=True)]
-        sums = {i: b.add("add", s.shape, [s, done[i]]) for i, s in sums.items()}
+        if self.slots.splits:
+            sums = {i: done[i] for i in gives}
+        else:
+            sums = {i: b.add("add", s.shape, [s, done[i]]) for i, s in sums.items()}
         b.finish(b.tuple([*dxs, *ends, *sums.values()]))
+        return b
+
+    def _kept_by_position(self) -> dict[int, int]:
+        """For each operand of the layers backwards that layers forwards keep, its stack there."""
+        return {i: w.leaf for i, w in self.back.weights.items() if isinstance(w, Kept)}
+
+    def _weights(self) -> Builder:
+        """A run of weights: gives the sums."""
+        layers, scalar = self.back.layers, array_shape(SCALAR)
+        kept = self._kept_by_position()
+        held = {i: v.shape for i, v in self.held_back.items()}
+        own = {i: s for i, s in held.items() if i >= 0}
+        own |= {i: self.bank_shapes[leaf] for i, leaf in kept.items()} | self.left_shapes
+        stacks = stacks_of(layers, list(self.back.sums), layers.count)
+        run = LayerRun(
+            self.editor, layers, layers.count, own, stacks, list(kept), (), given=self.left
+        )
+        b = self.editor.computation("schedule.weights")
+        shapes = [scalar] * 5 + [*held.values(), *self.bank_shapes.values()]
+        shapes += [*self.left_shapes.values(), *self.sum_shapes.values()]
+        start, first, row, to, _, *rest = b.elements(b.parameter(tuple_shape(shapes)))
+        left = iter(rest)
+        parts = {i: next(left) for i in held}
+        banks = {i: next(left) for i in self.bank_shapes}
+        parts |= {i: next(left) for i in self.left_shapes}
+        sums = {i: next(left) for i in self.sum_shapes}
+        parts |= {i: banks[leaf] for i, leaf in kept.items()}
+        done = run.emit(b, {i: p for i, p in parts.items() if i >= 0}, start, first, row, to)
+        b.finish(b.tuple([b.add("add", s.shape, [s, done[i]]) for i, s in sums.items()]))
         return b
 
     def _turns(self) -> Any:

@@ -25,7 +25,8 @@ from .parts import Pipeline
 from .refusal import Refusal, about
 from .training import Training
 
-FIRST = 5  # operands of a run: predicate, start, first slice, row, microbatch, and then the values
+# Operands of a run: predicate, start, first slice, row, row of what is left, microbatch, then the values.
+ROW, LEFT, MICROBATCH, FIRST = 3, 4, 5, 6
 
 
 def check(module: bytes, names: Names, step: Training, num_devices: int) -> tuple[str, ...]:
@@ -68,6 +69,7 @@ class _Checker:
     # By run, forwards and backwards: its microbatch.
     runs: dict[Execution, int] = field(default_factory=dict)
     runs_back: dict[Execution, int] = field(default_factory=dict)
+    runs_weights: dict[Execution, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         names = self.names
@@ -79,8 +81,18 @@ class _Checker:
         self.count = self.step.forward.microbatches
         self.values = len(self.step.forward.layers.passed)
         self.values_back = len(self.step.backward.layers.passed)
+        self.weights = body[names.weights] if names.weights else None
         for node, first in ((self.forward, self.values), (self.backward, self.values_back)):
             self._kept(node, first)
+        if self.weights is not None:
+            self._kept(self.weights, 0)
+            own = FIRST + names.held_back
+            given = [
+                *self.forward.results[self.values : self.values + names.banks],
+                *self.backward.results[2 * self.values_back :],
+            ]
+            if [o.root for o in self.weights.operands[own : own + len(given)]] != given:
+                raise self._wrong("a run of weights does not read what the other runs kept")
 
     def _kept(self, node: Node, first: int) -> None:
         """Check that banks, sums and what the last stages give are handed from iteration to iteration, and to
@@ -112,14 +124,18 @@ class _Checker:
         for device in group:
             self.runs |= self._numbered(self.forward, device)
             self.runs_back |= self._numbered(self.backward, device)
+            if self.weights is not None:
+                self.runs_weights |= self._numbered(self.weights, device)
         for stage, device in enumerate(group):
             self._banks(device)
-            met = [m for at, m in sorted(self.runs_back.items()) if at.device == device]
+            last = self.runs_back if self.weights is None else self.runs_weights
+            met = [m for at, m in sorted(last.items()) if at.device == device]
             if met != list(range(self.count)):
                 raise self._wrong("gradients of microbatches are added in another order")
-            met = [m for at, m in self.runs.items() if at.device == device]
-            if sorted(met) != list(range(self.count)):
-                raise self._wrong("a stage does not run each microbatch once")
+            for runs in (self.runs, self.runs_back):
+                met = [m for at, m in runs.items() if at.device == device]
+                if sorted(met) != list(range(self.count)):
+                    raise self._wrong("a stage does not run each microbatch once")
             for at in [a for a in self.runs if a.device == device]:
                 self._takes(at, None if not stage else group[stage - 1])
             for at in [a for a in self.runs_back if a.device == device]:
@@ -130,7 +146,7 @@ class _Checker:
         rows = [
             ["."] * len(self.origins.iterations) for _ in range(self.followed.forward.num_devices)
         ]
-        for runs, letter in ((self.runs, "F"), (self.runs_back, "B")):
+        for runs, letter in ((self.runs, "F"), (self.runs_back, "B"), (self.runs_weights, "W")):
             for at in runs:
                 rows[at.device][at.iteration] = letter
         return tuple("".join(row) for row in rows)
@@ -143,7 +159,7 @@ class _Checker:
             if self._taken(node, at):
                 if any(self._number(node, n, at) for n in (1, 2)):
                     raise self._wrong("a run does not begin with the first layer")
-                found[at] = self._number(node, 4, at)
+                found[at] = self._number(node, MICROBATCH, at)
         return found
 
     def _takes(self, at: Execution, before: int | None) -> None:
@@ -198,20 +214,31 @@ class _Checker:
             raise self._wrong("a stage takes what its neighbour gave for another microbatch")
 
     def _banks(self, device: int) -> None:
-        """Check that each backward run reads what the forward run of its microbatch kept."""
+        """Check that each backward run reads what the forward run of its microbatch kept, and each run of
+        weights that and what the backward run left."""
         rows: dict[int, int] = {}
+        left: dict[int, int] = {}
         for t in range(len(self.origins.iterations)):
             at = Execution(t, device)
             if at in self.runs:
-                rows[self._number(self.forward, 3, at)] = self.runs[at]
+                rows[self._number(self.forward, ROW, at)] = self.runs[at]
             if at in self.runs_back:
-                row = self._number(self.backward, 3, at)
+                row = self._number(self.backward, ROW, at)
                 if rows.get(row) != self.runs_back[at]:
                     raise self._wrong("a backward run reads what was kept for another microbatch")
+                left[self._number(self.backward, LEFT, at)] = self.runs_back[at]
+            if at in self.runs_weights and self.weights is not None:
+                own = [rows.get(self._number(self.weights, ROW, at)),
+                       left.get(self._number(self.weights, LEFT, at))]  # fmt: skip
+                if own != [self.runs_weights[at]] * 2:
+                    raise self._wrong("a run of weights reads what is of another microbatch")
 
     def together(self) -> None:
         """Check that devices whose layers communicate run the same microbatch at the same time."""
-        for node, runs in ((self.forward, self.runs), (self.backward, self.runs_back)):
+        pairs = [(self.forward, self.runs), (self.backward, self.runs_back)]
+        if self.weights is not None:
+            pairs.append((self.weights, self.runs_weights))
+        for node, runs in pairs:
             for inner in (n for block in node.blocks for n in all_nodes(block)):
                 for group in () if inner.collective is None else inner.collective.groups:
                     for t in range(len(self.origins.iterations)):

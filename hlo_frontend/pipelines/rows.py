@@ -55,6 +55,15 @@ class Rows:
     held: tuple[Instruction, ...]
     leaves: tuple[tuple[int, int], ...]
 
+    @property
+    def rounds(self) -> bool:
+        """Whether an engine may round a row that is computed alone otherwise than as a part of the whole: a
+        dot of another size is another kernel, and so may be a sum of products."""
+        opcodes = {value.opcode for value, block in self.steps if block is not None}
+        products = opcodes & {"multiply", "dot"}
+        sums = opcodes & {"add", "subtract", "reduce", "dot"}
+        return bool(products and sums) or "reduce" in opcodes
+
     def check(self, slots: Sequence[int]) -> None:
         """Raise `Refusal` if a block is beyond its value for one of these rows."""
         for value, block in self.steps:

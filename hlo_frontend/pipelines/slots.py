@@ -10,6 +10,12 @@ alive on stage s, and the loop has 2 (M + P - 1) iterations: as many as the two 
 (Narayanan et al., arXiv 1806.03377 and 2104.04473, where the first microbatches are run as soon as they can
 be and then wait).
 
+ZB-H1: the part of a backward run that only gradients of weights need is a run of its own, put where a stage
+would have nothing to do (Qi et al., arXiv 2401.10241). In each iteration a stage runs a microbatch
+backwards if it has come back, else one forwards if it has come and no more than P are kept, else the
+weights of one. With three runs equally long the bubble is P - 1 of ``3 M + P - 1``, where it is 3 (P - 1)
+of ``3 (M + P - 1)``.
+
 Microbatches are numbered here in the order in which they go through the backward pass as it is written.
 """
 
@@ -23,17 +29,44 @@ NONE = -1
 
 
 @dataclass(frozen=True, eq=False)
+class Rooms:
+    """Where what is received waits. By stage and iteration, s32[P, iterations]: ``stores``, the row in which
+    it is put at the beginning of an iteration, ``count`` if nobody reads it; ``fetches``, the row that a run
+    takes."""
+
+    stores: np.ndarray
+    fetches: np.ndarray
+    count: int
+
+
+@dataclass(frozen=True, eq=False)
 class Slots:
-    """By stage and iteration, s32[P, iterations]: ``forward`` and ``backward``, the microbatch that is run,
-    or `NONE`; ``puts`` and ``takes``, the rows in which a forward run puts what its layers keep, and from
-    which a backward run takes it. ``rows``: how many there are.
+    """By stage and iteration, s32[P, iterations]: ``forward``, ``backward`` and ``weights``, the microbatch
+    that is run, or `NONE`; ``puts`` and ``takes``, the rows in which a forward run puts what its layers keep,
+    and from which a backward run takes it, or one of weights (``finishes``). ``rows``: how many there are.
+
+    ``leaves`` and ``resumes``: the rows in which a backward run leaves what one of weights needs, ``left`` of
+    them; there are none where a backward run does all, and no runs of weights. ``waits`` and
+    ``waits_back``: where what is received in both directions waits, None where none does.
     """
 
     forward: np.ndarray
     backward: np.ndarray
+    weights: np.ndarray
     puts: np.ndarray
     takes: np.ndarray
+    finishes: np.ndarray
     rows: int
+    leaves: np.ndarray
+    resumes: np.ndarray
+    left: int
+    waits: Rooms | None = None
+    waits_back: Rooms | None = None
+
+    @property
+    def splits(self) -> bool:
+        """Whether weights have runs of their own."""
+        return self.left > 0
 
     @property
     def stages(self) -> int:
@@ -45,9 +78,10 @@ class Slots:
 
     @property
     def alive(self) -> tuple[int, ...]:
-        """For each stage: the most microbatches that wait there for their backward run at a time."""
+        """For each stage: the most microbatches of which it keeps something at a time."""
         begun = np.cumsum(self.forward != NONE, axis=1)
-        ended = np.cumsum(self.backward != NONE, axis=1)
+        last = self.weights if self.splits else self.backward
+        ended = np.cumsum(last != NONE, axis=1)
         ended = np.concatenate([np.zeros_like(ended[:, :1]), ended[:, :-1]], axis=1)
         return tuple(int(n) for n in np.max(begun - ended, axis=1))
 
@@ -60,28 +94,107 @@ def one_forward_one_backward(stages: int, microbatches: int) -> Slots:
         for m in range(microbatches):
             forward[stage, 2 * m + stage] = m
             backward[stage, 2 * m + 2 * stages - 1 - stage] = m
-    return _with_rows(forward, backward)
+    return _slots(forward, backward, np.full(shape, NONE, np.int32))
 
 
-def _with_rows(forward: np.ndarray, backward: np.ndarray) -> Slots:
-    """Give each microbatch a row on each stage, from its forward run until its backward run."""
-    puts, takes = np.zeros_like(forward), np.zeros_like(forward)
+def zero_bubble(stages: int, microbatches: int) -> Slots:
+    """ZB-H1, see the docstring of this file."""
+    count = [[0, 0, 0] for _ in range(stages)]  # of runs forwards, backwards, and of weights
+    rows: list[list[tuple[int, int] | None]] = [[] for _ in range(stages)]
+    ends: dict[
+        tuple[int, int, int], int
+    ] = {}  # of a kind of run, by stage and microbatch: the iteration
+    t = 0
+    while any(w < microbatches for _, _, w in count):
+        made: list[tuple[int, int] | None] = []
+        for stage, (f, b, w) in enumerate(count):
+            turned = (0, stage, b) if stage == stages - 1 else (1, stage + 1, b)
+            if b < f and ends.get(turned, t) < t:
+                made.append((1, b))
+            elif (
+                f < microbatches
+                and f - w < stages
+                and (not stage or ends.get((0, stage - 1, f), t) < t)
+            ):
+                made.append((0, f))
+            else:
+                made.append((2, w) if w < b else None)
+        for stage, run in enumerate(made):
+            rows[stage].append(run)
+            if run is not None:
+                ends[run[0], stage, run[1]] = t
+                count[stage][run[0]] += 1
+        t += 1
+    tables = [
+        np.array([[r[1] if r and r[0] == kind else NONE for r in row] for row in rows], np.int32)
+        for kind in range(3)
+    ]
+    return _slots(*tables)
+
+
+def _slots(forward: np.ndarray, backward: np.ndarray, weights: np.ndarray) -> Slots:
+    """Give each microbatch a row on each stage from its forward run until its last one, and what is received
+    one until it is needed."""
+    splits = bool(np.any(weights != NONE))
+    puts, finishes, rows = _rows(forward, weights if splits else backward)
+    takes = finishes if not splits else _again(forward, puts, backward)
+    leaves, resumes, left = _rows(backward, weights) if splits else (puts * 0, puts * 0, 0)
+    return Slots(
+        forward, backward, weights, puts, takes, finishes, rows, leaves, resumes, left,
+        _rooms(forward, 1), _rooms(backward, -1),
+    )  # fmt: skip
+
+
+def _rows(begins: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
+    """Rows for what is there from one run of a microbatch until another one, of each stage."""
+    puts, takes = np.zeros_like(begins), np.zeros_like(begins)
     count = 0
-    for stage in range(len(forward)):
+    for stage in range(len(begins)):
         free: list[int] = []
         taken: dict[int, int] = {}
         used = 0
-        for t in range(forward.shape[1]):
-            if forward[stage, t] != NONE:
+        for t in range(begins.shape[1]):
+            if begins[stage, t] != NONE:
                 if not free:
                     free, used = [used], used + 1
-                taken[int(forward[stage, t])] = puts[stage, t] = min(free)
+                taken[int(begins[stage, t])] = puts[stage, t] = min(free)
                 free.remove(min(free))
-            if backward[stage, t] != NONE:
-                takes[stage, t] = taken.pop(int(backward[stage, t]))
+            if ends[stage, t] != NONE:
+                takes[stage, t] = taken.pop(int(ends[stage, t]))
                 free.append(int(takes[stage, t]))
         count = max(count, used)
-    return Slots(forward, backward, puts, takes, count)
+    return puts, takes, count
 
 
-SCHEDULES = {"1f1b": one_forward_one_backward}
+def _again(begins: np.ndarray, puts: np.ndarray, reads: np.ndarray) -> np.ndarray:
+    """The rows that runs read between those that put and those that free them."""
+    found = np.zeros_like(puts)
+    for stage, row in enumerate(begins):
+        by_microbatch = {int(m): puts[stage, t] for t, m in enumerate(row) if m != NONE}
+        for t, m in enumerate(reads[stage]):
+            if m != NONE:
+                found[stage, t] = by_microbatch[int(m)]
+    return found
+
+
+def _rooms(runs: np.ndarray, way: int) -> Rooms | None:
+    """Where what comes from the stage before (``way`` is 1) or behind (-1) waits; None if nothing does."""
+    stages = len(runs)
+    arrives, needed = np.full_like(runs, NONE), np.full_like(runs, NONE)
+    waits = False
+    for stage in range(stages):
+        source = stage - way
+        if not 0 <= source < stages:
+            continue
+        sent = {int(m): t + 1 for t, m in enumerate(runs[source]) if m != NONE}
+        for t, m in enumerate(runs[stage]):
+            if m != NONE:
+                arrives[stage, sent[int(m)]], needed[stage, t] = m, m
+                waits |= t != sent[int(m)]
+    if not waits:
+        return None
+    stores, fetches, count = _rows(arrives, needed)
+    return Rooms(np.where(arrives == NONE, count, stores).astype(np.int32), fetches, count)
+
+
+SCHEDULES = {"1f1b": one_forward_one_backward, "zb_h1": zero_bubble}

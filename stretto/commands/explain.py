@@ -285,7 +285,7 @@ def _line(c: dict[str, Any]) -> str:
 def loop_lines(loop: dict[str, Any]) -> list[str]:
     """A loop with transfers: what of them is sent, and devices x iterations, hollow where nobody reads.
 
-    In the loop of a schedule runs forwards are F, backwards B.
+    In the loop of a schedule runs forwards are F, backwards B, and of gradients of weights W.
     """
     name = f"loop %{loop['name']}{' at ' + loop['source'] if loop['source'] else ''}"
     if loop["why"]:

@@ -2,7 +2,8 @@
 
 One self-contained SVG (https://www.w3.org/TR/SVG11/): for each loop a caption, a row for each device and a
 cell for each iteration, filled where what the device computes is read. In the loop of a schedule the colour
-of a cell says whether a device runs a microbatch forwards or backwards. All devices and iterations are drawn.
+of a cell says whether a device runs a microbatch forwards, backwards, or the gradients of weights. All
+devices and iterations are drawn.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ def svg(loops: Sequence[dict[str, Any]], captions: Sequence[str]) -> str:
             f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{top}" '
             f'viewBox="0 0 {width:.0f} {top}" font-family="sans-serif" font-size="12">',
             "<style>rect{stroke:#1f6feb;stroke-width:1} .busy,.F{fill:#1f6feb} .B{fill:#e8a33d} "
+            ".W{fill:#2da44e} "
             ".idle{fill:none} "
             ".axis{fill:#57606a;font-size:10px}</style>",
             *parts,
@@ -48,7 +50,7 @@ def svg(loops: Sequence[dict[str, Any]], captions: Sequence[str]) -> str:
     )
 
 
-NAMES = {"F": ", forwards", "B": ", backwards"}
+NAMES = {"F": ", forwards", "B": ", backwards", "W": ", weights"}
 
 
 def _loop(rows: Sequence[Sequence[str]], caption: str) -> Iterator[str]:

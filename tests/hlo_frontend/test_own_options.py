@@ -44,7 +44,8 @@ def test_a_schedule_is_taken_out():
     own, left, _ = split(options(stretto_schedule="1f1b", stretto_interleave=1))
     assert (own, left) == (OwnOptions(interleave=1, schedule="1f1b"), options())
     with pytest.raises(
-        InvalidProgramError, match="stretto_schedule is 'pipedream': expected one of gpipe, 1f1b"
+        InvalidProgramError,
+        match="stretto_schedule is 'pipedream': expected one of gpipe, 1f1b, zb_h1",
     ):
         split(options(stretto_schedule="pipedream"))
 

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from frontend_support import P, mesh
 from jax import lax
+from jax.sharding import NamedSharding
 
 
 @dataclass(frozen=True)
@@ -200,4 +201,8 @@ def program(d: Draw) -> tuple[Any, Any, Any, jax.sharding.Mesh]:
         )
         step = jax.value_and_grad(mapped, has_aux=True)
     given = jax.tree.leaves(specs, is_leaf=lambda s: isinstance(s, P))
-    return jax.jit(step, keep_unused=True), arguments_of(d), (*given, batch, batch), over
+    placed = jax.tree.map(
+        lambda s: NamedSharding(over, s), (specs, batch, batch), is_leaf=lambda s: isinstance(s, P)
+    )
+    jitted = jax.jit(step, keep_unused=True, in_shardings=placed)
+    return jitted, arguments_of(d), (*given, batch, batch), over

@@ -182,6 +182,12 @@ class Module:
             raise InvalidProgramError(f"not a serialized HloModuleProto: {error}") from error
         return cls(proto)
 
+    def linked(self, proto: Any, called: dict[int, Computation]) -> Computation:
+        """A computation that a pass has made. ``called``: the computations that it calls, by their ids."""
+        computation = Computation(self, proto, proto.name)
+        self._link(computation, called)
+        return computation
+
     def _link(self, computation: Computation, by_id: dict[int, Computation]) -> None:
         seen: dict[int, Instruction] = {}
         parameters: dict[int, Instruction] = {}

@@ -371,3 +371,49 @@ def test_results_that_everybody_wants_whole_are_gathered() -> None:
     module, judged = program(lambda x: jnp.sort(x, axis=1), [(X, given(8, 12))], P())
     assert module.rewrites == () and set(kinds(module)) == {"all-gather"}
     judged()
+
+
+def newton(x: jax.Array) -> jax.Array:
+    """As many steps as it takes, of each row its own number."""
+
+    def step(c):  # type: ignore[no-untyped-def]
+        return 0.5 * (c + jnp.abs(x[0]) / c)
+
+    return lax.while_loop(
+        lambda c: jnp.abs(c * c - jnp.abs(x[0])) > 1e-3, step, 1.0 + jnp.abs(x[0])
+    )
+
+
+MAPPED: dict[str, tuple] = {
+    "rows": (lambda x: lax.map(jnp.sort, x), [(X, given(8, 6))], X),
+    "rows of two arrays": (
+        lambda x, y: lax.map(lambda t: (t[0] @ t[1], jnp.cumsum(t[0])), (x, y)),
+        [(X, given(8, 6)), (X, given(8, 6, 3))],
+        X,
+    ),
+    "with what all have": (
+        lambda x, y: lax.map(lambda row: row @ y, x),
+        [(X, given(8, 6)), (P(), given(6, 3))],
+        X,
+    ),
+    "loops in rows": (lambda x: lax.map(newton, x), [(X, given(8, 6))], X),
+    "columns": (lambda x: lax.map(jnp.sort, x.T).T, [(Y, given(6, 8))], Y),
+}
+
+
+@pytest.mark.parametrize("which", MAPPED)
+def test_a_map_over_rows_that_are_cut_runs_over_those_of_the_device(which: str) -> None:
+    f, arguments, out = MAPPED[which]
+    module, judged = program(f, arguments, out)
+    assert "all-gather" in kinds(module.as_written()) and kinds(module) == []
+    assert all("own part" in r.said for r in module.rewrites)
+    judged()
+
+
+def test_a_scan_that_carries_from_row_to_row_stays_whole() -> None:
+    def f(x):  # type: ignore[no-untyped-def]
+        return lax.scan(lambda c, row: (c + row.sum(), c + row), jnp.float32(0), x)[1]
+
+    module, judged = program(f, [(X, given(8, 6))], X)
+    assert "all-gather" in kinds(module)
+    judged()

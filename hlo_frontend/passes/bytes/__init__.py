@@ -4,6 +4,7 @@
 - `merge`: collectives that do the same to the same operands are one.
 - `gathers`: an all-gather of which every device reads only its own part is left out.
 - `fourier`: an all-gather for a Fourier transform of the dimension that is cut is two all-to-alls.
+- `mapped`: an all-gather for a loop over rows of which every device keeps its own is left out.
 - `regions`: all-gathers for ops that work batch by batch are left out, or become all-to-alls.
 - `scatter`: an all-reduce of which every device reads only its own part is a reduce-scatter.
 - `narrow`: converted data are sent in the narrower type, if that is exact.

@@ -16,6 +16,7 @@ from .context import Context, Rewritten
 from .device_values import DeviceValues
 from .fourier import exchange
 from .gathers import take_own
+from .mapped import map_own
 from .merge import merge
 from .narrow import narrow
 from .regions import cut_regions
@@ -82,6 +83,7 @@ _REWRITES: dict[str, Callable[[Editor, Sequence[Node], Context], Found]] = {
     "merge": lambda editor, nodes, context: merge(editor, nodes),
     "own": _each(take_own),
     "exchange": _each(exchange),
+    "map": map_own,
     "cut": cut_regions,
     "scatter": _each(scatter),
     "narrow": _each(narrow),

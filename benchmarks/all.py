@@ -24,6 +24,7 @@ NAMES = (
     "overlap",
     "pipeline",
     "two_hosts",
+    "chunked",
     "interleave",
     "schedules",
 )

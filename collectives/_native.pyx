@@ -8,7 +8,7 @@ finishes the others' futures, which runs the others up to where they wait next. 
 no device waits for a thread that another one holds, and on few cores nobody needs to be woken up.
 
 Where the members have much to compute between two collectives, their futures are finished by the threads of
-a pool, one for each core but the caller's (`start_helpers`), instead of one after the other.
+a pool, one for each core (`start_helpers`), instead of one after the other.
 
 Invariants:
 

@@ -36,7 +36,7 @@ from stretto.runtime.program import (
     instructions,
 )
 
-from . import stablehlo
+from . import one_kernel, stablehlo
 
 # Collectives in a row, outside of loops, from which on compiled code is faster than the walk.
 MANY = 8
@@ -649,8 +649,11 @@ def _merged(text: str, segments: Sequence[Segment], numbers: Sequence[int]) -> b
         for operation in list(module.body.operations):
             if "private" in str(operation.attributes.get("sym_visibility", "")):
                 operation.operation.erase()
+        small = set[str]()
         for number, segment in zip(numbers, segments, strict=True):
             part = stablehlo.parse(segment.module, module.context)
+            if not segment.reproducible and one_kernel.prepare(part):
+                small.add(f"{_prefix(number)}main")
             functions = [o for o in part.body.operations if o.operation.name == "func.func"]
             for function in functions:
                 old = ir.StringAttr(function.attributes["sym_name"]).value
@@ -664,4 +667,9 @@ def _merged(text: str, segments: Sequence[Segment], numbers: Sequence[int]) -> b
             for function in functions:
                 function.operation.detach_from_parent()
                 module.body.append(function)
+        for operation in stablehlo.operations(module):
+            if operation.name == "func.call":
+                callee = ir.FlatSymbolRefAttr(operation.attributes["callee"]).value
+                if callee in small:
+                    one_kernel.mark(operation)
         return stablehlo.bytecode(module)

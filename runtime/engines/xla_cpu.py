@@ -19,6 +19,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from functools import cache
 from importlib.metadata import version
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,8 @@ _STATUS = re.compile(r"^([A-Z_]{2,}): ", re.ASCII)
 # XLA compiles a loop whose carries are small into one kernel, with dots as plain loops; in larger ones its
 # libraries make the dots, with other roundings on some processors (AVX2 without AVX-512, AVX, SSE4).
 _BY_SIZE = "small-while-loop-hoisting"
+# Calls with this attribute are to be one kernel each (`hlo_frontend.one_kernel`).
+_ONE_KERNEL, _ATTRIBUTES = b"xla_cpu_small_call", "mhlo.frontend_attributes"
 # In the names of custom calls that are routines of SciPy's library.
 _LINEAR_ALGEBRA = (b"lapack_", b"blas_")
 _registered: set[str] = set()
@@ -68,6 +71,23 @@ def translate(error: Exception, kind: type[StrettoError], prefix: str = "") -> S
     translated = kind(prefix + (text[status.end() :] if status else text))
     translated.code = code
     return translated
+
+
+def _in_kernels(module: bytes) -> bytes:
+    """The module with functions that were to be one kernel each inlined, as others are."""
+    with mlir.make_ir_context():
+        parsed = ir.Module.parse(module)
+
+        def visit(operation: Any) -> Any:
+            attributes = operation.attributes
+            if operation.name == "func.call" and _ATTRIBUTES in attributes:
+                del attributes[_ATTRIBUTES]
+            return ir.WalkResult.ADVANCE
+
+        parsed.operation.walk(visit)
+        written = BytesIO()
+        parsed.operation.write_bytecode(written)
+        return written.getvalue()
 
 
 @cache
@@ -425,11 +445,20 @@ class XlaEngine:
     ) -> Any:
         """jaxlib's executable for these devices. Raises `CompileError`."""
         try:
-            if not host_callbacks:
+            if host_callbacks:
+                with mlir.make_ir_context():  # jaxlib takes callbacks only beside a parsed module
+                    parsed = ir.Module.parse(segment.module)
+                    return self._client.compile_and_load(
+                        parsed, devices, options, list(host_callbacks)
+                    )
+            try:
                 return self._client.compile_and_load(segment.module, devices, options)
-            with mlir.make_ir_context():  # jaxlib takes callbacks only beside a parsed module
-                parsed = ir.Module.parse(segment.module)
-                return self._client.compile_and_load(parsed, devices, options, list(host_callbacks))
+            except JaxRuntimeError:
+                if _ONE_KERNEL not in segment.module:
+                    raise
+                # XLA has put into a function what is no kernel of its own, such as a library's call.
+                module = _in_kernels(segment.module)
+                return self._client.compile_and_load(module, devices, options)
         except (JaxRuntimeError, ir.MLIRError, ValueError) as error:
             prefix = f"segment {name or '(unnamed)'} does not compile on engine {self.name}: "
             raise translate(error, CompileError, prefix) from error

@@ -26,6 +26,9 @@ from .stream import Event
 from .value import DeletedError, Landed, Promise, Value
 from .walk import Walker
 
+# What modules of segments that loop have in them.
+_WHILE = b"while"
+
 
 class LoadedProgram:
     """A program on its devices. ``local``: (logical id, ordinal) of those in this process, in order."""
@@ -57,6 +60,11 @@ class LoadedProgram:
         self._engine = walker.engine
         self._single: Callable[[int, list[Any]], list[Any]] | None = None
         self._must_agree = must_agree
+        # Engines run what they take for cheap in the thread that calls, and a loop may have no end. On
+        # several devices another thread calls, so that Ctrl-C ends the wait, as on JAX's CPU backend.
+        self._may_never_end = len(local) > 1 and any(
+            _WHILE in segment.module for segment in program.segments
+        )
         # How it is agreed on with the other processes that run it; None if there are none. While it is
         # measured, what does that stands here too.
         self.negotiation: FirstRuns | None = None
@@ -70,6 +78,7 @@ class LoadedProgram:
         if (
             program.single_segment is not None
             and self.local
+            and not self._may_never_end
             and not self._must_agree
             and not self.has_host_callbacks
         ):
@@ -331,7 +340,7 @@ class LoadedProgram:
             columns.append(column)
         execution = Execution(self, columns, failed)
         outputs = self._values_of(execution)
-        if idle and issued and not self.communicates:
+        if idle and issued and not self.communicates and not self._may_never_end:
             self.dispatcher.walk_here(execution)
         else:
             self.dispatcher.enqueue(execution)

@@ -54,7 +54,8 @@ def register(engine: Engine) -> bool:
     if not isinstance(engine, CallingEngine):
         return False
     engine.register_handler(TARGET, handler())
-    start_helpers(min(os.cpu_count() or 1, engine.num_devices) - 1)
+    # One for each core: the engine's own threads sleep from the first collective at which their device waits.
+    start_helpers(min(os.cpu_count() or 1, engine.num_devices))
     return True
 
 

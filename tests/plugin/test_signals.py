@@ -180,3 +180,25 @@ def test_after_ctrl_c_the_devices_can_be_used_again(native: str) -> None:
         devices=4,
     )
     assert out.split() == ["interrupted", "True", "True", "True"]
+
+
+def test_a_loop_without_collectives_on_several_devices_is_left() -> None:
+    """XLA takes it for cheap, and runs it in the thread that calls: that must not be the main one."""
+    out = passes(
+        "import os, signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        + PRELUDE
+        + textwrap.dedent("""
+        from threading import Timer
+        endless = mapped(
+            lambda v: lax.while_loop(lambda c: c.sum() >= 0, lambda c: jnp.abs(jnp.tanh(c)), v), P("x")
+        ).lower(x).compile()
+        Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+        try:
+            endless(x).block_until_ready()
+        except KeyboardInterrupt:
+            print("interrupted", flush=True)
+        os._exit(0)
+        """),
+        devices=8,
+    )
+    assert out.split() == ["interrupted"]

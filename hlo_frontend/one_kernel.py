@@ -1,0 +1,182 @@
+"""Segments of regions that XLA compiles to one kernel: those that take less to compute than to start.
+
+XLA's CPU backend makes a kernel of each fusion and starts them one after the other. Where there are more than
+a few it also hands half of what is ready to a pool of threads, which are woken for it and spin when they are
+done. For operations on a few kilobytes all of that takes longer than computing them: of the gradient in
+`benchmarks/users/ode.py` a seventh of the processor time was spent in kernels. A function that is not inlined
+and whose calls are marked becomes one kernel. XLA itself marks loops that touch less than 1 KiB.
+
+Such a kernel has neither libraries nor threads. So `prepare` admits only operations that XLA's own loops may
+have, on arrays of `MOST_BYTES`, and writes dots, which may be calls of a library, as products and sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import stablehlo as hlo
+
+from stretto.runtime.errors import UnsupportedError
+
+from . import stablehlo
+
+# Bytes of the largest array up to which starting a kernel takes longer than what its threads would save.
+MOST_BYTES = 1 << 16
+# Operations that a segment must have, or XLA starts no more kernels than this makes.
+FEWEST = 4
+# A dot's products, and those of one element, up to which plain loops are as fast as a library: they add one
+# after the other.
+_MOST_PRODUCTS, _LONGEST_SUM = 1 << 13, 64
+# Elements of all that is reduced up to which XLA does not call a library for it: 4,096 in jaxlib 0.10.
+_MOST_REDUCED = 1 << 10
+
+# Floats of 16 bits are not among them: each operation on them converts.
+_ELEMENTS = frozenset(
+    {"pred", "s8", "s16", "s32", "s64", "u8", "u16", "u32", "u64", "f32", "f64", "c64", "c128"}
+)
+_DOT = "stablehlo.dot_general"
+
+
+def _named(names: str) -> frozenset[str]:
+    return frozenset(f"stablehlo.{name}" for name in names.split())
+
+
+_COMPUTE = _named(
+    "abs add and atan2 cbrt ceil clamp compare complex cosine count_leading_zeros divide dot_general "
+    "exponential exponential_minus_one floor imag is_finite log log_plus_one logistic maximum minimum "
+    "multiply negate not or popcnt power real reduce remainder round_nearest_afz round_nearest_even rsqrt "
+    "select shift_left shift_right_arithmetic shift_right_logical sign sine sqrt subtract tan tanh xor"
+)
+_MOVE = _named(
+    "broadcast_in_dim concatenate constant convert bitcast_convert dynamic_slice dynamic_update_slice gather "
+    "iota optimization_barrier pad reshape reverse slice transpose"
+)
+_FLOW = _named("case if return while") | {"func.func", "func.return", "func.call", "builtin.module"}
+_EMITTED = _COMPUTE | _MOVE | _FLOW
+
+
+def prepare(module: ir.Module) -> bool:
+    """Whether a segment can be one kernel, and is better as one. Its dots are then written as sums."""
+    dots, count = [], 0
+    for operation in stablehlo.operations(module):
+        name = operation.name
+        if name not in _EMITTED or not all(map(_is_small, operation.results)):
+            return False
+        count += name in _COMPUTE
+        if name == _DOT:
+            if not _is_small_dot(operation):
+                return False
+            dots.append(operation)
+        elif name == "stablehlo.reduce" and _size(operation.operands[0]) > _MOST_REDUCED:
+            return False
+    function = stablehlo.main(module)
+    if count < FEWEST or not all(map(_is_small, function.arguments)):
+        return False
+    for operation in dots:
+        _write_as_sum(operation)
+    return True
+
+
+def mark(call: Any) -> None:
+    """Have a call of a prepared segment be one kernel."""
+    said = {"inlineable": "false", "xla_cpu_small_call": "true"}
+    attributes = {key: ir.StringAttr.get(value) for key, value in said.items()}
+    call.attributes["mhlo.frontend_attributes"] = ir.DictAttr.get(attributes)
+
+
+def _is_small(value: ir.Value) -> bool:
+    try:
+        type_ = stablehlo.tensor_type(value.type)
+    except UnsupportedError:
+        return False
+    return type_.dtype in _ELEMENTS and type_.nbytes <= MOST_BYTES
+
+
+def _size(value: ir.Value) -> int:
+    return stablehlo.tensor_type(value.type).size
+
+
+def _is_small_dot(dot: Any) -> bool:
+    left, right, result = (stablehlo.tensor_type(v.type) for v in (*dot.operands, dot.results[0]))
+    if not left.dtype == right.dtype == result.dtype or result.dtype not in ("f32", "f64"):
+        return False
+    numbers = hlo.DotDimensionNumbers(dot.attributes["dot_dimension_numbers"])
+    summed = prod(left.shape[d] for d in numbers.lhs_contracting_dimensions)
+    return summed <= _LONGEST_SUM and result.size * summed <= _MOST_PRODUCTS
+
+
+def _write_as_sum(dot: Any) -> None:
+    """Put a sum of products in the place of a dot. Both operands are broadcast to the dimensions of the
+    batch, those of the left alone, those of the right alone, and those that are summed over."""
+    left, right = dot.operands
+    numbers = hlo.DotDimensionNumbers(dot.attributes["dot_dimension_numbers"])
+    batch = list(numbers.lhs_batching_dimensions), list(numbers.rhs_batching_dimensions)
+    summed = list(numbers.lhs_contracting_dimensions), list(numbers.rhs_contracting_dimensions)
+    shapes = [stablehlo.tensor_type(v.type).shape for v in (left, right)]
+    own = [
+        [d for d in range(len(shape)) if d not in batch[k] and d not in summed[k]]
+        for k, shape in enumerate(shapes)
+    ]
+    wide = [
+        *(shapes[0][d] for d in (*batch[0], *own[0])),
+        *(shapes[1][d] for d in own[1]),
+        *(shapes[0][d] for d in summed[0]),
+    ]
+    batches, free = len(batch[0]), len(batch[0]) + len(own[0])
+    outer = free + len(own[1])
+    places = [
+        [*range(free), *range(outer, len(wide))],
+        [*range(batches), *range(free, len(wide))],
+    ]
+    element = ir.RankedTensorType(dot.results[0].type).element_type
+    with dot.context, dot.location, ir.InsertionPoint(dot):
+        spread = []
+        for k, value in enumerate((left, right)):
+            order = [*batch[k], *own[k], *summed[k]]
+            moved = ir.RankedTensorType.get([shapes[k][d] for d in order], element)
+            if order != sorted(order):
+                ordered = _made("transpose", moved, [value], permutation=_integers(order))
+            else:
+                ordered = value
+            wider = ir.RankedTensorType.get(wide, element)
+            spread.append(
+                _made(
+                    "broadcast_in_dim", wider, [ordered], broadcast_dimensions=_integers(places[k])
+                )
+            )
+        products = _made("multiply", wider, spread)
+        scalar = ir.RankedTensorType.get([], element)
+        zero = _made(
+            "constant",
+            scalar,
+            [],
+            value=ir.DenseElementsAttr.get_splat(scalar, ir.FloatAttr.get(element, 0.0)),
+        )
+        reduce = ir.Operation.create(
+            "stablehlo.reduce",
+            results=[dot.results[0].type],
+            operands=[products, zero],
+            attributes={"dimensions": _integers(range(outer, len(wide)))},
+            regions=1,
+        )
+        block = reduce.regions[0].blocks.append(scalar, scalar)
+        with ir.InsertionPoint(block):
+            total = _made("add", scalar, list(block.arguments))
+            ir.Operation.create("stablehlo.return", operands=[total])
+    dot.results[0].replace_all_uses_with(reduce.results[0])
+    dot.erase()
+
+
+def _integers(values: Sequence[int]) -> ir.Attribute:
+    return ir.DenseI64ArrayAttr.get(list(values))
+
+
+def _made(name: str, result: ir.Type, operands: Sequence[ir.Value], **attributes: Any) -> ir.Value:
+    """The result of a new operation at the place where others are put."""
+    made = ir.Operation.create(
+        f"stablehlo.{name}", results=[result], operands=list(operands), attributes=attributes
+    )
+    return made.results[0]

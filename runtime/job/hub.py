@@ -26,10 +26,11 @@ from .run_log import Account, read_account, read_post
 from .watchdog import Peer, State
 from .wire import Link, Message
 
-# Seconds: for an answer; in which the other ranks of a failed job come to their ends, once one has, but half
-# of the options' grace if that is shorter; and in which they then end.
+# Seconds: for an answer; in which the other ranks of a failed job come to their ends, once one has, and once
+# the one that failed has, but half of the options' grace if that is shorter; and in which they then end.
 ANSWER_WITHIN = 3.0
 ENDING_WITHIN = 2.0
+ENDING_WITH_CULPRIT_WITHIN = 0.5
 ENDED_WITHIN = 1.0
 
 
@@ -197,10 +198,11 @@ class Hub:
                     self._compare()
             case "told":
                 self._heard(rank)
-            case "ending":
-                if not self._ending:
-                    self._end_at = monotonic() + min(ENDING_WITHIN, self._grace / 2)
+            case "ending" if self._code is None:
                 self._ending[rank] = message["code"]
+                own = rank == self._culprit
+                within = ENDING_WITH_CULPRIT_WITHIN if own else ENDING_WITHIN
+                self._end_at = min(self._end_at, monotonic() + min(within, self._grace / 2))
 
     def _look(self, now: float) -> None:
         """Ask for accounts where a rank has waited too long for others, or go on without some of them."""

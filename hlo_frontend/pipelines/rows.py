@@ -28,6 +28,7 @@ from ..passes.valid.known import keeps_order
 from ..schema import TUPLE
 from .emit import Builder, needed_by
 from .refusal import Refusal
+from .rewrite import without_sign_of_zero
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,8 @@ class Rows:
                 made[key] = _cut(b, made[operands[0]], block, row)
             elif not operands:
                 made[key] = leaves[value.proto.tuple_index]
+            elif _summed(value) is not None:
+                made[key] = without_sign_of_zero(b, made[operands[0]])
             elif value.opcode == "get-tuple-element":
                 made[key] = made[operands[0]]
             else:
@@ -125,11 +128,17 @@ def _resized(proto: Any, block: Block) -> Any:
     return proto
 
 
-def separated(value: Instruction, loop: Instruction, depends: Collection[Instruction]) -> Rows:
+Alone = Callable[[Instruction, int], bool]
+
+
+def separated(
+    value: Instruction, loop: Instruction, depends: Collection[Instruction], alone: Alone
+) -> Rows:
     """One row of ``value``, in the entry computation, along its first dimension.
 
     ``loop``: the loop before it. ``depends``: the instructions of the entry computation that depend on that
-    loop's results. Raises `Refusal`.
+    loop's results. ``alone``: whether an all-reduce adds only zeros to this operand, by position, on the last
+    stage: where outputs of that stage are given to all. Raises `Refusal`.
     """
     begin: Key = (value, Block(0, 1))
     steps: dict[Key, tuple[Key, ...]] = {}
@@ -137,7 +146,11 @@ def separated(value: Instruction, loop: Instruction, depends: Collection[Instruc
     while left:
         key = left.pop()
         if key not in steps:
-            steps[key] = _operands(*key, loop, depends)
+            summed = _summed(key[0]) if key[0] in depends and key[1] is not None else None
+            if summed is not None and alone(*summed):
+                steps[key] = ((summed[0].operands[summed[1]], key[1]),)
+            else:
+                steps[key] = _operands(*key, loop, depends)
             left += steps[key]
     place = {i: n for n, i in enumerate(value.computation.instructions)}
     # All of a value is there before a block of it is cut out.
@@ -147,6 +160,15 @@ def separated(value: Instruction, loop: Instruction, depends: Collection[Instruc
     leaves = {(v.proto.tuple_index, block.shift) for v, block in ordered
               if block is not None and _is_leaf(v, loop) and v in depends}  # fmt: skip
     return Rows(begin, {k: steps[k] for k in ordered}, tuple(held), tuple(sorted(leaves)))
+
+
+def _summed(value: Instruction) -> tuple[Instruction, int] | None:
+    """The all-reduce that gives a value, and the position of its operand there."""
+    if value.opcode == "all-reduce" and len(value.operands) == 1:
+        return value, 0
+    if value.opcode == "get-tuple-element" and value.operands[0].opcode == "all-reduce":
+        return value.operands[0], value.proto.tuple_index
+    return None
 
 
 def _is_leaf(value: Instruction, loop: Instruction) -> bool:

@@ -22,8 +22,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from stretto.collectives.ops import Reduction
+
 from ..graph import Instruction
 from ..passes.valid.trace import is_transfer
+from ..values import Node
 from .chains import Execution, Followed
 from .constants import Constants, behind
 from .parts import Part, Pipeline
@@ -225,13 +228,41 @@ def _begin(
         backward.stage.instruction.shape.tuple_shapes[i].dimensions
     ):
         raise changes
-    rows = separated(result, forward.loop.instruction, dependents(forward.loop.instruction))
+    nodes = {node.instruction: node for node in followed.entry.block.nodes}
+
+    def alone(summed: Instruction, operand: int) -> bool:
+        return summed in nodes and _is_alone(followed, forward, nodes[summed], operand)
+
+    rows = separated(result, forward.loop.instruction, dependents(forward.loop.instruction), alone)
     rows.check(slots)
     given = {
         (leaf, shift): _given(followed, forward, leaf, [s + shift for s in slots], order)
         for leaf, shift in rows.leaves
     }
     return Begin(rows, tuple(slots), first.made.plus, given)
+
+
+def _is_alone(followed: Followed, part: Part, node: Node, operand: int) -> bool:
+    """Whether an all-reduce of the entry adds zeros to what the last stages give it."""
+    collective, value = node.collective, node.operands[operand]
+    if (
+        collective is None
+        or collective.reduction is not Reduction.SUM
+        or value.type is None
+        or value.type.dtype[0] == "c"
+    ):
+        return False
+    rows = followed.forward.zero(followed.entry, value)
+    last = {group[-1] for group in part.groups}
+    found = [group for group in collective.groups if last & set(group)]
+    return (
+        rows is not None
+        and all(
+            d in last or bool(rows[d if len(rows) > 1 else 0]) for group in found for d in group
+        )
+        and all(len(last & set(group)) == 1 for group in found)
+        and last <= {d for group in found for d in group}
+    )
 
 
 def _given(

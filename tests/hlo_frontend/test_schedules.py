@@ -16,8 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import training_steps
-from frontend_support import P, manual, mesh
+from frontend_support import P, manual, mesh, shards
 from gpipe import by_hand, inputs, weights, where
+from interpreter import Interpreter
 from jax import lax
 from random_steps import Found, compare, compiled
 from training_steps import Draw, draw, program
@@ -27,6 +28,7 @@ from stretto.commands.hlo_input import compile_file
 from stretto.commands.schedule_svg import svg
 from stretto.hlo_frontend.pipelines import driver
 from stretto.hlo_frontend.pipelines.slots import NONE, SCHEDULES, Slots
+from stretto.pipelining import pipelined
 from stretto.runtime import options
 from stretto.runtime.errors import InvalidProgramError
 
@@ -157,7 +159,42 @@ def test_drawn_at_random(seed):
     judge(replace(draw(random.Random(seed)), loss="squares"))
 
 
+def test_outputs_that_all_devices_have():
+    layers = weights(2 * 4)
+    over = mesh(2)
+
+    def local(w, xs):
+        ys = pipelined(lambda w, x: jnp.tanh(x @ w["a"] + w["b"]), w, xs, "x")
+        return jnp.sum(ys**2)
+
+    mapped = jax.shard_map(local, mesh=over, in_specs=(P("x"), P()), out_specs=P())
+    function = jax.jit(jax.value_and_grad(mapped, argnums=(0, 1)))
+    module = compiled(function, (layers, inputs(3)), 2, "1f1b")
+    (report,) = module.interleaved
+    assert (report.why, report.rounds) == ("", "")
+    given = [shards(layers["a"], over, P("x")), shards(layers["b"], over, P("x"))]
+    given.append(shards(inputs(3), over, P()))
+    found = Interpreter(module.program, skipped=np.nan).run(*given)
+    written = Interpreter(compiled(function, (layers, inputs(3)), 2, "gpipe").program).run(*given)
+    for result, expected in zip(found, written, strict=True):
+        np.testing.assert_array_equal(np.array(result), np.array(expected))
+    whole = jax.tree.leaves(function(layers, inputs(3)))
+    np.testing.assert_allclose(np.concatenate(found[1]), whole[1], rtol=2e-5, atol=2e-5)
+
+
 # Steps that are refused, and stay as they are written.
+
+
+def test_outputs_with_something_of_another_stage():
+    def local(w, xs):
+        ys = pipelined(lambda w, x: jnp.tanh(x @ w["a"] + w["b"]), w, xs, "x")
+        more = lax.psum(jnp.where(lax.axis_index("x") == 0, ys, 0), "x")
+        return jnp.sum((ys + more) ** 2)
+
+    mapped = jax.shard_map(local, mesh=mesh(2), in_specs=(P("x"), P()), out_specs=P())
+    function = jax.jit(jax.grad(mapped))
+    module = compiled(function, (weights(2 * 4), inputs(3)), 2, "1f1b")
+    assert any("are not separate in all-reduce" in report.why for report in module.interleaved)
 
 
 def test_a_head_that_mixes_microbatches(monkeypatch):

@@ -33,6 +33,7 @@ def test_every_variable_sets_its_field() -> None:
         "skip_compute": ("0", False),
         "pipeline_loops": ("0", False),
         "rewrite": ("0", False),
+        "split": ("1", True),
         "trace": ("folder", "folder"),
         "interleave": ("3", 3),
         "schedule": ("1f1b", "1f1b"),

@@ -1,4 +1,4 @@
-"""What schedules of a step of training cost: a GPipe program as it is written, and as 1F1B.
+"""What schedules of a step of training cost: a GPipe program as it is written, as 1F1B and as ZB-H1.
 
 Two ranks compute, a core each. 1F1B does the same runs and has the same bubble, and is to take the same time:
 at most 1.03 times GPipe's. What its layers keep for the backward pass is to be at most
@@ -27,7 +27,7 @@ CASE = {
     "calls": 1,
 }
 RANKS, MICROBATCHES = 2, 16
-SCHEDULES = ("gpipe", "1f1b")
+SCHEDULES = ("gpipe", "1f1b", "zb_h1")
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,11 @@ def main() -> None:
         found[schedule] = statistics.median(times[schedule])
         share = statistics.median(ratios)
         cells = [f"{label}, {schedule}", seconds(found[schedule])]
-        cells += ["", ""] if schedule == "gpipe" else [f"{share:.3f}x", "1.03x"]
+        cells += (
+            ["", ""]
+            if schedule == "gpipe"
+            else [f"{share:.3f}x", "1.03x" if schedule == "1f1b" else ""]
+        )
         table.add_row(*cells, f"{memory[schedule] / 1e6:.1f} MB")
     console.print(table)
     if args.json:

@@ -1,4 +1,4 @@
-"""Layout of the PJRT C API, version 0.90, as data.
+"""Layout of the PJRT C API, version 0.91, as data.
 
 A struct is a line of ``type name`` pairs. Types: ``ptr`` any pointer, ``str`` a ``const char*``, ``fn`` a
 function pointer, ``size`` ``iptr`` ``uptr`` ``int`` ``enum`` ``i32`` ``i64`` ``u64`` ``f32`` ``bool`` the C
@@ -12,13 +12,13 @@ tables come the ctypes classes (`structs`) and the declarations that the extensi
 with (`abi_codegen`). Source: ``xla/pjrt/c/pjrt_c_api.h``, for the structs of extensions the headers in
 ``xla/pjrt/extensions``.
 
-jaxlib adapts to what a plugin announces. 0.90 is announced, because from about 0.105 on jaxlib expects
-errors, memories and others to begin with a table of functions.
+jaxlib adapts to what a plugin announces. 0.91 is announced: from there on jaxlib asks for shardings by the
+extension, and from about 0.105 on it expects errors, memories and others to begin with a table of functions.
 """
 
 from __future__ import annotations
 
-MAJOR, MINOR = 0, 90
+MAJOR, MINOR = 0, 91
 
 HEAD = "size struct_size, ptr extension_start"
 
@@ -368,6 +368,13 @@ EXTENSION_STRUCTS: dict[str, str] = {
         "ptr client, size num_shapes, ptr shape_num_dims, ptr num_dims, ptr element_types, ptr layouts, "
         "ptr device, ptr src_global_device_ids, ptr transfer_keys, ptr buffers"
     ),
+    # pjrt_c_api_shardings_extension.h, version 1.
+    "PJRT_Shardings_PJRT_Executable_ParameterShardings_Args": (
+        "ptr executable, size num_parameters, ptr shardings, ptr sharding_sizes"
+    ),
+    "PJRT_Shardings_PJRT_Executable_OutputShardings_Args": (
+        "ptr executable, size num_outputs, ptr shardings, ptr sharding_sizes"
+    ),
 }
 
 # The same for structs that begin with their size alone: ``xla/backends/profiler/plugin/profiler_c_api.h``.
@@ -398,6 +405,13 @@ EXTENSIONS: dict[str, tuple[int, tuple[str, ...]]] = {
             "PJRT_Transfers_PJRT_Buffer_CopyToRemoteDevice",
             "PJRT_Transfers_PJRT_Client_CrossHostReceiveBuffers",
             "PJRT_Transfers_PJRT_Client_CrossHostSendBuffers",
+        ),
+    ),
+    "PJRT_Shardings_Extension": (
+        19,
+        (
+            "PJRT_Shardings_PJRT_Executable_ParameterShardings",
+            "PJRT_Shardings_PJRT_Executable_OutputShardings",
         ),
     ),
 }

@@ -4,12 +4,23 @@ from __future__ import annotations
 
 from stretto.runtime.execution.stream import completions
 
-from . import _capi, buffer, client, cross_host, event, executable, profiler, topology, transfer
+from . import (
+    _capi,
+    buffer,
+    client,
+    cross_host,
+    event,
+    executable,
+    profiler,
+    shardings,
+    topology,
+    transfer,
+)
 from .errors import describe
 from .later import later
 from .table import handlers
 
-MODULES = (buffer, client, cross_host, event, executable, profiler, topology, transfer)
+MODULES = (buffer, client, cross_host, event, executable, profiler, shardings, topology, transfer)
 
 
 def install() -> None:

@@ -35,6 +35,7 @@ from .client import Client
 from .device import MEMORY_KINDS
 from .executable_codec import StoredExecutable
 from .profile import keeper_of
+from .shardings import Shardings
 from .sharing import Taken
 from .structs import STRUCTS, NamedValues, read_bytes
 from .table import entry
@@ -124,6 +125,12 @@ class Executable(_capi.Executable):  # type: ignore[misc]
     @cached_property
     def fingerprint_text(self) -> Text:
         return Text(self.fingerprint)
+
+    @cached_property
+    def shardings(self) -> Shardings:
+        """How arguments and results are divided among the devices."""
+        source = self.compiled.source
+        return Shardings(b"" if source is None else source.hlo)
 
     @cached_property
     def cost_analysis(self) -> NamedValues:

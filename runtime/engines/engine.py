@@ -46,7 +46,8 @@ class LoadedSegment(Protocol):
         the outputs and an object whose ``block_until_ready()`` waits until the callables have been called
         and raises their error. Without it, nobody waits for callables that give no results.
 
-        A segment may have ``scratch_bytes``: what a run needs beside its operands and results.
+        A segment may have ``scratch_bytes``: what a run needs beside its operands and results. It may have
+        ``make_ready(ordinals)``, which does what the first run on each of these devices would else do.
         """
         ...
 

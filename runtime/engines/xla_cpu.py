@@ -2,8 +2,8 @@
 
 Every jaxlib name that is not public API is used in this file only; ``tests/runtime/test_xla_cpu.py``
 pins them. A segment is compiled once, for device 0; other devices get the same machine code by
-deserializing it when the segment first runs there, which takes a tenth of a compilation. Code that
-refuses to be serialized (host callbacks) is compiled again for each device. The same machine code is what
+deserializing it, which takes a tenth of a compilation. Code that refuses to be serialized (host callbacks) is
+compiled again for each device. The same machine code is what
 `serialize` gives and `restore` takes: it is for this version of jaxlib and this kind of CPU (``target``).
 
 XLA runs cheap computations inside ``run`` and others on its own threads. Arrays are jaxlib arrays on
@@ -204,6 +204,11 @@ class XlaSegment:
     def cost_analysis(self) -> dict[str, float]:
         """XLA's estimate for one run: ``flops``, ``bytes accessed`` and more."""
         return self.executable.cost_analysis()
+
+    def make_ready(self, ordinals: Sequence[int]) -> None:
+        """Load the machine code for these devices."""
+        for ordinal in ordinals:
+            self._load(ordinal)
 
     def _load(self, ordinal: int) -> Any:
         with self._lock:

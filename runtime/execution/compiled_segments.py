@@ -65,7 +65,8 @@ def compile_segments(
 ) -> CompiledSegments:
     """Compile the segments, those with ``code`` excepted, which are restored. Raises `CompileError`.
 
-    ``ordinals``: the local devices of the program, by default the first ones.
+    ``ordinals``: the local devices of the program, by default the first ones, of which nothing is expected:
+    the program may be for other processes.
     """
     together = range(program.num_devices) if ordinals is None else ordinals
     if any(segment.sites for segment in program.segments) and not register(engine):
@@ -83,11 +84,17 @@ def compile_segments(
             assert isinstance(engine, CallingEngine)
             return engine.compile_together(segment, together, name=name, code=kept)
         if restoring is not None and code and code[index]:
-            return restoring.restore(code[index], segment, name=name)
+            return on_all(restoring.restore(code[index], segment, name=name))
         several = engine if len(together) > 1 and isinstance(engine, SideBySideEngine) else None
         if several is not None and several.goes_side_by_side(segment):
             return several.compile_side_by_side(segment, together, host_callbacks, name=name)
-        return engine.compile(segment, name=name, host_callbacks=host_callbacks)
+        return on_all(engine.compile(segment, name=name, host_callbacks=host_callbacks))
+
+    def on_all(made: Any) -> Any:
+        """The segment, ready on all devices: no part of compiling is left to the first run."""
+        if ordinals is not None and hasattr(made, "make_ready"):
+            made.make_ready(ordinals)
+        return made
 
     indices = range(len(program.segments))
     restored = 0 if restoring is None else sum(map(bool, code))

@@ -96,6 +96,7 @@ def test_who_stops_waiting_makes_its_own_and_keeps_it(tmp_path: Path) -> None:
     assert third.take(FOREVER) == b"of the first"
 
 
+@pytest.mark.filterwarnings("ignore:.*fork")  # the child does nothing but end
 def test_a_child_that_was_forked_meanwhile_holds_nobody_up(tmp_path: Path) -> None:
     first, second = (opened(tmp_path).entry("a") for _ in range(2))
     assert first.take(FOREVER) is None

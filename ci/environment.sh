@@ -3,7 +3,7 @@
 #
 # The environment is made once. The package is installed (not in editable mode, so that what is tested is
 # what users get) whenever its sources differ from those installed last, and the dependencies whenever
-# pyproject.toml does. PYTHON names the interpreter to use; else the first that fits is taken.
+# pyproject.toml does. PYTHON names the interpreter to use; without it the first that fits is taken.
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 venv=$PWD/${venv_name:-.venv}
@@ -17,7 +17,12 @@ fits() {
 
 find_python() {
     local candidate
-    for candidate in ${PYTHON:-} python3.11 python3.12 python3.13 python3; do
+    if [ -n "${PYTHON:-}" ]; then
+        fits "$PYTHON" && command -v "$PYTHON" && return
+        echo "PYTHON names $PYTHON, which does not run here, or is no Python from 3.11 to 3.13 with venv" >&2
+        return 1
+    fi
+    for candidate in python3.11 python3.12 python3.13 python3; do
         if fits "$candidate"; then
             command -v "$candidate"
             return

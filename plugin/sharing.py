@@ -80,6 +80,7 @@ class Shared:
                 "rewrites": found.rewrites,
                 "interleaved": found.interleaved,
                 "walked": found.walked,
+                "splits": found.splits,
             }
             stored = executable_codec.to_bytes(made)
             content = _LENGTH.pack(len(stored)) + stored + pickle.dumps((module_digest, reports))

@@ -24,7 +24,7 @@ class Batch(NamedTuple):
     """``operands``, ``results``: the dimension of each of them, None for operands that are needed whole."""
 
     operands: tuple[int | None, ...]
-    results: tuple[int | None, ...]
+    results: tuple[int, ...]
 
 
 Types = Sequence[TensorType]

@@ -269,9 +269,8 @@ class _Search:
         if found is None:
             return False
         self._batch[node] = found
-        for value, d in zip(node.results, found.results, strict=True):
-            assert d is not None
-            self._assign(value, d)
+        for value, along in zip(node.results, found.results, strict=True):
+            self._assign(value, along)
         for value, d in zip(node.operands, found.operands, strict=True):
             if d is not None and value.root in self._facts.derived:
                 self._assign(value, d)
@@ -290,8 +289,8 @@ class _Search:
             if d is None or self._dims.get(value.root, d) != d:
                 return False
             some = some or value.root in self._dims
-        for value, d in zip(node.results, batch.results, strict=True):
-            if d is None or self._dims.get(value.root, d) != d:
+        for value, along in zip(node.results, batch.results, strict=True):
+            if self._dims.get(value.root, along) != along:
                 return False
             some = some or value.root in self._dims
         return some

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from math import prod
 
 from stretto.collectives.types import TensorType
 
@@ -19,6 +18,7 @@ from ...builder import fill, shape_of
 from ...graph import Instruction
 from ...schema import HloInstructionProto, LiteralProto
 from ...values import Node, NodeKind, Value
+from .batches import memory_order, same_cut
 
 
 class Transform(IntEnum):
@@ -87,8 +87,8 @@ def steps_of(node: Node) -> tuple[Step, ...] | None:
 def _bitcast(instruction: Instruction, source: TensorType, target: TensorType) -> tuple[Step, ...]:
     """A transpose into the order of memory, a reshape, and a transpose out of it (as in `segments`)."""
     steps: list[Step] = []
-    into = _major_to_minor(instruction.operands[0].shape, source)
-    out = _major_to_minor(instruction.shape, target)
+    into = memory_order(instruction.operands[0].shape, len(source.shape))
+    out = memory_order(instruction.shape, len(target.shape))
     memory = TensorType(source.dtype, tuple(source.shape[i] for i in into))
     if into != sorted(into):
         steps.append(Step("transpose", source, memory, instruction, tuple(into)))
@@ -101,17 +101,12 @@ def _bitcast(instruction: Instruction, source: TensorType, target: TensorType) -
     return tuple(steps)
 
 
-def _major_to_minor(shape: object, type: TensorType) -> list[int]:
-    order = list(shape.layout.minor_to_major)[::-1]  # type: ignore[attr-defined]
-    return order or list(range(len(type.shape)))
-
-
 def backward(step: Step, dimension: int, parts: int) -> int | None:
     """The dimension of the source whose parts are the parts of the target along ``dimension``."""
     if step.opcode == "transpose":
         return step.permutation[dimension]
     if step.opcode == "reshape":
-        return _same_cut(step.target.shape, step.source.shape, dimension, parts)
+        return _divided(step.target.shape, step.source.shape, dimension, parts)
     return dimension if dimension < len(step.source.shape) - len(step.lengths) else None
 
 
@@ -120,19 +115,14 @@ def forward(step: Step, dimension: int, parts: int) -> int | None:
     if step.opcode == "transpose":
         return step.permutation.index(dimension)
     if step.opcode == "reshape":
-        return _same_cut(step.source.shape, step.target.shape, dimension, parts)
+        return _divided(step.source.shape, step.target.shape, dimension, parts)
     return dimension if dimension < len(step.source.shape) - len(step.lengths) else None
 
 
-def _same_cut(given: Sequence[int], other: Sequence[int], dimension: int, parts: int) -> int | None:
-    """Element i of a row-major array is in part ``i // inner % parts``: the same for both shapes where
-    ``inner`` is, and so where the dimensions before the cut have the same product.
-    """
-    before = prod(given[:dimension])
-    for candidate, size in enumerate(other):
-        if prod(other[:candidate]) == before and size % parts == 0 and size:
-            return candidate
-    return None
+def _divided(given: Sequence[int], other: Sequence[int], dimension: int, parts: int) -> int | None:
+    """`same_cut`, for parts that are equal."""
+    found = same_cut(given, other, dimension, parts)
+    return found if found is not None and other[found] % parts == 0 else None
 
 
 def part_of(type: TensorType, dimension: int, parts: int) -> TensorType:

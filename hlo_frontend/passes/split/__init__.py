@@ -3,7 +3,7 @@
 An all-gather before a product holds all of it up, and a reduce-scatter behind a product waits for all of it:
 no order of the two hides one behind the other. Here both are cut along a dimension that nothing couples.
 
-- `rules`: which nodes compute part after part, one rule for each opcode.
+- `rules`: which nodes compute part after part, by the table of `passes.bytes.batches`.
 - `regions`: what lies around collectives and can be split.
 - `emit`, `instructions`: makes the parts.
 - `choose`: decides by the planner and the table of costs; `alone`: a region by itself.

@@ -11,9 +11,9 @@ from ...builder import array_shape, fill, shape_of
 from ...graph import Computation, Instruction
 from ...schema import HloInstructionProto, LiteralProto
 from ...values import Node, NodeKind, Value
-from ..bytes.steps import emit as emit_steps
-from ..bytes.steps import of_part, part_of, steps_of
-from .rules import Cut
+from ..bytes.batches import Batch
+from ..bytes.cut import cut_node
+from ..bytes.steps import part_of
 
 
 class Maker:
@@ -133,45 +133,12 @@ class Maker:
 
     # Copies.
 
-    def part(self, node: Node, cut: Cut, parts: int, operands: Sequence[Value]) -> list[Value]:
+    def part(self, node: Node, cut: Batch, parts: int, operands: Sequence[Value]) -> list[Value]:
         """The results of a compute node for one of ``parts`` parts."""
-        instruction = node.instruction
-        types = [
-            part_of(v.type, d, parts)
-            for v, d in zip(node.results, cut.results, strict=True)
-            if v.type is not None
-        ]
-        if instruction.opcode in ("bitcast", "reshape", "transpose"):
-            steps = steps_of(node)
-            assert steps is not None and cut.operands[0] is not None
-            nodes, made = emit_steps(of_part(steps, cut.operands[0], parts), operands[0])
-            for new in nodes:
-                new.instruction.proto.name = self.name
-            self.nodes += nodes
-            return [made]
-        proto = HloInstructionProto()
-        proto.CopyFrom(instruction.proto)
-        del proto.operand_ids[:]
-        del proto.control_predecessor_ids[:]
-        proto.name = self.name
-        if proto.shape.tuple_shapes:
-            for shape, along in zip(proto.shape.tuple_shapes, cut.results, strict=True):
-                shape.dimensions[along] //= parts
-        else:
-            proto.shape.dimensions[cut.results[0]] //= parts
-        if instruction.opcode == "slice":
-            # The cut dimension is taken whole.
-            proto.slice_dimensions[cut.results[0]].limit = types[0].shape[cut.results[0]]
-        elif instruction.opcode == "dynamic-slice":
-            proto.dynamic_slice_sizes[cut.results[0]] = types[0].shape[cut.results[0]]
-        shapes = []
-        for operand, dimension in zip(instruction.operands, cut.operands, strict=True):
-            shape = type(operand.shape)()
-            shape.CopyFrom(operand.shape)
-            if dimension is not None:
-                shape.dimensions[dimension] //= parts
-            shapes.append(shape)
-        return self._node(proto, types, operands, shapes, called=instruction.called)
+        made = cut_node(node, cut, operands, parts)
+        made.instruction.proto.name = self.name
+        self.nodes.append(made)
+        return made.results
 
     def cheap_part(self, value: Value, dimension: int, parts: int) -> Value | None:
         """A part of a broadcast that is copied into segments; None for another array."""

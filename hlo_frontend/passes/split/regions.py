@@ -26,7 +26,8 @@ from stretto.collectives.types import ELEMENT_TYPES
 from ...edit import Editor
 from ...flops import flops
 from ...values import BlockGraph, Node, NodeKind, Value, result_shape
-from .rules import Cut, backward, forward, is_heavy, sizes
+from ..bytes.batches import Batch
+from .rules import backward, forward, is_heavy, sizes
 
 Groups = tuple[tuple[int, ...], ...]
 
@@ -39,7 +40,7 @@ class Region:
     """
 
     groups: Groups
-    cuts: dict[Node, Cut] = field(default_factory=dict)
+    cuts: dict[Node, Batch] = field(default_factory=dict)
     sources: list[Node] = field(default_factory=list)
     sinks: list[Node] = field(default_factory=list)
     dimensions: dict[Value, int] = field(default_factory=dict)
@@ -213,14 +214,14 @@ class _Growth:
             return False
         return _is_free(self.editor, node) and (c.kind is Kind.ALL_GATHER or _is_summed(node, c))
 
-    def _even_cut(self, node: Node, dimension: int) -> Cut | None:
+    def _even_cut(self, node: Node, dimension: int) -> Batch | None:
         c = node.collective
         if self.region.groups or c is None or not _is_even(node) or not _is_free(self.editor, node):
             return None
         shape = result_shape(node)
         if node in self.taken or shape[dimension] < 2 or c.dimension == dimension:
             return None
-        return Cut((dimension,), (dimension,))
+        return Batch((dimension,), (dimension,))
 
     def _reach_up(self, value: Value, dimension: int) -> None:
         """Take in what makes a value that is cut, if it can be made in parts."""
@@ -265,7 +266,7 @@ class _Growth:
             if cut is not None:
                 self._assign(node, cut)
 
-    def _assign(self, node: Node, cut: Cut) -> None:
+    def _assign(self, node: Node, cut: Batch) -> None:
         if node in self.taken or not _is_free(self.editor, node):
             return
         if any(size % self.parts for size in sizes(node, cut)):

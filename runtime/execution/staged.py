@@ -44,10 +44,11 @@ def can_be_staged(collective: Collective) -> bool:
 
 @dataclass
 class _Copies:
-    """A call on one device: for each piece the mark of its operands, the number that its results wait for,
-    its operands and its results as host arrays, in page-locked memory."""
+    """A call on one device: addresses of its rooms; for each piece the mark of its operands, the number that
+    its results wait for, its operands and its results as host arrays, in page-locked memory."""
 
     device: int
+    rooms: list[int]
     marks: list[Mark]
     numbers: list[int]
     operands: list[list[np.ndarray]]
@@ -101,40 +102,54 @@ class Staged:
                     rooms = self._loans.rooms(self._results, ordinal)
                     under_way = UnderWay(self._loans, ordinal, lent, rooms)
                     calls[position] = under_way
-                    copies[position] = self._copy(under_way, block, k * self._nbytes)
+                    copies[position] = self._copy_out(under_way, block, k * self._nbytes)
+                # From here to the task nothing may wait for a stream, as what loads code or takes memory may:
+                # these streams go on when the task says so.
+                for k, position in enumerate(frame.active):
+                    self._copy_back(calls[position], copies[position], block, k * self._nbytes)
                 carry = partial(self._carry, copies, frame.active, frame.iteration)
                 watched = call.lane.stream.submit(carry)
         except BaseException as error:
             abandon(calls)
-            raise named(error, call.what) from error
+            failed = named(error, call.what)
+            if any(copied.numbers for copied in copies.values()):
+                call.lane.failed(failed)  # nobody will let those streams go on: the job ends
+            raise failed from error
         marks = [under_way.mark for under_way in calls.values() if under_way.mark is not None]
         pinned.give_back(block, lambda: all(mark.passed() for mark in marks))
         watched.add_callback(partial(tell, watched, call.lane.failed))
         return Enqueued(partial(arrived, context, calls, self._results))
 
-    def _copy(self, under_way: UnderWay, block: Block, begin: int) -> _Copies:
-        """Enqueue the copies of one device, in both directions, by way of a block from ``begin`` on."""
+    def _copy_out(self, under_way: UnderWay, block: Block, begin: int) -> _Copies:
+        """Enqueue the copies from one device, to a block from ``begin`` on."""
         loans, staging, driver, ordinal = self._loans, self._staging, cuda(), under_way.ordinal
         device = loans.device(ordinal)
         source, target = staging.streams(device)
         operands = [loans.lend(array, source) for array in under_way.lent]
+        driver.use(device)
         rooms = [loans.lend(array, target) for array in under_way.rooms]
         driver.use(device)
-        copies = _Copies(device, [], [], [], [])
+        copies = _Copies(device, rooms, [], [], [], [])
         for (piece, _), given in zip(self._pieces, self._given, strict=True):
             for n, at, to, nbytes in piece.given:
                 host = block.address + begin + given[n] + to
                 driver.copy(host, operands[n] + at, nbytes, source)
             copies.marks.append(loans.mark(ordinal, source))
             copies.operands.append(_views(block, begin, piece.collective.operands, given))
+        return copies
+
+    def _copy_back(self, under_way: UnderWay, copies: _Copies, block: Block, begin: int) -> None:
+        """Enqueue the copies to it, behind what the host has yet to do."""
+        driver, device = cuda(), copies.device
+        _, target = self._staging.streams(device)
+        driver.use(device)
         for (piece, _), made in zip(self._pieces, self._made, strict=True):
-            copies.numbers.append(staging.hold(device))
+            copies.numbers.append(self._staging.hold(device))
             for n, at, to, nbytes in piece.made:
                 host = block.address + begin + made[n] + to
-                driver.copy(rooms[n] + at, host, nbytes, target)
+                driver.copy(copies.rooms[n] + at, host, nbytes, target)
             copies.results.append(_views(block, begin, piece.collective.results, made))
-        under_way.mark = loans.mark(ordinal, target)
-        return copies
+        under_way.mark = self._loans.mark(under_way.ordinal, target)
 
     def _carry(self, copies: dict[int, _Copies], active: tuple[int, ...], iteration: int) -> None:
         """A task of the stream: what the host does. Raises what becomes of the collective."""

@@ -203,8 +203,9 @@ int cuStreamGetId(void *stream, unsigned long long *id) {
     return SUCCESS;
 }
 int cuCtxSynchronize(void) {
+    void *context = current ? current : contexts;
     for (int i = 0; i < MOST_STREAMS; i++)
-        if (streams[i]) drain(streams[i]);
+        if (streams[i] && streams[i]->context == context) drain(streams[i]);
     return SUCCESS;
 }
 

@@ -1,7 +1,8 @@
 """`pipelined`: layers that are divided over a mesh axis, run as a pipeline, as stretto's passes know it.
 
 It is the `lax.scan` that a GPipe pipeline is usually written as, in plain JAX: runs as it stands on any
-platform, and on stretto in whatever schedule is asked for (docs/pipelines.md).
+platform, and on stretto interleaved where that is asked for, or without a ``head`` as 1F1B
+(docs/pipelines.md).
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ from typing import TYPE_CHECKING
 from ..errors import CollectiveMismatch, CollectiveTimeout, RankFailed, StrettoError, WorldError
 from . import watchdog
 from ._ends import hush
-from .hub import Hub, read_streams
+from .hub import ENDING_WITHIN, Hub, read_streams
 from .progress import Progress, Snapshot
 from .run_log import RunLogs
 from .watchdog import Peer
@@ -97,6 +97,7 @@ class Control:
         # Set when this rank need not wait any longer: all ranks have left, or the job has failed.
         self._released = threading.Event()
         self._all_told = threading.Event()
+        self._hub_is_gone = threading.Event()
         # The rank whose failure it is; -1 while all is well, and where it is nobody's alone.
         self.culprit = -1
         # Whether the user has seen this rank's error, and what is to be said of it if not.
@@ -152,10 +153,12 @@ class Control:
     def await_end(self, code: int) -> None:
         """In a failed job, at the end of this process, which would be with ``code``: the hub ends it.
 
-        Returns if it does not, when this process would be ended.
+        Returns if it does not, when this process would be ended. Where the hub has gone with rank 0, the others
+        get the time that it would have given them.
         """
         self._link.send({"type": "ending", "code": code})
-        sleep(self._rest())
+        if self._hub_is_gone.wait(self._rest()):
+            sleep(min(self._rest(), ENDING_WITHIN, self._grace / 2))
 
     def _rest(self) -> float:
         return max(0.0, self._deadline - monotonic())
@@ -287,6 +290,7 @@ class Control:
 
     def _end_later(self) -> None:
         """The connection is gone: only the deadline is left to wait for."""
+        self._hub_is_gone.set()
         never = threading.Event()
         while not self._closed and (rest := self._deadline - monotonic()) > 0:
             never.wait(min(rest, TICK))

@@ -67,7 +67,7 @@ def test_the_death_of_a_rank_is_told_by_stretto_alone(killed: int) -> None:
     here = Path(__file__)
     script = [str(here.with_name("killed_rank.py")), str(killed)]
     paths = {"PYTHONPATH": str(here.parents[1])}
-    patience = {"STRETTO_GRACE": "60"}
+    patience = {"STRETTO_GRACE": "600"}  # which none waits for
     done = run_ranks(2, script, env=ENV | paths | patience, mpiexec_arguments=patient())
     assert done.returncode != 0
     assert "caught True" in done.stdout, done.stderr

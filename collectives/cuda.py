@@ -63,6 +63,10 @@ class Cuda:
             function.argtypes = [c_void_p]
         self._record.argtypes = [c_void_p, c_void_p]
         self._wait_event.argtypes = [c_void_p, c_void_p, c_uint]
+        self._copy = self._library.cuMemcpyAsync
+        self._copy.argtypes = [c_void_p, c_void_p, c_size_t, c_void_p]
+        self._wait_value = self._library.cuStreamWaitValue32_v2
+        self._wait_value.argtypes = [c_void_p, c_void_p, c_uint, c_uint]
         self._contexts: dict[int, int] = {}
         self._call("cuInit", c_uint(0))
 
@@ -146,9 +150,7 @@ class Cuda:
         self._call("cuStreamSynchronize", c_void_p(stream))
 
     def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
-        self._call(
-            "cuMemcpyAsync", c_void_p(target), c_void_p(source), c_size_t(nbytes), c_void_p(stream)
-        )
+        self._check("cuMemcpyAsync", self._copy(target, source, nbytes, stream))
 
     def copy_rows(
         self,
@@ -179,12 +181,16 @@ class Cuda:
         self._call("cuMemHostAlloc", byref(made), c_size_t(nbytes), c_uint(_PORTABLE | _MAPPED))
         return made.value or 0
 
-    def wait_number(self, stream: int, address: int, number: int) -> None:
-        """What comes onto the stream from now on waits until the number in page-locked memory is as high, by
-        the sign of the difference of 32 bits. The host does not."""
+    def mapped(self, address: int) -> int:
+        """Where this thread's device sees page-locked memory."""
         mapped = c_void_p()
         self._call("cuMemHostGetDevicePointer_v2", byref(mapped), c_void_p(address), c_uint(0))
-        self._call("cuStreamWaitValue32_v2", c_void_p(stream), mapped, c_uint(number), c_uint(0))
+        return mapped.value or 0
+
+    def wait_number(self, stream: int, mapped: int, number: int) -> None:
+        """What comes onto the stream from now on waits until the number at an address as `mapped` gives is as
+        high, by the sign of the difference of 32 bits. The host does not."""
+        self._check("cuStreamWaitValue32", self._wait_value(stream, mapped, number, 0))
 
     def clear(self, target: int, nbytes: int, stream: int) -> None:
         """Fill with zeros."""

@@ -376,13 +376,15 @@ class BoundOnGpus:
             use(devices[i])
             for step in member.before:
                 step(buffers[i], streams[i])
-        if any(member.during for member in members.values()):
+        calls = sum(len(member.during) for member in members.values())
+        if calls > 1:
             self._nccl.group_start()
-            try:
-                for i, member in members.items():
-                    for step in member.during:
-                        step(buffers[i], streams[i])
-            finally:
+        try:
+            for i, member in members.items():
+                for step in member.during:
+                    step(buffers[i], streams[i])
+        finally:
+            if calls > 1:
                 self._nccl.group_end()
 
         def rest() -> None:

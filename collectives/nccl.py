@@ -110,6 +110,8 @@ class Nccl:
         library.ncclGetLastError.restype = c_char_p
         self._init = library.ncclCommInitRankConfig
         self._init.argtypes = [c_void_p, c_int, _UniqueId, c_int, c_void_p]
+        self._state = library.ncclCommGetAsyncError
+        self._state.argtypes = [c_void_p, c_void_p]
         self._send = _typed(library.ncclSend, "pzii", 2)
         self._receive = _typed(library.ncclRecv, "pzii", 2)
         self._all_gather = _typed(library.ncclAllGather, "ppzi", 2)
@@ -160,8 +162,7 @@ class Nccl:
     def state(self, communicator: int) -> int:
         """0, `IN_PROGRESS`, or the error that the communicator has met since."""
         state = c_int()
-        call = self._library.ncclCommGetAsyncError
-        self._check("ncclCommGetAsyncError", call(c_void_p(communicator), byref(state)))
+        self._check("ncclCommGetAsyncError", self._state(communicator, byref(state)))
         return state.value
 
     def abort(self, communicator: int) -> None:

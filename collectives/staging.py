@@ -69,13 +69,16 @@ class Pinned:
             self._lent.append((block, passed))
 
     def _take_back(self) -> None:
+        """Blocks that nobody uses any more, from the one on that was given back first. One that is in use ends
+        the search, since a walk that is far ahead would ask for all of them each time; and it goes behind the
+        others, since a stream that is held up must not keep the blocks of others."""
         for _ in range(len(self._lent)):
             block, passed = self._lent.popleft()
-            if passed():
-                self.in_use -= block.size
-                self._free.setdefault(block.size, []).append(block)
-            else:
+            if not passed():
                 self._lent.append((block, passed))
+                return
+            self.in_use -= block.size
+            self._free.setdefault(block.size, []).append(block)
 
 
 pinned = Pinned()
@@ -92,6 +95,7 @@ class Staging:
         self.aborted = ""
         self._streams: dict[int, tuple[int, int]] = {}
         self._numbers: dict[int, np.ndarray] = {}
+        self._mapped: dict[int, int] = {}  # where the device sees its number
         self._last: dict[int, int] = {}
 
     def streams(self, device: int) -> tuple[int, int]:
@@ -103,6 +107,7 @@ class Staging:
             number = block.view(0, (1,), np.dtype(np.uint32))
             number[0] = 0
             self._numbers[device] = number
+            self._mapped[device] = driver.mapped(block.address)
             self._last[device] = 0
             self._streams[device] = driver.stream(), driver.stream()
         return self._streams[device]
@@ -110,7 +115,7 @@ class Staging:
     def hold(self, device: int) -> int:
         """Have the stream to the device wait until `reach` is called with the number that this gives."""
         self._last[device] = number = (self._last[device] + 1) % (1 << 32)
-        cuda().wait_number(self._streams[device][1], self._numbers[device].ctypes.data, number)
+        cuda().wait_number(self._streams[device][1], self._mapped[device], number)
         if self.aborted:
             self._release()
         return number

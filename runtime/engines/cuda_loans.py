@@ -28,6 +28,8 @@ from ..program import Segment
 
 Array = Any
 _ZEROS = {"p": "false", "s": "0", "u": "0", "f": "0.0", "b": "0.0", "c": "(0.0,0.0)"}
+# Rooms up to this size are made several at once, so many that they have as many bytes: a run takes longer.
+_SMALL, _AT_ONCE = 1 << 16, 8
 # Names of segments that compute nothing.
 ROOM, ARRIVAL = "stretto_room", "stretto_arrival"
 
@@ -71,6 +73,8 @@ class Loans:
         self._events: list[list[int]] = [[] for _ in devices]  # free ones
         self._compiled: dict[tuple[str, tuple[TensorType, ...]], Any] = {}
         self._lendable: dict[str, bool] = {}
+        # Rooms of small types that nobody has asked for yet, by device.
+        self._spare: list[dict[TensorType, list[Array]]] = [{} for _ in devices]
 
     def device(self, ordinal: int) -> int:
         """CUDA's number of a device."""
@@ -99,7 +103,19 @@ class Loans:
 
     def rooms(self, types: Sequence[TensorType], ordinal: int) -> list[Array]:
         """Arrays without content."""
+        if all(0 < type.nbytes <= _SMALL // 2 for type in types):
+            return [self._room(type, ordinal) for type in types]
         return self._segment(ROOM, tuple(types)).run(ordinal, [])
+
+    def _room(self, type: TensorType, ordinal: int) -> Array:
+        """One of a small type."""
+        spare = self._spare[ordinal].setdefault(type, [])
+        while True:
+            try:
+                return spare.pop()
+            except IndexError:  # other threads may take some, too
+                count = min(_AT_ONCE, _SMALL // type.nbytes)
+                spare += self._segment(ROOM, (type,) * count).run(ordinal, [])
 
     def mark(self, ordinal: int, stream: int) -> Mark:
         """How far the stream has come, with what is on it now."""

@@ -42,17 +42,22 @@ def can_be_staged(collective: Collective) -> bool:
     return collective.reducer is None and collective.kind not in (Kind.SEND, Kind.RECV)
 
 
-@dataclass
+@dataclass(slots=True)
 class _Copies:
-    """A call on one device: addresses of its rooms; for each piece the mark of its operands, the number that
-    its results wait for, its operands and its results as host arrays, in page-locked memory."""
+    """A call on one device: addresses of its rooms; for each piece the mark of its operands, and the number
+    that its results wait for. Its page-locked memory is that of ``block`` from ``begin`` on."""
 
     device: int
     rooms: list[int]
+    block: Block
+    begin: int
     marks: list[Mark]
     numbers: list[int]
-    operands: list[list[np.ndarray]]
-    results: list[list[np.ndarray]]
+
+    def views(self, types: Sequence[TensorType], places: Sequence[int]) -> list[np.ndarray]:
+        """Arrays of these types at these places."""
+        view, begin = self.block.view, self.begin
+        return [view(begin + at, t.shape, t.numpy) for t, at in zip(types, places, strict=True)]
 
 
 class Staged:
@@ -105,8 +110,8 @@ class Staged:
                     copies[position] = self._copy_out(under_way, block, k * self._nbytes)
                 # From here to the task nothing may wait for a stream, as what loads code or takes memory may:
                 # these streams go on when the task says so.
-                for k, position in enumerate(frame.active):
-                    self._copy_back(calls[position], copies[position], block, k * self._nbytes)
+                for position in frame.active:
+                    self._copy_back(calls[position], copies[position])
                 carry = partial(self._carry, copies, frame.active, frame.iteration)
                 watched = call.lane.stream.submit(carry)
         except BaseException as error:
@@ -129,26 +134,23 @@ class Staged:
         driver.use(device)
         rooms = [loans.lend(array, target) for array in under_way.rooms]
         driver.use(device)
-        copies = _Copies(device, rooms, [], [], [], [])
+        copies = _Copies(device, rooms, block, begin, [], [])
         for (piece, _), given in zip(self._pieces, self._given, strict=True):
             for n, at, to, nbytes in piece.given:
                 host = block.address + begin + given[n] + to
                 driver.copy(host, operands[n] + at, nbytes, source)
             copies.marks.append(loans.mark(ordinal, source))
-            copies.operands.append(_views(block, begin, piece.collective.operands, given))
         return copies
 
-    def _copy_back(self, under_way: UnderWay, copies: _Copies, block: Block, begin: int) -> None:
+    def _copy_back(self, under_way: UnderWay, copies: _Copies) -> None:
         """Enqueue the copies to it, behind what the host has yet to do."""
-        driver, device = cuda(), copies.device
+        driver, device, begin = cuda(), copies.device, copies.block.address + copies.begin
         _, target = self._staging.streams(device)
         driver.use(device)
         for (piece, _), made in zip(self._pieces, self._made, strict=True):
             copies.numbers.append(self._staging.hold(device))
             for n, at, to, nbytes in piece.made:
-                host = block.address + begin + made[n] + to
-                driver.copy(copies.rooms[n] + at, host, nbytes, target)
-            copies.results.append(_views(block, begin, piece.collective.results, made))
+                driver.copy(copies.rooms[n] + at, begin + made[n] + to, nbytes, target)
         under_way.mark = self._loans.mark(under_way.ordinal, target)
 
     def _carry(self, copies: dict[int, _Copies], active: tuple[int, ...], iteration: int) -> None:
@@ -160,12 +162,15 @@ class Staged:
             options, began = call.enter(number, iteration)
             run_options: Any = options
             try:
-                for k, (_, bound) in enumerate(self._pieces):
+                for k, (piece, bound) in enumerate(self._pieces):
                     await_all([c.marks[k].passed for c in copies.values()], staging.check)
-                    given = {logical[p]: c.operands[k] for p, c in copies.items()}
+                    types, places = piece.collective.operands, self._given[k]
+                    given = {logical[p]: c.views(types, places) for p, c in copies.items()}
                     results = bound.run(given, **run_options)
+                    types, places = piece.collective.results, self._made[k]
                     for position, c in copies.items():
-                        for to, array in zip(c.results[k], results[logical[position]], strict=True):
+                        made = c.views(types, places)
+                        for to, array in zip(made, results[logical[position]], strict=True):
                             as_bytes(to)[:] = as_bytes(np.ascontiguousarray(array))
                         staging.reach(c.device, c.numbers[k])
             finally:
@@ -173,9 +178,3 @@ class Staged:
         except BaseException as error:
             raise named(error, call.what) from error
         call.account(options, began, active)
-
-
-def _views(
-    block: Block, begin: int, types: Sequence[TensorType], places: Sequence[int]
-) -> list[np.ndarray]:
-    return [block.view(begin + at, t.shape, t.numpy) for t, at in zip(types, places, strict=True)]

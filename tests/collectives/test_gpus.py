@@ -28,7 +28,7 @@ def fake(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 @pytest.mark.parametrize("devices", ["1,1", "2,2", "4", "2,1", "1,1,1"])
 def test_collectives_between_gpus(fake: dict[str, str], devices: str) -> None:
     ranks = devices.count(",") + 1
-    env = fake | {"FAKE_CUDA_DELAY_US": "200"}
+    env = fake | {"FAKE_CUDA_DELAY_US": "200", "FAKE_NCCL_DELAY_US": "1"}
     done = run_ranks(ranks, [str(SCRIPT), devices], env=env, timeout=120)
     assert done.returncode == 0, done.stderr + done.stdout
     match = re.search(r"^checked (\d+): (.*)$", done.stdout, re.MULTILINE)

@@ -8,7 +8,7 @@
  * A rank that dies is noticed by nobody, as where GPUs share a host: the others wait until they abort.
  *
  *   FAKE_NCCL_DELAY_US  every launch first sleeps for up to that long, in its stream's turn (0): longer than what
- *                       XLA does meanwhile, so that it would be seen if XLA did not wait
+ *                       XLA does meanwhile, so that it would be seen if XLA did not wait. It is also taken later
  *   FAKE_NCCL_FAIL_AT   the number of a launch of this process that moves nothing; its communicator then has the
  *                       asynchronous error ncclRemoteError, and the stream waits until somebody aborts (none)
  *
@@ -256,7 +256,7 @@ static void *launch_later(void *given) {
     Launch *launch = given;
     Comm *comm = launch->comm;
     int expected = IN_PROGRESS;
-    nap();
+    if (number("FAKE_NCCL_DELAY_US")) nap();
     cuLaunchHostFunc(launch->stream, run, launch);
     atomic_compare_exchange_strong(&comm->state, &expected, SUCCESS);
     return NULL;

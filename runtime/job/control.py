@@ -153,8 +153,8 @@ class Control:
     def await_end(self, code: int) -> None:
         """In a failed job, at the end of this process, which would be with ``code``: the hub ends it.
 
-        Returns if it does not, when this process would be ended. Where the hub has gone with rank 0, the others
-        get the time that it would have given them.
+        Returns if it does not, when this process would be ended. Where the hub has gone with rank 0, the
+        others get the time that it would have given them.
         """
         self._link.send({"type": "ending", "code": code})
         if self._hub_is_gone.wait(self._rest()):

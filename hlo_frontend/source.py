@@ -12,9 +12,9 @@ import pickle
 import re
 import signal
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import BinaryIO, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 from google.protobuf.message import DecodeError
 from jaxlib import _hlo
@@ -25,7 +25,7 @@ from . import culprit
 from .counts import implied_counts, implied_replicas
 from .forked import forked
 from .graph import Module
-from .schema import HloModuleProto, HloModuleProtoWithConfig
+from .schema import HloModuleProto, HloModuleProtoWithConfig, OpSharding
 from .text import parse_hlo_text
 
 Result = TypeVar("Result")
@@ -130,10 +130,38 @@ def _read_proto(data: bytes) -> HloSource:
 def _loadable(module: bytes) -> bytes:
     """The module, if XLA's loader takes it: it knows all opcodes, and how many operands each has."""
     try:
+        for where, dims, order in _orders_of_devices(HloModuleProto.FromString(module)):
+            if dims and sorted(order) != list(range(len(dims))):  # on which XLA's loader may never end
+                raise InvalidProgramError(
+                    f"{where}: devices are listed in the order {list(order)} of {len(dims)} dimensions"
+                )
         _hlo.HloModule.from_serialized_hlo_module_proto(module)
+    except InvalidProgramError:
+        raise
     except Exception as error:
         raise InvalidProgramError(f"XLA cannot load the module: {error}") from error
     return module
+
+
+def _orders_of_devices(module: Any) -> Iterator[tuple[str, Sequence[int], Sequence[int]]]:
+    """Where a module lists devices as a transposed range: what has the list, dimensions and their order."""
+    shardings = [("the module", module.spmd_output_sharding)]
+    for text in module.spmd_parameters_shardings:
+        shardings.append(("the module", OpSharding.FromString(text)))
+    for computation in module.computations:
+        for instruction in computation.instructions:
+            if instruction.sharding:
+                shardings.append((instruction.name, OpSharding.FromString(instruction.sharding)))
+            listed = instruction.iota_collective_device_list
+            yield instruction.name, listed.iota_reshape_dims, listed.iota_transpose_perm
+            transform = instruction.mesh_axes_replica_group_list.mesh.iota_transform
+            yield instruction.name, transform.reshape_dims, transform.transpose_perm
+    while shardings:
+        where, sharding = shardings.pop()
+        yield where, sharding.iota_reshape_dims, sharding.iota_transpose_perm
+        transform = sharding.named_sharding.mesh.iota_transform
+        yield where, transform.reshape_dims, transform.transpose_perm
+        shardings += [(where, part) for part in sharding.tuple_shardings]
 
 
 def in_fork(work: Callable[[], Result], data: bytes = b"") -> Result:

@@ -9,7 +9,7 @@ import pytest
 
 from stretto.hlo_frontend.compile import compile_hlo
 from stretto.hlo_frontend.graph import Module
-from stretto.hlo_frontend.schema import HloModuleProto
+from stretto.hlo_frontend.schema import HloModuleProto, OpSharding
 from stretto.hlo_frontend.source import read_hlo
 from stretto.hlo_frontend.text import parse_hlo_text
 from stretto.hlo_frontend.verify import verify
@@ -277,6 +277,25 @@ def _unknown_opcode(root: Any) -> None:
 @pytest.mark.parametrize("edit", [_unknown_operand, _unknown_opcode])
 def test_protos_that_xla_cannot_load(edit: Callable[[Any], None]) -> None:
     with pytest.raises(InvalidProgramError, match="XLA cannot load the module: "):
+        read_hlo(edited(PERMUTED, edit))
+
+
+def _order_of_a_sharding(root: Any) -> None:
+    tiles = OpSharding(type=3, tile_assignment_dimensions=[2, 2], iota_reshape_dims=[2, 2])
+    tiles.iota_transpose_perm.extend([1, 16])
+    root.sharding = OpSharding(type=2, tuple_shardings=[tiles]).SerializeToString()
+
+
+def _order_of_groups(root: Any) -> None:
+    groups = root.iota_collective_device_list
+    groups.num_replica_groups, groups.num_devices_per_group = 1, 4
+    groups.iota_reshape_dims.extend([2, 2])
+    groups.iota_transpose_perm.extend([1, 16])
+
+
+@pytest.mark.parametrize("edit", [_order_of_a_sharding, _order_of_groups])
+def test_orders_of_devices_that_xla_would_read_without_end(edit: Callable[[Any], None]) -> None:
+    with pytest.raises(InvalidProgramError, match=r"in the order \[1, 16\] of 2 dimensions"):
         read_hlo(edited(PERMUTED, edit))
 
 

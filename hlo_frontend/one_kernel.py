@@ -81,7 +81,15 @@ def prepare(module: ir.Module) -> bool:
 
 
 def mark(call: Any) -> None:
-    """Have a call of a prepared segment be one kernel."""
+    """Have a call of a prepared segment be one kernel.
+
+    XLA folds constants into what is called. Then their parameters have no use, and XLA ends the process when
+    it makes a kernel with such a parameter. So operands are behind barriers, which last until it has folded.
+    """
+    with ir.InsertionPoint(call), call.location:
+        for i, operand in enumerate(call.operands):
+            barrier = hlo.OptimizationBarrierOp([operand])
+            call.operands[i] = barrier.results[0]
     said = {"inlineable": "false", "xla_cpu_small_call": "true"}
     attributes = {key: ir.StringAttr.get(value) for key, value in said.items()}
     call.attributes["mhlo.frontend_attributes"] = ir.DictAttr.get(attributes)

@@ -222,3 +222,38 @@ def test_what_xla_refuses_is_compiled_as_kernels(monkeypatch: pytest.MonkeyPatch
     segment = region(lowered(some, *arrays))
     assert b"xla_cpu_small_call" in segment.module
     same(run(segment, arrays, is_one=False), expected(some, *arrays))
+
+
+def test_a_constant_operand_that_is_folded_away_within_leaves_a_kernel() -> None:
+    """As the 0 that a loop's count begins with, where whether to go on is computed before the loop, too. The
+    process ended: XLA compared 0 with 640 and left a parameter without a use."""
+
+    def goes_on(x: Any, count: Any) -> Any:
+        return (count < 640) & (jnp.abs(jnp.sin(x) * 2 - jnp.cos(x)) > 1).any()
+
+    x = np.linspace(0, 1, 8, dtype=np.float32)
+    text = lowered(goes_on, x, np.int32(0))
+    with stablehlo.parsed(text) as module:
+        signature = stablehlo.signature(module)
+        part = Segment(signature.inputs, signature.outputs, stablehlo.bytecode(module))
+    whole = """module {
+      func.func public @main(%x: tensor<8xf32>) -> (tensor<i1>, tensor<i32>) {
+        %zero = stablehlo.constant dense<0> : tensor<i32>
+        %some = stablehlo.constant dense<10> : tensor<i32>
+        %first = func.call @s0_main(%x, %zero) : (tensor<8xf32>, tensor<i32>) -> tensor<i1>
+        %r:2 = stablehlo.while(%on = %first, %n = %zero) : tensor<i1>, tensor<i32>
+          cond {
+            stablehlo.return %on : tensor<i1>
+          } do {
+            %m = stablehlo.add %n, %some : tensor<i32>
+            %more = func.call @s0_main(%x, %m) : (tensor<8xf32>, tensor<i32>) -> tensor<i1>
+            stablehlo.return %more, %m : tensor<i1>, tensor<i32>
+          }
+        return %r#0, %r#1 : tensor<i1>, tensor<i32>
+      }
+      func.func private @s0_main(tensor<8xf32>, tensor<i32>) -> tensor<i1>
+    }"""
+    outputs = (*part.outputs, part.inputs[1])
+    segment = Segment(part.inputs[:1], outputs, _merged(whole, [part], [0]))
+    on, count = run(segment, [x])
+    assert (on, count) == (False, 640)

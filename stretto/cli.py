@@ -8,6 +8,10 @@ import io
 import os
 import sys
 from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from _typeshed import SupportsWrite
 
 # name -> what it does. The module stretto.commands.<name> has `add_arguments(parser)` and
 # `run(arguments) -> exit code`; it is imported only when it is asked for.
@@ -34,7 +38,12 @@ def main(argv: list[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
     try:
-        result = _main(sys.argv[1:] if argv is None else argv)
+        try:
+            result = _main(sys.argv[1:] if argv is None else argv)
+        except SystemExit:
+            if sys.stdout is not None:
+                sys.stdout.flush()
+            raise
         if sys.stdout is not None:
             sys.stdout.flush()
         return result
@@ -48,12 +57,17 @@ def main(argv: list[str] | None = None) -> int:
         return 1
 
 
+class _Parser(argparse.ArgumentParser):
+    """Its help that cannot be written is an error; argparse ignores that."""
+
+    def print_help(self, file: SupportsWrite[str] | None = None) -> None:
+        print(self.format_help(), end="", file=file)
+
+
 def _main(argv: list[str]) -> int:
     # XLA tells of its devices on stderr otherwise; importing jax sets the same.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")
-    parser = argparse.ArgumentParser(
-        prog="stretto", description="A collective runtime for JAX on any engine."
-    )
+    parser = _Parser(prog="stretto", description="A collective runtime for JAX on any engine.")
     parser.add_argument("--version", action="store_true", help="print the version and exit")
     subparsers = parser.add_subparsers(dest="command", metavar="command")
     chosen = next((a for a in argv if not a.startswith("-")), None)

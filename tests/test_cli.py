@@ -53,13 +53,16 @@ def test_version_and_usage(capsys: pytest.CaptureFixture[str]) -> None:
     assert "doctor" in capsys.readouterr().out
 
 
-def test_output_without_room_is_told_in_one_line() -> None:
+@pytest.mark.parametrize("arguments", ["--version", "--help", "run --help"])
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_output_without_room_is_told_in_one_line(arguments: str, unbuffered: str) -> None:
     full = Path("/dev/full")
     if not full.is_char_device():
         pytest.skip("no /dev/full")
     with full.open("w") as file:
         done = subprocess.run(
-            [sys.executable, "-m", "stretto.cli", "--version"],
+            [sys.executable, "-m", "stretto.cli", *arguments.split()],
+            env=os.environ | {"PYTHONUNBUFFERED": unbuffered},
             stdout=file,
             stderr=subprocess.PIPE,
             text=True,

@@ -39,6 +39,7 @@ cdef class LoadedExecutable(Handle):
     cdef tuple devices
     cdef size_t num_parameters
     cdef bint has_callbacks
+    cdef bint jax_arrays  # the engine's arrays are jaxlib's
     cdef size_t smallest  # output, the cheapest to hold on to until the run is over
 
     def __cinit__(self, *args, **kwargs):
@@ -60,6 +61,7 @@ cdef class LoadedExecutable(Handle):
         """
         self.run, self.copy, self.engine, self.num_parameters = run, copy, engine, num_parameters
         self.donated, self.devices, self.has_callbacks = donated, devices, has_callbacks
+        self.jax_arrays = getattr(engine, "jax_arrays", False)
         self.use_single(single)
         self.output_types, self.output_memories = output_types, output_memories
         self.smallest = 0
@@ -159,9 +161,12 @@ cdef class LoadedExecutable(Handle):
                 given = (<WatchedCall>single).call(device.c.local_hardware_id, row, &over)
             else:
                 given = single(device.c.local_hardware_id, row)
-            results.append((_counted(given, len(self.output_types)), over))
+            if type(given) is not list or len(<list>given) != len(self.output_types):
+                _counted(given, len(self.output_types))
+            results.append((given, over))
         for d in range(args.num_devices):
-            arrays, over = <tuple>PyList_GET_ITEM(results, d)
+            given, over = <tuple>PyList_GET_ITEM(results, d)
+            arrays = <list>given
             memories, made = <list>PyList_GET_ITEM(self.output_memories, d), []
             out = (<void***>args.output_lists)[d]
             for i in range(<size_t>len(arrays)):
@@ -179,9 +184,13 @@ cdef class LoadedExecutable(Handle):
     cdef void* array_event(self, Buffer buffer, bint over) except NULL:
         """Event, owned by the caller, for the array of a buffer; cheap if it is computed, or ``over``."""
         cdef Event event
-        if over or self.engine.is_ready(buffer.array):
+        cdef object array = buffer.array
+        # Methods of jaxlib's arrays are called without the engine's functions around them, which in a call of
+        # a small program take as long as they do.
+        if over or (array.is_ready() if self.jax_arrays else self.engine.is_ready(array)):
             try:
-                self.engine.block(buffer.array)
+                if not (self.jax_arrays and is_without_error(array)):
+                    self.engine.block(array)
                 buffer.c.ready = True
                 return &always_ready
             except Exception as error:
@@ -266,6 +275,15 @@ cdef class LoadedExecutable(Handle):
             event = Event()
             issued.add_callback(lambda: event.complete(issued.error))
         return event.hand_out()
+
+
+cdef inline bint is_without_error(object array) noexcept:
+    """Of one of jaxlib's arrays that is ready. What the error is, the engine says."""
+    try:
+        array.block_until_ready()
+        return True
+    except Exception:
+        return False
 
 
 cdef void* execute(void* a) noexcept nogil:

@@ -558,10 +558,11 @@ class XlaCpuEngine(XlaEngine):
 
     name = "xla:cpu"
     host_memory = True
+    jax_arrays = True
     reproducible = True
 
     def __init__(self, num_devices: int) -> None:
-        self._cores = to_compute_on()
+        self._cores = self.callers = to_compute_on()
         super().__init__(xla_client.make_cpu_client(num_devices=num_devices), num_devices)
 
     def register_handler(self, target: str, handler: object) -> None:

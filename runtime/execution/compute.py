@@ -6,7 +6,7 @@ segment out (`Run.valid`): its outputs are then `Absent` arrays.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from time import perf_counter
 from typing import Any
@@ -18,7 +18,13 @@ from ..recording.instrument import SegmentRun
 from .context import Context
 from .frame import Frame, Hosted, Operation, named
 from .segment_times import SegmentTimes
-from .side_by_side import or_error, side_by_side
+from .side_by_side import among, or_error, side_by_side
+
+# What modules of segments that loop have in them. XLA may take a loop for cheap, and run it in the thread
+# that calls, however long it takes.
+WHILE = b"while"
+# Seconds of a run in the thread that calls from which on devices run side by side: threads have to wake up.
+LONG = 50e-6
 
 Land = Callable[[list[Any], Slot], list[Any]]
 
@@ -152,6 +158,20 @@ class Compute:
         loaded = self.segments[instruction.segment]
         for_all = loaded if count > 1 and isinstance(loaded, LoadedTogether) else None
         called, everyone = context.called_back, tuple(range(count))
+        callers = getattr(context.engine, "callers", 1) if WHILE in segment.module else 1
+        seconds = 0.0  # of a run, smoothed
+
+        def timed(
+            run: Callable[..., list[Any]], position: int, columns: Sequence[list[Any]]
+        ) -> tuple[float, list[Any]]:
+            """When the run of one device began, and its results."""
+            nonlocal seconds
+            began = perf_counter()
+            arrays = run(ordinals[position], [column[position] for column in columns])
+            seconds += 0.25 * (
+                perf_counter() - began - seconds
+            )  # an estimate: threads may write at once
+            return began, arrays
 
         def leave_out(position: int, results: list[list[Any]]) -> None:
             for result, type_ in zip(results, types, strict=True):
@@ -179,6 +199,15 @@ class Compute:
             except BaseException as error:
                 raise named(error, what) from error
 
+        def run_some(
+            run: Callable[..., list[Any]], going: Sequence[int], columns: Sequence[list[Any]]
+        ) -> Iterator[tuple[float, list[Any]]]:
+            calls = [partial(timed, run, p, columns) for p in going]
+            if seconds > LONG and len(calls) > 1:
+                yield from among(callers, calls)
+            else:
+                yield from (call() for call in calls)
+
         def issue(frame: Frame, run: Callable[..., list[Any]]) -> None:
             registers, skipped = frame.registers, leaves_out(frame.iteration)
             going = frame.active
@@ -195,11 +224,14 @@ class Compute:
             began = perf_counter() if handed is not None else 0.0
             at_once = (together and len(going) > 1) or (for_all is not None and going == everyone)
             ran = iter(run_all(run, going, columns) if at_once else [])
+            times = run_some(run, going, columns) if callers > 1 else iter(())
             for position in going:
                 ordinal = ordinals[position]
                 try:
                     if at_once:
                         arrays = next(ran)
+                    elif callers > 1:
+                        began, arrays = next(times)
                     else:
                         began = perf_counter() if handed is not None else 0.0
                         arrays = run(ordinal, [column[position] for column in columns])

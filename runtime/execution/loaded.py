@@ -19,15 +19,13 @@ from ..engines.engine import LoadedTogether, counted
 from ..errors import InvalidProgramError
 from ..program import Block, Branch, Loop, Run
 from .compiled_segments import CompiledSegments
+from .compute import WHILE
 from .dispatch import PATIENCE, Dispatcher
 from .execution import Execution, FirstRuns
 from .frame import Frame, Hosted
 from .stream import Event
 from .value import DeletedError, Landed, Promise, Value
 from .walk import Walker
-
-# What modules of segments that loop have in them.
-_WHILE = b"while"
 
 
 class LoadedProgram:
@@ -63,7 +61,7 @@ class LoadedProgram:
         # Engines run what they take for cheap in the thread that calls, and a loop may have no end. On
         # several devices another thread calls, so that Ctrl-C ends the wait, as on JAX's CPU backend.
         self._may_never_end = len(local) > 1 and any(
-            _WHILE in segment.module for segment in program.segments
+            WHILE in segment.module for segment in program.segments
         )
         # How it is agreed on with the other processes that run it; None if there are none. While it is
         # measured, what does that stands here too.

@@ -1,4 +1,4 @@
-"""Calls that may wait for each other: each on a thread of its own.
+"""Calls on several threads: each on one of its own where they may wait for each other, or shared among a few.
 
 Functions that a program calls back may meet those of other devices: in a barrier, through a queue, as the
 kernels do that JAX's Pallas interprets on several devices. One device after the other would wait for ever.
@@ -24,6 +24,7 @@ Result = TypeVar("Result")
 _MOMENT = 0.5
 # No limit that a process comes to: a call that had to wait for a thread might be what the others wait for.
 _threads = Completions("stretto-callback", limit=1 << 16)
+_helpers = Completions("stretto-compute")
 
 
 def side_by_side(calls: Sequence[Callable[[], Result]]) -> list[Result]:
@@ -44,6 +45,38 @@ def side_by_side(calls: Sequence[Callable[[], Result]]) -> list[Result]:
         if error is not None:
             raise error
         results[index] = result  # type: ignore[assignment]
+    return [results[index] for index in range(len(calls))]
+
+
+def among(threads: int, calls: Sequence[Callable[[], Result]]) -> list[Result]:
+    """Results of ``calls``, in order, none of which waits for another. The caller and ``threads - 1`` others
+    make them: each takes the next when it has made one. Raises the first error once none is being made.
+    """
+    left = iter(enumerate(calls))  # under Python's lock each item goes to one thread
+    ended: SimpleQueue[tuple[int, Result | None, BaseException | None]] = SimpleQueue()
+    begun: list[int] = []
+
+    def work() -> None:
+        for index, call in left:
+            begun.append(index)
+            try:
+                ended.put((index, call(), None))
+            except BaseException as error:
+                ended.put((index, None, error))
+                for _ in left:  # the others are not begun
+                    pass
+
+    for _ in range(min(threads, len(calls)) - 1):
+        _helpers.submit(work)
+    work()
+    results: dict[int, Result] = {}
+    failure: BaseException | None = None
+    while len(results) < len(begun):
+        index, result, error = ended.get()
+        failure = failure or error
+        results[index] = result  # type: ignore[assignment]
+    if failure is not None:
+        raise failure
     return [results[index] for index in range(len(calls))]
 
 
@@ -82,8 +115,9 @@ def _raise(error: BaseException) -> Any:
 
 def await_left() -> None:
     """`await_idle` for the threads of `side_by_side`: after an error some may still wait for the call that
-    failed."""
+    failed. And for those of `among`."""
     await_idle(_threads)
+    await_idle(_helpers)
 
 
 def await_idle(threads: Completions) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from stretto.runtime.execution.side_by_side import side_by_side
+from stretto.runtime.execution.side_by_side import among, side_by_side
 
 
 def test_calls_that_meet_in_a_barrier_give_their_results_in_order() -> None:
@@ -48,3 +48,33 @@ def test_calls_within_calls() -> None:
 
     assert side_by_side([inner, inner]) == [3, 3]
     assert side_by_side([]) == []
+
+
+def test_calls_that_take_long_are_shared_among_threads() -> None:
+    """Two threads take what there is: the first call of each waits until the other thread has one too."""
+    barrier, callers = threading.Barrier(2), set[int]()
+
+    def call(number: int) -> Callable[[], int]:
+        def made() -> int:
+            if threading.get_ident() not in callers:
+                callers.add(threading.get_ident())
+                barrier.wait(30)
+            return number
+
+        return made
+
+    assert among(2, [call(n) for n in range(6)]) == list(range(6))
+    assert len(callers) == 2 and threading.get_ident() in callers
+    assert among(1, [call(7)]) == [7]
+    assert among(3, []) == []
+
+
+def test_an_error_ends_the_calls_that_have_not_begun() -> None:
+    made: list[int] = []
+
+    def fail() -> int:
+        raise KeyError("its own")
+
+    with pytest.raises(KeyError, match="its own"):
+        among(1, [fail, lambda: made.append(1) or 1])
+    assert made == []

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from typing import Any
 
 from stretto.collectives.order import Schedule
@@ -27,7 +27,7 @@ from stretto.runtime.program.envelope import unwrap, wrap
 from .target import difference
 
 MAGIC = b"STRX"
-VERSION = 4  # to be raised whenever the layout or the JSON changes
+VERSION = 5  # to be raised whenever the layout or the JSON changes
 _LENGTH = struct.Struct("<Q")
 
 
@@ -71,7 +71,7 @@ def to_bytes(stored: StoredExecutable) -> bytes:
             "valid": asdict(source.valid),
             "rewrites": source.rewrites,
             "starts": source.starts,
-            "splits": [[d.block, d.region, d.tiles] for d in source.splits or ()],
+            "splits": [astuple(d) for d in source.splits or ()],
         }
     sections = [
         json.dumps(about, separators=(",", ":")).encode(),
@@ -129,7 +129,10 @@ def _read(about: Mapping[str, Any], sections: list[bytes]) -> StoredExecutable:
     if "source" in about:
         how = dict(about["source"])
         how["valid"] = ValidPolicy(**how["valid"])
-        how["splits"] = tuple(Decision(*map(int, numbers)) for numbers in how["splits"])
+        how["splits"] = tuple(
+            Decision(int(block), int(region), int(tiles), bool(pieces))
+            for block, region, tiles, pieces in how["splits"]
+        )
         source = PartitionedModule(hlo, **how)
     kinds = tuple(about["input_memory_kinds"]), tuple(about["output_memory_kinds"])
     if (len(kinds[0]), len(kinds[1])) != (len(program.inputs), len(program.outputs)):

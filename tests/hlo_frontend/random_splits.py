@@ -31,14 +31,14 @@ from stretto.hlo_frontend.pipeline import SETTLING, Compilation, run
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-def split(module: CompiledModule, tiles: int) -> tuple[CompiledModule, int]:
-    """With everything split that can be, into so many tiles; and how many regions that are."""
+def split(module: CompiledModule, tiles: int, pieces: bool) -> tuple[CompiledModule, int]:
+    """With everything split that can be, into so many tiles or pieces; and how many regions that are."""
     source = module.source
     assert source is not None
     c = Compilation.of(source, Module.parse(source.hlo))
     run(c, SETTLING)
     chosen = tuple(
-        Decision(number, i, tiles)
+        Decision(number, i, tiles, pieces and bool(region.groups))
         for number, _, regions in found(c.entry, source.num_replicas * source.num_partitions)
         for i, region in enumerate(regions)
         if region.divides(region.size * tiles) and region.size * tiles > 1
@@ -48,8 +48,9 @@ def split(module: CompiledModule, tiles: int) -> tuple[CompiledModule, int]:
 
 def random_program(
     rng: np.random.Generator,
-) -> tuple[Any, Any, tuple[Any, ...], list[np.ndarray], int]:
-    """A function, its mesh, how its arguments are spread, the arguments, and a number of tiles."""
+) -> tuple[Any, Any, tuple[Any, ...], list[np.ndarray], tuple[int, bool]]:
+    """A function, its mesh, how its arguments are spread, the arguments, a number of tiles, and whether they
+    are pieces."""
     from frontend_support import P, manual, mesh
 
     n = int(rng.choice([2, 2, 4]))
@@ -60,7 +61,7 @@ def random_program(
     kind = rng.choice(["gather", "scatter", "both", "sums", "loop"])
     turned = bool(rng.integers(2))  # rows last
     between = rng.choice(["none", "bias", "norm", "convert", "square"])
-    several = bool(rng.integers(2))
+    several, pieces = bool(rng.integers(2)), bool(rng.integers(2))
 
     def number(*shape: int) -> np.ndarray:
         return rng.integers(-2, 3, shape).astype("f4")
@@ -107,16 +108,16 @@ def random_program(
     last = width if kind in ("loop", "both") else out
     arguments = [number(n * rows, width), number(n, width, hidden), number(n, hidden, last)]
     specs = (P("x"), P("x"), P("x"))
-    return manual(f, over, specs, P("x")), over, specs, arguments, tiles
+    return manual(f, over, specs, P("x")), over, specs, arguments, (tiles, pieces)
 
 
 def judge_random(seed: int) -> int:
     """Compare one random program; how many regions of it were split."""
     from frontend_support import compiled, judge_program
 
-    function, over, specs, arguments, tiles = random_program(np.random.default_rng(seed))
+    function, over, specs, arguments, parts = random_program(np.random.default_rng(seed))
     module = compiled(function, *arguments, num_devices=over.devices.size)
-    made, regions = split(module, tiles)
+    made, regions = split(module, *parts)
     judge_program(made, function, over, specs, *arguments, exact=True)
     return regions
 
@@ -140,7 +141,7 @@ class Routings:
         self.specs = (P(everywhere), of_expert)
         self.function = manual(layer, self.over, self.specs, P(everywhere))
         module = compiled(self.function, *self.arguments(0), num_devices=data * expert)
-        self.module, self.regions = split(module, tiles)
+        self.module, self.regions = split(module, tiles, pieces=False)
 
     def arguments(self, seed: int) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         """Tokens and weights. Of every four routings one sends all tokens to two experts, one spares half

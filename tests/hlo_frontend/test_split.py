@@ -34,16 +34,18 @@ sum {
 """
 
 
-def table(bytes_per_s: float = 1e8, busy: float = 0.0, launch_s: float = 1e-6) -> CostTable:
+def table(
+    bytes_per_s: float = 1e8, busy: float = 0.0, launch_s: float = 1e-6, latency_s: float = 1e-5
+) -> CostTable:
     links = [
         {
             "axis_stride": 1,
             "group_size": n,
-            "latency_s": 1e-5,
+            "latency_s": latency_s,
             "bytes_per_s": bytes_per_s,
             "busy": busy,
         }
-        for n in (2, 4)
+        for n in (2, 4, 8)
     ]
     compute = {"flops_per_s": 1e10, "bytes_per_s": 1e10, "launch_s": launch_s}
     return CostTable.from_json({"compute": compute, "links": links})
@@ -73,10 +75,10 @@ def names(region: Region) -> tuple[set[str], set[str]]:
     return ends, own(region.cuts) - ends
 
 
-def split(module: PartitionedModule, tiles: int) -> PartitionedModule:
+def split(module: PartitionedModule, tiles: int, pieces: bool = False) -> PartitionedModule:
     """With all regions split that can be."""
     chosen = [
-        Decision(block, i, tiles)
+        Decision(block, i, tiles, pieces)
         for block, i, region in regions(module)
         if region.divides(region.size * tiles)
     ]
@@ -165,6 +167,55 @@ def test_a_product_before_a_scatter(n: int, tiles: int) -> None:
     for device in range(n):
         own = total[6 * device : 6 * device + 6]
         np.testing.assert_array_equal(got.results[0][device], own)
+
+
+@pytest.mark.parametrize(("n", "tiles"), [(2, 3), (4, 2)])
+def test_gathers_and_scatters_in_pieces(n: int, tiles: int) -> None:
+    """Part t is tile t of the rows of each device; what is read as a whole has its rows in their order."""
+    module = partitioned(
+        f"""
+  x = f32[6,5] parameter(0)
+  w = f32[5,7] parameter(1)
+  b = f32[{6 * n},7] parameter(2)
+  g = f32[{6 * n},5] all-gather(x), ALL, dimensions={{0}}
+  q = f32[{6 * n},7] dot(g, w), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}
+  y = f32[{6 * n},7] add(q, b)
+  s = f32[6,7] reduce-scatter(y), ALL, dimensions={{0}}, to_apply=sum
+  ROOT r = (f32[6,7], f32[{6 * n},7]) tuple(s, y)
+""",
+        n,
+    )
+    chunked = split(module, tiles, pieces=True)
+    arguments = numbers(chunked.lowered().program)
+    program, got = ran(chunked, arguments)
+    assert kinds(program) == {Kind.ALL_GATHER: tiles, Kind.REDUCE_SCATTER: tiles}
+    x, w, b = arguments
+    products = [np.concatenate(x) @ w[d] + b[d] for d in range(n)]
+    for device in range(n):
+        rows = slice(6 * device, 6 * device + 6)
+        np.testing.assert_array_equal(got.results[0][device], sum(products)[rows])
+        np.testing.assert_array_equal(got.results[1][device], products[device])
+
+
+def test_regions_have_no_data_in_common() -> None:
+    """Two layers that read the same table behind their products are split each by itself."""
+    module = partitioned(
+        """
+  x = f32[4,6] parameter(0)
+  w = f32[6,6] parameter(1)
+  t = f32[8,6] parameter(2)
+  c = f32[8,6] cosine(t)
+  g = f32[8,6] all-gather(x), ALL, dimensions={0}
+  p = f32[8,6] dot(g, w), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  h = f32[8,6] multiply(p, c)
+  y = f32[4,6] slice(h), slice={[0:4],[0:6]}
+  g2 = f32[8,6] all-gather(y), ALL, dimensions={0}
+  p2 = f32[8,6] dot(g2, w), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  ROOT h2 = f32[8,6] multiply(p2, c)
+""",
+        2,
+    )
+    assert [names(r) for _, _, r in regions(module)] == [({"g"}, {"p"}), ({"g2"}, {"p2"})]
 
 
 def test_what_arrives_is_added_in_the_order_of_the_devices() -> None:
@@ -396,15 +447,15 @@ def test_not_every_device_in_a_group() -> None:
     assert not regions(partitioned(half, 4))
 
 
-def large(rows: int, width: int) -> PartitionedModule:
+def large(rows: int, width: int, n: int = 2) -> PartitionedModule:
     return partitioned(
         f"""
   x = f32[{rows},{width}] parameter(0)
   w = f32[{width},{width}] parameter(1)
-  g = f32[{2 * rows},{width}] all-gather(x), ALL, dimensions={{0}}
-  ROOT q = f32[{2 * rows},{width}] dot(g, w), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}
+  g = f32[{n * rows},{width}] all-gather(x), ALL, dimensions={{0}}
+  ROOT q = f32[{n * rows},{width}] dot(g, w), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}
 """,
-        2,
+        n,
     )
 
 
@@ -429,6 +480,13 @@ def test_more_tiles_where_messages_take_longest() -> None:
     few = decided(large(256, 512), table(2e8))[0]
     many = decided(large(256, 512), table(2e7))[0]
     assert few[0].tiles < many[0].tiles
+
+
+def test_many_devices_have_pieces_where_latency_counts() -> None:
+    """Eight devices: seven transfers of an eighth would take longer than two gathers of a half."""
+    for latency_s, pieces in ((1e-6, False), (1e-4, True)):
+        chosen, said = decided(large(32, 128, 8), table(latency_s=latency_s))
+        assert [d.pieces for d in chosen] == [pieces], said
 
 
 def test_a_split_program_is_made_again_as_it_was_decided() -> None:

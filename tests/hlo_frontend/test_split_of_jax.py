@@ -55,7 +55,7 @@ def test_a_training_step_forward_and_backward() -> None:
     specs = (P("x"), [(P(None, "x"), P("x"))] * 2)
     function = manual(layers, over, specs, (P(), [(P(None, "x"), P("x"))] * 2))
     module = compiled(function, x, weights, num_devices=2)
-    made, regions = split(module, 2)
+    made, regions = split(module, 2, pieces=False)
     assert regions >= 2
     kinds = [c.kind for c in made.program.collectives]
     assert Kind.ALL_GATHER not in kinds and Kind.REDUCE_SCATTER not in kinds

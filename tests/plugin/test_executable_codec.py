@@ -13,6 +13,7 @@ from stretto.hlo_frontend.compile import CompileSpec, compile_stablehlo
 from stretto.hlo_frontend.overlap.apply import OverlapPolicy
 from stretto.hlo_frontend.overlap.costs import ORDINARY_NETWORK
 from stretto.hlo_frontend.overlap.measured import Measured
+from stretto.hlo_frontend.passes.split import Decision
 from stretto.hlo_frontend.passes.valid import ValidPolicy
 from stretto.plugin.executable_codec import (
     OtherTargetError,
@@ -69,6 +70,15 @@ def test_all_of_it_comes_back(stored: StoredExecutable) -> None:
     assert back.fingerprint == "print"
     assert back.compiled.hlo_with_config() == stored.compiled.hlo_with_config()
     assert to_bytes(back) == to_bytes(stored)
+
+
+def test_what_was_split_comes_back(stored: StoredExecutable) -> None:
+    splits = (Decision(0, 1, 4), Decision(2, 0, 2, pieces=True))
+    source = dataclasses.replace(stored.compiled.source, splits=splits)  # type: ignore[type-var]
+    compiled = dataclasses.replace(stored.compiled, source=source)
+    back = from_bytes(to_bytes(dataclasses.replace(stored, compiled=compiled)), HERE)
+    assert back.compiled.source is not None
+    assert back.compiled.source.splits == splits
 
 
 def test_layouts_come_back(stored: StoredExecutable) -> None:

@@ -6,7 +6,8 @@ no order of the two hides one behind the other. Here both are cut along a dimens
 - `rules`: which nodes compute part after part, by the table of `passes.bytes.batches`.
 - `regions`: what lies around collectives and can be split.
 - `emit`, `instructions`: makes the parts.
-- `choose`: decides by the planner and the table of costs; `alone`: a region by itself.
+- `choose`: decides by the planner and the table of costs; `alone`: a region by itself;
+  `overhead`: what parts take beyond the table.
 - `apply`: splits what was decided.
 
 Invariants. Decisions follow from the program's text and the table of costs alone, so they are the same on all

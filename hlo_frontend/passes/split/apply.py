@@ -14,11 +14,12 @@ from .regions import Region, regions_of
 @dataclass(frozen=True)
 class Decision:
     """That a region is split. ``block``: number of the block among all of the program, outer ones first;
-    ``region``: number of the region in it; ``tiles``: see `emit.split`."""
+    ``region``: number of the region in it; ``tiles``, ``pieces``: see `emit.split`."""
 
     block: int
     region: int
     tiles: int
+    pieces: bool = False
 
 
 def found(entry: BlockGraph, num_devices: int) -> list[tuple[int, BlockGraph, list[Region]]]:
@@ -40,7 +41,8 @@ def apply(
     for number, block, regions in found(entry, num_replicas * num_partitions):
         for decision in by_block.get(number, ()):
             region = regions[decision.region]
-            split(block, region, decision.tiles, num_replicas, num_partitions)
+            counts = num_replicas, num_partitions
+            split(block, region, decision.tiles, *counts, decision.pieces)
 
 
 def digest(decisions: Sequence[Decision]) -> bytes:

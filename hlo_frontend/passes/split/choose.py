@@ -3,7 +3,8 @@
 First each region is planned by itself, split into more and more tiles as long as that gets faster; regions
 that are alike are looked at once. Where some gain by themselves, the program is planned as it is: collectives
 that other compute hides stay whole. The others are split in the program, which is planned again. All times
-count a launch for each collective that is handed to a stream. Splits stay if the program takes
+count a launch for each collective that is handed to a stream, and what parts take beyond their share of the
+whole (`overhead`). Splits stay if the program takes
 `OverlapPolicy.least_gain` less time, and no more than ``memory_factor`` of the memory.
 
 Invariant: decisions follow from the program's text and the table of costs alone.
@@ -20,6 +21,7 @@ from ...values import BlockGraph, all_nodes
 from .alone import alone
 from .apply import Decision, apply, found
 from .emit import split
+from .overhead import overhead
 from .regions import Region
 
 # Numbers of tiles that are tried, in this order, of those that divide what is cut.
@@ -66,19 +68,24 @@ class Choice:
 
 @dataclass(eq=False)
 class _Candidate:
-    """Regions that are alike, with the number of their block and their own in it."""
+    """Regions that are alike, with the number of their block and their own in it. ``overhead``: see
+    `overhead.overhead`; it is in ``after``."""
 
     members: list[tuple[int, int, Region]] = field(default_factory=list)
     tiles: int = 0
+    pieces: bool = False
     before: float = 0.0
     after: float = 0.0
+    overhead: float = 0.0
     why: str = ""
 
     def decisions(self) -> Iterable[Decision]:
-        return (Decision(block, number, self.tiles) for block, number, _ in self.members)
+        return (
+            Decision(block, number, self.tiles, self.pieces) for block, number, _ in self.members
+        )
 
     def parts(self) -> int:
-        return self.members[0][2].size * self.tiles
+        return self.tiles if self.pieces else self.members[0][2].size * self.tiles
 
 
 def choose(
@@ -156,6 +163,7 @@ def _kept(
 
     def fits(candidates: Sequence[_Candidate], limit: float) -> float | None:
         took, needs, _ = trial.planned([d for c in candidates for d in c.decisions()])
+        took += sum(c.overhead * len(c.members) for c in candidates)
         return took if took <= limit and needs <= memory else None
 
     took = fits(worth, most)
@@ -223,44 +231,55 @@ def _try_alone(
     ordered: Order,
     counts: tuple[int, int],
 ) -> None:
-    """Find the number of tiles with which a region by itself takes least time."""
+    """Find the tiles or pieces with which a region by itself takes least time."""
 
-    def planned(tiles: int) -> tuple[float, int]:
+    def planned(tiles: int, pieces: bool = False) -> tuple[float, int]:
         own, copy = alone(region, block)
         if tiles:
-            split(own, copy, tiles, *counts)
+            split(own, copy, tiles, *counts, pieces)
         made = plan(own, replace(policy, measured={}), (), ordered)
         seconds = seconds_of(own, made, policy.costs, ordered)
         return seconds, 0 if made is None else _peak(made)
 
-    least = 1 if region.groups else 2
-    fitting = [t for t in _TILES if t >= least and region.divides(region.size * t)]
-    if len(fitting) < 2:
-        fitting += [t for t in _OTHERS if t >= least and region.divides(region.size * t)][:2]
-        fitting.sort()
-    if not fitting:
-        candidate.why = "what is cut cannot be divided"
-        return
     candidate.before, peak = planned(0)
     best, most = candidate.before, policy.memory_factor * peak
-    tiles, worse = 0, 0
-    for number in fitting:
-        took, needs = planned(number)
-        if needs > most:
-            continue  # more tiles need less
-        if took < best:
-            best, tiles, worse = took, number, 0
-        else:
-            worse += 1
-            if worse > 1:
-                break
-    candidate.after = best
-    if not tiles or best > (1.0 - policy.least_gain) * candidate.before:
-        candidate.why = (
-            f"with what depends on it it would take {best * 1e3:.3g} ms instead of "
-            f"{candidate.before * 1e3:.3g} ms, which is not {policy.least_gain:.0%} less"
-            if tiles
-            else "its parts would take longer"
-        )
+    # Rotated first: where both take the same, devices begin with what they have.
+    ways = (False, True) if region.groups else (False,)
+    fitting = [_fitting(region, 1 if region.groups and not pieces else 2) for pieces in ways]
+    if not any(fitting):
+        candidate.why = "what is cut cannot be divided"
         return
-    candidate.tiles = tiles
+    for pieces, numbers in zip(ways, fitting, strict=True):
+        worse = 0
+        for number in numbers:
+            took, needs = planned(number, pieces)
+            if needs > most:
+                continue  # more tiles need less
+            more = overhead(
+                region, number if pieces else region.size * number, policy.costs.compute
+            )
+            if took + more < best:
+                best, worse = took + more, 0
+                candidate.tiles, candidate.pieces, candidate.overhead = number, pieces, more
+            else:
+                worse += 1
+                if worse > 1:
+                    break
+    candidate.after = best
+    if best <= (1.0 - policy.least_gain) * candidate.before:
+        return
+    candidate.why = (
+        f"with what depends on it it would take {best * 1e3:.3g} ms instead of "
+        f"{candidate.before * 1e3:.3g} ms, which is not {policy.least_gain:.0%} less"
+        if candidate.tiles
+        else "its parts would take longer"
+    )
+    candidate.tiles = 0
+
+
+def _fitting(region: Region, least: int) -> list[int]:
+    """The numbers of tiles that are tried, from ``least`` on."""
+    found = [t for t in _TILES if t >= least and region.divides(region.size * t)]
+    if len(found) < 2:
+        found += [t for t in _OTHERS if t >= least and region.divides(region.size * t)][:2]
+    return sorted(found)

@@ -6,6 +6,10 @@ reduce-scatter was, what i has computed for i + d is sent there, and what arrive
 places. At which rows a part lies differs from device to device: it is looked up in a table by the device's
 id, once for each region, so all parts are the same instructions on other numbers.
 
+Such a region may also be cut into pieces, tiles of all devices together: part t is tile t of each device's
+rows, and gathers and scatters are made for each piece. That takes fewer transfers, and more time until the
+first one is there.
+
 Even regions. All devices compute the same parts one after the other; each collective is made for each part.
 
 Values that are read outside of the region, or inside it as a whole, are put together: parts are written into
@@ -40,36 +44,50 @@ class Part:
 
 
 def split(
-    block: BlockGraph, region: Region, tiles: int, num_replicas: int, num_partitions: int
+    block: BlockGraph,
+    region: Region,
+    tiles: int,
+    num_replicas: int,
+    num_partitions: int,
+    pieces: bool = False,
 ) -> None:
     """Split a region of the block into parts, in place. ``tiles``: tiles of the part of each device, or parts
-    of an even region; what is cut must divide (`Region.divides`)."""
-    _Split(block, region, tiles, num_replicas, num_partitions).apply()
+    of an even region; what is cut must divide (`Region.divides`). ``pieces``: whether a rotated region is
+    cut into pieces."""
+    _Split(block, region, tiles, num_replicas, num_partitions, pieces).apply()
 
 
 class _Split:
     def __init__(
-        self, block: BlockGraph, region: Region, tiles: int, num_replicas: int, num_partitions: int
+        self,
+        block: BlockGraph,
+        region: Region,
+        tiles: int,
+        num_replicas: int,
+        num_partitions: int,
+        pieces: bool,
     ) -> None:
         self.block, self.region, self.tiles = block, region, tiles
         self.counts = num_replicas, num_partitions
         self.editor = Editor(block)
         self.size = region.size
-        self.count = self.size * tiles
+        self.pieces = pieces and bool(region.groups)
+        self.count = tiles if pieces else self.size * tiles
         self.parts = self._parts()
         self.sliced: dict[tuple[Part, Value, int], Value] = {}
         self.numbers: dict[Part, Value] = {}
         self.used = self._read_whole()
 
     def _parts(self) -> list[Part]:
-        places = [(d, t) for d in range(self.size) for t in range(self.tiles)]
+        distances = 1 if self.pieces else self.size
+        places = [(d, t) for d in range(distances) for t in range(self.tiles)]
         total = len(places)
         return [Part(f"part{k + 1}of{total}", k, d, t) for k, (d, t) in enumerate(places)]
 
     def _table(self) -> list[list[int]]:
         """By device: the place of each part among all; then, by place, how far that is back."""
         devices = self.counts[0] * self.counts[1]
-        if not self.region.groups:
+        if not self.region.groups or self.pieces:
             return [list(range(self.count))] * devices
         place = {d: p for group in self.region.groups for p, d in enumerate(group)}
         n = self.size
@@ -120,7 +138,9 @@ class _Split:
         tiles = self._tiles(node, operand, dimension, made)
         for part in self.parts:
             value = tiles[part.tile]
-            if part.distance:
+            if self.pieces:
+                value = self._piece(node, part, value, made)
+            elif part.distance:
                 value = self._permuted(node, part, value, -part.distance, made)
             part.values[result] = value
         self._put_together(node, result, dimension, made)
@@ -135,6 +155,17 @@ class _Split:
         tiles = [maker.slice(value, dimension, k * size, size) for k in range(self.tiles)]
         made += maker.nodes
         return tiles
+
+    def _piece(self, node: Node, part: Part, value: Value, made: list[Node]) -> Value:
+        """What the gather or scatter makes of a piece."""
+        assert node.collective is not None and value.type is not None
+        shape = list(value.type.shape)
+        along = node.collective.dimension
+        gathers = node.collective.kind is Kind.ALL_GATHER
+        shape[along] = shape[along] * self.size if gathers else shape[along] // self.size
+        new = _collective(node, part, [value], [TensorType(value.type.dtype, tuple(shape))])
+        made.append(new)
+        return new.results[0]
 
     def _permuted(self, node: Node, part: Part, value: Value, by: int, made: list[Node]) -> Value:
         """What arrives where each device sends ``value`` to the one ``by`` places on."""
@@ -159,11 +190,14 @@ class _Split:
             maker = Maker(node.instruction, f"{node.instruction.name}.{part.name}")
             value = self._read(part, node.operands[0], dimension, maker)
             made += maker.nodes
-            if part.distance:
+            if self.pieces:
+                value = self._piece(node, part, value, made)
+            elif part.distance:
                 value = self._permuted(node, part, value, part.distance, made)
             terms[part.distance].append(value)
         maker = Maker(node.instruction, f"{node.instruction.name}.sum")
-        total = self._sum(maker, [maker.concatenated(tiles, dimension) for tiles in terms])
+        joined = [maker.concatenated(tiles, dimension) for tiles in terms if tiles]
+        total = joined[0] if self.pieces else self._sum(maker, joined)
         made += maker.nodes
         self.editor.replace(node.results[0], total)
         self._replace(node, made)
@@ -236,10 +270,21 @@ class _Split:
         key = Value(value.type) if not plain else value.root
         found = self.sliced.get((part, key, dimension)) if plain else None
         if found is None:
-            start = maker.scaled(self._number(part, maker), size // self.count)
-            found = maker.slice_at(value, dimension, start, size // self.count)
+            number = self._number(part, maker)
+            if self.pieces:
+                tiled = self._tiled(value, dimension, self.count, maker)
+                one = maker.slice_at(tiled, dimension + 1, number, 1)
+                found = maker.add("reshape", part_of(value.type, dimension, self.count), [one])
+            else:
+                start = maker.scaled(number, size // self.count)
+                found = maker.slice_at(value, dimension, start, size // self.count)
             self.sliced[part, key, dimension] = found
         return found
+
+    def _tiled(self, value: Value, dimension: int, tiles: int, maker: Maker) -> Value:
+        """An array of so many tiles of each device, seen as `_tiled_type` says."""
+        assert value.type is not None
+        return maker.add("reshape", _tiled_type(value.type, dimension, self.size, tiles), [value])
 
     def _number(self, part: Part, maker: Maker) -> Value:
         """The number of a part among all."""
@@ -256,16 +301,38 @@ class _Split:
         for part in self.parts:
             maker = Maker(node.instruction, f"{node.instruction.name}.put.{part.name}")
             size = result.type.shape[dimension]
-            start = maker.scaled(self._number(part, maker), size // self.count)
-            into = maker.zeros(result.type) if whole is None else whole
-            whole = maker.put_at(into, part.values[result], dimension, start)
+            number = self._number(part, maker)
+            value = part.values[result]
+            if self.pieces:
+                own = self._tiled(value, dimension, 1, maker)
+                type = _tiled_type(result.type, dimension, self.size, self.count)
+                into = maker.zeros(type) if whole is None else whole
+                whole = maker.put_at(into, own, dimension + 1, number)
+            else:
+                start = maker.scaled(number, size // self.count)
+                into = maker.zeros(result.type) if whole is None else whole
+                whole = maker.put_at(into, value, dimension, start)
             made += maker.nodes
         assert whole is not None
+        if self.pieces:
+            maker = Maker(node.instruction, f"{node.instruction.name}.put")
+            whole = maker.add("reshape", result.type, [whole])
+            made += maker.nodes
         self.editor.replace(result, whole)
 
     def _replace(self, node: Node, made: Sequence[Node]) -> None:
         self.editor.put_behind(node, made)
         self.editor.remove(node)
+
+
+def _tiled_type(type: TensorType, dimension: int, devices: int, tiles: int) -> TensorType:
+    """The type with the dimension of its rows as three: devices, tiles of a device, and rows of a tile."""
+    before, rows, after = (
+        type.shape[:dimension],
+        type.shape[dimension],
+        type.shape[dimension + 1 :],
+    )
+    return TensorType(type.dtype, (*before, devices, tiles, rows // (devices * tiles), *after))
 
 
 def _collective(

@@ -99,8 +99,7 @@ def regions_of(block: BlockGraph, num_devices: int) -> list[Region]:
     for node in block.nodes:
         if node not in taken and _is_rotated(node, num_devices) and _is_free(editor, node):
             assert node.collective is not None
-            region = _Growth(editor, node.collective.groups, taken).rotated(node)
-            if region is not None:
+            for region in _Growth(editor, node.collective.groups, taken).rotated(node):
                 found.append(region)
                 taken.update(region.cuts, region.sources, region.sinks)
     for node in block.nodes:
@@ -108,14 +107,14 @@ def regions_of(block: BlockGraph, num_devices: int) -> list[Region]:
             grown = [
                 _Growth(editor, (), taken).even(node, d) for d in range(len(result_shape(node)))
             ]
-            region = max(
-                (r for r in grown if r is not None and node in r.cuts),
+            largest = max(
+                (r for regions in grown for r in regions if node in r.cuts),
                 key=lambda r: (len(r.collectives), r.flops),
                 default=None,
             )
-            if region is not None:
-                found.append(region)
-                taken.update(region.cuts)
+            if largest is not None:
+                found.append(largest)
+                taken.update(largest.cuts)
     return sorted(found, key=lambda region: region.collectives[0].position)
 
 
@@ -167,7 +166,7 @@ class _Growth:
         self._up: list[tuple[Value, int]] = []
         self._down: list[Value] = []
 
-    def rotated(self, seed: Node) -> Region | None:
+    def rotated(self, seed: Node) -> list[Region]:
         """Grown from a gather or a scatter; those above scatters come first, so that dimensions which lead
         to one go before others."""
         if seed.collective is not None and seed.collective.kind is Kind.ALL_GATHER:
@@ -179,11 +178,11 @@ class _Growth:
             self._grow()
         return self._selected()
 
-    def even(self, seed: Node, dimension: int) -> Region | None:
+    def even(self, seed: Node, dimension: int) -> list[Region]:
         """Grown from a collective whose result is cut along ``dimension``."""
         cut = self._even_cut(seed, dimension)
         if cut is None:
-            return None
+            return []
         self._assign(seed, cut)
         self._grow()
         return self._selected()
@@ -281,7 +280,8 @@ class _Growth:
 
     # What stays of it.
 
-    def _selected(self) -> Region | None:
+    def _selected(self) -> list[Region]:
+        """The regions of the nodes that stay: two of them have no node and no collective in common."""
         region = self.region
         nodes = sorted(region.cuts, key=lambda node: node.position)
         ends = {*region.sources, *region.sinks}
@@ -309,10 +309,13 @@ class _Growth:
                 ):
                     leads.add(node)
             kept |= leads
-        if not any(is_heavy(node) for node in kept):
-            return None
-        self._absorb(nodes, kept, ends)
-        return self._only(kept, above, below)
+        found = []
+        for joined in _connected([*nodes, *region.sources, *region.sinks], kept | ends, above):
+            own = joined & kept
+            if any(is_heavy(node) for node in own):
+                self._absorb(nodes, own, ends)
+                found.append(self._only(own, above, below))
+        return [r for r in found if r is not None]
 
     def _made_by(self, node: Node) -> Iterator[Node]:
         """The nodes of the region that make the operands of one, cut as it reads them."""
@@ -360,6 +363,20 @@ class _Growth:
         made = {*region.cuts, *region.sources}
         region.dimensions = {v: d for v, d in old.dimensions.items() if v.node in made}
         return region if region.collectives else None
+
+
+def _connected(
+    order: list[Node], among: set[Node], above: dict[Node, list[Node]]
+) -> list[set[Node]]:
+    """The parts of ``among`` between which no data flows, as ``above`` has it, by their first nodes."""
+    part: dict[Node, set[Node]] = {node: {node} for node in order if node in among}
+    for node, makers in above.items():
+        for maker in makers:
+            if node in part and maker in part and part[node] is not part[maker]:
+                less, more = sorted((part[node], part[maker]), key=len)
+                more |= less
+                part.update(dict.fromkeys(less, more))
+    return list({id(nodes): nodes for nodes in part.values()}.values())
 
 
 def _or_none(dimension: int | None) -> int:

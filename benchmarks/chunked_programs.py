@@ -43,7 +43,7 @@ def _scatter(part: str, x: Array, w: Array) -> Array:
         return lax.psum_scatter(x, "x", scatter_dimension=0, tiled=True)
     product = x @ w
     if part == "compute":
-        return product[:ROWS] + product[ROWS:]
+        return sum(jnp.split(product, 2))
     return lax.psum_scatter(product, "x", scatter_dimension=0, tiled=True)
 
 
@@ -86,8 +86,11 @@ def flops(program: str) -> float:
     return 2.0 * 2 * ROWS * WIDTH
 
 
-def build(program: str, part: str, size: int, mesh: Mesh) -> Callable[[], Any]:
-    """A call that runs one part of a program once and waits for it."""
+def build(
+    program: str, part: str, size: int, mesh: Mesh, rows: int = ROWS, width: int = WIDTH
+) -> Callable[[], Any]:
+    """A call that runs one part of a program once and waits for it. ``rows``, ``width``: those of a device's
+    operand where there are no experts."""
     rng = np.random.default_rng(0)
 
     def placed(*shape: int, scale: float = 1.0) -> Array:
@@ -97,10 +100,10 @@ def build(program: str, part: str, size: int, mesh: Mesh) -> Callable[[], Any]:
         return jax.make_array_from_callback(data.shape, spec, lambda i: data[i])
 
     if program == "gather":
-        arguments = [placed(ROWS, WIDTH), placed(WIDTH, size, scale=0.05)]
+        arguments = [placed(rows, width), placed(width, size, scale=0.05)]
     elif program == "scatter":
-        columns = WIDTH if part == "messages" else size
-        arguments = [placed(2 * ROWS, columns), placed(size, WIDTH, scale=0.05)]
+        columns = width if part == "messages" else size
+        arguments = [placed(2 * rows, columns), placed(size, width, scale=0.05)]
     else:
         skewed = rng.zipf(1.5, size=(2, 4 * CAPACITY)) % EXPERTS
         chosen = jax.make_array_from_callback(

@@ -1,6 +1,6 @@
 """One rank of stretto that runs the programs of `chunked_programs` (see `chunked`).
 
-Cases: ``{"program", "part", "size", "calls"}``.
+Cases: ``{"program", "part", "size", "calls"}``, and where they differ ``"rows"`` and ``"width"``.
 """
 
 from __future__ import annotations
@@ -23,11 +23,13 @@ def main() -> None:
     mesh = Mesh(np.array(jax.devices()), ("x",))
 
     @functools.cache
-    def program(name: str, part: str, size: int) -> Callable[[], Any]:
-        return build(name, part, size, mesh)
+    def program(name: str, part: str, size: int, **shape: int) -> Callable[[], Any]:
+        return build(name, part, size, mesh, **shape)
 
     def measure(case: dict[str, Any]) -> float:
-        return time_calls(program(case["program"], case["part"], case["size"]), case["calls"])
+        shape = {k: case[k] for k in ("rows", "width") if k in case}
+        step = program(case["program"], case["part"], case["size"], **shape)
+        return time_calls(step, case["calls"])
 
     serve(jax.process_index(), measure)
 

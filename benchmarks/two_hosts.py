@@ -5,10 +5,10 @@ scattered by hand and by shardings of `jit`, (b) tensor parallel, (c) data paral
 namespaces (`link`); without the rights to make them there is nothing to measure, and it says so.
 
 stretto schedules by a table of costs, ``--costs`` or what `stretto bench --calibrate` finds here. With
-``--profile`` stretto also runs with STRETTO_PROFILE=1: compute is then what it was measured to be, in a job
-before the one that counts. The batch is chosen so that compute takes as long as messages, both measured alone
-on stretto. The table's last columns are these two: no step can take less than the longer one, and none needs
-more than both.
+``--split`` it runs with STRETTO_SPLIT=1, but where overlap is off. With ``--profile`` stretto also runs with
+STRETTO_PROFILE=1: compute is then what it was measured to be, in a job before the one that counts. The batch
+is chosen so that compute takes as long as messages, both measured alone on stretto. The table's
+last columns are these two: no step can take less than the longer one, and none needs more than both.
 
 Then each program runs once more with STRETTO_TRACE, for what was predicted of it, by the same table of costs,
 beside what the trace has measured: the step, and how much of it is exposed.
@@ -72,14 +72,16 @@ def calibrate(hosts: tuple[Host, Host], target: Path) -> None:
     console.print(done.stdout, markup=False, highlight=False)
 
 
-def contenders(hosts: tuple[Host, Host], costs: str, stack: ExitStack) -> list[Contender]:
-    """Two ranks of each runtime, one on each host."""
+def contenders(
+    hosts: tuple[Host, Host], planned: dict[str, str], stack: ExitStack
+) -> list[Contender]:
+    """Two ranks of each runtime, one on each host. ``planned``: the environment that plans are made by."""
     first = hosts[0].address
     prefixes = [host.prefix for host in hosts]
     common = ONE_THREAD
     stretto = common | {"JAX_PLATFORMS": "stretto,cpu", "STRETTO_CONTROL_HOST": first}
     settings: dict[str, tuple[str, dict[str, str]]] = {
-        OVERLAP: ("mpi", stretto | {"STRETTO_OVERLAP": "1", "STRETTO_COSTS": costs}),
+        OVERLAP: ("mpi", stretto | {"STRETTO_OVERLAP": "1"} | planned),
         NO_OVERLAP: ("mpi", stretto | {"STRETTO_OVERLAP": "0"}),
         GLOO: (
             "plain",
@@ -104,12 +106,12 @@ def contenders(hosts: tuple[Host, Host], costs: str, stack: ExitStack) -> list[C
 
 
 def profiled(
-    hosts: tuple[Host, Host], costs: str, case: dict[str, Any], stack: ExitStack
+    hosts: tuple[Host, Host], planned: dict[str, str], case: dict[str, Any], stack: ExitStack
 ) -> Contender:
     """A job that plans by what another one before it has measured of this program."""
     kept = stack.enter_context(tempfile.TemporaryDirectory())
     env = {"JAX_PLATFORMS": "stretto,cpu", "STRETTO_CONTROL_HOST": hosts[0].address, **ONE_THREAD}
-    env |= {"STRETTO_COSTS": costs, "STRETTO_PROFILE": "1", "XDG_CACHE_HOME": kept}
+    env |= planned | {"STRETTO_PROFILE": "1", "XDG_CACHE_HOME": kept}
     prefixes = [host.prefix for host in hosts]
     with closing(start("stretto", "host_ranks.py", 2, "mpi", prefixes, **env)) as first:
         first.run(case | {"calls": PROFILED_CALLS})
@@ -122,12 +124,12 @@ def profiled(
 
 
 def told(
-    hosts: tuple[Host, Host], costs: str, case: dict[str, Any], calls: int
+    hosts: tuple[Host, Host], planned: dict[str, str], case: dict[str, Any], calls: int
 ) -> dict[str, float] | None:
     """What `stretto trace` has of a program among its ``programs``; None where nothing was predicted."""
     with tempfile.TemporaryDirectory() as folder:
         env = {"JAX_PLATFORMS": "stretto,cpu", "STRETTO_CONTROL_HOST": hosts[0].address}
-        env |= {"STRETTO_COSTS": costs, "STRETTO_TRACE": folder, **ONE_THREAD}
+        env |= planned | {"STRETTO_TRACE": folder, **ONE_THREAD}
         prefixes = [host.prefix for host in hosts]
         contender = start("stretto", "host_ranks.py", 2, "mpi", prefixes, **env)
         try:
@@ -164,6 +166,7 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--width", type=int, default=256, help="a multiple of 128")
     parser.add_argument("--programs", nargs="*", choices=TITLES, default=list(TITLES))
+    parser.add_argument("--split", action="store_true", help="with collectives in parts")
     parser.add_argument("--profile", action="store_true", help="stretto with STRETTO_PROFILE=1 too")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # namespaces outlive who made them
@@ -179,7 +182,8 @@ def main() -> int:
         if costs is None:
             costs = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "costs.json"
             calibrate(hosts, costs)
-        runtimes = contenders(hosts, str(costs.resolve()), stack)
+        planned = {"STRETTO_COSTS": str(costs.resolve()), "STRETTO_SPLIT": str(int(args.split))}
+        runtimes = contenders(hosts, planned, stack)
         rows: dict[str, dict[str, list[float]]] = {}
         goals: dict[str, str] = {}
         kept: dict[str, dict[str, list[float]]] = {}
@@ -188,11 +192,11 @@ def main() -> int:
             title = f"{TITLES[program]}, {batch} sequences"
             case = {"program": program, "part": "step", "batch": batch, "calls": calls, **sizes}
             with ExitStack() as own:
-                more = [profiled(hosts, str(costs.resolve()), case, own)] if args.profile else []
+                more = [profiled(hosts, planned, case, own)] if args.profile else []
                 rows |= in_turns([*runtimes, *more], {title: case}, repeats)
             rows[title] |= {name: [value] for name, value in alone.items()}
             goals[title] = GOALS.get(program, "")
-            entry = told(hosts, str(costs.resolve()), case, TRACED_CALLS)
+            entry = told(hosts, planned, case, TRACED_CALLS)
             for what, key in (("step", ""), ("exposed", "exposed_")) if entry else ():
                 kept[f"{title}: {what}"] = {
                     name: [entry[f"{name}_{key}ms"] * 1e-3] for name in ("measured", "predicted")

@@ -54,24 +54,22 @@ def among(threads: int, calls: Sequence[Callable[[], Result]]) -> list[Result]:
     """
     left = iter(enumerate(calls))  # under Python's lock each item goes to one thread
     ended: SimpleQueue[tuple[int, Result | None, BaseException | None]] = SimpleQueue()
-    begun: list[int] = []
 
     def work() -> None:
         for index, call in left:
-            begun.append(index)
             try:
                 ended.put((index, call(), None))
             except BaseException as error:
                 ended.put((index, None, error))
-                for _ in left:  # the others are not begun
-                    pass
+                for other, _ in left:  # these are not begun
+                    ended.put((other, None, None))
 
     for _ in range(min(threads, len(calls)) - 1):
         _helpers.submit(work)
     work()
     results: dict[int, Result] = {}
     failure: BaseException | None = None
-    while len(results) < len(begun):
+    for _ in calls:
         index, result, error = ended.get()
         failure = failure or error
         results[index] = result  # type: ignore[assignment]

@@ -69,9 +69,9 @@ class Pinned:
             self._lent.append((block, passed))
 
     def _take_back(self) -> None:
-        """Blocks that nobody uses any more, from the one on that was given back first. One that is in use ends
-        the search, since a walk that is far ahead would ask for all of them each time; and it goes behind the
-        others, since a stream that is held up must not keep the blocks of others."""
+        """Blocks that nobody uses any more, from the one on that was given back first. One that is in use
+        ends the search, since a walk that is far ahead would ask for all of them each time; and it goes
+        behind the others, since a stream that is held up must not keep the blocks of others."""
         for _ in range(len(self._lent)):
             block, passed = self._lent.popleft()
             if not passed():

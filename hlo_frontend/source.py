@@ -131,7 +131,8 @@ def _loadable(module: bytes) -> bytes:
     """The module, if XLA's loader takes it: it knows all opcodes, and how many operands each has."""
     try:
         for where, dims, order in _orders_of_devices(HloModuleProto.FromString(module)):
-            if dims and sorted(order) != list(range(len(dims))):  # on which XLA's loader may never end
+            # On such a one XLA's loader may never end.
+            if dims and sorted(order) != list(range(len(dims))):
                 raise InvalidProgramError(
                     f"{where}: devices are listed in the order {list(order)} of {len(dims)} dimensions"
                 )

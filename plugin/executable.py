@@ -30,7 +30,7 @@ from stretto.runtime.program import calls_back
 from stretto.runtime.program.memory_plan import MemoryPlan
 from stretto.runtime.recording import statistics
 
-from . import _capi, abi, callbacks, executable_codec, jax_private, sharing
+from . import _capi, abi, callbacks, executable_codec, garbage, jax_private, sharing
 from .client import Client
 from .device import MEMORY_KINDS
 from .executable_codec import StoredExecutable
@@ -258,9 +258,10 @@ def _compile_here(
     device_ids: tuple[int, ...],
     host_callbacks: callbacks.Callables = (),
 ) -> LoadedExecutable:
-    compiled = compile_module(client, source, options)
-    _warn(client, compiled)
-    loaded = _onto(client, compiled, device_ids, host_callbacks)
+    with garbage.kept():
+        compiled = compile_module(client, source, options)
+        _warn(client, compiled)
+        loaded = _onto(client, compiled, device_ids, host_callbacks)
     executable = Executable(client, compiled, lambda: loaded.compiled, options, source=source)
     return LoadedExecutable(client, executable, loaded, device_ids)
 
@@ -302,8 +303,9 @@ def compile_only(maker: Maker, source: bytes, options: bytes) -> Executable:
     """Compile a StableHLO module for devices that need not be here, to be serialized."""
     if callbacks.of_module(source):
         raise NotImplementedError("a program that calls back into Python is compiled where it runs")
-    compiled = compile_module(maker, source, options)
-    segments = compile_segments(compiled.program, maker.engine)
+    with garbage.kept():
+        compiled = compile_module(maker, source, options)
+        segments = compile_segments(compiled.program, maker.engine)
     return Executable(maker, compiled, lambda: segments, options, source=source)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..engines.engine import (
@@ -16,7 +16,7 @@ from ..engines.engine import (
     SideBySideEngine,
 )
 from ..errors import CompileError
-from ..program import Program, calls_back
+from ..program import Program, Segment, calls_back
 from ..program.memory_plan import MemoryPlan, plan
 from ..recording import statistics
 from .regions import register
@@ -96,16 +96,28 @@ def compile_segments(
             made.make_ready(ordinals)
         return made
 
-    indices = range(len(program.segments))
-    restored = 0 if restoring is None else sum(map(bool, code))
+    homes = _homes(program)
+    indices = sorted(set(homes))
+    restored = 0 if restoring is None or not code else sum(bool(code[i]) for i in indices)
     statistics.compiled(segments=len(indices) - restored, restored=restored)
     workers = min(len(indices), os.cpu_count() or 1)
     if workers < 2:
-        segments = [compile_one(index) for index in indices]
+        compiled = {index: compile_one(index) for index in indices}
     else:
         # The largest first: one that is left to the end would be compiled by one thread alone.
         by_size = sorted(indices, key=lambda index: -len(program.segments[index].module))
         with ThreadPoolExecutor(workers, thread_name_prefix="stretto-compile") as pool:
             compiled = dict(zip(by_size, pool.map(compile_one, by_size), strict=True))
-        segments = [compiled[index] for index in indices]
+    segments = [compiled[home] for home in homes]
     return CompiledSegments(program, engine, segments, bool(host_callbacks))
+
+
+def _homes(program: Program) -> list[int]:
+    """For each segment the first one that is compiled to the same code.
+
+    Regions of equal layers differ only in which of the program's collectives their sites are, and the code is
+    told that when it runs.
+    """
+    first: dict[Segment, int] = {}
+    numbered = [replace(s, sites=tuple(range(len(s.sites)))) for s in program.segments]
+    return [first.setdefault(segment, index) for index, segment in enumerate(numbered)]

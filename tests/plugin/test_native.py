@@ -7,6 +7,7 @@ here by hand. That a program is native is asserted of its printed form, so that 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -26,6 +27,7 @@ import stretto
 from stretto.collectives.native import can_reduce, connected, refusal
 from stretto.collectives.ops import Collective, Kind, Reduction
 from stretto.collectives.types import TensorType
+from stretto.runtime.engines.xla_cpu import XlaCpuEngine
 
 pytestmark = pytest.mark.usefixtures("on_stretto")
 
@@ -374,6 +376,40 @@ def test_stretches_around_what_is_walked(mesh: Mesh) -> None:
     assert walked_instructions(compiled) == ["run", "start", "wait", "run"]
     (why,) = stretto.explain(compiled).data["walked"].values()
     assert f"{4 * size} bytes" in why
+
+
+def test_stretches_of_equal_layers_are_compiled_once(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each layer's stretch calls collectives of its own, by the same code."""
+    size, layers = 300_000, 5
+    compiled_together: list[bytes] = []
+    original = XlaCpuEngine.compile_together
+
+    def compile_together(self: XlaCpuEngine, segment: Any, *rest: Any, **names: Any) -> Any:
+        compiled_together.append(segment.module)
+        return original(self, segment, *rest, **names)
+
+    monkeypatch.setattr(XlaCpuEngine, "compile_together", compile_together)
+
+    def f(x: jax.Array) -> jax.Array:
+        for _ in range(layers):
+            for k in range(10):
+                x = lax.psum(x * 0.5, "x") * 0.5 + lax.axis_index("x") + k
+            x = lax.psum(jnp.full(size, 0.125) * x[0], "x")[:3] + x
+        return x
+
+    rows = np.arange(3 * N, dtype=np.float32).reshape(N, 3)
+    got, compiled = on_rows(mesh, f, rows)
+    want = rows
+    for _ in range(layers):
+        for k in range(10):
+            want = reduced(want * 0.5, np.add) * 0.5 + np.arange(N)[:, None] + k
+        want = np.float32(0.125) * want[:, 0].sum() + want
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+    program = str(stretto.explain(compiled).program)
+    assert len(re.findall(r"sites \(", program)) == layers
+    assert len(compiled_together) == len(set(compiled_together)) <= layers - 2
 
 
 def test_few_collectives_in_a_row_are_walked(mesh: Mesh) -> None:

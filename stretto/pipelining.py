@@ -1,7 +1,7 @@
 """`pipelined`: layers that are divided over a mesh axis, run as a pipeline, as stretto's passes know it.
 
 It is the `lax.scan` that a GPipe pipeline is usually written as, in plain JAX: runs as it stands on any
-platform, and on stretto interleaved where that is asked for, or without a ``head`` as 1F1B
+platform, and on stretto interleaved or as 1F1B where that is asked for, but for a head on all devices
 (docs/pipelines.md).
 """
 

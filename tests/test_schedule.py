@@ -31,7 +31,8 @@ found = {{}}
 draws = {{
     "line": training_steps.Draw(stages=4, microbatches=5, loss="squares"),
     "tensors": training_steps.Draw(stages=2, microbatches=3, axes="yx", loss="squares"),
-    "many": training_steps.Draw(stages=4, microbatches=16, loss="squares"),
+    "many": training_steps.Draw(stages=4, microbatches=16, head="cond"),
+    "inside": training_steps.Draw(stages=2, microbatches=5, axes="dx", head="cond", collect="scan"),
 }}
 for name in {names!r}:
     draw = draws[name]
@@ -72,6 +73,11 @@ def test_in_one_process(tmp_path):
     # An all-reduce counts as 4 messages, those of both stages, whichever of them takes part: each of 2 layers
     # has one in 12 iterations instead of 8. And what the loss's gradient begins with is summed on its own.
     assert messages["tensors 1f1b"] - messages["tensors gpipe"] == 4 * (2 * (12 - 8) + 1)
+
+
+@pytest.mark.mpi
+def test_a_loss_in_the_loop_on_ranks(tmp_path):
+    run(tmp_path, 4, "inside", "1f1b", "zb_h1")
 
 
 def test_many_microbatches_take_less_memory(tmp_path):

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..values import Node
+from ..values import Node, Value
 from .chains import Execution, Followed
 from .constants import Constant
 from .operands import operand
@@ -61,22 +61,29 @@ def sum_node(part: Part, carry: int) -> Node:
     return node
 
 
-def _sums_up(followed: Followed, part: Part, num_devices: int, leaf: int, carry: int) -> bool:
-    """Whether the carry is the sum of result ``leaf`` of all runs of the stage, and of zeros."""
+def adds_up(part: Part, carry: int) -> Value | None:
+    """What each iteration adds to a carry that is a sum, which only the addition reads; None if it is not."""
     block = part.loop.blocks[1]
     parameter, result = block.parameters[carry], block.results[carry].root
     node = result.node
     if node is None or node.instruction.opcode != "add":
-        return False
+        return None
     roots = [o.root for o in node.operands]
     if roots.count(parameter) != 1:
-        return False
+        return None
     used = [n for n in block.nodes if any(o.root in (parameter, result) for o in n.operands)]
     if used != [node] or [r.root for r in block.results].count(result) != 1:
-        return False
+        return None
     if any(r.root is parameter for r in block.results):
+        return None
+    return node.operands[1 - roots.index(parameter)]
+
+
+def _sums_up(followed: Followed, part: Part, num_devices: int, leaf: int, carry: int) -> bool:
+    """Whether the carry is the sum of result ``leaf`` of all runs of the stage, and of zeros."""
+    added = adds_up(part, carry)
+    if added is None:
         return False
-    added = node.operands[1 - roots.index(parameter)]
     origins = followed.origins[part.loop]
     live = set(part.live)
     for t in range(part.trips):

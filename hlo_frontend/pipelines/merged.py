@@ -20,7 +20,7 @@ rows as microbatches are alive at a time; it is written and read in place.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -33,7 +33,7 @@ from .chunk import LayerRun, again, entry_of, stacks_of
 from .constants import Constant
 from .emit import Builder, Editor, slice_of
 from .parts import Kept, Pipeline, Recomputed
-from .pieces import Pieces
+from .pieces import Pieces, instructions_of
 from .refusal import Refusal, about
 from .rewrite import computed_by, put, shaped, wanted_by_others, without_sign_of_zero
 from .slots import NONE, Rooms, Slots
@@ -62,7 +62,8 @@ class Names:
     its body, in this order.
     ``taken``: the positions in the written loop's carry of what ``takes_in`` is given. ``held``,
     ``held_back``: how many operands of the layers ``forward`` and ``backward`` are given, which do not
-    change; ``banks``: how many banks; ``left``: bytes of what backward runs leave for runs of weights.
+    change; ``banks``: how many banks; ``turned``: how many sums and results ``turns`` keeps; ``left``: bytes
+    of what backward runs leave for runs of weights.
     ``replays``: the loops behind it, if there are any.
     """
 
@@ -76,6 +77,7 @@ class Names:
     held: int
     held_back: int
     banks: int
+    turned: int
     left: int
     replays: tuple[Replay | None, Replay | None]
 
@@ -99,7 +101,12 @@ class _Carry:
 def merged(module: Module, step: Training, slots: Slots, num_devices: int) -> tuple[bytes, Names]:
     """The module with one loop in place of the step's two. Raises `Refusal`, which names one of them."""
     editor = Editor(module)
-    wanted = wanted_by_others(editor, module, [step.forward, step.backward])
+
+    def cut(editor: Editor, pipeline: Pipeline, wanted: Collection[int]) -> Pieces:
+        sums = step.turn.sums if step.turn is not None and pipeline is step.backward else ()
+        return Pieces(editor, pipeline, wanted, enters=False, sums=sums)
+
+    wanted = wanted_by_others(editor, module, [step.forward, step.backward], cut)
     with about(step.backward.loop.name):
         names = _Merged(editor, step, slots, num_devices, wanted).rewritten()
     return editor.finish(), names
@@ -114,8 +121,15 @@ class _Merged:
     ) -> None:  # fmt: skip
         self.editor, self.step, self.slots, self.num_devices = editor, step, slots, num_devices
         self.there, self.back = step.forward, step.backward
-        self.pieces = Pieces(editor, self.there, wanted[self.there.loop.name])
-        self.pieces_back = Pieces(editor, self.back, wanted[self.back.loop.name])
+        there, back, turn = wanted[self.there.loop.name], wanted[self.back.loop.name], step.turn
+        self.pieces = Pieces(editor, self.there, there, enters=False)
+        # What turns leave for the loop behind, and add up.
+        self.given = [] if turn is None else turn.gives(self.pieces.needed)
+        self.turned = (
+            {} if turn is None else {c: self.back.loop.shape.tuple_shapes[c] for c in turn.sums}
+        )
+        self.pieces = Pieces(editor, self.there, there, enters=False, given=self.given)
+        self.pieces_back = Pieces(editor, self.back, back, enters=False, sums=self.turned)
         self.entry = editor.replace(self.there.loop)
         self.entry.metadata = self.there.loop.proto.metadata
         self.device = self.entry.add("partition-id", array_shape("u32"))
@@ -198,7 +212,8 @@ class _Merged:
         # The others are not read when a microbatch begins, or do not change: they are the initial values.
         self.taken = [n for n in self.pieces.taken_in if n not in self.step.known]
         rows = [b.rows for b in self.step.begins.values() if b.rows is not None]
-        self.others = list(dict.fromkeys(v for r in rows for v in r.held))
+        turned = [] if self.step.turn is None else self.step.turn.held
+        self.others = list(dict.fromkeys([*(v for r in rows for v in r.held), *turned]))
         whole, whole_back = (p.layers.loop.shape.tuple_shapes for p in (there, back))
         self.passed = {i: whole[i] for i in there.layers.passed}
         self.passed_back = {i: whole_back[i] for i in back.layers.passed}
@@ -207,6 +222,7 @@ class _Merged:
             i: resized(whole[i], [count, *[1] * (i in self.begun), *whole[i].dimensions])
             for i in [*self.stacks, *self.begun]
         }
+        self.given_shapes = [instructions_of(v)[0].shape for v in self.given]
         self.sum_shapes = {i: whole_back[i] for i in back.sums}
         rows_left = [self.slots.left, back.layers.count]
         self.left_shapes = {
@@ -223,6 +239,8 @@ class _Merged:
             "banks": [entry.zeros(s) for s in self.bank_shapes.values()],
             "ends": [entry.zeros(self._by_microbatch(s)) for s in self.passed.values()],
             "ends back": [entry.zeros(self._by_microbatch(s)) for s in self.passed_back.values()],
+            "given": [entry.zeros(self._by_microbatch(s)) for s in self.given_shapes],
+            "turned": [entry.zeros(s) for s in self.turned.values()],
             "sums": [entry.zeros(s) for s in self.sum_shapes.values()],
             "left": [entry.zeros(s) for s in self.left_shapes.values()],
             **{
@@ -245,7 +263,8 @@ class _Merged:
         done = self._while(entry, carried, body, self.slots.iterations)
         after = self.carry.named(entry.elements(done))
         numbers = [self.step.order.index(m) for m in range(self.count)]
-        results, replay = self._replayed(self.pieces, there, after["ends"], numbers)
+        ends = [*after["ends"], *after["given"]]
+        results, replay = self._replayed(self.pieces, there, ends, numbers)
         entry.stand_in(results)
         entry.go_on_to(back.loop)
         results, replay_back = self._replayed(
@@ -253,10 +272,13 @@ class _Merged:
         )
         for total, carry in zip(after["sums"], back.sums.values(), strict=True):
             results[carry] = shaped(entry, total, back.loop.shape.tuple_shapes[carry])
+        for total, carry in zip(after["turned"], self.turned, strict=True):
+            results[carry] = total
         entry.stand_in(results)
         return Names(
             done.name, *names, tuple(self.pieces.taken_in), len(self.held), len(self.held_back),
-            len(self.bank_shapes), self._bytes_left(), (replay, replay_back),
+            len(self.bank_shapes), len(self.turned) + len(self.given), self._bytes_left(),
+            (replay, replay_back),
         )  # fmt: skip
 
     def _bytes_left(self) -> int:
@@ -331,7 +353,13 @@ class _Merged:
             )
         ]  # fmt: skip
         begins = b.is_one(at(runs_back & (one == slots.stages - 1)))
-        name_turn, dys = turns(b, begins, [k_back, *ends, *now["others"]], received)
+        name_turn, made = turns(
+            b, begins, [k_back, device, *ends, *now["others"]],
+            [*now["given"], *now["turned"]], received,
+        )  # fmt: skip
+        dys = made[: len(received)]
+        given = made[len(dys) : len(dys) + len(now["given"])]
+        turned = made[len(dys) + len(given) :]
         kept = now["left"] if slots.splits else now["sums"]
         name_back, made = _chosen(
             b, b.is_one(at(runs_back)), backward,
@@ -355,7 +383,7 @@ class _Merged:
         following = {
             **now, "counter": [b.add("add", array_shape(SCALAR), [counter, b.constant(1)])],
             "received": sent, "received back": sent_back, "banks": banks, "ends": ends,
-            "ends back": ends_back, "sums": sums, "left": left,
+            "given": given, "turned": turned, "ends back": ends_back, "sums": sums, "left": left,
         }  # fmt: skip
         b.finish(b.tuple([v for name in self.carry.names for v in following[name]]))
         return b, (name_in, name, name_turn, name_back, name_weights)
@@ -477,47 +505,61 @@ class _Merged:
 
     def _turns(self) -> Any:
         """A function that emits the input of a stage backwards: on the last one, what the backward pass
-        begins with, for the microbatch whose forward run has ended; the received values on others."""
+        begins with, for the microbatch whose forward run has ended; the received values on others. What turns
+        leave for the loop behind, and their sums, go with it."""
         passed = list(self.passed_back.values())
-        scalar = array_shape(SCALAR)
+        scalar, b = array_shape(SCALAR), self.editor.computation("schedule.turns")
         ends = [self._by_microbatch(s) for s in self.passed.values()]
         others = [self._at_entry(v).shape for v in self.others]
-        turn = self.editor.computation("schedule.turns")
-        shapes = [scalar, *ends, *others]
-        k, *rest = turn.elements(turn.parameter(tuple_shape(shapes)))
-        given = dict(zip(self.passed, rest, strict=False))
-        held = dict(zip(self.others, rest[len(ends) :], strict=True))
-        found = []
-        for i, shape in self.passed_back.items():
-            begin = self.step.begins[i]
-            if begin.rows is None:
-                found.append(turn.zeros(shape))
-                continue
-            leaves = {}
-            for (leaf, shift), (value, plus) in begin.given.items():
-                if leaf in leaves:
-                    raise Refusal("the head reads more than one row of what the last stage gave")
-                row = self.there.loop.shape.tuple_shapes[leaf]
-                y = entry_of(turn, given[value], [k])
-                y = shaped(turn, y, resized(row, [1, *row.dimensions[1:]]))
-                leaves[leaf] = without_sign_of_zero(turn, y) if plus else y
-                del shift
-            slot = turn.lookup(np.array(begin.slots, np.int32), [k])
-            block = shaped(turn, begin.rows.emit(turn, slot, held, leaves), shape)
-            found.append(without_sign_of_zero(turn, block) if begin.plus else block)
-        turn.finish(turn.tuple(found))
+        kept = [*map(self._by_microbatch, self.given_shapes), *self.turned.values()]
+        shapes = [scalar, self.device.shape, *ends, *others, *kept]
+        k, device, *rest = b.elements(b.parameter(tuple_shape(shapes)))
+        ys = {
+            i: entry_of(b, end, [k]) for i, end in zip(self.passed, rest, strict=False)
+        }  # fmt: skip
+        held = dict(zip(self.others, rest[len(ends) :], strict=False))
+        found = {i: self._begun(b, i, k, ys, held) for i in self.step.begins}
+        old = rest[len(ends) + len(others) :]
+        stacks, sums = old[: len(self.given)], old[len(self.given) :]
+        if self.step.turn is not None:
+            begun, added, given = self.step.turn.emit(b, k, device, ys, held, self.given)
+            found |= {i: shaped(b, v, self.passed_back[i]) for i, v in begun.items()}
+            stacks = [put(b, s, v, [k]) for s, v in zip(stacks, given, strict=True)]
+            sums = [b.add("add", s.shape, [s, added[c]])
+                    for c, s in zip(self.turned, sums, strict=True)]  # fmt: skip
+        b.finish(b.tuple([*(found[i] for i in self.passed_back), *stacks, *sums]))
         other = self.editor.computation("schedule.goes_on")
-        other.finish(other.tuple(other.elements(other.parameter(tuple_shape(passed)))))
+        other.finish(other.tuple(other.elements(other.parameter(tuple_shape([*passed, *kept])))))
 
         def emit(
-            b: Builder, begins: Any, arguments: Sequence[Any], received: Sequence[Any]
-        ) -> tuple[str, list[Any]]:
-            chosen = b.conditional(
-                begins, [turn, other], [b.tuple(arguments), b.tuple(received)], tuple_shape(passed)
-            )
-            return chosen.name, b.elements(chosen)
+            caller: Builder, begins: Any, arguments: Sequence[Any], kept: Sequence[Any],
+            received: Sequence[Any],
+        ) -> tuple[str, list[Any]]:  # fmt: skip
+            given = [caller.tuple([*arguments, *kept]), caller.tuple([*received, *kept])]
+            shape = tuple_shape([*passed, *(v.shape for v in kept)])
+            chosen = caller.conditional(begins, [b, other], given, shape)
+            return chosen.name, caller.elements(chosen)
 
         return emit
+
+    def _begun(
+        self, b: Builder, i: int, k: Any, ys: Mapping[int, Any], held: Mapping[Instruction, Any]
+    ) -> Any:
+        """What microbatch ``k`` begins with in the backward pass, at position ``i`` of its layers' carry,
+        where that is computed between the loops."""
+        begin, shape = self.step.begins[i], self.passed_back[i]
+        if begin.rows is None:
+            return b.zeros(shape)
+        leaves = {}
+        for (leaf, _), (value, plus) in begin.given.items():
+            if leaf in leaves:
+                raise Refusal("the head reads more than one row of what the last stage gave")
+            row = self.there.loop.shape.tuple_shapes[leaf]
+            y = shaped(b, ys[value], resized(row, [1, *row.dimensions[1:]]))
+            leaves[leaf] = without_sign_of_zero(b, y) if plus else y
+        slot = b.lookup(np.array(begin.slots, np.int32), [k])
+        block = shaped(b, begin.rows.emit(b, slot, held, leaves), shape)
+        return without_sign_of_zero(b, block) if begin.plus else block
 
     # Behind the loop.
 

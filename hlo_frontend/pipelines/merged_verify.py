@@ -84,6 +84,7 @@ class _Checker:
         self.weights = body[names.weights] if names.weights else None
         for node, first in ((self.forward, self.values), (self.backward, self.values_back)):
             self._kept(node, first)
+        self._kept(self.turns, self.values_back, alone=names.turned)
         if self.weights is not None:
             self._kept(self.weights, 0)
             own = FIRST + names.held_back
@@ -94,18 +95,22 @@ class _Checker:
             if [o.root for o in self.weights.operands[own : own + len(given)]] != given:
                 raise self._wrong("a run of weights does not read what the other runs kept")
 
-    def _kept(self, node: Node, first: int) -> None:
-        """Check that banks, sums and what the last stages give are handed from iteration to iteration, and to
-        nobody else but the backward run and the turn."""
+    def _kept(self, node: Node, first: int, alone: int | None = None) -> None:
+        """Check that banks, sums and what the last stages and turns give are handed from iteration to
+        iteration, and to nobody else but the backward run and the turn. ``alone``: how many results of a turn
+        these are."""
         count = len(node.results) - first
-        before = len(node.operands) - 2 * count
+        if alone is not None and count != alone:
+            raise self._wrong("a turn gives something else")
+        # A branch that rests is given no more; one that goes on without a turn is given what is received.
+        before = len(node.operands) - 2 * count - (0 if alone is None else first)
         for n in range(count):
             result = node.results[first + n]
             carries = [i for i, r in enumerate(self.block.results) if r.root is result]
             if len(carries) != 1:
                 raise self._wrong("what a run keeps is not handed from iteration to iteration")
             parameter = self.block.parameters[carries[0]]
-            given = [node.operands[i + n].root for i in (before, before + count)]
+            given = [node.operands[i + n].root for i in (before, len(node.operands) - count)]
             if given != [parameter, parameter]:
                 raise self._wrong("a run does not go on with what was kept")
         kept = list(node.results[first:])
@@ -115,7 +120,7 @@ class _Checker:
             taken = [o.root for o in self.backward.operands[own : own + banks]]
             if taken != kept[:banks]:
                 raise self._wrong("a backward run does not read what forward runs kept")
-            ends = [o.root for o in self.turns.operands[2 : 2 + self.values]]
+            ends = [o.root for o in self.turns.operands[3 : 3 + self.values]]
             if ends != kept[banks:]:
                 raise self._wrong("the last stage does not turn with what it gave")
 
@@ -132,6 +137,9 @@ class _Checker:
             met = [m for at, m in sorted(last.items()) if at.device == device]
             if met != list(range(self.count)):
                 raise self._wrong("gradients of microbatches are added in another order")
+            turned = [m for at, m in sorted(self.runs_back.items()) if at.device == group[-1]]
+            if self.names.turned and turned != list(range(self.count)):
+                raise self._wrong("microbatches turn in another order")
             for runs in (self.runs, self.runs_back):
                 met = [m for at, m in runs.items() if at.device == device]
                 if sorted(met) != list(range(self.count)):

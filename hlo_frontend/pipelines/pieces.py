@@ -12,15 +12,24 @@ from typing import Any
 
 from ..builder import tuple_shape
 from ..graph import Instruction
+from ..values import Value
 from .constants import Constants, behind
 from .emit import Builder, Editor, needed_by, slice_of
 from .parts import Pipeline
 
 
 class Pieces:
-    """The pieces of one loop's body. ``wanted``: positions of its carry that are read behind the loop."""
+    """The pieces of one loop's body. ``wanted``: positions of its carry that are read behind the loop.
 
-    def __init__(self, editor: Editor, pipeline: Pipeline, wanted: Collection[int]) -> None:
+    ``enters``: whether the new loop goes on with the carry where a microbatch enters. ``sums``: positions of
+    sums that it makes besides those of the layers. ``given``: values of the body that it has besides what
+    the layers give, for the pieces behind them.
+    """
+
+    def __init__(
+        self, editor: Editor, pipeline: Pipeline, wanted: Collection[int], *, enters: bool = True,
+        sums: Collection[int] = (), given: Sequence[Value] = (),
+    ) -> None:  # fmt: skip
         self.editor = editor
         self.layers = pipeline.layers
         self.stage = self.layers.loop
@@ -36,12 +45,16 @@ class Pieces:
             n for n, r in enumerate(results)
             if self.reads.get(r) == n or r.opcode == "collective-permute"
         }  # fmt: skip
-        self.sums = set(pipeline.sums.values())
+        self.sums = {*pipeline.sums.values(), *sums}
+        self.enters = enters
+        self.others = [instructions_of(v) for v in given]
         self.needed = self._closed(wanted)
 
     def _closed(self, wanted: Collection[int]) -> list[int]:
         """The positions of the carry that are needed in any iteration."""
-        stack = [*(set(wanted) - self.sums), *(self.reads[r] for r in self._read(self.first)[0])]
+        stack = [*(set(wanted) - self.sums)]
+        if self.enters:
+            stack += [self.reads[r] for r in self._read(self.first)[0]]
         found: set[int] = set()
         while stack:
             n = stack.pop()
@@ -56,6 +69,7 @@ class Pieces:
         """The reads of the carry on which values depend, not through the loop over layers or permutes, and
         whether they depend on the device's id."""
         cuts = {*self.permutes, *(i for i in self.body.instructions if self.stage in i.operands)}
+        cuts |= {i for own in self.others for i in own}
         inner = slice_of(wanted, {*cuts, *self.reads, *self.ids})
         used = {o for i in inner for o in needed_by(i)} | set(wanted)
         reads = [r for r in self.reads if r in used]
@@ -64,9 +78,9 @@ class Pieces:
     def _piece(
         self, name: str, wanted: Sequence[Instruction], ys: Sequence[Any]
     ) -> tuple[Builder, list[int]]:
-        """A computation of the body's ``wanted``. Its parameter has results of the loop over layers, of
-        shapes ``ys``, carries, whose positions are given, and the device's id, as position -1, if it is
-        read."""
+        """A computation of the body's ``wanted``. Its parameter has results of the loop over layers and other
+        given values, of shapes ``ys``, carries, whose positions are given, and the device's id, as position
+        -1, if it is read."""
         reads, has_id = self._read(wanted)
         positions = sorted({self.reads[r] for r in reads})
         b = self.editor.computation(name)
@@ -86,6 +100,8 @@ class Pieces:
     def _cut(self, b: Builder, env: dict[Instruction, Any], ys: Sequence[Any]) -> None:
         for instruction in self.permutes:
             env[instruction] = b.zeros(instruction.shape)
+        for own, value in zip(self.others, ys[len(self.layers.passed) :], strict=False):
+            env |= dict.fromkeys(own, value)
         results = dict(zip(self.layers.passed, ys, strict=False))
         for user in self.body.instructions:
             if self.stage in user.operands:
@@ -137,6 +153,7 @@ class Pieces:
         changing = [n for n in self.needed if n not in self.unchanged]
         wanted = [self.body.root.operands[n] for n in changing]
         passed = [v.shape for v in self.first]
+        passed += [own[0].shape for own in self.others]
         return changing, *self._piece("interleaved.goes_forward", wanted, passed)
 
     def goes_forward(self) -> Any:
@@ -155,3 +172,16 @@ class Pieces:
             return chosen.name, carry | new
 
         return emit
+
+
+def instructions_of(value: Value) -> list[Instruction]:
+    """The instructions of a body that are this value, which one of them computes."""
+    assert value.node is not None
+    made = value.node.instruction
+    if not made.shape.tuple_shapes:
+        return [made]
+    return [
+        i for i in made.computation.instructions
+        if i.opcode == "get-tuple-element" and i.operands[0] is made
+        and i.proto.tuple_index == value.index
+    ]  # fmt: skip

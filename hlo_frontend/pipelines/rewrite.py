@@ -21,7 +21,7 @@ stored slices, sums, and the operands of the layers.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,6 +39,8 @@ from .refusal import Refusal, about
 from .sameness import Class, Sameness
 from .timetable import ENTERS, WAITED, Timetable
 from .weights import Weights, permute
+
+Cut = Callable[[Editor, Pipeline, set[int]], Pieces]
 
 
 @dataclass(frozen=True)
@@ -104,9 +106,10 @@ def rewritten(
 
 
 def wanted_by_others(
-    editor: Editor, module: Module, pipelines: Sequence[Pipeline]
+    editor: Editor, module: Module, pipelines: Sequence[Pipeline], pieces: Cut = Pieces
 ) -> dict[str, set[int]]:
-    """For each loop: positions of its carry that are read behind it, also by rewritten loops."""
+    """For each loop: positions of its carry that are read behind it, also by rewritten loops, which are cut
+    by ``pieces``."""
     by_loop = {p.loop: p for p in pipelines}
     wanted: dict[str, set[int]] = {}
     for pipeline in reversed(pipelines):
@@ -116,7 +119,7 @@ def wanted_by_others(
                 continue
             if user.opcode != "get-tuple-element":
                 own |= set(range(len(pipeline.loop.shape.tuple_shapes)))
-            elif _is_read(module, user, by_loop, wanted, editor):
+            elif _is_read(module, user, by_loop, wanted, editor, pieces):
                 own.add(user.proto.tuple_index)
         if module.entry.root is pipeline.loop:
             own |= set(range(len(pipeline.loop.shape.tuple_shapes)))
@@ -130,6 +133,7 @@ def _is_read(
     by_loop: Mapping[Instruction, Pipeline],
     wanted: Mapping[str, set[int]],
     editor: Editor,
+    cut: Cut,
 ) -> bool:
     """Whether a result of a loop is read, other than as the initial value of a carry that is not needed."""
     if module.entry.root is value:
@@ -142,7 +146,7 @@ def _is_read(
         if len(loops) != 1 or len(others) != 1 or module.entry.root is user:
             return True
         (pipeline,) = loops
-        pieces = Pieces(editor, pipeline, wanted[pipeline.loop.name])
+        pieces = cut(editor, pipeline, wanted[pipeline.loop.name])
         if any(o is value and n in pieces.needed for n, o in enumerate(user.operands)):
             return True
     return False

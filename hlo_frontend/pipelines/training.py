@@ -5,8 +5,9 @@ in one loop, a microbatch backwards on a stage while others still go forwards, i
 
 1. what a microbatch begins with in the forward pass is there before the loop, and depends on no other
    iteration of it (on its carry only where that is never changed, or is known);
-2. what it begins with in the backward pass is one row of an array, which depends on nothing of the forward
-   pass but what the last stage gave for the same microbatch (see `rows`);
+2. what it begins with in the backward pass depends on nothing of the forward pass but what the last stage
+   gave for the same microbatch: it is one row of an array that is computed between the loops (see `rows`), or
+   is computed within them (see `turns`);
 3. all else that the backward pass reads is there before the loop;
 4. the forward pass has no sums over microbatches, which would be added up in another order.
 
@@ -33,6 +34,7 @@ from .parts import Part, Pipeline
 from .pieces import Pieces
 from .refusal import Refusal, about
 from .rows import Rows, separated
+from .turns import Turn, found
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,8 @@ class Training:
     ``order``: for each microbatch of the backward pass, its number in the forward pass. ``begins``: by
     position in the carry of the layers of the backward pass, what a microbatch begins with there.
     ``known``: by position in the carry of the forward loop, numbers on which the input of a microbatch
-    depends, [devices, microbatches], in the order of the backward pass.
+    depends, [devices, microbatches], in the order of the backward pass. ``turn``: what the last stage does
+    where a microbatch begins its way back within the loop.
     """
 
     forward: Pipeline
@@ -65,6 +68,7 @@ class Training:
     order: tuple[int, ...]
     begins: dict[int, Begin]
     known: dict[int, np.ndarray]
+    turn: Turn | None = None
 
 
 def owner_of(part: Part, parts: Sequence[Part]) -> Part:
@@ -92,8 +96,17 @@ def training(followed: Followed, forward: Part, backward: Part, pieces: Pieces) 
         if there.sums:
             raise Refusal("what its layers give is summed up over microbatches in the forward pass")
         known = _known(followed, forward, pieces, order)
-    begins = {i: _begin(followed, forward, backward, i, order) for i in back.layers.passed}
-    return Training(there, back, order, begins, known)
+    begins: dict[int, Begin] = {}
+    inside: list[int] = []
+    for i in back.layers.passed:
+        begin = _begin(followed, forward, backward, i, order)
+        if begin is None:
+            inside.append(i)
+        else:
+            begins[i] = begin
+    depends = dependents(forward.loop.instruction)
+    turn = found(followed, forward, backward, inside, order, depends) if inside else None
+    return Training(there, back, order, begins, known, turn)
 
 
 def dependents(loop: Instruction) -> set[Instruction]:
@@ -191,8 +204,9 @@ def _read(followed: Followed, part: Part) -> set[int]:
 
 def _begin(
     followed: Followed, forward: Part, backward: Part, i: int, order: Sequence[int]
-) -> Begin:
-    """What microbatches begin with in the backward pass, at position ``i`` of its layers' carry."""
+) -> Begin | None:
+    """What microbatches begin with in the backward pass, at position ``i`` of its layers' carry; None if it
+    is computed within the loop."""
     value = backward.stage.operands[i]
     origins = followed.origins[backward.loop]
     runs: dict[int, list[Execution]] = {}
@@ -203,12 +217,8 @@ def _begin(
         return Begin(None, (), False, {})
     sources = {run: followed.of(backward.loop, value, run) for run in flat}
     first = sources[flat[0]]
-    changes = Refusal(
-        "what a microbatch begins with in the backward pass is not, for each microbatch, one row of an array "
-        "that is computed before it"
-    )
     if first.begin is None or first.begin.node is None:
-        raise changes
+        return None
     for run, source in sources.items():
         if (
             source.begin is not first.begin
@@ -216,18 +226,18 @@ def _begin(
             or source.made.plus != first.made.plus
             or source.made.at.device != run.device
         ):
-            raise changes
+            return None
     slots: list[int] = []
     for m in range(len(order)):
         own = {sources[run].made.slot for run in runs[m]}
         if len(own) != 1:
-            raise changes
+            return None
         slots.append(own.pop() or 0)
     result = first.begin.node.instruction
     if len(first.begin.node.results) != 1 or list(result.shape.dimensions[1:]) != list(
         backward.stage.instruction.shape.tuple_shapes[i].dimensions
     ):
-        raise changes
+        return None
     nodes = {node.instruction: node for node in followed.entry.block.nodes}
 
     def alone(summed: Instruction, operand: int) -> bool:

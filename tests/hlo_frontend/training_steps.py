@@ -25,6 +25,8 @@ class Draw:
     ``mask``: ``cond`` runs nothing on padding, ``where`` runs zeros with zeros for weights.
     ``again``: what is under `jax.checkpoint`. ``collect``: ``put`` puts outputs away by microbatch, ``scan``
     cuts them from what the scan gives. ``inside``: whether the gradient is taken on each device.
+    ``head``: where the loss is computed, ``behind`` the loop for all microbatches at once, or in it, on the
+    last stage, under a ``cond`` or with its input masked by ``where``.
     """
 
     stages: int = 2
@@ -43,6 +45,7 @@ class Draw:
     embeds: bool = True
     metric: bool = False
     dtype: str = "float32"
+    head: str = "behind"
 
 
 def draw(rng: random.Random) -> Draw:
@@ -64,6 +67,7 @@ def draw(rng: random.Random) -> Draw:
         embeds=rng.random() < 0.6,
         metric=rng.random() < 0.3,
         dtype=rng.choice(["float32", "float32", "float32", "bfloat16"]),
+        head=rng.choice(["behind", "cond", "cond", "where"]),
     )
 
 
@@ -75,8 +79,11 @@ def parallel_layer(x: jax.Array, w: dict[str, jax.Array]) -> tuple[jax.Array, No
     return x + lax.psum(jnp.tanh(x @ w["up"]) @ w["down"], "y"), None
 
 
-def outputs_of(d: Draw, layers: Any, xs: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """What the last stage gives, by microbatch, and a metric that is summed up in the loop."""
+def outputs_of(
+    d: Draw, layers: Any, xs: jax.Array, head: jax.Array, wanted: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """What the last stage gives, by microbatch, or the losses of a head in the loop, and a metric that is
+    summed up in the loop."""
     stage = lax.axis_index("x")
     pairs = [(s, s + 1) for s in range(d.stages - 1)] + [(d.stages - 1, 0)] * d.ring
     one = parallel_layer if "y" in d.axes else layer
@@ -102,14 +109,26 @@ def outputs_of(d: Draw, layers: Any, xs: jax.Array) -> tuple[jax.Array, jax.Arra
         out = i - (d.stages - 1)
         last = (stage == d.stages - 1) & (out >= 0)
         given = jnp.where(stage == d.stages - 1, y, 0)
+        result = y
+        if d.head != "behind":
+            target = wanted[jnp.clip(out, 0, d.microbatches - 1)]
+
+            def loss(y):
+                return loss_of(d, head, y, target)
+
+            if d.head == "cond":
+                result = given = lax.cond(last, loss, lambda y: jnp.float32(0), y)
+            else:
+                result = given = jnp.where(last, loss(jnp.where(last, y, 1)), 0)
         if d.collect == "put":
-            put = outputs.at[jnp.clip(out, 0, d.microbatches - 1)].set(y)
+            put = outputs.at[jnp.clip(out, 0, d.microbatches - 1)].set(result)
             outputs, given = jnp.where(last, put, outputs), None
         if d.metric:
             metric = metric + lax.stop_gradient(jnp.where(last, jnp.max(jnp.abs(y)), 0))
         return (lax.ppermute(y, "x", pairs), outputs, metric), given
 
-    start = (jnp.zeros_like(xs[0]), jnp.zeros_like(xs), jnp.zeros((), xs.dtype))
+    outputs = jnp.zeros_like(xs) if d.head == "behind" else jnp.zeros(d.microbatches)
+    start = (jnp.zeros_like(xs[0]), outputs, jnp.zeros((), xs.dtype))
     trips = d.microbatches + d.stages - 1
     (_, outputs, metric), given = lax.scan(iteration, start, jnp.arange(trips))
     return (outputs if d.collect == "put" else given[d.stages - 1 :]), metric
@@ -136,8 +155,9 @@ def local(d: Draw, parameters: Any, tokens: jax.Array, wanted: jax.Array) -> Any
         if d.embeds
         else lax.stop_gradient(parameters["embedding"][tokens])
     )
-    outputs, metric = outputs_of(d, parameters["layers"], xs)
-    loss = loss_of(d, parameters["head"], outputs, wanted)
+    outputs, metric = outputs_of(d, parameters["layers"], xs, parameters["head"], wanted)
+    behind = d.head == "behind"
+    loss = loss_of(d, parameters["head"], outputs, wanted) if behind else jnp.mean(outputs)
     return jnp.where(lax.axis_index("x") == d.stages - 1, loss, 0), metric
 
 

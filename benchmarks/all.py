@@ -11,6 +11,7 @@ from harness import options
 NAMES = (
     "dispatch",
     "psum_two_ranks",
+    "psum_under_load",
     "loop_psum",
     "loop_sizes",
     "many_results",

@@ -885,6 +885,7 @@ cdef enum:
     POLLS = 8
 # As in `waiting`: a sleep is this part of the time waited so far, within these bounds in seconds.
 cdef double PART = 0.1, SHORTEST = 10e-6, LONGEST = 500e-6
+cdef double TAKEN = 500e-6, AS_LONG = 8.0  # of `waiting`
 
 
 def use_mpi(uintptr_t isend, uintptr_t irecv, uintptr_t testall, uintptr_t byte, int request_bytes, int status_bytes) -> None:
@@ -1019,12 +1020,29 @@ cdef bint drive(table_t* table) noexcept nogil:
         k = 0
 
 
+cdef double taken_until = 0.0
+
+
+cdef void give_way() noexcept nogil:
+    """`waiting.give_way`."""
+    global taken_until
+    cdef double began = now()
+    cdef double took
+    if began < taken_until:
+        stretto_sleep(SHORTEST)
+        return
+    sched_yield()
+    took = now() - began
+    if took > TAKEN:
+        taken_until = began + AS_LONG * took
+
+
 cdef void relax(table_t* table, double since) noexcept nogil:
     """What a wait does between polls: see `waiting`."""
     cdef double waited = now() - since
     if waited < table.patience:
         if table.patience < 1.0:
-            sched_yield()
+            give_way()
         return
     stretto_sleep(min(max(PART * waited, SHORTEST), LONGEST))
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from functools import cache
-from os import sched_yield
 from time import perf_counter
 from typing import Any, cast
 
@@ -25,6 +24,7 @@ from stretto.collectives.gpus import BoundOnGpus, Joined
 from stretto.collectives.native import ALONE, Peers
 from stretto.collectives.ops import Collective, Kind
 from stretto.collectives.pieces import Piece, pieces
+from stretto.collectives.waiting import give_way
 
 from ..engines.engine import StreamedEngine
 from ..program import Loop, Run, Start, Wait, instructions
@@ -284,7 +284,7 @@ class Communication:
                 pending = post(operands, **options)
                 done = pending.test()
                 while not done and perf_counter() < until:
-                    sched_yield()  # another rank may need this core
+                    give_way()  # another rank may need this core
                     done = pending.test()
             except BaseException as error:
                 progress.end()

@@ -6,6 +6,7 @@ import math
 
 import pytest
 
+from stretto.collectives import waiting
 from stretto.collectives.waiting import Waiting
 
 
@@ -175,3 +176,21 @@ def test_collectives_block_only_where_a_core_is_to_spare(patience: float, calls:
 
     Waiting(patience).run(Comm(), block, start, 1, 2)  # type: ignore[arg-type]
     assert made == calls
+
+
+def test_after_a_yield_that_others_used_waits_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, did = [0.0], []
+
+    def spend(name: str, seconds: float) -> None:
+        did.append(name)
+        now[0] += seconds
+
+    slices = iter([1e-6, 2e-3, 1e-6])
+    monkeypatch.setattr(waiting, "_taken_until", 0.0)
+    monkeypatch.setattr(waiting.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(waiting, "sched_yield", lambda: spend("yield", next(slices)))
+    monkeypatch.setattr(waiting, "_sleep_precisely", lambda seconds: spend("sleep", 8e-3))
+    for _ in range(5):
+        waiting.give_way()
+    # The second yield took 2 ms, for eight times as long as which two sleeps of 8 ms last.
+    assert did == ["yield", "yield", "sleep", "sleep", "yield"]

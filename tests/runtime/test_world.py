@@ -129,7 +129,9 @@ def test_sigterm_is_told_where_no_handler_of_python_runs() -> None:
     done = ranks("terminate")
     assert done.returncode != 0
     said = {line.partition(" ends: SIGTERM: mpiexec")[0] for line in lines_of(done)}
-    assert said == {f"stretto: rank {rank}" for rank in range(3)}
+    # Hydra sends SIGKILL to the others once the first has ended, after which some may not have had a core.
+    assert said
+    assert said <= {f"stretto: rank {rank}" for rank in range(3)}
 
 
 @mpi

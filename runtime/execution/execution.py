@@ -191,10 +191,21 @@ class Execution:
         self.event.set(error=error)
         if self.end is self.event:
             return
-        if error is None and ends:
-            completions.submit(partial(_wait_for, tuple(ends), self.end))
-        else:
+        if error is not None or not ends:
             self.end.set(error=error)
+        elif self._is_over(ends, results):
+            _wait_for(ends, self.end)
+        else:
+            completions.submit(partial(_wait_for, tuple(ends), self.end))
+
+    def _is_over(self, ends: Sequence[Any], results: Sequence[Any]) -> bool:
+        """Whether a program of one segment has run, as far as its results say. Such as the engine ran in the
+        thread that called: another thread need not wait for them."""
+        walker = self.loaded.walker
+        if not getattr(walker.engine, "jax_arrays", False) or len(ends) != len(walker.ordinals):
+            return False
+        arrays = [a for register in results if type(register) is list for a in register]
+        return bool(arrays) and all(array.is_ready() for array in arrays)
 
 
 def _joined(column: Sequence[Any]) -> Joined | None:

@@ -344,7 +344,8 @@ class LoadedProgram:
             self.dispatcher.enqueue(execution)
         if self.donates:
             self._delete_donated(arguments)
-        return outputs, execution.end if self.has_host_callbacks else execution.event
+        event = execution.end if self.has_host_callbacks else execution.event
+        return outputs, None if event.done and event.error is None else event
 
 
 # Each type once: what one program gives the next one takes, which are then the same object.

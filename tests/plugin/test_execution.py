@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -16,6 +17,7 @@ from jax.experimental import io_callback, serialize_executable
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from stretto.runtime.engines.xla_cpu import XlaCpuEngine
+from stretto.runtime.execution import execution
 
 pytestmark = pytest.mark.usefixtures("on_stretto")
 
@@ -227,6 +229,18 @@ class TestErrors:
 
 
 class TestCallbacks:
+    def test_one_that_is_over_is_waited_for_by_no_thread(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """As is a program that calls back only where something is wrong, the engine runs it at once."""
+        f = jax.jit(lambda a: lax.cond(a > 0, lambda: a, lambda: jax.pure_callback(np.sin, a, a)))
+        argument = jax.block_until_ready(jnp.float32(2))
+        jax.block_until_ready(f(argument))
+        waited: list[object] = []
+        monkeypatch.setattr(execution, "completions", SimpleNamespace(submit=waited.append))
+        assert f(argument) == 2
+        assert not waited
+
     def test_pure_callback(self) -> None:
         result = jax.jit(lambda a: jax.pure_callback(np.sin, a, a))(jnp.arange(4.0))
         np.testing.assert_allclose(np.asarray(result), np.sin(np.arange(4.0, dtype=np.float32)))

@@ -10,21 +10,41 @@ from __future__ import annotations
 
 import argparse
 import json
-import signal
 import statistics
 import sys
-import tempfile
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from chunked_programs import PROGRAMS, flops
-from harness import Contender, console, in_turns, show, start
-from link import Unavailable, two_hosts
-from two_hosts import ONE_THREAD, calibrate
+from harness import Contender, in_turns, show, start
+from link import Host
+from two_hosts import ONE_THREAD, hosts_and_costs
 
 SPLIT, WHOLE = "split", "whole"
 RATIOS = {"gather": (0.5, 1.0, 1.6), "scatter": (0.5, 1.0, 1.6), "experts": (0.5, 1.6)}
+
+
+def jobs(
+    stack: ExitStack, hosts: Sequence[Host], costs: Path, splits: Mapping[str, bool]
+) -> list[Contender]:
+    """Jobs of `chunked_ranks` on both hosts, by name, with collectives in parts or whole."""
+    env = {
+        "JAX_PLATFORMS": "stretto,cpu",
+        "STRETTO_CONTROL_HOST": hosts[0].address,
+        "STRETTO_COSTS": str(costs.resolve()),
+        **ONE_THREAD,
+    }
+    made = []
+    for name, split in splits.items():
+        prefixes, on = [host.prefix for host in hosts], str(int(split))
+        job = start(name, "chunked_ranks.py", 2, "mpi", prefixes, STRETTO_SPLIT=on, **env)
+        stack.callback(job.close)
+        for s in job.sockets:
+            s.settimeout(600)
+        made.append(job)
+    return made
 
 
 def main() -> int:
@@ -35,34 +55,14 @@ def main() -> int:
     parser.add_argument("--costs", type=Path, help="table of costs (default: made here)")
     parser.add_argument("--programs", nargs="*", choices=PROGRAMS, default=list(PROGRAMS))
     args = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # namespaces outlive who made them
     repeats, calls = (3, 2) if args.quick else (11, 3)
     with ExitStack() as stack:
-        try:
-            hosts = stack.enter_context(two_hosts(f"{args.rate:g}mbit"))
-        except Unavailable as why:
-            console.print(f"skipped: two hosts cannot be made here: {why}", markup=False)
+        prepared = hosts_and_costs(stack, args.rate, args.costs)
+        if prepared is None:
             return 0
-        costs = args.costs
-        if costs is None:
-            costs = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "costs.json"
-        if not costs.exists():
-            calibrate(hosts, costs)
+        hosts, costs = prepared
         busy = max(link["busy"] for link in json.loads(costs.read_text())["links"])
-        env = {
-            "JAX_PLATFORMS": "stretto,cpu",
-            "STRETTO_CONTROL_HOST": hosts[0].address,
-            "STRETTO_COSTS": str(costs.resolve()),
-            **ONE_THREAD,
-        }
-        runtimes = []
-        for name, split in ((SPLIT, "1"), (WHOLE, "0")):
-            prefixes = [host.prefix for host in hosts]
-            made = start(name, "chunked_ranks.py", 2, "mpi", prefixes, STRETTO_SPLIT=split, **env)
-            stack.callback(made.close)
-            runtimes.append(made)
-            for s in made.sockets:
-                s.settimeout(600)
+        runtimes = jobs(stack, hosts, costs, {SPLIT: True, WHOLE: False})
         rows: dict[str, dict[str, list[float]]] = {}
         shares: dict[str, str] = {}
         for program in args.programs:

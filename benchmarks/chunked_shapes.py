@@ -12,10 +12,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import signal
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -23,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from harness import Contender, console, start
-from link import Unavailable, two_hosts
-from two_hosts import ONE_THREAD, calibrate
+from chunked import jobs
+from harness import Contender, console
+from two_hosts import hosts_and_costs
 
 Case = dict[str, Any]
 
@@ -40,16 +38,16 @@ def random_case(rng: np.random.Generator) -> Case:
     return case | {"rows": rows, "width": width, "size": size}
 
 
-def ratios(jobs: Sequence[Contender], case: Case, turns: int) -> tuple[float, float]:
-    """How many times as fast as whole: split, and the control. ``jobs``: split, whole, control."""
-    times: dict[str, list[float]] = {job.name: [] for job in jobs}
+def ratios(contenders: Sequence[Contender], case: Case, turns: int) -> tuple[float, float]:
+    """How many times as fast as whole: split, and the control. ``contenders``: split, whole, control."""
+    times: dict[str, list[float]] = {job.name: [] for job in contenders}
     for turn in range(turns + 1):
-        first = turn % len(jobs)
-        for job in (*jobs[first:], *jobs[:first]):
+        first = turn % len(contenders)
+        for job in (*contenders[first:], *contenders[:first]):
             value = job.run(case)
             if turn:
                 times[job.name].append(value)
-    split, whole, control = (statistics.median(times[job.name]) for job in jobs)
+    split, whole, control = (statistics.median(times[job.name]) for job in contenders)
     return whole / split, whole / control
 
 
@@ -65,39 +63,19 @@ def main() -> int:
     parser.add_argument("--costs", type=Path, help="table of costs (default: made here)")
     parser.add_argument("--json", type=Path, help="write the ratios there too")
     args = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # namespaces outlive who made them
     with ExitStack() as stack:
-        try:
-            hosts = stack.enter_context(two_hosts(f"{args.rate:g}mbit"))
-        except Unavailable as why:
-            console.print(f"skipped: two hosts cannot be made here: {why}", markup=False)
+        prepared = hosts_and_costs(stack, args.rate, args.costs)
+        if prepared is None:
             return 0
-        costs = args.costs
-        if costs is None:
-            costs = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "costs.json"
-        if not costs.exists():
-            calibrate(hosts, costs)
-        env = {
-            "JAX_PLATFORMS": "stretto,cpu",
-            "STRETTO_CONTROL_HOST": hosts[0].address,
-            "STRETTO_COSTS": str(costs.resolve()),
-            **ONE_THREAD,
-        }
-        jobs = []
-        for name, on in (("split", "1"), ("whole", "0"), ("control", "0")):
-            prefixes = [host.prefix for host in hosts]
-            made = start(name, "chunked_ranks.py", 2, "mpi", prefixes, STRETTO_SPLIT=on, **env)
-            stack.callback(made.close)
-            jobs.append(made)
-            for s in made.sockets:
-                s.settimeout(600)
+        hosts, costs = prepared
+        contenders = jobs(stack, hosts, costs, {"split": True, "whole": False, "control": False})
         rng = np.random.default_rng(0)
         began, found = time.monotonic(), []
         while len(found) < args.n and time.monotonic() - began < args.seconds:
             case = random_case(rng)
-            ratio, control = ratios(jobs, case, args.turns)
+            ratio, control = ratios(contenders, case, args.turns)
             if min(ratio, control) < args.least:
-                ratio, control = ratios(jobs, case, 3 * args.turns)
+                ratio, control = ratios(contenders, case, 3 * args.turns)
             found.append(case | {"ratio": ratio, "control": control})
     if args.json:
         args.json.write_text(json.dumps(found, indent=1))

@@ -157,6 +157,24 @@ def batch_for(
     return batch, {"compute alone": compute, "messages alone": messages}
 
 
+def hosts_and_costs(
+    stack: ExitStack, rate: float, costs: Path | None
+) -> tuple[tuple[Host, Host], Path] | None:
+    """Two hosts with a link of so many Mb/s, and the table of costs, calibrated if it is not there; None,
+    which is said, where hosts cannot be made. Both last as long as ``stack``."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # namespaces outlive who made them
+    try:
+        hosts = stack.enter_context(two_hosts(f"{rate:g}mbit"))
+    except Unavailable as why:
+        console.print(f"skipped: two hosts cannot be made here: {why}", markup=False)
+        return None
+    if costs is None:
+        costs = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "costs.json"
+    if not costs.exists():
+        calibrate(hosts, costs)
+    return hosts, costs
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="fewer repeats: a look, not a figure")
@@ -169,19 +187,13 @@ def main() -> int:
     parser.add_argument("--split", action="store_true", help="with collectives in parts")
     parser.add_argument("--profile", action="store_true", help="stretto with STRETTO_PROFILE=1 too")
     args = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # namespaces outlive who made them
     sizes = {"layers": args.layers, "width": args.width}
     repeats, calls = (3, 2) if args.quick else (11, 3)
     with ExitStack() as stack:
-        try:
-            hosts = stack.enter_context(two_hosts(f"{args.rate:g}mbit"))
-        except Unavailable as why:
-            console.print(f"skipped: two hosts cannot be made here: {why}", markup=False)
+        prepared = hosts_and_costs(stack, args.rate, args.costs)
+        if prepared is None:
             return 0
-        costs = args.costs
-        if costs is None:
-            costs = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "costs.json"
-            calibrate(hosts, costs)
+        hosts, costs = prepared
         planned = {"STRETTO_COSTS": str(costs.resolve()), "STRETTO_SPLIT": str(int(args.split))}
         runtimes = contenders(hosts, planned, stack)
         rows: dict[str, dict[str, list[float]]] = {}

@@ -29,6 +29,7 @@ from .cuda import CudaError, cuda
 from .nccl import BYTE, IN_PROGRESS, nccl
 from .ops import Collective, Kind
 from .types import TensorType
+from .waiting import give_way
 
 if TYPE_CHECKING:
     from .communicator import BoundCollective
@@ -206,7 +207,7 @@ class Gpus:
                 if now > began + patience:
                     raise CudaError(f"{what}: not all ranks came within {patience:g} s")
                 if now < began + _POLLED:
-                    os.sched_yield()
+                    give_way()
                 else:
                     time.sleep(1e-3)
             if state:

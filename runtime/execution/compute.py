@@ -168,9 +168,8 @@ class Compute:
             nonlocal seconds
             began = perf_counter()
             arrays = run(ordinals[position], [column[position] for column in columns])
-            seconds += 0.25 * (
-                perf_counter() - began - seconds
-            )  # an estimate: threads may write at once
+            took = perf_counter() - began
+            seconds += 0.25 * (took - seconds)  # an estimate: threads may write at once
             return began, arrays
 
         def leave_out(position: int, results: list[list[Any]]) -> None:

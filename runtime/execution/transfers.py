@@ -17,7 +17,6 @@ asked for belongs to the thread; memory that MPI may still use is never let go.
 from __future__ import annotations
 
 import json
-import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -28,6 +27,7 @@ import numpy as np
 
 from stretto.collectives.memory import as_bytes, pool
 from stretto.collectives.types import TensorType
+from stretto.collectives.waiting import give_way
 
 from ..errors import CollectiveMismatch, StrettoError, WorldError
 from ..job import watchdog
@@ -212,7 +212,7 @@ class Transfers:
                 if looks > _YIELDS:
                     self._rest(min(_LONGEST_PAUSE, 2e-5 * (looks - _YIELDS)))
                 else:
-                    os.sched_yield()
+                    give_way()
         except BaseException as error:
             self._fail(error)
             self._world.fail(error)

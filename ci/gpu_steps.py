@@ -33,9 +33,20 @@ def pytest(name: str, seconds: int, chosen: str, **variables: str) -> Step:
     return Step(name, seconds, command, tuple(variables.items()))
 
 
-def conformance(form: str, nccl: str, seconds: int) -> Step:
-    name = f"{form}-{'nccl' if nccl == '1' else 'staged'}"
-    return pytest(name, seconds, "test_program", STRETTO_TEST_FORM=form, STRETTO_TEST_NCCL=nccl)
+# What collectives between GPUs are to use: NCCL, the host's memory, or MPI on the GPUs' memory.
+WAYS = {"nccl": ("1", "0"), "staged": ("0", "0"), "direct": ("0", "1")}
+
+
+def conformance(form: str, way: str, seconds: int) -> Step:
+    """``direct+auto``: on GPUs, where MPI's library must say that it can."""
+    way, _, asked = way.partition("+")
+    nccl, by_mpi = WAYS[way]
+    variables = {
+        "STRETTO_TEST_FORM": form,
+        "STRETTO_TEST_NCCL": nccl,
+        "STRETTO_TEST_CUDA_MPI": asked or by_mpi,
+    }
+    return pytest(f"{form}-{way}", seconds, "test_program", **variables)
 
 
 def host(nccl: str) -> Step:
@@ -58,13 +69,15 @@ COMPILE = pytest("compile", 900, "compile")
 # On the fake, conformance on all forms; the fewest processes first.
 FAKE = (
     *FIRST,
+    pytest("direct", 200, "mpi_moves"),
     COMPILE,
     host("1"),
     host("0"),
     *(
-        conformance(form, nccl, 3600)
+        conformance(form, way, 3600)
         for form in ("1x8", "2x4", "4x2", "8x1")
-        for nccl in ("1", "0")
+        for way in ("nccl", "staged", "direct")
+        if (form, way) != ("1x8", "direct")  # one process has no MPI
     ),
 )
 
@@ -86,7 +99,11 @@ def real() -> tuple[Step, ...]:
         Step("measure", 300, measure),
         host("1"),
         host("0"),
-        *(conformance(form, nccl, 590) for form in forms for nccl in ("0", "1")),
+        *(
+            conformance(form, way, 590)
+            for form in forms
+            for way in ("staged", "nccl", "direct+auto")
+        ),
     )
 
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import ctypes
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, cached_property
 from itertools import pairwise
 from typing import Any
@@ -109,9 +109,15 @@ def native(dtype: str, reduction: Reduction) -> tuple[MPI.Datatype, MPI.Op] | No
 
 
 @cache
+def loaded_library() -> ctypes.CDLL:
+    """The functions of the library that mpi4py has loaded."""
+    return ctypes.CDLL(MPI.__file__)
+
+
+@cache
 def _offer_functions() -> None:
-    """Make MPI's functions known to compiled code: those of the library that mpi4py has loaded."""
-    library = ctypes.CDLL(MPI.__file__)
+    """Make MPI's functions known to compiled code."""
+    library = loaded_library()
     names = ("MPI_Isend", "MPI_Irecv", "MPI_Testall")
     addresses = (ctypes.cast(getattr(library, n), ctypes.c_void_p).value for n in names)
     use_mpi(*addresses, MPI._handleof(MPI.BYTE), MPI._sizeof(MPI.Request), MPI._sizeof(MPI.Status))
@@ -574,6 +580,21 @@ class MpiWorld:
         requests = [comm.Irecv([as_bytes(a), MPI.BYTE], q, tag) for a, q in receives]
         requests += [comm.Isend([as_bytes(a), MPI.BYTE], q, tag) for a, q in sends]
         return Posted(requests, self.waiting)
+
+    def exchange_memory(
+        self, sends: Iterable[tuple[int, int, int]], receives: Iterable[tuple[int, int, int]]
+    ) -> None:
+        """The same for memory that only MPI can read: (address, bytes, process)."""
+        comm, tag, byte, most = self.comm, self.permute_tag, MPI.BYTE, 0
+        requests = []
+        for call, messages in ((comm.Irecv, receives), (comm.Isend, sends)):
+            total = 0
+            for address, nbytes, process in messages:
+                memory = MPI.buffer.fromaddress(address, nbytes)
+                requests.append(call([memory, byte], process, tag))
+                total += nbytes
+            most = max(most, total)
+        self.waiting.all(requests, most)
 
     def post_receive(self, array: np.ndarray, process: int, tag: int) -> MPI.Request:
         return self.comm.Irecv([as_bytes(array), MPI.BYTE], process, tag)

@@ -116,6 +116,12 @@ class Client(_capi.Handle):  # type: ignore[misc]
         with self._lock:
             self._executables.add(executable)
 
+    def ways(self, executable: object) -> dict[str, str]:
+        """How an executable's collectives move GPUs' arrays, by name, once it has run here."""
+        with self._lock:
+            loaded = [e.loaded for e in self._executables if e.executable is executable]
+        return next(filter(None, (made.walker.ways() for made in loaded)), {})
+
     def observe(self, instrument: Instrument) -> Callable[[], None]:
         """Tell ``instrument`` what is run from now on, until what this gives is called."""
         end = self.executor.observe(instrument)

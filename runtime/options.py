@@ -50,6 +50,8 @@ class Options:
     machines, if anything (`docs/overlap.md`).
     ``native``: whether loops and programs of small collectives become compiled code that calls them itself.
     ``nccl``: whether collectives between GPUs stay on them, over NCCL (`docs/gpu.md`).
+    ``cuda_mpi``: whether MPI is given GPUs' memory where collectives do not go over NCCL, one of `CUDA_MPI`;
+    ``auto``: if its library says that it takes it (`docs/gpu.md`).
     ``share_compiled``: whether ranks of one host take over what another of them has compiled.
     ``profile``: whether the first runs of each program are measured, for the next job to plan by.
     ``skip_compute``: do not run segments on devices where nobody reads what they give.
@@ -88,6 +90,7 @@ class Options:
     schedule: str = "gpipe"
     native: bool = True
     nccl: bool = True
+    cuda_mpi: str = "auto"
     share_compiled: bool = True
     profile: bool = False
     dump: str = ""
@@ -151,6 +154,7 @@ VARIABLES: dict[str, tuple[str, Callable[[str], Any]]] = {
     "costs": ("STRETTO_COSTS", str),
     "native": ("STRETTO_NATIVE", _switch),
     "nccl": ("STRETTO_NCCL", _switch),
+    "cuda_mpi": ("STRETTO_CUDA_MPI", str),
     "share_compiled": ("STRETTO_SHARE_COMPILED", _switch),
     "profile": ("STRETTO_PROFILE", _switch),
     "skip_compute": ("STRETTO_SKIP_COMPUTE", _switch),
@@ -166,6 +170,7 @@ VARIABLES: dict[str, tuple[str, Callable[[str], Any]]] = {
 # More than any engine makes within minutes.
 MOST_LOCAL_DEVICES = 1 << 16
 LAUNCHERS = ("auto", "mpi", "jax", "none")
+CUDA_MPI = ("auto", "0", "1")
 SCHEDULES = ("gpipe", "1f1b", "zb_h1")
 
 _EXPECTED = {
@@ -183,6 +188,7 @@ _EXPECTED = {
     "costs": "expected the name of a file",
     "native": "expected 0 or 1",
     "nccl": "expected 0 or 1",
+    "cuda_mpi": f"expected one of {', '.join(CUDA_MPI)}",
     "share_compiled": "expected 0 or 1",
     "profile": "expected 0 or 1",
     "trace": "expected the name of a folder",
@@ -215,6 +221,7 @@ def _problem(name: str, value: Any) -> str:
         "costs": lambda v: isinstance(v, str),
         "native": lambda v: isinstance(v, bool),
         "nccl": lambda v: isinstance(v, bool),
+        "cuda_mpi": lambda v: v in CUDA_MPI,
         "share_compiled": lambda v: isinstance(v, bool),
         "profile": lambda v: isinstance(v, bool),
         "trace": lambda v: isinstance(v, str),
@@ -231,7 +238,7 @@ def _problem(name: str, value: Any) -> str:
 
 # Of this repository's tests.
 _OF_TESTS = {"STRETTO_TEST_FULL", "STRETTO_PJRT_HEADER"} | {
-    f"STRETTO_TEST_{name}" for name in ("GPU", "FORM", "NCCL", "ROUNDS")
+    f"STRETTO_TEST_{name}" for name in ("GPU", "FORM", "NCCL", "CUDA_MPI", "ROUNDS")
 }
 
 

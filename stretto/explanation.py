@@ -8,6 +8,7 @@ from typing import Any
 from stretto.commands.explain import explain_program, to_text
 from stretto.commands.explain_costs import ledger_text
 from stretto.hlo_frontend.overlap.export import to_json
+from stretto.plugin.client import Client
 from stretto.plugin.executable import executables
 from stretto.runtime.program import Program
 
@@ -16,7 +17,8 @@ from stretto.runtime.program import Program
 class Explanation:
     """What a compiled function is. As text: what ``stretto explain`` prints of a file.
 
-    ``program``: what every rank executes; it prints. ``data``: what ``stretto explain --json`` gives.
+    ``program``: what every rank executes; it prints. ``data``: what ``stretto explain --json`` gives, and as
+    ``ways``, once it has run, how each collective moves GPUs' arrays (`docs/gpu.md`).
     ``plan``: what ``stretto explain --costs --json`` gives, by the table of costs of this job; None where
     nothing is scheduled, since there is no table or nothing communicates.
     """
@@ -50,4 +52,7 @@ def explain(compiled: Any) -> Explanation:
         told = made.source.explained(policy)
         told.splits = made.splits
         plan = to_json(told)
-    return Explanation(made.program, explain_program(made, made.tokens()), plan)
+    data = explain_program(made, made.tokens())
+    if isinstance(found.maker, Client):
+        data["ways"] = found.maker.ways(found)
+    return Explanation(made.program, data, plan)

@@ -124,10 +124,14 @@ class Loans:
         self._driver.record(mark.event, stream)
         return mark
 
+    def follow(self, ordinal: int, stream: int, mark: Mark) -> None:
+        """Have what comes onto a stream of this device from now on wait for a mark."""
+        self._driver.use(self._devices[ordinal])
+        self._driver.wait(stream, mark.event)
+
     def hold(self, ordinal: int, mark: Mark) -> None:
         """Have what XLA computes from now on wait for a mark."""
-        self._driver.use(self._devices[ordinal])
-        self._driver.wait(self._streams[ordinal], mark.event)
+        self.follow(ordinal, self._streams[ordinal], mark)
 
     def arrive(
         self, ordinal: int, mark: Mark, rooms: list[Array], types: Sequence[TensorType]

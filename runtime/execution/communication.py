@@ -20,6 +20,7 @@ from stretto.collectives.communicator import (
     PromptCollective,
     Reducer,
 )
+from stretto.collectives.gpu_mpi import BoundOnDevices, OnDevices
 from stretto.collectives.gpus import BoundOnGpus, Joined
 from stretto.collectives.native import ALONE, Peers
 from stretto.collectives.ops import Collective, Kind
@@ -29,6 +30,7 @@ from stretto.collectives.waiting import give_way
 from ..engines.engine import StreamedEngine
 from ..program import Loop, Run, Start, Wait, instructions
 from .ahead import AheadOfTurn
+from .by_mpi import ByMpi, Moving
 from .call import Call, describe
 from .context import Context
 from .frame import Frame, Hosted, Operation, named
@@ -40,8 +42,11 @@ _log = logging.getLogger("stretto")
 
 
 @cache
-def _warn_once(problem: str) -> None:
-    _log.warning("collectives go through the host's memory, not over NCCL: %s", problem)
+def _warn_once(problem: str, by_mpi: bool) -> None:
+    way = "reductions go through the host's memory, and MPI moves the rest" if by_mpi else ""
+    _log.warning(
+        "%s, not over NCCL: %s", way or "collectives go through the host's memory", problem
+    )
 
 
 # A collective, as far as a thread that must not block can run it: see `Communication.attempt`.
@@ -69,6 +74,8 @@ class Communication:
         }
         # Those that stay on GPUs are in `_on_gpus` too.
         self._on_gpus: dict[tuple[int, int], BoundOnGpus] = {} if bound is None else bound._on_gpus
+        # Those that MPI does on GPUs' memory are in `_by_mpi` too.
+        self._by_mpi: dict[tuple[int, int], BoundOnDevices] = {} if bound is None else bound._by_mpi
         # Those of GPUs' arrays that go through the host's memory, in pieces, are in `_pieces` too.
         self._pieces: dict[tuple[int, int], list[tuple[Piece, BoundCollective]]] = (
             {} if bound is None else bound._pieces
@@ -82,8 +89,23 @@ class Communication:
     def is_prompt(self, start: Start) -> bool:
         """Whether `attempt` can be used for it."""
         key = start.collective, start.stream
-        streamed = key in self._on_gpus or key in self._pieces
+        streamed = key in self._on_gpus or key in self._by_mpi or key in self._pieces
         return not streamed and getattr(self._bound[key], "prompt", False)
+
+    def ways(self) -> dict[str, str]:
+        """How collectives of GPUs' arrays move their data, by name; none where arrays are in the host's
+        memory."""
+        if not isinstance(self.context.engine, StreamedEngine):
+            return {}
+        ways: dict[str, str] = {}
+        for key in self._bound:
+            way = "over NCCL" if key in self._on_gpus else "through the host's memory"
+            if key in self._by_mpi:
+                way = "by MPI on the GPUs' memory"
+            elif way != "over NCCL" and key not in self._pieces:
+                way += ", with a wait"
+            ways[self.program.collectives[key[0]].name] = way
+        return ways
 
     def is_split(self, start: Start) -> bool:
         """Whether the operation is posted at its start and awaited at its wait: send and receive."""
@@ -92,6 +114,7 @@ class Communication:
     def _bind(self) -> dict[tuple[int, int], BoundCollective]:
         bound: dict[tuple[int, int], BoundCollective] = {}
         joined: dict[int, Joined | None] = {}
+        by_mpi: dict[int, OnDevices | None] = {}
         for key in self._keys():
             if key in bound:
                 continue
@@ -102,24 +125,33 @@ class Communication:
                     collective, self.context.owner, reducer
                 )
                 if key[1] not in joined:
-                    joined[key[1]] = self._join(key[1])
+                    joined[key[1]], by_mpi[key[1]] = self._join(key[1])
                 self._bind_on_gpus(key, joined[key[1]], bound[key])
+                self._bind_by_mpi(key, by_mpi[key[1]], bound[key])
                 self._bind_pieces(key, bound[key])
             except Exception as error:
                 raise named(error, describe(collective)) from error
         return bound
 
-    def _join(self, stream: int) -> Joined | None:
-        """The program's processes, as far as its collectives can stay on GPUs; waits for all of them."""
-        gpus, context = self.lanes[stream].gpus, self.context
-        if gpus is None:
-            return None
-        loans = cast("StreamedEngine", context.engine).loans
-        joined = gpus.join(context.owner, {i: loans.device(n) for i, n in context.local})
-        if isinstance(joined, Joined):
-            return joined
-        _warn_once(joined)
-        return None
+    def _join(self, stream: int) -> tuple[Joined | None, OnDevices | None]:
+        """The program's processes, as far as its collectives can stay on GPUs, over NCCL or by MPI; waits for
+        all of them."""
+        lane, context, problem = self.lanes[stream], self.context, ""
+        if lane.gpus is not None:
+            loans = cast("StreamedEngine", context.engine).loans
+            devices = {i: loans.device(n) for i, n in context.local}
+            joined = lane.gpus.join(context.owner, devices)
+            if isinstance(joined, Joined):
+                return joined, None
+            problem = joined
+        by_mpi = lane.on_devices
+        if by_mpi is not None and (
+            len(set(context.owner.values())) == 1 or by_mpi.problem(context.owner)
+        ):
+            by_mpi = None
+        if problem:
+            _warn_once(problem, by_mpi is not None)
+        return None, by_mpi
 
     def _bind_on_gpus(
         self, key: tuple[int, int], joined: Joined | None, host: BoundCollective
@@ -130,11 +162,23 @@ class Communication:
             if made is not None:
                 self._on_gpus[key] = made
 
+    def _bind_by_mpi(
+        self, key: tuple[int, int], by_mpi: OnDevices | None, host: BoundCollective
+    ) -> None:
+        collective, context = self.program.collectives[key[0]], self.context
+        if by_mpi is not None and self._can_be_lent(collective):
+            loans = cast("StreamedEngine", context.engine).loans
+            devices = {i: loans.device(n) for i, n in context.local}
+            made = by_mpi.bind(collective, context.owner, devices, host)
+            if made is not None:
+                self._by_mpi[key] = made
+
     def _bind_pieces(self, key: tuple[int, int], host: BoundCollective) -> None:
         lane, collective = self.lanes[key[1]], self.program.collectives[key[0]]
         if (
             lane.staging is None
             or key in self._on_gpus
+            or key in self._by_mpi
             or not can_be_staged(collective)
             or not self._can_be_lent(collective)
         ):
@@ -150,12 +194,15 @@ class Communication:
         lendable = cast("StreamedEngine", self.context.engine).loans.lendable
         return all(lendable(type) for type in (*collective.operands, *collective.results))
 
-    def _enqueues(self, start: Start) -> Callable[[Frame], Enqueued] | None:
+    def _enqueues(self, start: Start) -> Callable[[Frame], Enqueued | Moving] | None:
         """What puts a collective onto the GPUs' streams, if it stays there or is copied on them."""
         key = start.collective, start.stream
         if key in self._on_gpus:
             return OnGpus(self.context, start, self._call(start), self._on_gpus[key]).enqueue
         staging = self.lanes[start.stream].staging
+        if key in self._by_mpi and staging is not None:
+            call, bound = self._call(start), self._by_mpi[key]
+            return ByMpi(self.context, start, call, bound, staging).enqueue
         if key in self._pieces and staging is not None:
             call = self._call(start)
             return Staged(self.context, start, call, self._pieces[key], staging).enqueue
@@ -319,9 +366,13 @@ class Communication:
     def start_and_wait(self, start: Start) -> Operation:
         enqueue = self._enqueues(start)
         if enqueue is not None:
+            stream = self.lanes[start.stream].stream
 
             def enqueued(frame: Frame) -> None:
-                for slot, register in zip(start.outputs, enqueue(frame).result(), strict=True):
+                event: Any = enqueue(frame)
+                if not event.done:
+                    stream.wait(event)
+                for slot, register in zip(start.outputs, event.result(), strict=True):
                     frame.registers[slot] = register
 
             return enqueued

@@ -19,6 +19,7 @@ from typing import Any
 from weakref import WeakSet
 
 from stretto.collectives.communicator import Communicator
+from stretto.collectives.gpu_mpi import OnDevices
 from stretto.collectives.gpus import Gpus
 from stretto.collectives.hierarchy import Hierarchy
 from stretto.collectives.order import CommonOrder, Schedule
@@ -296,13 +297,15 @@ class Executor:
 
     def _lane(self, number: int) -> Lane:
         communicator = self._communicators(number)
-        gpus = staging = None
+        gpus = staging = on_devices = None
         # Any other communicator, as the poisoned one, has something of its own to do.
         if isinstance(self.engine, StreamedEngine) and isinstance(communicator, Hierarchy):
             if self.options.nccl:
                 gpus = Gpus(communicator.mpi, self.options.timeout)
             if "+" not in self.world.engines:  # other engines' ranks communicate whole arrays
                 staging = Staging()
+                if communicator.mpi is not None and self.options.cuda_mpi != "0":
+                    on_devices = OnDevices(communicator.mpi, self.options.cuda_mpi)
         return Lane(
             number,
             Stream(f"stretto-stream-{number}"),
@@ -311,6 +314,7 @@ class Executor:
             gpus,
             self._gpus_failed,
             staging,
+            on_devices,
         )
 
     def _gpus_failed(self, error: BaseException) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from stretto.collectives.communicator import Communicator, Request
+from stretto.collectives.gpu_mpi import OnDevices
 from stretto.collectives.gpus import Gpus
 from stretto.collectives.native import Table
 from stretto.collectives.staging import Staging
@@ -19,8 +20,8 @@ class Lane:
 
     ``number``: of the stream. ``communicator`` moves its data, ``progress`` shows the watchdog what it does,
     ``counters`` counts it. ``sequence``: calls so far. ``sends``: sends that may be under way.
-    ``gpus`` moves data that stays on GPUs, ``staging`` that of GPUs through the host's memory; ``failed``
-    takes errors of either that come later.
+    ``gpus`` moves data that stays on GPUs, ``staging`` that of GPUs through the host's memory, ``on_devices``
+    theirs by MPI; ``failed`` takes errors of any that come later.
     """
 
     __slots__ = (
@@ -31,6 +32,7 @@ class Lane:
         "failed",
         "gpus",
         "number",
+        "on_devices",
         "progress",
         "sends",
         "sequence",
@@ -47,10 +49,12 @@ class Lane:
         gpus: Gpus | None = None,
         failed: Callable[[BaseException], None] = lambda error: None,
         staging: Staging | None = None,
+        on_devices: OnDevices | None = None,
     ) -> None:
         self.number = number
         self.gpus = gpus
         self.staging = staging
+        self.on_devices = on_devices
         self.failed = failed
         self.stream = stream
         self.communicator = communicator

@@ -99,6 +99,10 @@ class Walker:
         self.prompt = self._prompt(self.program.body)
         self.prepared = True
 
+    def ways(self) -> dict[str, str]:
+        """As of `Communication.ways`; none before it is `prepared`."""
+        return self._communication.ways() if self.prepared else {}
+
     def new_frame(self) -> Frame:
         """The frame of a walk that begins."""
         interrupts = self.context.interrupts.signals()

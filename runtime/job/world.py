@@ -314,7 +314,7 @@ def _make(chosen: Options | None, rendezvous: Rendezvous | None) -> World:
         engines = "+".join(sorted({f["engine"] for f in gathered}))
         if engines != chosen.engine:
             # Decisions that go by what the engine can do are the same on all ranks.
-            chosen = replace(chosen, native=False, nccl=False)
+            chosen = replace(chosen, native=False, nccl=False, cuda_mpi="0")
         costs, measured = _common_costs(replace(chosen, engine=engines), comm, peers)
         nodes = _nodes(comm)
         made = World(chosen, comm, peers, launcher, costs, places, nodes, measured, engines)
@@ -509,6 +509,7 @@ _EQUAL = {
     "poison_skipped": "handling of skipped buffers (STRETTO_POISON_SKIPPED)",
     "overlap": "scheduling for overlap (STRETTO_OVERLAP)",
     "nccl": "use of NCCL (STRETTO_NCCL)",
+    "cuda_mpi": "use of MPI on GPUs' memory (STRETTO_CUDA_MPI)",
     "profile": "measuring of programs (STRETTO_PROFILE)",
     "skip_compute": "skipping of compute (STRETTO_SKIP_COMPUTE)",
     "trace": "whether there is a trace (STRETTO_TRACE)",
@@ -539,6 +540,7 @@ def _facts(chosen: Options, problem: str) -> dict[str, Any]:
         "poison_skipped": chosen.poison_skipped,
         "overlap": chosen.overlap,
         "nccl": chosen.nccl,
+        "cuda_mpi": chosen.cuda_mpi,
         "profile": chosen.profile,
         "skip_compute": chosen.skip_compute,
         "trace": bool(chosen.trace),

@@ -183,9 +183,34 @@ def gpus(chosen: Options) -> list[Finding]:
         advice = f"pip install nvidia-nccl-{release}; without it "
         advice += "collectives go through the host's memory"
         findings.append(Finding("NCCL", f"not usable: {error}", None, advice))
+    findings += cuda_mpi(chosen)
     cupy = next((v for n in ("cupy-cuda13x", "cupy-cuda12x", "cupy") if (v := _installed(n))), "")
     findings.append(Finding("CuPy", f"{cupy or 'not installed'} (not needed)", bool(cupy) or None))
     return findings
+
+
+def cuda_mpi(chosen: Options) -> list[Finding]:
+    """Whether MPI takes pointers to GPUs' memory, where there is MPI."""
+    subject = "MPI on GPUs' memory"
+    if not _installed("mpi4py"):
+        return []
+    if chosen.cuda_mpi != "auto":
+        return [
+            Finding(subject, f"{'yes' if chosen.cuda_mpi == '1' else 'no'}, by STRETTO_CUDA_MPI")
+        ]
+    said, problem = _asked(
+        "from mpi4py import MPI; from stretto.collectives.gpu_mpi import library_takes; "
+        "from stretto.collectives.mpi import loaded_library; "
+        "takes, how = library_takes(loaded_library()); print('yes' if takes else 'no', how, sep=', ')"
+    )
+    if said.startswith("yes"):
+        return [Finding(subject, said)]
+    advice = (
+        "without NCCL, collectives go through the host's memory; an MPI built with CUDA moves what is not "
+        "reduced by itself (Open MPI: --with-cuda, MPICH: --with-cuda and MPIR_CVAR_ENABLE_GPU=1), and where "
+        "one does not say that it can, STRETTO_CUDA_MPI=1 does"
+    )
+    return [Finding(subject, said or f"not known: {problem}", None, advice)]
 
 
 def _installed(name: str) -> str:
@@ -236,10 +261,14 @@ def mpi_library() -> tuple[str, str]:
 
     Loading MPI may end the process, and this one must not join MPI before the check does.
     """
-    code = (
+    return _asked(
         "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; "
         "from stretto.runtime.job.world import library; print(library(MPI))"
     )
+
+
+def _asked(code: str) -> tuple[str, str]:
+    """What code prints in another process that is in no job, or the last line of its error."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("PMI", "OMPI_", "PRTE_"))}
     try:
         done = subprocess.run(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -216,6 +217,10 @@ def to_text(explanation: dict[str, Any], most: int | None = None) -> str:
             f"{c['skipped_runs']} of {c['runs']} runs of segments, with {share:.0%} of the arithmetic, are "
             "left out on devices where nobody reads what they give"
         )
+    ways = Counter(e.get("ways", {}).values())
+    if ways:
+        counts = ", ".join(f"{count} {way}" for way, count in ways.items())
+        lines.append(f"collectives of GPUs' arrays: {counts}")
     lines += [f"%{name} is walked by the executor: {why}" for name, why in e["walked"].items()]
     lines += [found["text"] for found in e["interleaved"]]
     for loop in e["loops"]:

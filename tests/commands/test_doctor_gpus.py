@@ -69,6 +69,8 @@ def test_all_is_there(fake: dict[str, str]) -> None:
     assert found["CUDA plugin of jax"][0].endswith("for cuda12")
     assert found["NCCL"] == ["2.30.7", "True", ""]
     assert found["CuPy"] == ["14.2.0 (not needed)", "True", ""]
+    asked = found.pop("MPI on GPUs' memory")
+    assert asked[:2] == ["no, by MPIX_GPU_query_support", "None"] and "STRETTO_CUDA_MPI" in asked[2]
     assert {good for _, good, _ in found.values()} == {"True"}
 
 

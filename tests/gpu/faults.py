@@ -1,4 +1,5 @@
-"""Run by every rank of test_gpu.py: psums of which one is never completed. Argument: why.
+"""Run by every rank of test_gpu.py: psums of which one is never completed. Arguments: why, and ``sums``, or
+``moves`` for all-gathers instead.
 
 ``killed``: rank 1 kills itself before its third. ``late``: rank 1 does not come to its third. ``error``: the
 fake NCCL fails rank 1's fourth. ``none``: all are. All that are left wait for the content of the last one.
@@ -25,9 +26,11 @@ split = NamedSharding(mesh, PartitionSpec("i"))
 
 
 @jax.jit
-@jax.shard_map(mesh=mesh, in_specs=PartitionSpec("i"), out_specs=PartitionSpec())
+@jax.shard_map(mesh=mesh, in_specs=PartitionSpec("i"), out_specs=PartitionSpec(), check_vma=False)
 def total(x: jax.Array) -> jax.Array:
-    return jax.lax.psum(x, "i")
+    if sys.argv[2] == "sums":
+        return jax.lax.psum(x, "i")
+    return jax.lax.all_gather(x, "i", tiled=True).sum(0, keepdims=True)
 
 
 if jax.process_index() == 1 and sys.argv[1] == "error":

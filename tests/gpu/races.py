@@ -1,8 +1,9 @@
 """Run by every rank of test_gpu.py: collectives beside runs that write to the memory they read.
 
-Argument: how many rounds. In each, psums read an array whose memory is then given to somebody else: donated
-to a run that counts it up in place, or dropped, and taken by the next result. Nothing is read before the end
-of a round. Prints ``right N`` on every rank, or what is wrong.
+Arguments: how many rounds, and ``sums`` or ``moves``. In each, psums, or all-gathers of which a run makes the
+sum, read an array whose memory is then given to somebody else: donated to a run that counts it up in place,
+or dropped, and taken by the next result. Nothing is read before the end of a round. Prints ``right N`` on
+every rank, or what is wrong.
 """
 
 from __future__ import annotations
@@ -25,7 +26,11 @@ split = NamedSharding(mesh, PartitionSpec("i"))
 @jax.jit
 @jax.shard_map(mesh=mesh, in_specs=PartitionSpec("i"), out_specs=PartitionSpec("i"))
 def total(x: jax.Array) -> jax.Array:
-    return jnp.broadcast_to(jax.lax.psum(x, "i"), x.shape)
+    if sys.argv[2] == "sums":
+        return jnp.broadcast_to(jax.lax.psum(x, "i"), x.shape)
+    everyone = jax.lax.all_gather(x, "i")
+    last = jax.lax.ppermute(x, "i", [(len(devices) - 1, 0)])
+    return everyone.sum(0) + 0 * last
 
 
 def count_up(x: jax.Array) -> jax.Array:
@@ -57,6 +62,7 @@ for number in range(rounds):
 if os.environ.get("FAKE_CUDA_DEVICES"):
     through_the_host = os.environ.get("STRETTO_NCCL") == "0"
     launches = ctypes.CDLL("libnccl.so.2").fake_nccl_launches()
-    due = 0 if through_the_host else rounds * steps * len(jax.local_devices())
+    a_step = 1 if sys.argv[2] == "sums" else 2
+    due = 0 if through_the_host else rounds * steps * a_step * len(jax.local_devices())
     assert launches == due, launches
 print(f"right {rounds}")

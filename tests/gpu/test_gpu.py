@@ -5,6 +5,7 @@
     STRETTO_TEST_GPU    ``fake`` (default) or ``real``
     STRETTO_TEST_FORM   processes and devices of each on which conformance programs run, as ``2x4`` (1x8)
     STRETTO_TEST_NCCL   0: their collectives go through the host's memory
+    STRETTO_TEST_CUDA_MPI   1: or MPI moves them on the GPUs' memory, as if its library had said that it can
     STRETTO_TEST_ROUNDS how often each race is run (20)
 """
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -45,8 +47,17 @@ FORM = judge.Form(
     "gpu",
     PROCESSES,
     DEVICES,
-    settings=(*SETTINGS, ("STRETTO_NCCL", os.environ.get("STRETTO_TEST_NCCL", "1"))),
+    settings=(
+        *SETTINGS,
+        ("STRETTO_NCCL", os.environ.get("STRETTO_TEST_NCCL", "1")),
+        ("STRETTO_CUDA_MPI", os.environ.get("STRETTO_TEST_CUDA_MPI", "0")),
+    ),
 )
+# Ways of collectives between GPUs. MPI on their memory is tried on the fake, whose memory any MPI reads.
+NCCL = {"STRETTO_NCCL": "1"}
+STAGED = {"STRETTO_NCCL": "0", "STRETTO_CUDA_MPI": "0"}
+BY_MPI = {"STRETTO_NCCL": "0", "STRETTO_CUDA_MPI": "1"}
+WAYS = {"nccl": NCCL, "staged": STAGED, "direct": BY_MPI}
 only_fake = pytest.mark.skipif(REAL, reason="asks the fake what happened, or has it fail")
 # JAX's Python callback for GPUs, with which the fake computes, misreads packed elements. That is not the
 # engine's doing, whose transfers of these types are tried. So programs that compute with them are left out.
@@ -183,16 +194,48 @@ def ranks(
     ("processes", "devices"), [(2, 1), (4, 1)] if REAL else [(1, 2), (2, 1), (1, 4), (2, 2)]
 )
 @pytest.mark.parametrize(
-    ("driver", "nccl", "way"), [("300", "10000", "1"), ("1000", "0", "1"), ("300", "0", "0")]
+    ("driver", "nccl", "way", "kind"),
+    [
+        ("300", "10000", "nccl", "sums"),
+        ("1000", "0", "nccl", "sums"),
+        ("300", "0", "staged", "sums"),
+        ("300", "0", "staged", "moves"),
+        pytest.param("300", "0", "direct", "moves", marks=only_fake),
+    ],
 )
 def test_memory_is_not_reused_too_early(
-    fake: dict[str, str], processes: int, devices: int, driver: str, nccl: str, way: str
+    fake: dict[str, str],
+    processes: int,
+    devices: int,
+    driver: str,
+    nccl: str,
+    way: str,
+    kind: str,
 ) -> None:
     """XLA waits for collectives that write what it reads, and read what it writes; they wait for XLA. Over
-    NCCL and through the host's memory."""
-    delays = {"FAKE_CUDA_DELAY_US": driver, "FAKE_NCCL_DELAY_US": nccl, "STRETTO_NCCL": way}
-    done = ranks(fake | delays, processes, devices, "races.py", ROUNDS)
+    NCCL, through the host's memory, and by MPI on the GPUs'."""
+    delays = {"FAKE_CUDA_DELAY_US": driver, "FAKE_NCCL_DELAY_US": nccl}
+    done = ranks(fake | delays | WAYS[way], processes, devices, "races.py", ROUNDS, kind)
     assert done.stdout.count(f"right {ROUNDS}") == processes, done.stderr[-3000:]
+
+
+@only_fake
+@pytest.mark.parametrize(("processes", "devices"), [(4, 1), (2, 2)])
+def test_mpi_moves_what_the_host_would(fake: dict[str, str], processes: int, devices: int) -> None:
+    """On the GPUs' memory and through the host's: the same bytes, which are checked against NumPy's too."""
+    slow = fake | {"FAKE_CUDA_DELAY_US": "300"}
+    said = re.compile(r"(\w+ rank \d+): ([^;]*); ([0-9a-f]{64})")  # ranks may write to one line
+    found = {}
+    for way in ("direct", "staged"):
+        done = ranks(slow | WAYS[way], processes, devices, "ways.py")
+        assert done.returncode == 0, done.stderr[-3000:]
+        found[way] = sorted(said.findall(done.stdout))
+        assert len(found[way]) == 3 * processes
+    direct, staged = found["direct"], found["staged"]
+    assert [digest for *_, digest in direct] == [digest for *_, digest in staged]
+    ways = "6 by MPI on the GPUs' memory + 2 through the host's memory"
+    assert {way for _, way, _ in direct} == {ways}
+    assert {way for _, way, _ in staged} == {"8 through the host's memory"}
 
 
 @only_fake
@@ -221,33 +264,41 @@ def test_the_host_time_of_a_step(fake: dict[str, str], processes: int) -> None:
 @only_fake
 def test_without_nccl_collectives_go_through_the_host(fake: dict[str, str]) -> None:
     """Where ranks share a GPU, with one warning a process however many programs there are."""
-    done = ranks(fake | {"NCCL_MULTI_RANK_GPU_ENABLE": "0"}, 2, 1, "faults.py", "none")
+    done = ranks(fake | {"NCCL_MULTI_RANK_GPU_ENABLE": "0"}, 2, 1, "faults.py", "none", "sums")
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("[2.0]") == 2  # ranks write at the same time
     assert done.stderr.count("not over NCCL: several devices are on one GPU") == 2
 
 
+KILLED = "rank 1 (pid"
+LATE = "timed out after 5 s (STRETTO_TIMEOUT): rank 1 did not reach it"
+
+
 @pytest.mark.parametrize(
     ("fault", "way", "message"),
     [
-        ("killed", "1", "rank 1 (pid"),
-        ("killed", "0", "rank 1 (pid"),
-        ("late", "1", "timed out after 5 s (STRETTO_TIMEOUT): rank 1 did not reach it"),
-        ("late", "0", "timed out after 5 s (STRETTO_TIMEOUT): rank 1 did not reach it"),
-        pytest.param("error", "1", "remote process exited (NCCL error 6)", marks=only_fake),
+        ("killed", "nccl", KILLED),
+        ("killed", "staged", KILLED),
+        pytest.param("killed", "direct", KILLED, marks=only_fake),
+        ("late", "nccl", LATE),
+        ("late", "staged", LATE),
+        pytest.param("late", "direct", LATE, marks=only_fake),
+        pytest.param("error", "nccl", "remote process exited (NCCL error 6)", marks=only_fake),
     ],
 )
 def test_a_fault_ends_all_ranks(fake: dict[str, str], fault: str, way: str, message: str) -> None:
     """Nobody gets content of a collective that was not completed, and the message names what failed. Over
-    NCCL and through the host's memory."""
-    settings = {"STRETTO_TIMEOUT": "5", "STRETTO_GRACE": "1", "STRETTO_NCCL": way}
-    done = ranks(fake | settings, 2, 1, "faults.py", fault)
+    NCCL, through the host's memory, and by MPI on the GPUs'."""
+    kind = "moves" if way == "direct" else "sums"
+    settings = {"STRETTO_TIMEOUT": "5", "STRETTO_GRACE": "1"} | WAYS[way]
+    done = ranks(fake | settings, 2, 1, "faults.py", fault, kind)
     assert done.returncode != 0
     assert "content:" not in done.stdout
     assert message in done.stderr
     assert "stretto: rank 0 ends:" in done.stderr
     if fault != "killed":
-        assert "all-reduce %psum" in done.stderr and "faults.py:" in done.stderr
+        name = "all-gather %all_gather" if kind == "moves" else "all-reduce %psum"
+        assert name in done.stderr and "faults.py:" in done.stderr
 
 
 def test_segments_compile_without_a_device(tmp_path: Path) -> None:

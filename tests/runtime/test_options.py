@@ -29,6 +29,7 @@ def test_every_variable_sets_its_field() -> None:
         "costs": ("costs.json", "costs.json"),
         "native": ("0", False),
         "nccl": ("0", False),
+        "cuda_mpi": ("1", "1"),
         "profile": ("1", True),
         "skip_compute": ("0", False),
         "pipeline_loops": ("0", False),

@@ -2,8 +2,11 @@
 
 An engine that allocates with ``malloc`` gives back, with glibc's defaults, at the end of a step what the next
 one takes again: the kernel then clears every page anew, which costs a training step of small layers a fifth
-of its time. And every thread that allocates gets a heap of its own, of which each keeps what it once needed.
-So freed memory is kept up to a bound, by few heaps.
+of its time. So freed memory is kept up to a bound.
+
+Threads share heaps ("arenas") once there are as many as allowed, and then wait for each other's locks. A process
+has some 50 threads that allocate, on few cores; two that compile with one heap take up to half as long again. So there
+are enough heaps for all of them, also where there are few cores; memory does not grow by it.
 
 Settings of the user (``MALLOC_…``, ``GLIBC_TUNABLES``) stand. Other C libraries are left as they are.
 """
@@ -19,7 +22,7 @@ from collections.abc import Callable, Mapping
 _TRIM_THRESHOLD = -1, 256 << 20
 _MMAP_THRESHOLD = -3, 32 << 20
 _ARENA_MAX = -8
-_FEWEST, _MOST = 2, 8
+_ARENAS, _ARENAS_OF_A_CORE = 32, 8  # the fewest; glibc's own measure
 
 MallOpt = Callable[[int, int], int]
 
@@ -40,7 +43,7 @@ def keep_freed(
     mallopt = mallopt or _mallopt()
     if mallopt is None:
         return False
-    arenas = min(max(cores, _FEWEST), _MOST)
+    arenas = max(_ARENAS, _ARENAS_OF_A_CORE * cores)
     settings = (_MMAP_THRESHOLD, _TRIM_THRESHOLD, (_ARENA_MAX, arenas))
     return all([mallopt(*setting) for setting in settings])
 

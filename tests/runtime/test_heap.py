@@ -10,7 +10,7 @@ import pytest
 from stretto.runtime.engines import heap
 
 
-@pytest.mark.parametrize(("cores", "arenas"), [(1, 2), (2, 2), (5, 5), (64, 8)])
+@pytest.mark.parametrize(("cores", "arenas"), [(1, 32), (2, 32), (5, 40), (64, 512)])
 def test_what_is_set(cores: int, arenas: int) -> None:
     told: dict[int, int] = {}
 

@@ -4,9 +4,9 @@ An engine that allocates with ``malloc`` gives back, with glibc's defaults, at t
 one takes again: the kernel then clears every page anew, which costs a training step of small layers a fifth
 of its time. So freed memory is kept up to a bound.
 
-Threads share heaps ("arenas") once there are as many as allowed, and then wait for each other's locks. A process
-has some 50 threads that allocate, on few cores; two that compile with one heap take up to half as long again. So there
-are enough heaps for all of them, also where there are few cores; memory does not grow by it.
+Threads share heaps ("arenas") once there are as many as allowed, and then wait for each other's locks. A
+process has some 50 threads that allocate, on few cores; two that compile with one heap take up to half as
+long again. So there are enough heaps for all of them, also on few cores; memory does not grow by it.
 
 Settings of the user (``MALLOC_…``, ``GLIBC_TUNABLES``) stand. Other C libraries are left as they are.
 """

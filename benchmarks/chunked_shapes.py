@@ -54,6 +54,7 @@ def ratios(contenders: Sequence[Contender], case: Case, turns: int) -> tuple[flo
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("-n", type=int, default=200, help="shapes")
+    parser.add_argument("--skip", type=int, default=0, help="so many shapes are left out first")
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument(
         "--least", type=float, default=0.97, help="ratio below which to measure again"
@@ -71,6 +72,8 @@ def main() -> int:
         contenders = jobs(stack, hosts, costs, {"split": True, "whole": False, "control": False})
         rng = np.random.default_rng(0)
         began, found = time.monotonic(), []
+        for _ in range(args.skip):
+            random_case(rng)
         while len(found) < args.n and time.monotonic() - began < args.seconds:
             case = random_case(rng)
             ratio, control = ratios(contenders, case, args.turns)

@@ -6,6 +6,7 @@ compared with NumPy's results. Whether a split pays is asked with tables of cost
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from dataclasses import replace
 
@@ -318,6 +319,19 @@ def test_sums_in_parts(tiles: int) -> None:
         np.testing.assert_array_equal(array, want)
 
 
+def test_numbers_of_parts_are_made_once_for_all_regions() -> None:
+    """Two regions with sums: the parts of both begin at rows 0, 2, 4 and 6."""
+    text = SUMMED.replace("ROOT ", "")
+    again = re.sub(r"\b([dameb])\b(?=[ ,)])", r"\1.2", text[text.index("  d =") :])
+    both = f"{text}{again}  ROOT r = (f32[8,4], f32[8,4]) tuple(b, b.2)\n"
+    module = partitioned(both, 2)
+    assert len(regions(module)) == 2
+    program = split(module, 4).lowered().program
+    numbers = [t for s in program.segments for t in s.outputs if t.dtype == "s32"]
+    assert len(numbers) == 4
+    assert kinds(program) == {Kind.ALL_REDUCE: 16}
+
+
 EXPERTS = """
   x = f32[2,4,3,5] parameter(0)
   w = f32[4,5,6] parameter(1)
@@ -355,40 +369,48 @@ def test_experts_between_two_exchanges(tiles: int) -> None:
             np.testing.assert_array_equal(got.results[0][device][owner], want)
 
 
-LOOP = """
-  p = (s32[], f32[4,6], f32[6,8], f32[8,6]) parameter(0)
+def looped(trips: int, rows: int = 4, width: int = 6, hidden: int = 8) -> PartitionedModule:
+    """A gather, two products and a scatter in each iteration."""
+    x, g = f"f32[{rows},{width}]", f"f32[{2 * rows},{width}]"
+    w, v, h = f"f32[{width},{hidden}]", f"f32[{hidden},{width}]", f"f32[{2 * rows},{hidden}]"
+    carry = f"(s32[], {x}, {w}, {v})"
+    attributes = "channel_id=1, use_global_device_ids=true, replica_groups={{0,1}}"
+    more = f"""
+body {{
+  p = {carry} parameter(0)
   i = s32[] get-tuple-element(p), index=0
-  x = f32[4,6] get-tuple-element(p), index=1
-  w = f32[6,8] get-tuple-element(p), index=2
-  v = f32[8,6] get-tuple-element(p), index=3
-  g = f32[8,6] all-gather(x), ALL, dimensions={0}
-  h = f32[8,8] dot(g, w), lhs_contracting_dims={1}, rhs_contracting_dims={0}
-  e = f32[8,6] dot(h, v), lhs_contracting_dims={1}, rhs_contracting_dims={0}
-  r = f32[4,6] reduce-scatter(e), ALL, dimensions={0}, to_apply=sum
+  x = {x} get-tuple-element(p), index=1
+  w = {w} get-tuple-element(p), index=2
+  v = {v} get-tuple-element(p), index=3
+  g = {g} all-gather(x), {attributes}, dimensions={{0}}
+  h = {h} dot(g, w), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}
+  e = {g} dot(h, v), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}
+  r = {x} reduce-scatter(e), {attributes}, dimensions={{0}}, to_apply=sum
   one = s32[] constant(1)
   j = s32[] add(i, one)
-  ROOT o = (s32[], f32[4,6], f32[6,8], f32[8,6]) tuple(j, r, w, v)
+  ROOT o = {carry} tuple(j, r, w, v)
+}}
+cond {{
+  p = {carry} parameter(0)
+  i = s32[] get-tuple-element(p), index=0
+  last = s32[] constant({trips})
+  ROOT c = pred[] compare(i, last), direction=LT
+}}
 """
-
-
-def test_in_a_loop() -> None:
-    carry = "(s32[], f32[4,6], f32[6,8], f32[8,6])"
-    attributes = "channel_id=1, use_global_device_ids=true, replica_groups={{0,1}}"
-    more = (
-        f"body {{{LOOP.replace('ALL', attributes)}}}\n"
-        f"cond {{\n  p = {carry} parameter(0)\n  i = s32[] get-tuple-element(p), index=0\n"
-        "  three = s32[] constant(3)\n  ROOT c = pred[] compare(i, three), direction=LT\n}\n"
-    )
     body = f"""
-  x = f32[4,6] parameter(0)
-  w = f32[6,8] parameter(1)
-  v = f32[8,6] parameter(2)
+  x = {x} parameter(0)
+  w = {w} parameter(1)
+  v = {v} parameter(2)
   zero = s32[] constant(0)
   t = {carry} tuple(zero, x, w, v)
   l = {carry} while(t), condition=cond, body=body
-  ROOT r = f32[4,6] get-tuple-element(l), index=1
+  ROOT r = {x} get-tuple-element(l), index=1
 """
-    module = partitioned(body, 2, more)
+    return partitioned(body, 2, more)
+
+
+def test_in_a_loop() -> None:
+    module = looped(3)
     ((block, _, _),) = regions(module)
     assert block > 0
     chunked = split(module, 2)
@@ -474,6 +496,19 @@ def test_a_split_is_made_where_it_pays() -> None:
     # Launches would eat it.
     decisions, said = decided(large(256, 512), table(launch_s=3e-3))
     assert decisions == () and said.startswith("is not split: ")
+
+
+def test_what_parts_cost_counts_in_each_iteration() -> None:
+    """What launches cost that the table does not have is charged for as many iterations as there are."""
+    seconds = []
+    for trips in (8, 16):
+        module = looped(trips, 256, 512, 512)
+        policy = OverlapPolicy(table(launch_s=1e-5))
+        c = Compilation.of(replace(module, splits=None), Module.parse(module.hlo), overlap=policy)
+        run(c, SETTLING)
+        assert c.splits.decisions
+        seconds.append(c.splits.after)
+    assert seconds[1] == pytest.approx(2 * seconds[0], rel=1e-4)
 
 
 def test_more_tiles_where_messages_take_longest() -> None:

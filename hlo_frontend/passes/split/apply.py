@@ -8,6 +8,7 @@ from hashlib import sha256
 
 from ...values import BlockGraph, all_blocks
 from .emit import split
+from .places import Places
 from .regions import Region, regions_of
 
 
@@ -39,10 +40,9 @@ def apply(
     for decision in decisions:
         by_block.setdefault(decision.block, []).append(decision)
     for number, block, regions in found(entry, num_replicas * num_partitions):
+        places = Places(block, num_replicas, num_partitions)
         for decision in by_block.get(number, ()):
-            region = regions[decision.region]
-            counts = num_replicas, num_partitions
-            split(block, region, decision.tiles, *counts, decision.pieces)
+            split(block, regions[decision.region], decision.tiles, places, decision.pieces)
 
 
 def digest(decisions: Sequence[Decision]) -> bytes:

@@ -2,26 +2,28 @@
 
 First each region is planned by itself, split into more and more tiles as long as that gets faster; regions
 that are alike are looked at once. Where some gain by themselves, the program is planned as it is: collectives
-that other compute hides stay whole. The others are split in the program, which is planned again. All times
-count a launch for each collective that is handed to a stream, and what parts take beyond their share of the
-whole (`overhead`). Splits stay if the program takes
-`OverlapPolicy.least_gain` less time, and no more than ``memory_factor`` of the memory.
+that other compute hides stay whole. The others are split in the program, which is planned again, with more
+than one of the forms that gain. All times count a launch for each collective that is handed to a stream, and
+what parts take beyond their share of the whole (`overhead`), in loops as often as they run. Splits stay if
+the program takes `OverlapPolicy.least_gain` less time, and no more than ``memory_factor`` of the memory.
 
 Invariant: decisions follow from the program's text and the table of costs alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ...overlap.apply import Order, OverlapPolicy, Planned, plan
 from ...overlap.evaluate import seconds_of
-from ...values import BlockGraph, all_nodes
+from ...trips import trip_count
+from ...values import BlockGraph, NodeKind, all_nodes
 from .alone import alone
 from .apply import Decision, apply, found
 from .emit import split
 from .overhead import overhead
+from .places import Places
 from .regions import Region
 
 # Numbers of tiles that are tried, in this order, of those that divide what is cut.
@@ -66,26 +68,48 @@ class Choice:
     after: float = 0.0
 
 
+@dataclass(frozen=True)
+class _Form:
+    """A way to split a region (see `emit.split`). ``seconds``: of the region by itself, split so, with
+    ``overhead``."""
+
+    tiles: int
+    pieces: bool
+    seconds: float
+    overhead: float
+
+
 @dataclass(eq=False)
 class _Candidate:
-    """Regions that are alike, with the number of their block and their own in it. ``overhead``: see
-    `overhead.overhead`; it is in ``after``."""
+    """Regions that are alike, with the number of their block and their own in it. ``times``: how often their
+    block runs. ``before``: seconds of a region by itself, whole. ``forms``: the ways to split it that pay by
+    themselves, the fastest first; ``form``: the one that is looked at."""
 
     members: list[tuple[int, int, Region]] = field(default_factory=list)
-    tiles: int = 0
-    pieces: bool = False
+    times: int = 1
     before: float = 0.0
-    after: float = 0.0
-    overhead: float = 0.0
+    forms: list[_Form] = field(default_factory=list)
+    form: _Form | None = None
     why: str = ""
 
     def decisions(self) -> Iterable[Decision]:
-        return (
-            Decision(block, number, self.tiles, self.pieces) for block, number, _ in self.members
-        )
+        form = self.form
+        assert form is not None
+        return (Decision(block, n, form.tiles, form.pieces) for block, n, _ in self.members)
 
     def parts(self) -> int:
-        return self.tiles if self.pieces else self.members[0][2].size * self.tiles
+        if self.form is None:
+            return 1
+        return self.form.tiles * (1 if self.form.pieces else self.members[0][2].size)
+
+    @property
+    def overhead(self) -> float:
+        return self.form.overhead * len(self.members) * self.times if self.form else 0.0
+
+    @property
+    def saved(self) -> float:
+        """Seconds that its fastest form saves, if nothing else hides its collectives."""
+        return (self.before - self.forms[0].seconds) * len(self.members) * self.times
 
 
 def choose(
@@ -102,42 +126,40 @@ def choose(
     if not blocks:
         return Choice()
     trial = _Trial(policy, donated, ordered, counts, again)
+    times = dict(enumerate(_times(entry)))
     alike: dict[tuple[object, ...], _Candidate] = {}
-    nodes = {number: block for number, block, _ in blocks}
-    left: list[_Candidate] = []
-    for number, _, regions in blocks:
+    for number, block, regions in blocks:
         for i, region in enumerate(regions):
-            alike.setdefault((number, region.signature()), _Candidate()).members.append(
-                (number, i, region)
-            )
-    for candidate in alike.values():
-        number, _, region = candidate.members[0]
-        _try_alone(candidate, region, nodes[number], policy, ordered, counts)
-    worth = [c for c in alike.values() if c.tiles]
+            key = number, region.signature()
+            if key not in alike:
+                alike[key] = _Candidate(times=times[number])
+                _try_alone(alike[key], region, block, policy, ordered, counts)
+            alike[key].members.append((number, i, region))
+    worth = [c for c in alike.values() if c.forms]
     before = after = 0.0
-    kept: list[_Candidate] = []
     if worth:
         before, peak, exposed = trial.planned(())
-        left = [c for c in worth if _is_exposed(c, exposed, policy.costs.compute.launch_s)]
         after = before
+        left = [c for c in worth if _is_exposed(c, exposed, policy.costs.compute.launch_s)]
         if left:
-            kept, after = _kept(left, trial, before, peak, sum(1 for _ in all_nodes(entry)))
-    for candidate in worth:
-        if candidate not in kept:
-            candidate.tiles = 0
-            candidate.why = (
-                f"the program would not take {policy.least_gain:.0%} less time, or need too much memory"
-                if candidate in left
-                else "other compute hides it"
-            )
+            after = _decide(left, trial, before, peak, sum(1 for _ in all_nodes(entry)))
+        for candidate in worth:
+            if candidate not in left:
+                candidate.why = "other compute hides it"
+            elif candidate.form is None:
+                candidate.why = (
+                    f"the program would not take {policy.least_gain:.0%} less time, or need too much "
+                    f"memory"
+                )
+    kept = [c for c in worth if c.form is not None]
     decisions = sorted((d for c in kept for d in c.decisions()), key=lambda d: (d.block, d.region))
     told = [
         Chosen(
             node.instruction.name,
             node.instruction.source,
-            c.parts() if c in kept else 1,
+            c.parts(),
             c.before,
-            c.after,
+            c.form.seconds if c.form else c.forms[0].seconds if c.forms else c.before,
             c.why,
         )
         for c in alike.values()
@@ -147,6 +169,16 @@ def choose(
     return Choice(tuple(decisions), tuple(told), before, after)
 
 
+def _times(block: BlockGraph, times: int = 1) -> Iterator[int]:
+    """How often a block and each of those inside it run, in the order of `all_blocks`. Loops of unknown
+    length count as one iteration."""
+    yield times
+    for node in block.nodes:
+        trips = trip_count(node) if node.kind is NodeKind.LOOP else None
+        for inner in node.blocks:
+            yield from _times(inner, times * (1 if trips is None else trips))
+
+
 def _is_exposed(candidate: _Candidate, exposed: dict[str, float], launch_s: float) -> bool:
     """Whether its collectives hold compute in the program as it is, for longer than a few launches."""
     names = [n.instruction.name for _, _, region in candidate.members for n in region.collectives]
@@ -154,31 +186,48 @@ def _is_exposed(candidate: _Candidate, exposed: dict[str, float], launch_s: floa
     return sum(exposed.get(name, 0.0) for name in names) > least
 
 
-def _kept(
+def _decide(
     worth: Sequence[_Candidate], trial: _Trial, before: float, peak: int, size: int
-) -> tuple[list[_Candidate], float]:
-    """The candidates that stay split, and the seconds of the program with them. All of them together; where
-    that is not worth it, one after the other, those that save most first."""
-    most, memory = (1.0 - trial.policy.least_gain) * before, trial.policy.memory_factor * peak
+) -> float:
+    """Leave candidates split or whole; the seconds of the program then. First all together: each as is best
+    for itself, all of them rotated, all of them in pieces, and with as few parts as pay. Where none of these
+    is worth it, one after the other, those that save most first."""
+    memory = trial.policy.memory_factor * peak
+    most = 1.0 - trial.policy.least_gain
 
-    def fits(candidates: Sequence[_Candidate], limit: float) -> float | None:
-        took, needs, _ = trial.planned([d for c in candidates for d in c.decisions()])
-        took += sum(c.overhead * len(c.members) for c in candidates)
-        return took if took <= limit and needs <= memory else None
+    def takes(forms: Mapping[_Candidate, _Form]) -> float:
+        """Seconds of the program; infinite where memory is too short."""
+        settle(forms)
+        split = [c for c in worth if c.form is not None]
+        took, needs, _ = trial.planned([d for c in split for d in c.decisions()])
+        return took + sum(c.overhead for c in split) if needs <= memory else float("inf")
 
-    took = fits(worth, most)
-    if took is not None:
-        return list(worth), took
-    kept: list[_Candidate] = []
-    if len(worth) == 1 or size > _MOST_NODES:
-        return kept, before
-    best = before
-    for candidate in sorted(worth, key=lambda c: (c.after - c.before) * len(c.members)):
-        took = fits([*kept, candidate], (1.0 - trial.policy.least_gain) * best)
-        if took is not None:
-            kept.append(candidate)
-            best = took
-    return kept, best
+    def settle(forms: Mapping[_Candidate, _Form]) -> None:
+        for candidate in worth:
+            candidate.form = forms.get(candidate)
+
+    small = size <= _MOST_NODES
+    ways = [{c: c.forms[0] for c in worth}]
+    if small:
+        for pieces in (False, True):
+            ways.append(
+                {c: next((f for f in c.forms if f.pieces is pieces), c.forms[0]) for c in worth}
+            )
+        ways.append({c: min(c.forms, key=lambda f: (f.tiles, f.seconds)) for c in worth})
+    distinct = list({tuple(way.items()): way for way in ways}.values())
+    best = min(((takes(way), i) for i, way in enumerate(distinct)), default=(before, 0))
+    if best[0] <= most * before:
+        settle(distinct[best[1]])
+        return best[0]
+    kept: dict[_Candidate, _Form] = {}
+    took = before
+    if len(worth) > 1 and small:
+        for candidate in sorted(worth, key=lambda c: -c.saved):
+            found = takes(kept | {candidate: candidate.forms[0]})
+            if found <= most * took:
+                kept[candidate], took = candidate.forms[0], found
+    settle(kept)
+    return took
 
 
 @dataclass(frozen=True, eq=False)
@@ -236,45 +285,43 @@ def _try_alone(
     def planned(tiles: int, pieces: bool = False) -> tuple[float, int]:
         own, copy = alone(region, block)
         if tiles:
-            split(own, copy, tiles, *counts, pieces)
+            split(own, copy, tiles, Places(own, *counts), pieces)
         made = plan(own, replace(policy, measured={}), (), ordered)
         seconds = seconds_of(own, made, policy.costs, ordered)
         return seconds, 0 if made is None else _peak(made)
 
     candidate.before, peak = planned(0)
-    best, most = candidate.before, policy.memory_factor * peak
+    best = candidate.before
+    most = policy.memory_factor * peak
     # Rotated first: where both take the same, devices begin with what they have.
     ways = (False, True) if region.groups else (False,)
     fitting = [_fitting(region, 1 if region.groups and not pieces else 2) for pieces in ways]
     if not any(fitting):
         candidate.why = "what is cut cannot be divided"
         return
+    tried: list[_Form] = []
     for pieces, numbers in zip(ways, fitting, strict=True):
         worse = 0
         for number in numbers:
             took, needs = planned(number, pieces)
             if needs > most:
                 continue  # more tiles need less
-            more = overhead(
-                region, number if pieces else region.size * number, policy.costs.compute
-            )
-            if took + more < best:
-                best, worse = took + more, 0
-                candidate.tiles, candidate.pieces, candidate.overhead = number, pieces, more
-            else:
-                worse += 1
-                if worse > 1:
-                    break
-    candidate.after = best
-    if best <= (1.0 - policy.least_gain) * candidate.before:
-        return
-    candidate.why = (
-        f"with what depends on it it would take {best * 1e3:.3g} ms instead of "
-        f"{candidate.before * 1e3:.3g} ms, which is not {policy.least_gain:.0%} less"
-        if candidate.tiles
-        else "its parts would take longer"
-    )
-    candidate.tiles = 0
+            more = overhead(region, block, number, pieces, policy.costs)
+            tried.append(_Form(number, pieces, took + more, more))
+            worse = 0 if took + more < best else worse + 1
+            best = min(best, took + more)
+            if worse > 1:
+                break
+    tried.sort(key=lambda form: form.seconds)
+    enough = (1.0 - policy.least_gain) * candidate.before
+    candidate.forms = [form for form in tried if form.seconds <= enough]
+    if not candidate.forms:
+        candidate.why = (
+            f"with what depends on it it would take {tried[0].seconds * 1e3:.3g} ms instead of "
+            f"{candidate.before * 1e3:.3g} ms, which is not {policy.least_gain:.0%} less"
+            if tried and tried[0].seconds < candidate.before
+            else "its parts would take longer"
+        )
 
 
 def _fitting(region: Region, least: int) -> list[int]:

@@ -30,6 +30,7 @@ from ...schema import HloInstructionProto
 from ...values import BlockGraph, Node, NodeKind, Value
 from ..bytes.steps import part_of
 from .instructions import Maker
+from .places import Places
 from .regions import Region
 
 
@@ -44,17 +45,12 @@ class Part:
 
 
 def split(
-    block: BlockGraph,
-    region: Region,
-    tiles: int,
-    num_replicas: int,
-    num_partitions: int,
-    pieces: bool = False,
+    block: BlockGraph, region: Region, tiles: int, places: Places, pieces: bool = False
 ) -> None:
     """Split a region of the block into parts, in place. ``tiles``: tiles of the part of each device, or parts
-    of an even region; what is cut must divide (`Region.divides`). ``pieces``: whether a rotated region is
-    cut into pieces."""
-    _Split(block, region, tiles, num_replicas, num_partitions, pieces).apply()
+    of an even region; what is cut must divide (`Region.divides`). ``places``: those of the block.
+    ``pieces``: whether a rotated region is cut into pieces."""
+    _Split(block, region, tiles, places, pieces).apply()
 
 
 class _Split:
@@ -63,20 +59,18 @@ class _Split:
         block: BlockGraph,
         region: Region,
         tiles: int,
-        num_replicas: int,
-        num_partitions: int,
+        places: Places,
         pieces: bool,
     ) -> None:
-        self.block, self.region, self.tiles = block, region, tiles
-        self.counts = num_replicas, num_partitions
+        self.block, self.region, self.tiles, self.places = block, region, tiles, places
         self.editor = Editor(block)
         self.size = region.size
         self.pieces = pieces and bool(region.groups)
         self.count = tiles if pieces else self.size * tiles
         self.parts = self._parts()
         self.sliced: dict[tuple[Part, Value, int], Value] = {}
-        self.numbers: dict[Part, Value] = {}
-        self.used = self._read_whole()
+        self.used = region.read_whole(self.editor)
+        self.table = self._table()
 
     def _parts(self) -> list[Part]:
         distances = 1 if self.pieces else self.size
@@ -86,37 +80,18 @@ class _Split:
 
     def _table(self) -> list[list[int]]:
         """By device: the place of each part among all; then, by place, how far that is back."""
-        devices = self.counts[0] * self.counts[1]
         if not self.region.groups or self.pieces:
-            return [list(range(self.count))] * devices
+            return [list(range(self.count))]
         place = {d: p for group in self.region.groups for p, d in enumerate(group)}
         n = self.size
         return [
             [(place[d] + part.distance) % n * self.tiles + part.tile for part in self.parts]
             + [(place[d] - p) % n for p in range(n)]
-            for d in range(devices)
+            for d in sorted(place)
         ]
 
-    def _read_whole(self) -> set[Value]:
-        """The cut values that something reads as a whole."""
-        region = self.region
-        found: set[Value] = set()
-        for value, dimension in region.dimensions.items():
-            for use in self.editor.uses(value):
-                cut = None if use.node is None else region.cuts.get(use.node)
-                own = None if cut is None else cut.operands[use.position]
-                if use.node in region.sinks:
-                    own = dimension
-                if own != dimension or use.value.barrier is not None or use.value.order:
-                    found.add(value)
-        return found
-
     def apply(self) -> None:
-        first = self.block.nodes[0]
-        like = self.region.collectives[0].instruction
-        maker = Maker(like, f"{like.name}.parts")
-        self.table = maker.row(self._table(), *self.counts)
-        self.editor.put_ahead(first, maker.nodes)
+        self.places.begin(self.region.collectives[0].instruction)
         nodes = [*self.region.sources, *self.region.cuts, *self.region.sinks]
         for node in sorted(nodes, key=lambda node: node.position):
             if node in self.region.sources:
@@ -125,7 +100,7 @@ class _Split:
                 self._scatter(node)
             else:
                 self._each(node)
-        self.editor.commit()
+        self.places.end(self.editor)
 
     # What happens to each node.
 
@@ -217,7 +192,7 @@ class _Split:
                 maker.add(
                     "reshape",
                     type,
-                    [maker.slice_at(stacked, 0, maker.element(self.table, first + place), 1)],
+                    [maker.slice_at(stacked, 0, self.places.at(self.table, first + place), 1)],
                 )
                 for place in range(self.size)
             ]
@@ -270,14 +245,13 @@ class _Split:
         key = Value(value.type) if not plain else value.root
         found = self.sliced.get((part, key, dimension)) if plain else None
         if found is None:
-            number = self._number(part, maker)
             if self.pieces:
                 tiled = self._tiled(value, dimension, self.count, maker)
-                one = maker.slice_at(tiled, dimension + 1, number, 1)
+                one = maker.slice_at(tiled, dimension + 1, self._start(part), 1)
                 found = maker.add("reshape", part_of(value.type, dimension, self.count), [one])
             else:
-                start = maker.scaled(number, size // self.count)
-                found = maker.slice_at(value, dimension, start, size // self.count)
+                rows = size // self.count
+                found = maker.slice_at(value, dimension, self._start(part, rows), rows)
             self.sliced[part, key, dimension] = found
         return found
 
@@ -286,11 +260,9 @@ class _Split:
         assert value.type is not None
         return maker.add("reshape", _tiled_type(value.type, dimension, self.size, tiles), [value])
 
-    def _number(self, part: Part, maker: Maker) -> Value:
-        """The number of a part among all."""
-        if part not in self.numbers:
-            self.numbers[part] = maker.element(self.table, part.number)
-        return self.numbers[part]
+    def _start(self, part: Part, rows: int = 1) -> Value:
+        """Where a part lies in an array of which each part has so many rows."""
+        return self.places.at(self.table, part.number, rows)
 
     def _put_together(self, node: Node, result: Value, dimension: int, made: list[Node]) -> None:
         """Have a value as a whole, where something reads it so."""
@@ -301,15 +273,14 @@ class _Split:
         for part in self.parts:
             maker = Maker(node.instruction, f"{node.instruction.name}.put.{part.name}")
             size = result.type.shape[dimension]
-            number = self._number(part, maker)
             value = part.values[result]
             if self.pieces:
                 own = self._tiled(value, dimension, 1, maker)
                 type = _tiled_type(result.type, dimension, self.size, self.count)
                 into = maker.zeros(type) if whole is None else whole
-                whole = maker.put_at(into, own, dimension + 1, number)
+                whole = maker.put_at(into, own, dimension + 1, self._start(part))
             else:
-                start = maker.scaled(number, size // self.count)
+                start = self._start(part, size // self.count)
                 into = maker.zeros(result.type) if whole is None else whole
                 whole = maker.put_at(into, value, dimension, start)
             made += maker.nodes

@@ -160,8 +160,6 @@ class Maker:
         """The device's row of a table of integers, by flattened logical id: a vector of s32."""
         count = len(table[0])
         flat = TensorType("s32", (count,))
-        if all(tuple(row) == tuple(table[0]) for row in table):
-            return self.constant(table[0], (count,))
         one = TensorType("s32", ())
         ids = []
         for opcode, wanted in (

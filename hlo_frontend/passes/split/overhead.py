@@ -1,25 +1,47 @@
 """What compute in parts takes beyond what the table of costs has for its kernels.
 
 The table takes a kernel for as fast as its operations or its bytes, whichever take longer, and charges a
-launch for a run of kernels. Small kernels take longer than that: each has a start of its own, and a product
-reads, and packs, the operand that is not cut before it multiplies. On one processor, XLA:CPU of jaxlib
-0.10.2, a product of 64 of 256 rows times 256 x 512 takes 0.29 of the whole instead of 0.25, and a kernel of
-64 x 512 elements 20 us where four times as many take 61 us.
+launch for a run of kernels and for a collective that is handed to a stream. Parts take longer than that:
+
+- Each small kernel has a start of its own, and a product reads, and packs, the operand that is not cut before
+  it multiplies. On one processor, XLA:CPU of jaxlib 0.10.2, a product of 64 of 256 rows times 256 x 512
+  takes 0.29 of the whole instead of 0.25, and a kernel of 64 x 512 elements 20 us, where four times as many
+  take 61 us.
+- Each transfer costs the core two more runs of segments, with their arrays, and two changes of threads: 110
+  to 190 us there, where the launch that calibration finds is 6 us. The whole collective, awaited at once, is
+  run in place. Where the same cores move the data (`Link.busy`), each exchange of a further transfer, of
+  which an all-reduce is two, also waits its turn beside compute a few times: in the tensor-parallel step of
+  `benchmarks/two_hosts.py` in two parts, cores were idle for 18 ms more than its replay says, 0.4 ms for each
+  of 48 further exchanges.
+- An array that is put together is first filled with zeros, and then written a second time.
 """
 
 from __future__ import annotations
 
-from ...overlap.costs import Compute
-from ...values import Node, NodeKind
+from stretto.collectives.ops import Kind
+
+from ...edit import Editor
+from ...overlap.costs import CostTable
+from ...values import BlockGraph, Node, NodeKind
 from .regions import Region
 from .rules import is_heavy
 
 # By how much faster than from memory an operand is read that was read before: 2.3 to 4 there.
 _AGAIN = 3.0
+# Launches that a transfer costs.
+_TRANSFER = 20.0
+# Launches for which an exchange beside compute waits for the core.
+_TURNS = 60.0
 
 
-def overhead(region: Region, parts: int, costs: Compute) -> float:
-    """Seconds that a region takes longer for having its compute in so many parts."""
+def overhead(
+    region: Region, block: BlockGraph, tiles: int, pieces: bool, costs: CostTable
+) -> float:
+    """Seconds that a region of a block takes longer for being split (see `emit.split`)."""
+    rotated = bool(region.groups) and not pieces
+    parts = region.size * tiles if rotated else tiles
+    transfers = (region.size - 1) * tiles if rotated else tiles
+    launch_s, cached = costs.compute.launch_s, _AGAIN * costs.compute.bytes_per_s
     read = sum(
         value.type.nbytes
         for node, cut in region.cuts.items()
@@ -27,8 +49,21 @@ def overhead(region: Region, parts: int, costs: Compute) -> float:
         for value, own in zip(node.operands, cut.operands, strict=True)
         if own is None and value.type is not None
     )
-    each = _kernels(region) * costs.launch_s + read / (_AGAIN * costs.bytes_per_s)
-    return (parts - 1) * each
+    whole = region.read_whole(Editor(block))
+    written = sum(2 * value.type.nbytes for value in whole if value.type is not None)
+    kernels = (parts - 1) * (_kernels(region) * launch_s + read / cached)
+    turns = sum(_turns(node, costs) for node in region.collectives)
+    moved = (transfers * len(region.collectives) * _TRANSFER + (transfers - 1) * turns) * launch_s
+    return kernels + moved + written / cached
+
+
+def _turns(node: Node, costs: CostTable) -> float:
+    """The launches for which a transfer of a collective waits for the core."""
+    assert node.collective is not None
+    link = costs.collective(node.collective).link
+    if link is None or not link.busy:
+        return 0.0
+    return _TURNS * (2 if node.collective.kind is Kind.ALL_REDUCE else 1)
 
 
 def _kernels(region: Region) -> int:

@@ -67,6 +67,19 @@ class Region:
         scattered = (n.operands[0].type.shape[_along(n)] for n in self.sinks if n.operands[0].type)
         return not any(size % parts for size in (*gathered, *scattered))
 
+    def read_whole(self, editor: Editor) -> set[Value]:
+        """The cut values that something reads as a whole."""
+        found: set[Value] = set()
+        for value, dimension in self.dimensions.items():
+            for use in editor.uses(value):
+                cut = None if use.node is None else self.cuts.get(use.node)
+                own = None if cut is None else cut.operands[use.position]
+                if use.node in self.sinks:
+                    own = dimension
+                if own != dimension or use.value.barrier is not None or use.value.order:
+                    found.add(value)
+        return found
+
     def signature(self) -> tuple[object, ...]:
         """Equal for regions that do the same on arrays of the same types."""
         nodes = sorted([*self.sources, *self.sinks, *self.cuts], key=lambda node: node.position)

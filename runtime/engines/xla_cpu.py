@@ -37,6 +37,7 @@ from stretto.collectives.types import TensorType
 from ..cores import share_blas, to_compute_on
 from ..errors import CompileError, StrettoError
 from ..program import CONTEXT, Segment, calls_back
+from .code_room import CodeRoom
 from .engine import Column, Joined
 
 Array = Any
@@ -49,6 +50,7 @@ _ONE_KERNEL, _ATTRIBUTES = b"xla_cpu_small_call", "mhlo.frontend_attributes"
 # In the names of custom calls that are routines of SciPy's library.
 _LINEAR_ALGEBRA = (b"lapack_", b"blas_")
 _registered: set[str] = set()
+_room = CodeRoom()
 # Transfer guards are about a program's own transfers. jaxlib checks those of the thread that calls, be it the
 # program's or one of ours, and of all threads.
 _guards, _ALLOW = _jax.guard_lib.thread_local_state, _jax.guard_lib.TransferGuardLevel.ALLOW
@@ -133,6 +135,7 @@ class XlaSegment:
     """A segment compiled for device 0 and, once it has run there, for other devices."""
 
     __slots__ = (
+        "__weakref__",
         "_by_device",
         "_callbacks",
         "_code",
@@ -212,12 +215,19 @@ class XlaSegment:
 
     def _load(self, ordinal: int) -> Any:
         with self._lock:
-            if self._by_device[ordinal] is None:
-                self._handlers[ordinal] = self._engine.result_handlers(
-                    self._segment.outputs, ordinal
-                )
-                self._by_device[ordinal] = self._clone(ordinal)
-            return self._by_device[ordinal]
+            executable = self._by_device[ordinal]
+            if executable is not None:
+                return executable
+            self._handlers[ordinal] = self._engine.result_handlers(self._segment.outputs, ordinal)
+            executable = self._by_device[ordinal] = self._clone(ordinal)
+        _room.copied(self)
+        return executable
+
+    def drop_copies(self) -> None:
+        """Drop the machine code of all devices but the first, if it can be loaded again."""
+        if self._code and self._lock.acquire(blocking=False):
+            self._by_device[1:] = [None] * (len(self._by_device) - 1)
+            self._lock.release()
 
     def _clone(self, ordinal: int) -> Any:
         engine = self._engine

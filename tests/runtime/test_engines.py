@@ -15,7 +15,7 @@ import pytest
 from stretto import engine_check
 from stretto.collectives.types import TensorType
 from stretto.engine_check import DONATED, DOUBLE, F32, check_engine
-from stretto.runtime.engines import engine, null, xla_cpu
+from stretto.runtime.engines import code_room, engine, null, xla_cpu
 from stretto.runtime.engines.engine import create_engine
 from stretto.runtime.errors import CompileError, StrettoError
 from stretto.runtime.program import Segment
@@ -308,3 +308,30 @@ def test_more_devices_than_there_are() -> None:
     for wrong in ("shared", "shared:0:xla:cpu", "shared:xla:cpu", "shared:2"):
         with pytest.raises(StrettoError, match="is not shared:N:ENGINE"):
             create_engine(wrong, 2)
+
+
+def test_copies_of_code_are_dropped_before_the_process_has_no_room_for_more(
+    xla: xla_cpu.XlaCpuEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each copy takes three mappings of memory, of which Linux allows a process 65,530 (NetKet's tests on 8
+    devices ended in XLA)."""
+    room = code_room.CodeRoom()
+    monkeypatch.setattr(xla_cpu, "_room", room)
+    taken = code_room.mappings()
+    assert taken > 0
+    monkeypatch.setattr(code_room, "_OFTEN", 4)
+    room._left = 4
+    monkeypatch.setattr(code_room, "most_mappings", lambda: 2 * (taken + 40))
+    made = []
+    for k in range(40):
+        function = jax.jit(lambda x, k=k: jnp.sin(x) * k)
+        text = str(function.lower(RAMP).compiler_ir())
+        segment = Segment(module=text.encode(), inputs=(F32,), outputs=(F32,))
+        loaded = xla.compile(segment)
+        loaded.make_ready([0, 1])
+        made.append(loaded)
+    assert sum(loaded._by_device[1] is not None for loaded in made) < 30
+    assert all(loaded._by_device[0] is not None for loaded in made)
+    for k, loaded in enumerate(made):
+        (result,) = loaded.run(1, [xla.put(RAMP, F32, 1)])
+        np.testing.assert_allclose(np.asarray(result), np.sin(RAMP) * k, rtol=1e-6)

@@ -1,9 +1,9 @@
 """Room for machine code: a process may have only so many mappings of memory.
 
-XLA maps each piece of machine code three times, for code, constants and data, and a program on 8 devices has it
-8 times. Linux allows 65,530 mappings (``vm.max_map_count``), behind which XLA ends the process. So once half of
-them are taken, copies for devices other than the first are dropped, and loaded again where they are asked for,
-which takes a tenth of a compilation.
+XLA maps each piece of machine code three times, for code, constants and data, and a program on 8 devices has
+it 8 times. Linux allows 65,530 mappings (``vm.max_map_count``), behind which XLA ends the process. So once
+half of them are taken, copies for devices other than the first are dropped, and loaded again where they are
+asked for, which takes a tenth of a compilation.
 """
 
 from __future__ import annotations

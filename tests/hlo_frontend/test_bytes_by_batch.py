@@ -417,3 +417,99 @@ def test_a_scan_that_carries_from_row_to_row_stays_whole() -> None:
     module, judged = program(f, [(X, given(8, 6))], X)
     assert "all-gather" in kinds(module)
     judged()
+
+
+def root(r: jax.Array) -> jax.Array:
+    return lax.while_loop(lambda c: jnp.abs(c * c - r) > 1e-3, lambda c: 0.5 * (c + r / c), 1.0 + r)
+
+
+def roots_of_sums(r: jax.Array) -> jax.Array:
+    """A loop within a loop, each with an end of its own for each batch."""
+    return lax.while_loop(lambda c: c[0] < 3 * r, lambda c: (c[0] + 1, root(c[1] + r)), (0.0, r))[1]
+
+
+def until_two(r: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Random steps: as many as it takes."""
+
+    def step(c):  # type: ignore[no-untyped-def]
+        key, x, n = c
+        key, drawn = jax.random.split(key)
+        return key, x + jax.random.uniform(drawn), n + 1
+
+    return lax.while_loop(lambda c: c[1] < 2.0, step, (jax.random.key(0), r, 0))[1:]
+
+
+def solved(a: jax.Array, b: jax.Array) -> jax.Array:
+    return jax.scipy.sparse.linalg.cg(lambda v: a @ v, b)[0]
+
+
+def scanned(x: jax.Array) -> jax.Array:
+    return lax.scan(lambda c, _: (jax.vmap(root)(c + 0.5), c), x, None, length=3)[1].sum(0)
+
+
+POSITIVE = np.abs(given(8))
+ENDS: dict[str, tuple] = {
+    "one batch": (jax.vmap(root), [(X, POSITIVE)], X),
+    "two": (jax.vmap(jax.vmap(root)), [(X, np.abs(given(8, 6)))], X),
+    "loops in loops": (jax.vmap(roots_of_sums), [(X, POSITIVE)], X),
+    "in a scan": (scanned, [(X, POSITIVE)], X),
+    "random numbers": (jax.vmap(until_two), [(X, POSITIVE)], X),
+    "conjugate gradients": (jax.vmap(solved), [(X, matrices(8, 6)), (X, given(8, 6))], X),
+}
+
+
+@pytest.mark.parametrize("which", ENDS)
+def test_a_loop_over_batches_ends_on_each_device_by_itself(which: str) -> None:
+    """Its predicate is reduced in every iteration, as XLA partitions it."""
+    f, arguments, out = ENDS[which]
+    module, judged = program(f, arguments, out)
+    written = kinds(module.as_written())
+    assert written and set(written) == {"all-reduce"}
+    assert kinds(module) == []
+    assert all("when its own part is done" in r.said for r in module.rewrites)
+    judged()
+
+
+def stepped(x: jax.Array, more) -> jax.Array:  # type: ignore[no-untyped-def]
+    """All batches go on until none has anything left to do."""
+    return lax.while_loop(lambda c: more(c).any(), lambda c: 0.5 * (c + x / c), 1.0 + x)
+
+
+TOGETHER: dict[str, tuple] = {
+    "those that are done go on": (
+        lambda x: stepped(x, lambda c: jnp.abs(c * c - x) > 1e-3),
+        [(X, POSITIVE)],
+        X,
+    ),
+    "another predicate": (
+        lambda x: lax.while_loop(
+            lambda c: (c > 1e-3).any(), lambda c: jnp.where(c > 2e-3, 0.5 * c, 0.9 * c), x
+        ),
+        [(X, POSITIVE)],
+        X,
+    ),
+    "the other side": (
+        lambda x: lax.while_loop(
+            lambda c: (c > 1e-3).any(), lambda c: jnp.where(c > 1e-3, c * 0.5, c * 0.99), x
+        ),
+        [(X, POSITIVE)],
+        X,
+    ),
+    "one carry of all": (
+        lambda x: lax.while_loop(
+            lambda c: (c[0] > 1e-3).any(),
+            lambda c: (jnp.where(c[0] > 1e-3, c[0] * 0.5, c[0]), c[1] + 1),
+            (x, jnp.zeros(8)),
+        )[1],
+        [(X, POSITIVE)],
+        X,
+    ),
+}
+
+
+@pytest.mark.parametrize("which", TOGETHER)
+def test_a_loop_in_which_the_others_matter_ends_on_all_at_once(which: str) -> None:
+    f, arguments, out = TOGETHER[which]
+    module, judged = program(f, arguments, out)
+    assert kinds(module) == ["all-reduce"] and module.rewrites == ()
+    judged()

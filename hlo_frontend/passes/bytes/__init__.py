@@ -1,5 +1,6 @@
 """Rewrites collectives so that they send fewer bytes for the same results.
 
+- `ends`: a loop that devices leave together though they need not is compute.
 - `alone`: collectives over groups of one are copies.
 - `merge`: collectives that do the same to the same operands are one.
 - `gathers`: an all-gather of which every device reads only its own part is left out.

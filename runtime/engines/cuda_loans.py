@@ -6,7 +6,8 @@ A stream is one of CUDA's, an address; nothing here makes the host wait. Three t
   content, whose memory the stream may write to once it has waited for them as well.
 - `Loans.mark` marks how far the stream has come.
 - `Loans.arrive` makes XLA's own stream wait for the mark, and makes arrays of the rooms that XLA takes to be
-  computed then: the rooms are donated to a run that does nothing.
+  computed then: the rooms are donated to a run that does nothing. Where only runs and loans will read them,
+  `Loans.defer` does without that run: XLA's stream comes to them behind the mark, and `lend` waits for it.
 
 From then on the memory of what was lent, of rooms and of scratch is in the order of XLA's stream again, as
 is that of all its arrays: XLA may free it, give it to the next result, and have it written by a run to which
@@ -73,6 +74,9 @@ class Loans:
         self._events: list[list[int]] = [[] for _ in devices]  # free ones
         self._compiled: dict[tuple[str, tuple[TensorType, ...]], Any] = {}
         self._lendable: dict[str, bool] = {}
+        # Marks behind which deferred arrays are there, by address. That of an array that is gone makes a
+        # stream wait for what has been done before.
+        self._deferred: dict[int, Mark] = {}
         # Rooms of small types that nobody has asked for yet, by device.
         self._spare: list[dict[TensorType, list[Array]]] = [{} for _ in devices]
 
@@ -99,7 +103,11 @@ class Loans:
         """Have the stream wait for an array; gives its address."""
         # It would count as a reference to the array, which then cannot be donated: so it is dropped at once.
         _jax.buffer_to_dlpack_managed_tensor(array, stream=stream)
-        return array.unsafe_buffer_pointer()
+        address = array.unsafe_buffer_pointer()
+        mark = self._deferred.get(address)
+        if mark is not None:
+            self._driver.wait(stream, mark.event)
+        return address
 
     def rooms(self, types: Sequence[TensorType], ordinal: int) -> list[Array]:
         """Arrays without content."""
@@ -139,6 +147,13 @@ class Loans:
         """The arrays of rooms that have been written to by the time of a mark; the rooms are consumed."""
         self.hold(ordinal, mark)
         return self._segment(ARRIVAL, tuple(types)).run(ordinal, rooms)
+
+    def defer(self, ordinal: int, mark: Mark, rooms: list[Array]) -> list[Array]:
+        """The same for arrays that are only given to runs, and to `lend`: the rooms themselves."""
+        self.hold(ordinal, mark)
+        for room in rooms:
+            self._deferred[room.unsafe_buffer_pointer()] = mark
+        return rooms
 
     def _segment(self, name: str, types: tuple[TensorType, ...]) -> Any:
         key = name, types

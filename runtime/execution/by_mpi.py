@@ -69,9 +69,10 @@ class ByMpi:
         call: Call,
         bound: BoundOnDevices,
         staging: Staging,
+        deferred: bool,
     ) -> None:
         self._context, self._call, self._bound, self._staging = context, call, bound, staging
-        self._inputs = start.inputs
+        self._inputs, self._deferred = start.inputs, deferred
         self._operands = [context.program.slot_types[slot] for slot in start.inputs]
         self._results = [context.program.slot_types[slot] for slot in start.outputs]
         self._loans = cast("StreamedEngine", context.engine).loans
@@ -177,4 +178,4 @@ class ByMpi:
         except BaseException as error:
             abandon(calls)
             raise named(error, self._call.what) from error
-        return arrived(self._context, calls, self._results)
+        return arrived(self._context, calls, self._results, self._deferred)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, cached_property
 from time import perf_counter
 from typing import Any, cast
 
@@ -28,7 +28,7 @@ from stretto.collectives.pieces import Piece, pieces
 from stretto.collectives.waiting import give_way
 
 from ..engines.engine import StreamedEngine
-from ..program import Loop, Run, Start, Wait, instructions
+from ..program import Branch, Copy, Loop, Run, Start, Wait, blocks, instructions
 from .ahead import AheadOfTurn
 from .by_mpi import ByMpi, Moving
 from .call import Call, describe
@@ -198,15 +198,46 @@ class Communication:
         """What puts a collective onto the GPUs' streams, if it stays there or is copied on them."""
         key = start.collective, start.stream
         if key in self._on_gpus:
-            return OnGpus(self.context, start, self._call(start), self._on_gpus[key]).enqueue
+            bound_there = self._on_gpus[key]
+            return OnGpus(
+                self.context, start, self._call(start), bound_there, self._is_deferred(start)
+            ).enqueue
         staging = self.lanes[start.stream].staging
         if key in self._by_mpi and staging is not None:
             call, bound = self._call(start), self._by_mpi[key]
-            return ByMpi(self.context, start, call, bound, staging).enqueue
+            return ByMpi(
+                self.context, start, call, bound, staging, self._is_deferred(start)
+            ).enqueue
         if key in self._pieces and staging is not None:
             call = self._call(start)
-            return Staged(self.context, start, call, self._pieces[key], staging).enqueue
+            return Staged(
+                self.context, start, call, self._pieces[key], staging, self._is_deferred(start)
+            ).enqueue
         return None
+
+    def _is_deferred(self, start: Start) -> bool:
+        """Whether only runs and collectives on the GPUs' streams read its outputs."""
+        return start.event not in self._carried and self._elsewhere.isdisjoint(start.outputs)
+
+    @cached_property
+    def _elsewhere(self) -> frozenset[int]:
+        """Slots that others than runs and collectives on the GPUs' streams read or write."""
+        found: set[int] = set()
+        for block in blocks(self.program.body):
+            found.update(block.parameters, block.results)
+            for i in block.instructions:
+                match i:
+                    case Start():
+                        key = i.collective, i.stream
+                        if not (key in self._on_gpus or key in self._by_mpi or key in self._pieces):
+                            found.update(i.inputs, i.outputs)
+                    case Loop():
+                        found.update(i.inputs, i.outputs)
+                    case Branch():
+                        found.update((i.selector,), i.outputs, *i.inputs)
+                    case Copy():
+                        found.update((i.input, i.output))
+        return frozenset(found)
 
     def _peers(self) -> Peers:
         owner = self.context.owner

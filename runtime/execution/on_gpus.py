@@ -53,11 +53,15 @@ class UnderWay:
         self.marks: list[Mark] = []  # the same, for whoever watches
         self.times: list[Timed] = []  # beginning and end, where somebody wants to know
 
-    def arrive(self, types: Sequence[TensorType]) -> list[Any]:
-        """The results, for XLA; ends the loans."""
+    def arrive(self, types: Sequence[TensorType], deferred: bool) -> list[Any]:
+        """The results, for XLA; ends the loans. ``deferred``: only runs and loans read them."""
         mark, self.mark = self.mark, None
         assert mark is not None
-        results = self._loans.arrive(self.ordinal, mark, self.rooms[: len(types)], types)
+        rooms = self.rooms[: len(types)]
+        if deferred:
+            results = self._loans.defer(self.ordinal, mark, rooms)
+        else:
+            results = self._loans.arrive(self.ordinal, mark, rooms, types)
         self.lent = self.rooms = []
         return results
 
@@ -97,8 +101,10 @@ class Enqueued:
 class OnGpus:
     """The calls of one collective that NCCL makes."""
 
-    def __init__(self, context: Context, start: Start, call: Call, bound: BoundOnGpus) -> None:
-        self._context, self._call, self._bound = context, call, bound
+    def __init__(
+        self, context: Context, start: Start, call: Call, bound: BoundOnGpus, deferred: bool
+    ) -> None:
+        self._context, self._call, self._bound, self._deferred = context, call, bound, deferred
         self._inputs = start.inputs
         self._operands = [context.program.slot_types[slot] for slot in start.inputs]
         self._results = [context.program.slot_types[slot] for slot in start.outputs]
@@ -139,7 +145,8 @@ class OnGpus:
             watch = partial(self._watch, calls, frame.active, frame.iteration)
             watched = lane.stream.submit(watch)
         watched.add_callback(partial(tell, watched, lane.failed))
-        return Enqueued(partial(arrived, self._context, calls, self._results), gpus.finish)
+        made = partial(arrived, self._context, calls, self._results, self._deferred)
+        return Enqueued(made, gpus.finish)
 
     def _finish(self, calls: Mapping[int, UnderWay], rest: Callable[[], None]) -> None:
         """The rest of `enqueue`, and marks of where the streams are then."""
@@ -185,12 +192,16 @@ class OnGpus:
 
 
 def arrived(
-    context: Context, calls: Mapping[int, UnderWay], types: Sequence[TensorType]
+    context: Context,
+    calls: Mapping[int, UnderWay],
+    types: Sequence[TensorType],
+    deferred: bool,
 ) -> list[list[Any]]:
-    """The registers of the outputs: a run that needs them waits for the collective, on the device."""
+    """The registers of the outputs: a run that needs them waits for the collective, on the device.
+    ``deferred``: only runs and collectives on the GPUs' streams read them."""
     registers: list[list[Any]] = [[None] * len(context.ordinals) for _ in types]
     for position, under_way in calls.items():
-        for register, array in zip(registers, under_way.arrive(types), strict=True):
+        for register, array in zip(registers, under_way.arrive(types, deferred), strict=True):
             register[position] = array
     return registers
 

@@ -70,9 +70,10 @@ class Staged:
         call: Call,
         pieces: Sequence[tuple[Piece, BoundCollective]],
         staging: Staging,
+        deferred: bool,
     ) -> None:
         self._context, self._call, self._pieces, self._staging = context, call, pieces, staging
-        self._inputs = start.inputs
+        self._inputs, self._deferred = start.inputs, deferred
         self._operands = [context.program.slot_types[slot] for slot in start.inputs]
         self._results = [context.program.slot_types[slot] for slot in start.outputs]
         self._loans = cast("StreamedEngine", context.engine).loans
@@ -123,7 +124,7 @@ class Staged:
         marks = [under_way.mark for under_way in calls.values() if under_way.mark is not None]
         pinned.give_back(block, lambda: all(mark.passed() for mark in marks))
         watched.add_callback(partial(tell, watched, call.lane.failed))
-        return Enqueued(partial(arrived, context, calls, self._results))
+        return Enqueued(partial(arrived, context, calls, self._results, self._deferred))
 
     def _copy_out(self, under_way: UnderWay, block: Block, begin: int) -> _Copies:
         """Enqueue the copies from one device, to a block from ``begin`` on."""

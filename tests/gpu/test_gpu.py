@@ -233,9 +233,9 @@ def test_mpi_moves_what_the_host_would(fake: dict[str, str], processes: int, dev
         assert len(found[way]) == 3 * processes
     direct, staged = found["direct"], found["staged"]
     assert [digest for *_, digest in direct] == [digest for *_, digest in staged]
-    ways = "6 by MPI on the GPUs' memory + 2 through the host's memory"
+    ways = "7 by MPI on the GPUs' memory + 3 through the host's memory"
     assert {way for _, way, _ in direct} == {ways}
-    assert {way for _, way, _ in staged} == {"8 through the host's memory"}
+    assert {way for _, way, _ in staged} == {"10 through the host's memory"}
 
 
 @only_fake

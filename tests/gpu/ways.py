@@ -27,6 +27,7 @@ ring = [(i, (i + 1) % count) for i in range(count)]
 def step(x: jax.Array) -> tuple[jax.Array, ...]:
     (x,) = x
     doubled = x * 2
+    total = jax.lax.psum(x, "i")
     return tuple(
         y[None]
         for y in (
@@ -36,8 +37,9 @@ def step(x: jax.Array) -> tuple[jax.Array, ...]:
             jax.lax.all_to_all(doubled, "i", 1, 1, tiled=True),
             jax.lax.ppermute(doubled, "i", ring[:-1]),
             jax.lax.pbroadcast(doubled, "i", count - 1),
-            jax.lax.psum(doubled, "i"),
+            jax.lax.pmax(doubled, "i"),
             jax.lax.psum_scatter(doubled, "i"),
+            jax.lax.ppermute(total, "i", ring[:-1]),  # no run is between the two
         )
     )
 
@@ -73,5 +75,9 @@ for shape, dtype in (
     for i, shard in zip(ours, results[3].addressable_shards, strict=True):
         parts = [np.split(one, count, 1)[i] for one in twice]
         assert (np.asarray(shard.data)[0] == np.concatenate(parts, 1)).all(), "all-to-all"
+    if host.dtype != jnp.bfloat16:
+        total = host.sum(0, dtype=host.dtype)
+        for i, shard in zip(ours, results[8].addressable_shards, strict=True):
+            assert (np.asarray(shard.data)[0] == (total if i else 0 * total)).all(), "behind a sum"
     counted = " + ".join(f"{n} {way}" for way, n in sorted(ways.items()))
     print(f"{host.dtype} rank {jax.process_index()}: {counted}; {digest.hexdigest()}", flush=True)

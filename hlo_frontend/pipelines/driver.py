@@ -16,6 +16,7 @@ from .emit import Editor
 from .inline import inlined
 from .merged import kept_bytes, merged
 from .merged_verify import check as check_merged
+from .partitioned import Whys, localized
 from .parts import Part, Pipeline
 from .pieces import Pieces
 from .refusal import Refusal, about
@@ -35,6 +36,8 @@ def interleave(
     A loop that cannot be interleaved stays as it is, and so do loops that depend on its residuals. ``chunks``
     is at least 2.
     """
+    as_given = serialized
+    serialized, whys = _localized(serialized, num_replicas, num_partitions)
     written = Module.parse(serialized)
     entry = flatten(written.entry, CollectiveReader(num_replicas, num_partitions))
     candidates = [n.instruction for n in entry.nodes if pipelines.is_candidate(n)]
@@ -46,7 +49,7 @@ def interleave(
             break
         except Refusal as refusal:
             name = refusal.loop or left[0]
-            reports[name] = replace(reports[name], why=str(refusal))
+            reports[name] = replace(reports[name], why=_why(refusal, whys))
             left.remove(name)
         except GaveUpError as error:
             why = f"the program is too large to be followed: {error}"
@@ -54,9 +57,24 @@ def interleave(
             left = []
     else:
         found = []
+    if not found:
+        serialized = as_given
     for name, report in zip(left, found, strict=True):
         reports[name] = replace(report, name=name, source=reports[name].source)
     return serialized, tuple(reports.values())
+
+
+def _localized(serialized: bytes, num_replicas: int, num_partitions: int) -> tuple[bytes, Whys]:
+    """The module with pipelines of one array of all stages as programs of a device, see `partitioned`."""
+    try:
+        return localized(serialized, num_replicas, num_partitions)
+    except GaveUpError:
+        return serialized, {}
+
+
+def _why(refusal: Refusal, whys: Whys) -> str:
+    more = whys.get(refusal.at)
+    return str(refusal) if more is None else f"{refusal}: {more}"
 
 
 def _all(
@@ -100,6 +118,8 @@ def scheduled(
 ) -> tuple[bytes, tuple[Scheduled, ...]]:
     """The module with its steps of training in a schedule, one of `SCHEDULES`, and a report on each step, and
     on each loop of a pipeline that stays as it is."""
+    as_given = serialized
+    serialized, whys = _localized(serialized, num_replicas, num_partitions)
     reports: dict[str, Scheduled] = {}
     finished: set[str] = set()
     while True:
@@ -108,7 +128,8 @@ def scheduled(
         left = [n.instruction for n in entry.nodes if pipelines.is_candidate(n)]
         left = [i for i in left if i.name not in finished]
         if not left:
-            return serialized, tuple(reports.values())
+            done = any(not report.why for report in reports.values())
+            return serialized if done else as_given, tuple(reports.values())
         sources = {i.name: i.source for i in left}
         names = list(sources)
         pair: list[str] = []
@@ -117,7 +138,7 @@ def scheduled(
             serialized, report = _step(module, pair, num_replicas, num_partitions, schedule)
         except Refusal as refusal:
             name = refusal.loop or names[-1]
-            reports[name] = Scheduled(name, sources[name], schedule, why=str(refusal))
+            reports[name] = Scheduled(name, sources[name], schedule, why=_why(refusal, whys))
             finished.add(name)
             for other in set(pair) - {name}:
                 why = f"the loop %{name}, with which it would be one, is not"

@@ -115,7 +115,9 @@ def _check_body(node: Node) -> None:
         collective = inner.collective
         if collective is not None:
             if collective.kind is not Kind.PERMUTE or inner.instruction.opcode.endswith("-start"):
-                raise Refusal(f"it communicates by {described}, not only by permutes")
+                raise Refusal(
+                    f"it communicates by {described}, not only by permutes", inner.instruction.name
+                )
             if collective.valid_iterations:
                 raise Refusal(f"{described} has valid iterations of its own")
         elif inner.is_runtime and not any(map(communicates, inner.instruction.called)):

@@ -9,10 +9,15 @@ from contextlib import contextmanager
 class Refusal(Exception):
     """A loop does not have the shape that can be interleaved. Caught by `interleave`, which reports it.
 
-    ``loop`` is its name, empty as long as it is not known.
+    ``loop`` is its name, empty as long as it is not known; ``at`` that of a collective because of which it
+    is refused, for which another pass may know more.
     """
 
     loop = ""
+
+    def __init__(self, why: str, at: str = "") -> None:
+        super().__init__(why)
+        self.at = at
 
 
 @contextmanager

@@ -15,7 +15,9 @@ from typing import Any
 
 import numpy as np
 
+from ..collectives import CollectiveReader
 from ..graph import COLLECTIVES, Instruction, Module, all_instructions
+from ..groups import replica_groups
 from ..schema import OpSharding
 
 _REPLICATED, _OTHER = 0, 3  # OpSharding.Type
@@ -57,11 +59,18 @@ class Class(IntEnum):
 
 
 class Sameness:
-    """For pipelines on ``groups`` of devices."""
+    """For pipelines on ``groups`` of devices. ``reader``: reads groups of all-reduces, whose members all get
+    the same; without it, nothing is known of their results."""
 
-    def __init__(self, module: Module, groups: Sequence[Sequence[int]]) -> None:
-        self.groups = groups
+    def __init__(
+        self,
+        module: Module,
+        groups: Sequence[Sequence[int]],
+        reader: CollectiveReader | None = None,
+    ) -> None:
+        self.groups, self.reader, self._entry = groups, reader, module.entry
         self._found: dict[Instruction, Class] = {}
+        self._loops: dict[Instruction, tuple[list[Class], dict[Instruction, Class]]] = {}
         shardings = list(module.proto.spmd_parameters_shardings)
         parameters = module.entry.parameters
         if len(shardings) != len(parameters):  # HLO text has shardings only on parameters
@@ -95,10 +104,20 @@ class Sameness:
         opcode = instruction.opcode
         if opcode == "partition-id":
             return Class.BY_ID
+        if opcode == "all-reduce" and self._gives_all(instruction):
+            return Class.SAME
         if opcode in _NEVER_SAME or any(c.needs_runtime for c in instruction.called):
             return Class.ANY
         if opcode == "get-tuple-element" and instruction.operands[0].opcode == "tuple":
             return Class(operands[instruction.operands[0].operands[instruction.proto.tuple_index]])
+        if (
+            self.reader is not None
+            and instruction.computation is self._entry
+            and opcode == "get-tuple-element"
+            and instruction.operands[0].opcode == "while"
+            and operands[instruction.operands[0]] is Class.ANY
+        ):
+            return self._given_by(instruction.operands[0], instruction.proto.tuple_index)
         found = max((operands[o] for o in instruction.operands), default=Class.SAME)
         if any(_draws(c) for c in instruction.called):
             return Class.ANY
@@ -107,6 +126,61 @@ class Sameness:
         ):
             return Class.ANY
         return Class(found)
+
+    def _gives_all(self, instruction: Instruction) -> bool:
+        """Whether the devices of each pipeline are of one group of an all-reduce."""
+        if self.reader is None:
+            return False
+        groups = replica_groups(instruction, self.reader.num_replicas, self.reader.num_partitions)
+        return all(any(set(own) <= set(group) for group in groups) for own in self.groups)
+
+    def within(self, loop: Instruction) -> dict[Instruction, Class]:
+        """The classes of the instructions of a loop's body in any iteration, for a loop of which it is known
+        that it has as many iterations on all devices."""
+        return self._loop(loop)[1]
+
+    def _loop(self, loop: Instruction) -> tuple[list[Class], dict[Instruction, Class]]:
+        """The classes of what a loop carries, and of the instructions of its body."""
+        if loop in self._loops:
+            return self._loops[loop]
+        body, init = loop.called[0], loop.operands[0]
+        carried = [Class.ANY] * len(loop.shape.tuple_shapes)
+        found: dict[Instruction, Class] = {}
+        if init.opcode == "tuple" and body.root.opcode == "tuple":
+            following = [self.of(o) for o in init.operands]
+            while following != carried:
+                carried = following
+                found = self._body(loop, carried)
+                following = [
+                    max(old, found[new])
+                    for old, new in zip(carried, body.root.operands, strict=True)
+                ]
+        self._loops[loop] = carried, found
+        return self._loops[loop]
+
+    def _body(self, loop: Instruction, carried: Sequence[Class]) -> dict[Instruction, Class]:
+        found: dict[Instruction, Class] = {}
+        (parameter,) = loop.called[0].parameters
+        for instruction in loop.called[0].instructions:
+            if parameter in instruction.operands:
+                reads = instruction.opcode == "get-tuple-element"
+                found[instruction] = carried[instruction.proto.tuple_index] if reads else Class.ANY
+            elif instruction is not parameter:
+                found[instruction] = self.step(instruction, found)
+        return found
+
+    def _given_by(self, loop: Instruction, position: int) -> Class:
+        """The class of a result of a loop that communicates."""
+        carried, _ = self._loop(loop)
+        condition = loop.called[1]
+        (parameter,) = condition.parameters
+        reads = [i for i in condition.instructions if parameter in i.operands]
+        if condition.needs_runtime or any(
+            i.opcode != "get-tuple-element" or carried[i.proto.tuple_index] is not Class.SAME
+            for i in reads
+        ):
+            return Class.ANY
+        return carried[position]
 
 
 Part = tuple[int, ...]

@@ -234,9 +234,10 @@ def _begin(
             return None
         slots.append(own.pop() or 0)
     result = first.begin.node.instruction
-    if len(first.begin.node.results) != 1 or list(result.shape.dimensions[1:]) != list(
-        backward.stage.instruction.shape.tuple_shapes[i].dimensions
-    ):
+    taken = backward.stage.instruction.shape.tuple_shapes[i].dimensions
+    if len(first.begin.node.results) != 1 or [d for d in result.shape.dimensions[1:] if d != 1] != [
+        d for d in taken if d != 1
+    ]:
         return None
     nodes = {node.instruction: node for node in followed.entry.block.nodes}
 

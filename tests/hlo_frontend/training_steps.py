@@ -2,7 +2,7 @@
 
 A `Draw` says all about a step: its sizes, its mesh, how what is on padding is masked, what is computed again
 in the backward pass, how outputs are collected, which loss stands behind the loop, and where its gradient is
-taken. `program` writes it.
+taken. `program` writes it, for a device or, partitioned by XLA, for an array of all stages.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ class Draw:
     cuts them from what the scan gives. ``inside``: whether the gradient is taken on each device.
     ``head``: where the loss is computed, ``behind`` the loop for all microbatches at once, or in it, on the
     last stage, under a ``cond`` or with its input masked by ``where``.
+    ``shift``: how stages hand on where they are one array, under `vmap`, by ``roll`` or by a concatenation
+    and a ``where``; empty where the step is written for a device, with `ppermute`.
     """
 
     stages: int = 2
@@ -46,6 +48,28 @@ class Draw:
     metric: bool = False
     dtype: str = "float32"
     head: str = "behind"
+    shift: str = ""
+
+
+def draw_stacked(rng: random.Random) -> Draw:
+    """A step whose stages are one array."""
+    axes = rng.choice(["x", "x", "dx", "xd", "xy"])
+    return Draw(
+        stages=rng.choice([2, 3, 4] if axes == "x" else [2]),
+        microbatches=rng.choice([2, 3, 4, 5, 6]),
+        layers=rng.choice([2, 3, 4]),
+        rows=rng.choice([2, 4, 8]),
+        width=rng.choice([4, 6, 8, 16]),
+        classes=rng.choice([8, 10, 16]),
+        axes=axes,
+        mask="where",
+        again=rng.choice(["nothing", "nothing", "layer", "stage"]),
+        collect=rng.choice(["put", "put", "scan"]),
+        loss=rng.choice(["cross", "squares", "distance", "smooth"]),
+        embeds=rng.random() < 0.6,
+        dtype=rng.choice(["float32", "float32", "float32", "bfloat16"]),
+        shift=rng.choice(["roll", "roll", "where"]),
+    )
 
 
 def draw(rng: random.Random) -> Draw:
@@ -188,6 +212,59 @@ def arguments_of(d: Draw) -> tuple[Any, np.ndarray, np.ndarray]:
     return parameters, tokens, wanted
 
 
+def stacked_outputs(d: Draw, over: jax.sharding.Mesh, layers: Any, xs: jax.Array) -> jax.Array:
+    """What the last stage gives, by microbatch, of a pipeline that is one array of all stages."""
+    batch = "d" if "d" in d.axes else None
+    layers = jax.tree.map(lambda w: w.reshape(d.stages, d.layers, *w.shape[1:]), layers)
+    one = jax.checkpoint(layer) if d.again == "layer" else layer
+    stages = jnp.arange(d.stages)
+
+    def run(x, own, working):
+        own = jax.tree.map(lambda w: jnp.where(working, w, 0), own)
+        return lax.scan(one, jnp.where(working, x, 0), own)[0]
+
+    if d.again == "stage":
+        run = jax.checkpoint(run)
+
+    def sharded(state):
+        return lax.with_sharding_constraint(state, NamedSharding(over, P("x", batch)))
+
+    def iteration(carry, i):
+        state, outputs = carry
+        x = xs[jnp.clip(i, 0, d.microbatches - 1)]
+        if d.shift == "roll":
+            state = jnp.roll(state, 1, axis=0).at[0].set(x)
+        else:
+            rolled = jnp.concatenate([state[-1:], state[:-1]])
+            first = lax.broadcasted_iota(jnp.int32, rolled.shape, 0) == 0
+            state = jnp.where(first, x, rolled)
+        working = (i >= stages) & (i - stages < d.microbatches)
+        state = sharded(jax.vmap(run)(sharded(state), layers, working))
+        out = i - (d.stages - 1)
+        if d.collect == "scan":
+            return (state, outputs), state[-1]
+        put = outputs.at[jnp.clip(out, 0, d.microbatches - 1)].set(state[-1])
+        return (state, jnp.where(out >= 0, put, outputs)), None
+
+    start = sharded(jnp.zeros((d.stages, *xs.shape[1:]), xs.dtype)), jnp.zeros_like(xs)
+    trips = d.microbatches + d.stages - 1
+    (_, outputs), given = lax.scan(iteration, start, jnp.arange(trips))
+    return outputs if d.collect == "put" else given[d.stages - 1 :]
+
+
+def stacked(d: Draw, over: jax.sharding.Mesh) -> Any:
+    """The step of a pipeline that is one array of all stages."""
+
+    def loss(parameters, tokens, wanted):
+        xs = parameters["embedding"][tokens]
+        xs = xs if d.embeds else lax.stop_gradient(xs)
+        return loss_of(
+            d, parameters["head"], stacked_outputs(d, over, parameters["layers"], xs), wanted
+        )
+
+    return jax.value_and_grad(loss)
+
+
 def program(d: Draw) -> tuple[Any, Any, Any, jax.sharding.Mesh]:
     """The jitted step, which gives loss, metric and gradients; its arguments, shardings and mesh."""
     over = mesh(*(d.stages if a == "x" else 2 for a in d.axes), names=d.axes)
@@ -198,7 +275,10 @@ def program(d: Draw) -> tuple[Any, Any, Any, jax.sharding.Mesh]:
         loss, metric = local(d, parameters, tokens, wanted)
         return lax.psum(loss, others), lax.psum(metric, others)
 
-    if d.inside:
+    if d.shift:
+        over = jax.sharding.Mesh(over.devices, over.axis_names)  # XLA decides on what is not said
+        step = stacked(d, over)
+    elif d.inside:
 
         def on_device(parameters, tokens, wanted):
             (loss, metric), gradients = jax.value_and_grad(local, argnums=1, has_aux=True)(

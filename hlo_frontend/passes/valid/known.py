@@ -9,6 +9,7 @@ around as HLO's does.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -222,16 +223,20 @@ def _reshape(node: Node, x: np.ndarray) -> Known:
 
 
 def is_reshape(node: Node) -> bool:
-    """Whether a bitcast keeps the type and the order of elements: all layouts are row-major."""
+    """Whether a bitcast keeps the type and the order of elements."""
     return keeps_order(node.instruction)
 
 
 def keeps_order(bitcast: Instruction) -> bool:
     """`is_reshape`, of the instruction."""
     shapes = (bitcast.operands[0].shape, bitcast.shape)
-    return shapes[0].element_type == shapes[1].element_type and all(
-        list(s.layout.minor_to_major) == list(range(len(s.dimensions)))[::-1] for s in shapes
-    )
+    return shapes[0].element_type == shapes[1].element_type and all(map(_is_row_major, shapes))
+
+
+def _is_row_major(shape: Any) -> bool:
+    """Whether elements lie in row-major order; dimensions of one element may stand anywhere."""
+    order = [d for d in shape.layout.minor_to_major if shape.dimensions[d] != 1]
+    return order == sorted(order, reverse=True)
 
 
 def _transpose(node: Node, x: np.ndarray) -> Known:

@@ -1,0 +1,161 @@
+"""Pipelines whose stages are one array, under `vmap`, partitioned by XLA: interleaved, and as 1F1B and ZB-H1.
+
+Judged by the program as it is written and by JAX's CPU backend. Messages are counted, and what must not be
+moved out of its loop is written so that moving it would give other numbers.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from frontend_support import P, manual, mesh, shards
+from gpipe import inputs, layer, weights
+from interpreter import Interpreter
+from jax import lax
+from jax.sharding import NamedSharding
+from random_steps import compare, compiled
+from training_steps import Draw, program, stacked_outputs
+
+STEPS = {
+    "roll": Draw(stages=4, microbatches=5, shift="roll", embeds=True),
+    "where": Draw(stages=3, microbatches=2, shift="where", collect="scan", again="layer"),
+    "data": Draw(axes="dx", microbatches=3, shift="roll", dtype="bfloat16", again="stage"),
+}
+
+
+@pytest.mark.parametrize("d", STEPS.values(), ids=STEPS)
+def test_a_step_is_run_as_1f1b(d):
+    found = compare(Draw(**{**vars(d), "mask": "where", "loss": "squares"}), "1f1b")
+    assert found.whys == ()
+    (report,) = found.module.interleaved
+    assert (report.rounds, found.differs) == ("", ())
+    assert report.rows == min(d.stages, d.microbatches)
+    assert found.ran is not None
+    if d.axes == "x":  # a microbatch makes P - 1 hops there and as many back; sums are behind
+        hops = 2 * d.microbatches * (d.stages - 1)
+        sums = sum(found.ran.messages.values()) - hops
+        assert 0 <= sums <= 4 * d.stages
+
+
+def test_a_step_is_run_as_zb_h1():
+    d = Draw(stages=2, microbatches=3, shift="roll", mask="where", loss="squares")
+    found = compare(d, "zb_h1")
+    assert found.whys == ()
+    (report,) = found.module.interleaved
+    assert report.left > 0
+
+
+def test_a_forward_pass_is_interleaved():
+    d = Draw(stages=3, microbatches=4, shift="roll", mask="where", layers=4)
+    over = jax.sharding.Mesh(np.array(jax.devices("cpu")[:3]), ("x",))
+    _, (parameters, _, _), _, _ = program(d)
+    xs = np.random.default_rng(1).standard_normal((4, 4, 8)).astype(np.float32)
+    by_stage, all_of_it = NamedSharding(over, P("x")), NamedSharding(over, P())
+    function = jax.jit(
+        lambda layers, xs: stacked_outputs(d, over, layers, xs), in_shardings=(by_stage, all_of_it)
+    )
+    given = parameters["layers"], xs
+    module = compiled(function, given, 3, "gpipe", interleave=2)
+    (report,) = module.interleaved
+    assert (report.why, report.before, report.after) == ("", 6, 10)
+    parts = [shards(w, over, P("x")) for w in jax.tree.leaves(given[0])] + [shards(xs, over, P())]
+    found = Interpreter(module.program, skipped=np.nan).run(*parts)
+    written = Interpreter(compiled(function, given, 3, "gpipe").program).run(*parts)
+    np.testing.assert_array_equal(np.array(found), np.array(written))
+    np.testing.assert_allclose(np.array(found)[0][0], function(*given), rtol=2e-5, atol=2e-5)
+
+
+# Communication in the loop of a program that is written for a device.
+
+
+def looped(stages: int, microbatches: int, given, start=jnp.zeros_like):
+    """Outputs are what ``given(stage, y)`` is, from the iteration on in which the first microbatch leaves."""
+
+    def local(layers, xs):
+        stage = lax.axis_index("x")
+
+        def iteration(carry, i):
+            received, outputs = carry
+            x = jnp.where(stage == 0, xs[jnp.clip(i, 0, microbatches - 1)], received)
+            y = lax.scan(layer, x, layers)[0]
+            out = i - (stages - 1)
+            put = outputs.at[jnp.clip(out, 0, microbatches - 1)].set(given(stage, y))
+            outputs = jnp.where(out >= 0, put, outputs)
+            return (lax.ppermute(y, "x", [(s, s + 1) for s in range(stages - 1)]), outputs), None
+
+        begin = jnp.zeros_like(xs[0]), start(xs)
+        (_, outputs), _ = lax.scan(iteration, begin, jnp.arange(microbatches + stages - 1))
+        return outputs
+
+    return manual(local, mesh(stages), (P("x"), P()), P())
+
+
+def interleaved(function) -> tuple[str, bool]:
+    """Why a pipeline of 3 stages is not interleaved, and whether it gives the same as it is written."""
+    layers, xs = weights(3 * 4), inputs(4)
+    module = compiled(function, (layers, xs), 3, "gpipe", interleave=2)
+    over = mesh(3)
+    parts = [shards(w, over, P("x")) for w in jax.tree.leaves(layers)] + [shards(xs, over, P())]
+    found = Interpreter(module.program, skipped=np.nan).run(*parts)
+    written = Interpreter(compiled(function, (layers, xs), 3, "gpipe").program).run(*parts)
+    (report,) = module.interleaved
+    return report.why, bool(np.array_equal(np.array(found), np.array(written)))
+
+
+def of_the_last(stage, y):
+    return lax.psum(jnp.where(stage == 2, y, 0), "x")
+
+
+def test_outputs_that_a_sum_gives_to_all():
+    assert interleaved(looped(3, 4, of_the_last)) == ("", True)
+
+
+KEPT = {
+    "all-give": (lambda stage, y: lax.psum(y, "x"), jnp.zeros_like, "given by 3 devices"),
+    "two-give": (
+        lambda stage, y: lax.psum(jnp.where(stage > 0, y, 0), "x"),
+        jnp.zeros_like,
+        "given by 2 devices",
+    ),
+    "begins": (of_the_last, jnp.ones_like, "does not begin with zeros"),
+    "goes-on": (
+        lambda stage, y: jnp.sin(of_the_last(stage, y)),
+        jnp.zeros_like,
+        "is read in the loop by",
+    ),
+    "differs": (
+        lambda stage, y: jnp.where(stage == 1, 0, of_the_last(stage, y)),
+        jnp.zeros_like,
+        "differs from device to device",
+    ),
+}
+
+
+@pytest.mark.parametrize(("given", "start", "why"), KEPT.values(), ids=KEPT)
+def test_sums_that_stay_in_the_loop(given, start, why):
+    found, equal = interleaved(looped(3, 4, given, start))
+    assert equal and "not only by permutes" in found and why in found
+
+
+def test_a_step_without_a_mask_says_what_to_mask():
+    def local(d, over, layers, xs):
+        def iteration(state, i):
+            x = xs[jnp.clip(i, 0, 2)]
+            shifted = jnp.roll(state, 1, axis=0).at[0].set(x)
+            state = jax.vmap(lambda x, w: lax.scan(layer, x, w)[0])(shifted, layers)
+            return lax.with_sharding_constraint(state, NamedSharding(over, P("x"))), state[-1]
+
+        start = jnp.zeros((2, *xs.shape[1:]))
+        return jnp.sum(lax.scan(iteration, start, jnp.arange(4))[1][1:] ** 2)
+
+    over = mesh(2)
+    layers = jax.tree.map(lambda w: w.reshape(2, 4, *w.shape[1:]), weights(2 * 4))
+    by_stage = NamedSharding(over, P("x"))
+    function = jax.jit(
+        jax.grad(lambda layers, xs: local(None, over, layers, xs)),
+        in_shardings=(by_stage, NamedSharding(over, P())),
+    )
+    module = compiled(function, (layers, inputs(3)), 2, "1f1b")
+    assert any("mask its input and its weights with where" in r.why for r in module.interleaved)

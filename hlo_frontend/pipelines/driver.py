@@ -211,4 +211,6 @@ def _rounds(step: Training, left: int) -> str:
     """
     if any(b.rows is not None and b.rows.rounds for b in step.begins.values()):
         return "a head is computed row by row"
+    if step.turn is not None and step.turn.rounds:
+        return "a head is computed in the loop apart from what stands beside it, for it is under no lax.cond"
     return "gradients of weights are computed apart" if left else ""

@@ -16,19 +16,25 @@ the same order is the engine's: see `docs/pipelines.md`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+from stretto.collectives.ops import Reduction
+
 from ..builder import resized
+from ..collectives import native_reduction
 from ..graph import Instruction
 from ..ops import op_of
 from ..passes.valid.known import keeps_order
-from ..schema import TUPLE
+from ..schema import PRIMITIVE_CODES, TUPLE
 from .emit import Builder, needed_by
 from .refusal import Refusal
 from .rewrite import without_sign_of_zero
+
+_EXACT = (Reduction.MAX, Reduction.MIN)
+_FLOATS = {code for name, code in PRIMITIVE_CODES.items() if name[0] in "bcf"}
 
 
 @dataclass(frozen=True)
@@ -60,10 +66,7 @@ class Rows:
     def rounds(self) -> bool:
         """Whether an engine may round a row that is computed alone otherwise than as a part of the whole: a
         dot of another size is another kernel, and so may be a sum of products."""
-        opcodes = {value.opcode for value, block in self.steps if block is not None}
-        products = opcodes & {"multiply", "dot"}
-        sums = opcodes & {"add", "subtract", "reduce", "dot"}
-        return bool(products and sums) or "reduce" in opcodes
+        return rounds(value for value, block in self.steps if block is not None)
 
     def check(self, slots: Sequence[int]) -> None:
         """Raise `Refusal` if a block is beyond its value for one of these rows."""
@@ -126,6 +129,19 @@ def _resized(proto: Any, block: Block) -> Any:
         if dimension == block.axis:
             bounds.start, bounds.limit = 0, block.unit
     return proto
+
+
+def rounds(instructions: Iterable[Instruction]) -> bool:
+    """Whether an engine may round these otherwise among other instructions: it may make one operation of a
+    product and a sum, and add up in another order."""
+    opcodes = {
+        i.opcode for i in instructions
+        if not i.shape.tuple_shapes and i.shape.element_type in _FLOATS
+        and not (i.opcode == "reduce" and native_reduction(i.called[0]) in _EXACT)
+    }  # fmt: skip
+    products = opcodes & {"multiply", "dot"}
+    sums = opcodes & {"add", "subtract", "reduce", "dot"}
+    return bool(products and sums) or "reduce" in opcodes
 
 
 Alone = Callable[[Instruction, int], bool]

@@ -39,6 +39,7 @@ from .parts import Part
 from .pieces import instructions_of
 from .refusal import Refusal, about
 from .rewrite import shaped, without_sign_of_zero
+from .rows import rounds
 
 SCALAR = "s32"
 
@@ -58,15 +59,16 @@ class _Walk:
     stage of each pipeline.
 
     By position in the loop's carry: ``held``, values of the entry computation that do not change; ``known``,
-    numbers, s32[devices, microbatches]. What is read besides is zeros, or is not read. ``residuals``: slices
-    of stacks that were made before; where a stack is of the entry computation, ``rows`` has their numbers,
-    and ``pluses`` says whether zeros were added to them on their way.
+    numbers, s32[devices, microbatches]. What is read besides is zeros, or is not read. ``there``: the walk of
+    the forward loop, for that of the backward loop. ``residuals``: slices of stacks that were made before;
+    where a stack is of the entry computation, ``rows`` has their numbers, and ``pluses`` says whether zeros
+    were added to them on their way.
     """
 
     followed: Followed
     part: Part
     runs: Sequence[Sequence[Execution]]
-    before: Part | None = None
+    there: _Walk | None = None
     depends: set[Instruction] = field(default_factory=set)
     held: dict[int, Instruction] = field(default_factory=dict)
     known: dict[int, np.ndarray] = field(default_factory=dict)
@@ -114,7 +116,7 @@ class _Walk:
                         stack.append(operand.root)
         held, known = self._classified(reads)
         wanted = [r.value for r in residuals.values() if r.value is not None]
-        if wanted and self.before is not None:
+        if wanted and self.there is not None:
             self.there.needs(wanted)
         self.held |= held
         self.known |= known
@@ -123,12 +125,10 @@ class _Walk:
         self.pluses |= pluses
         self.finished |= seen
 
-    there: Any = None  # the walk of the forward loop
-
     def _operands(self, value: Value, node: Node, at: Execution) -> Sequence[Value]:
         opcode = node.instruction.opcode
         if node is self.part.stage:
-            if self.before is None and value.index in self.part.layers.passed:
+            if self.there is None and value.index in self.part.layers.passed:
                 return ()
             raise Refusal(
                 "what a microbatch begins with in the backward pass depends on more than what the last stage "
@@ -141,10 +141,7 @@ class _Walk:
                 "what a microbatch begins with in the backward pass depends on what another stage sent, at "
                 f"{node.instruction.describe()}"
             )
-        operands = node.operands
-        if opcode == "select":
-            taken = self.origins.row(operands[0], at)
-            return operands if taken is None else (operands[0], operands[1 if taken else 2])
+        operands = self.selected(node, at)
         if opcode == "conditional":
             known = self.followed.forward.known(self.origins.iterations[at.iteration], operands[0])
             if known is not None:
@@ -154,6 +151,14 @@ class _Walk:
                 first = 1 + sum(counts[:branch])
                 return (operands[0], *operands[first : first + counts[branch]])
         return operands
+
+    def selected(self, node: Node, at: Execution) -> Sequence[Value]:
+        """The operands of a node, of a select with a known predicate those that it takes."""
+        operands = node.operands
+        if node.instruction.opcode != "select":
+            return operands
+        taken = self.origins.row(operands[0], at)
+        return operands if taken is None else (operands[0], operands[1 if taken else 2])
 
     def _classified(
         self, reads: Mapping[Value, Sequence[tuple[int, Execution]]]
@@ -196,7 +201,7 @@ class _Walk:
     ) -> tuple[Residual, int | None, bool] | None:
         """What a slice of a stack is that was made before, in the forward loop or ahead of it, the number of
         the row ahead of it, and whether zeros were added to it on its way; None for another node."""
-        if self.before is None or node.instruction.opcode != "dynamic-slice":
+        if self.there is None or node.instruction.opcode != "dynamic-slice":
             return None
         position = self.position.get(node.operands[0].root)
         inits = self.part.loop.instruction.operands[0].operands
@@ -219,11 +224,10 @@ class _Walk:
             raise _other(node)
         if (
             made.slot is not None
-            or self.before is None
-            or source.loop is not self.before.loop
+            or source.loop is not self.there.part.loop
             or made.at not in self.there.runs[k]
             or made.at.device != at.device
-            or made.node.instruction.computation is not self.before.loop.instruction.called[0]
+            or made.node.instruction.computation is not self.there.part.loop.instruction.called[0]
         ):
             raise _other(node)
         return Residual(made.node.results[made.leaf], None), None, made.plus
@@ -280,6 +284,14 @@ class Turn:
         begun = [r.begin for r in self.back.residuals.values() if r.begin is not None]
         return list(dict.fromkeys([*self.there.held.values(), *self.back.held.values(), *begun]))
 
+    @property
+    def rounds(self) -> bool:
+        """Whether an engine may round a turn otherwise than the written loops: what stands in their bodies
+        may be one kernel with what stands beside it there. What is in a branch of a conditional stands
+        apart in both."""
+        walked = {v.node for walk in (self.there, self.back) for v, _ in walk.finished}
+        return rounds(n.instruction for n in walked if n is not None)
+
     def gives(self, needed: Iterable[int]) -> list[Value]:
         """Values of the forward body that turns leave for the loop behind, of which positions ``needed`` of
         the carry are wanted there: the largest parts of them that are no larger than what the last stage
@@ -304,7 +316,7 @@ class Turn:
                 value.type is not None
                 and value.type.nbytes <= largest
                 and node.instruction.computation is part.loop.instruction.called[0]
-                and self._is_of_turns(value, wanted, reached)
+                and self._is_read_by_turns_alone(value, wanted, reached)
             ):
                 try:
                     with about(part.name):
@@ -327,7 +339,7 @@ class Turn:
                 found |= set(node.results)
         return found - set(part.stage.results)
 
-    def _is_of_turns(
+    def _is_read_by_turns_alone(
         self, value: Value, wanted: Sequence[Value], reached: dict[Execution, set[Value]]
     ) -> bool:
         """Whether a value is zeros, or not read, but where a microbatch leaves the last stage."""
@@ -353,11 +365,7 @@ class Turn:
             node = value.node
             if node is None or node is walk.part.stage or is_transfer(node):
                 continue
-            operands: Sequence[Value] = node.operands
-            if node.instruction.opcode == "select":
-                taken = walk.origins.row(operands[0], at)
-                operands = operands if taken is None else (operands[0], operands[1 if taken else 2])
-            fresh = {o.root for o in operands} - seen
+            fresh = {o.root for o in walk.selected(node, at)} - seen
             seen |= fresh
             stack += fresh
         return seen
@@ -457,8 +465,7 @@ def found(
     there_runs = [[Execution(forward.leaves[m], d) for d in ways] for m in order]
     back_runs = [[Execution(backward.enters[k], d) for d in ways] for k in range(len(order))]
     there = _Walk(followed, forward, there_runs)
-    back = _Walk(followed, backward, back_runs, forward, depends)
-    back.there = there
+    back = _Walk(followed, backward, back_runs, there, depends)
     given = backward.layers.loop.operands[0].operands
     back.needs([backward.stage.operands[i] for i in positions])
     sums: dict[int, Instruction] = {}
@@ -473,9 +480,9 @@ def found(
             or node.instruction is not behind(body.root.operands[carry])
         ):
             continue
-        if not _is_of_turns(followed, backward, added, back) or not followed.begins_with_zeros(
-            backward.loop, carry, followed.forward.num_devices
-        ):
+        if not _is_zero_but_at_turns(
+            followed, backward, added, back
+        ) or not followed.begins_with_zeros(backward.loop, carry, followed.forward.num_devices):
             continue
         try:
             back.needs([added])
@@ -486,7 +493,7 @@ def found(
     return Turn(there, back, {i: given[i] for i in positions}, sums)
 
 
-def _is_of_turns(followed: Followed, part: Part, added: Value, walk: _Walk) -> bool:
+def _is_zero_but_at_turns(followed: Followed, part: Part, added: Value, walk: _Walk) -> bool:
     """Whether a value is known to be zeros but where a microbatch turns."""
     own = {at for _, at in walk.flat}
     return all(

@@ -41,6 +41,7 @@ x = jax.make_array_from_callback(
 for number in range(6):
     if jax.process_index() == 1 and number == 2:
         if sys.argv[1] == "killed":
+            print(f"killed at {time.time()}", flush=True)
             os.kill(os.getpid(), signal.SIGKILL)
         if sys.argv[1] == "late":
             time.sleep(60)

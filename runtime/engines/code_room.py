@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Protocol
 from weakref import WeakSet
 
-# More mappings than a copy of a segment usually takes.
-_MOST = 16
+# The mappings that a copy takes at the most: XLA makes up to 32 pieces of a large segment.
+_MOST = 96
 # Copies between two counts, at the least: counting 30,000 mappings takes 20 ms.
 _OFTEN = 64
 

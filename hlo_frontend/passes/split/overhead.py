@@ -9,8 +9,9 @@ launch for a run of kernels and for a collective that is handed to a stream. Par
   take 61 us.
 - Each transfer costs the core about two more runs of segments, with their arrays, and two changes of threads:
   190 us there (4.6 ms beyond kernels for 24 further all-reduces), where the launch that is calibrated is
-  6 us; 20 launches keep small programs whole. The whole collective, awaited at once, is run in place. Where the same cores move the data (`Link.busy`), each exchange of a further transfer, of
-  which an all-reduce is two, also waits its turn beside compute a few times: in the tensor-parallel step of
+  6 us; 20 launches keep small programs whole. The whole collective, awaited at once, is run in place.
+- Where the same cores move the data (`Link.busy`), each exchange of a further transfer, of which an
+  all-reduce is two, also waits its turn beside compute a few times: in the tensor-parallel step of
   `benchmarks/two_hosts.py` in two parts, cores were idle for 9 and 18 ms more than its replay says, 0.2 and
   0.4 ms for each of 48 further exchanges.
 - An array that is put together is first filled with zeros, and then written a second time.

@@ -9,16 +9,46 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
 
-from stretto.collectives.native import connected
+from stretto.collectives.host_mail import HEADER, LINE, Layout
+from stretto.collectives.native import connected, laid_out
 from stretto.collectives.ops import Collective, Kind, Reduction
 from stretto.collectives.types import TensorType
 from stretto.collectives.wires import COPY, FEW, FOLD, Action, Leaf, Wire, plan
 
 DTYPE = np.int32
+
+
+def test_each_message_has_a_mailbox_that_both_ends_find() -> None:
+    collective = Collective(
+        Kind.ALL_REDUCE,
+        (TensorType("s32", (5,)),),
+        (TensorType("s32", (5,)),),
+        groups=((0, 1, 2, 3),),
+        reduction=Reduction.SUM,
+    )
+    owner = {0: 0, 1: 0, 2: 1, 3: 2}
+    layout = Layout(3)
+    begin = layout.end
+    (first,), (second,) = ([b[0] for b in laid_out([collective], owner, layout)] for _ in range(2))
+    assert {(box.source, box.target) for box in first} == {
+        (p, q) for p in range(3) for q in range(3) if p != q
+    }
+    places = sorted([*first.values(), *second.values()])
+    assert places[0] == begin == 3 * LINE
+    assert all(b - a >= HEADER + 32 for a, b in pairwise([*places, layout.end]))
+    large = replace(
+        collective,
+        operands=(TensorType("s32", (1 << 15,)),),
+        results=(TensorType("s32", (1 << 15,)),),
+    )
+    end = layout.end
+    assert laid_out([large], owner, layout) == [{}]
+    assert layout.end == end
 
 
 class Process:

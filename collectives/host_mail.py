@@ -13,6 +13,7 @@ host or in a container of its own, all use MPI.
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import secrets
@@ -35,6 +36,9 @@ WHOLE = 1 << 24
 MOST = 16
 
 _FOLDER = "/dev/shm"
+# Of what is free there, this part at most: MPI and what ranks compile for each other live there too, and a
+# container may have 64 MiB.
+_SHARE = 0.25
 
 
 class Box(NamedTuple):
@@ -111,6 +115,9 @@ def share(comm: MPI.Intracomm, nbytes: int) -> HostMemory | None:
 
 
 def _create(name: str, nbytes: int, token: bytes) -> mmap.mmap:
+    folder = os.statvfs(_FOLDER)
+    if nbytes > _SHARE * folder.f_bavail * folder.f_frsize:
+        raise OSError(errno.ENOSPC, "would leave little for others", _FOLDER)
     descriptor = os.open(name, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
     try:
         os.posix_fallocate(descriptor, 0, nbytes + LINE)  # or a write might find no memory there

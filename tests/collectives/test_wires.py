@@ -6,14 +6,18 @@ that nobody sends, that nobody receives, or whose sizes differ.
 
 from __future__ import annotations
 
+import os
+import sys
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from stretto.collectives import host_mail
 from stretto.collectives.host_mail import HEADER, LINE, Layout
 from stretto.collectives.native import connected, laid_out
 from stretto.collectives.ops import Collective, Kind, Reduction
@@ -265,6 +269,33 @@ class TestGroups:
             for k, shape in enumerate([(3,), (5,)]):
                 expected = given[source[device]][k] if device in source else np.zeros(shape, DTYPE)
                 np.testing.assert_array_equal(found[device][k], expected)
+
+
+class Alone:
+    """A communicator of one process."""
+
+    def Get_rank(self) -> int:
+        return 0
+
+    def bcast(self, value: object) -> object:
+        return value
+
+    def allgather(self, value: object) -> list[object]:
+        return [value]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="processes share memory by /dev/shm")
+def test_most_of_what_is_free_is_left_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    def free(nbytes: int) -> None:
+        found = SimpleNamespace(f_bavail=nbytes // 4096, f_frsize=4096)
+        monkeypatch.setattr(host_mail.os, "statvfs", lambda folder: found)
+
+    before = set(os.listdir("/dev/shm"))
+    free(1 << 20)
+    memory = host_mail.share(Alone(), 1 << 18)  # type: ignore[arg-type]
+    assert memory is not None
+    assert host_mail.share(Alone(), (1 << 18) + 1) is None  # type: ignore[arg-type]
+    assert not {n for n in set(os.listdir("/dev/shm")) - before if n.startswith("stretto-mail")}
 
 
 def test_all_processes_reduce_in_one_order() -> None:

@@ -20,10 +20,6 @@ Invariants:
   there is one device here, it waits for them where it is. Where there are more, they are left to the thread in
   `Table.wait`, which runs the members on when the messages have come: whoever comes in here still waits for nobody.
   So one thread at a time asks MPI for a wire's messages, and it needs no lock.
-- A thread that must not block may run a device that is alone here, with a limit (`Table.hurry`). Where messages are
-  late then, the handler gives the run up, and another thread runs the code once more (`Table.resume`): sites that have
-  given their results give them again, and the one that was given up waits on for the messages that it has posted. So
-  this is for code that calls each site once at most.
 - The declarations of XLA's FFI (``xla/ffi/api/c_api.h``, version 0.1 or later, which XLA keeps compatible) have the
   fields used here in their order; sizes tell XLA which ones are known. A test compares them with jaxlib's header.
 """
@@ -37,18 +33,12 @@ from libc.string cimport memcpy, memset, strlen
 
 cdef extern from *:
     """
-    #ifndef _GNU_SOURCE
-    #define _GNU_SOURCE
-    #endif
     #include <pthread.h>
     #include <sched.h>
     #include <time.h>
     #include <stdint.h>
     #ifdef __linux__
-    #include <linux/futex.h>
     #include <sys/prctl.h>
-    #include <sys/syscall.h>
-    #include <unistd.h>
     #endif
 
     typedef struct { size_t size; int32_t type; void* next; } ffi_extension;
@@ -98,54 +88,9 @@ cdef extern from *:
         return 0;
     }
 
-    /* Until when this thread may wait for other processes' messages, on the clock of `stretto_now`; 0: for ever. */
-    static __thread double stretto_until = 0.0;
-
     /* MPI's functions, by their addresses. Handles are integers or pointers, which calls pass alike. */
     typedef int (*mpi_message)(void*, int, uintptr_t, int, int, uintptr_t, void*);
     typedef int (*mpi_testall)(int, void*, int*, void*);
-
-    /* Memory that processes share: numbers in it, and a word to sleep at. */
-    static inline uint32_t stretto_read(uint32_t* word) { return __atomic_load_n(word, __ATOMIC_ACQUIRE); }
-    static inline void stretto_write(uint32_t* word, uint32_t n) { __atomic_store_n(word, n, __ATOMIC_RELEASE); }
-    static inline void stretto_arm(uint32_t* bell) { __atomic_store_n(bell, 1, __ATOMIC_SEQ_CST); }
-
-    static inline uint32_t stretto_core(void) {
-    #ifdef __linux__
-        return (uint32_t)sched_getcpu();
-    #else
-        return 0;
-    #endif
-    }
-
-    static inline void stretto_pause(void) {
-    #if defined(__x86_64__) || defined(__i386__)
-        __builtin_ia32_pause();
-    #elif defined(__aarch64__)
-        __asm__ __volatile__("yield");
-    #endif
-    }
-
-    /* Whoever sleeps at a bell, or is about to, is woken. What was written before is seen then. */
-    static void stretto_ring(uint32_t* bell) {
-        __atomic_thread_fence(__ATOMIC_SEQ_CST);
-        if (__atomic_load_n(bell, __ATOMIC_RELAXED) == 0) return;
-        if (__atomic_exchange_n(bell, 0, __ATOMIC_SEQ_CST) == 0) return;
-    #ifdef __linux__
-        syscall(SYS_futex, bell, FUTEX_WAKE, 1, NULL, NULL, 0);
-    #endif
-    }
-
-    /* Sleep at a bell that was armed, until it is rung, for so long at most. */
-    static void stretto_listen(uint32_t* bell, double seconds) {
-        struct timespec t = {0, (long)(seconds * 1e9)};
-    #ifdef __linux__
-        syscall(SYS_futex, bell, FUTEX_WAIT, 1, &t, NULL, 0);
-    #else
-        nanosleep(&t, NULL);
-    #endif
-        __atomic_store_n(bell, 0, __ATOMIC_SEQ_CST);
-    }
 
     static void stretto_sleep(double seconds) {
         static __thread int precise = 0;
@@ -160,14 +105,6 @@ cdef extern from *:
     ctypedef int (*mpi_message)(void*, int, uintptr_t, int, int, uintptr_t, void*) noexcept nogil
     ctypedef int (*mpi_testall)(int, void*, int*, void*) noexcept nogil
     void stretto_sleep(double seconds) noexcept nogil
-    uint32_t stretto_read(uint32_t*) noexcept nogil
-    void stretto_write(uint32_t*, uint32_t) noexcept nogil
-    void stretto_arm(uint32_t*) noexcept nogil
-    void stretto_pause() noexcept nogil
-    uint32_t stretto_core() noexcept nogil
-    void stretto_ring(uint32_t*) noexcept nogil
-    void stretto_listen(uint32_t*, double seconds) noexcept nogil
-    double until_then "stretto_until"
     int sched_yield() noexcept nogil
     ctypedef struct ffi_extension:
         int32_t type
@@ -297,8 +234,6 @@ cdef struct message_t:
     int peer
     int64_t offset
     int64_t nbytes
-    char* box  # in memory that both share, see `host_mail`; NULL where it is MPI's
-    bint done
 
 cdef struct round_t:
     int receives
@@ -318,19 +253,13 @@ cdef struct wire_t:
     round_t* round
     action_t* last
     int current  # round
-    bint shared  # all messages have boxes
     double began
     void* requests
     void* statuses
 
-# How far a group with a wire has come, in code that calls each site once.
-cdef enum:
-    NOT_BEGUN, POSTED, GIVEN
-
 cdef struct group_t:
     int size
     int arrived
-    int came  # see above
     int64_t calls
     wire_t* wire  # NULL where all members are of this process
     int* members  # positions of devices
@@ -370,20 +299,14 @@ cdef struct table_t:
     site_t* sites
     int num_sites
     char* failure  # NULL, or why all who come are turned away
-    bint late  # the run was given up, to be resumed
-    bint resumed
     const ffi_api* api
     uintptr_t comm  # MPI's communicator of the processes
     double patience  # seconds for which a wait keeps the core busy
-    char* bells  # of the processes, in memory that they share, or NULL
-    int rank
-    bint armed  # the own bell will be rung
     pending_t* pending  # groups whose messages are under way, for `Table.wait`
     int num_pending
     group_t* here  # in which the only device waits for messages, for those who look; `here_site` is its site
     int here_site
     int64_t executed  # sites that the first device came to
-    double seconds  # in which messages were under way
     row_t* rows  # NULL unless somebody watches
     int64_t capacity
     int64_t num_rows
@@ -819,7 +742,7 @@ cdef void* _arrive(ffi_frame* frame) noexcept nogil:
         table.running -= 1
         table.ended += 1
         if table.ended == table.devices:
-            wake(table)
+            pthread_cond_signal(&table.over)
         settle(table)  # unlocks
         return NULL
     return meet(table, &table.sites[number], <int>number, position, frame)
@@ -829,7 +752,6 @@ cdef void* meet(table_t* table, site_t* site, int number, int position, ffi_fram
     # Arguments: the context, the chain that keeps sites in order, the operands. Results: the chain, the results.
     cdef int which = site.group_of[position], k, index, size, other, state
     cdef double began
-    cdef bint again
     cdef group_t* group
     cdef ffi_future_args args
     cdef void* error = NULL
@@ -877,10 +799,6 @@ cdef void* meet(table_t* table, site_t* site, int number, int position, ffi_fram
         if table.failure != NULL:
             pthread_mutex_unlock(&table.mutex)
             return new_error(frame.api, table.failure)
-        if state == LATE:
-            table.late = True
-            pthread_mutex_unlock(&table.mutex)
-            return new_error(frame.api, b"other processes are late")
         if state == 0:
             return leave(table, number, which, index, frame)  # unlocks
     futures = &few[0]
@@ -893,10 +811,7 @@ cdef void* meet(table_t* table, site_t* site, int number, int position, ffi_fram
             group.futures[other] = NULL
             k += 1
     group.arrived = 0
-    again = table.resumed and group.came == GIVEN
-    if not again:
-        group.calls += 1
-    group.came = GIVEN
+    group.calls += 1
     table.running += size - 1
     pthread_mutex_unlock(&table.mutex)
     began = now() if group.wire == NULL and table.rows != NULL else 0.0
@@ -905,9 +820,7 @@ cdef void* meet(table_t* table, site_t* site, int number, int position, ffi_fram
     else:
         act(group.wire.last, group.wire.after, group, group.wire)
         began = group.wire.began
-        if not again:
-            table.seconds += now() - began
-    if table.rows != NULL and not again:
+    if table.rows != NULL:
         note(table, number, which, began)
     release(frame.api, site, futures, size - 1)
     if futures != &few[0]:
@@ -919,17 +832,11 @@ cdef int send_off(table_t* table, site_t* site, group_t* group) noexcept nogil:
     """All local members of a group have come: its messages can be sent. The state as of `poll`."""
     cdef wire_t* wire = group.wire
     cdef int state
-    if group.came == GIVEN and table.resumed:
-        return 1
-    if group.came != POSTED or not table.resumed:
-        wire.began = now()
-        wire.current = 0
-        act(wire.first, wire.before, group, wire)
-        if wire.shared:
-            bell(table, table.rank)[1] = stretto_core()
-        if post(table, wire) < 0:
-            return -1
-        group.came = POSTED
+    wire.began = now()
+    wire.current = 0
+    act(wire.first, wire.before, group, wire)
+    if post(table, wire) < 0:
+        return -1
     if table.devices > 1:
         return poll(table, group)
     table.here_site, table.here = <int>(site - table.sites), group
@@ -954,7 +861,7 @@ cdef void* leave(table_t* table, int number, int which, int index, ffi_frame* fr
     table.pending[table.num_pending].site = number
     table.pending[table.num_pending].group = which
     table.num_pending += 1
-    wake(table)
+    pthread_cond_signal(&table.over)
     pthread_mutex_unlock(&table.mutex)
     return NULL
 
@@ -973,19 +880,12 @@ cdef const char* MPI_FAILED = b"MPI failed in a collective that compiled code ca
 cdef mpi_t mpi
 memset(&mpi, 0, sizeof(mpi))
 
-# Polls between two looks at the clock; what `send_off` gives where the thread may wait no longer.
+# Polls between two looks at the clock.
 cdef enum:
     POLLS = 8
-    SPINS = 32  # of memory
-    LATE = 2
 # As in `waiting`: a sleep is this part of the time waited so far, within these bounds in seconds.
 cdef double PART = 0.1, SHORTEST = 10e-6, LONGEST = 500e-6
 cdef double TAKEN = 500e-6, AS_LONG = 8.0  # of `waiting`
-cdef double ASLEEP = 50e-3  # seconds of a sleep at a bell at most
-# Seconds that a wait spins before it sleeps at the bell, where ranks have cores of their own and where not. A core
-# that sleeps takes 40 us to wake up, and the other rank 20 us for a call: with less than both, one sleep makes the
-# other rank sleep, and so on. A rank on the same core is let on at once (`shares_core`).
-cdef double ROOMY = 150e-6, CROWDED = 5e-6
 
 
 def use_mpi(uintptr_t isend, uintptr_t irecv, uintptr_t testall, uintptr_t byte, int request_bytes, int status_bytes) -> None:
@@ -1029,10 +929,6 @@ cdef int post(table_t* table, wire_t* wire) noexcept nogil:
     cdef message_t* message
     cdef mpi_message call
     cdef int k
-    if wire.shared:
-        for k in range(round.messages):
-            round.message[k].done = False
-        return 0
     for k in range(round.messages):
         message = &round.message[k]
         call = mpi.irecv if k < round.receives else mpi.isend
@@ -1051,10 +947,7 @@ cdef int poll(table_t* table, group_t* group) noexcept nogil:
     cdef int done = 0
     while wire.current < wire.rounds:
         round = &wire.round[wire.current]
-        if wire.shared:
-            if not exchange(table, wire, round):
-                return 0
-        elif round.messages > 0:
+        if round.messages > 0:
             if mpi.testall(round.messages, wire.requests, &done, wire.statuses) != 0:
                 return -1
             if not done:
@@ -1066,110 +959,16 @@ cdef int poll(table_t* table, group_t* group) noexcept nogil:
     return 1
 
 
-# Of a mailbox: where the numbers of messages put in and taken out are, and the message.
-cdef enum:
-    PUT_IN = 0
-    TAKEN_OUT = 64
-    CONTENT = 128
-    LINE = 64
-
-
-cdef bint exchange(table_t* table, wire_t* wire, round_t* round) noexcept nogil:
-    """Move the messages of a round that can be moved; whether all have been."""
-    cdef message_t* message
-    cdef int n, k
-    cdef uint32_t put_in, taken_out
-    cdef bint sends, every = True
-    for n in range(round.messages):
-        k = (round.receives + n) % round.messages  # what is sent goes first: others wait for it
-        message = &round.message[k]
-        if message.done:
-            continue
-        sends = k >= round.receives
-        put_in = stretto_read(<uint32_t*>(message.box + PUT_IN))
-        taken_out = stretto_read(<uint32_t*>(message.box + TAKEN_OUT))
-        if (put_in == taken_out) != sends:
-            every = False
-            continue
-        if sends:
-            memcpy(message.box + CONTENT, wire.stage + message.offset, message.nbytes)
-            stretto_write(<uint32_t*>(message.box + PUT_IN), put_in + 1)
-        else:
-            memcpy(wire.stage + message.offset, message.box + CONTENT, message.nbytes)
-            stretto_write(<uint32_t*>(message.box + TAKEN_OUT), put_in)
-        message.done = True
-        stretto_ring(bell(table, message.peer))
-    return every
-
-
-cdef void wake(table_t* table) noexcept nogil:
-    """Have the thread in `Table.wait` look again, or the one in `wait_here`."""
-    pthread_cond_signal(&table.over)
-    if table.bells != NULL:
-        stretto_ring(bell(table, table.rank))
-
-
-cdef inline uint32_t* bell(table_t* table, int rank) noexcept nogil:
-    return <uint32_t*>(table.bells + rank * LINE)
-
-
-cdef void relax_shared(table_t* table, double most) noexcept nogil:
-    """Sleep until the own bell is rung, for ``most`` seconds at most. The first call announces it: the caller
-    polls once more, since nobody has rung for what came before."""
-    if not table.armed:
-        table.armed = True
-        stretto_arm(bell(table, table.rank))
-        return
-    stretto_listen(bell(table, table.rank), min(max(most, SHORTEST), ASLEEP))
-    table.armed = False
-    bell(table, table.rank)[1] = stretto_core()  # it may be another one
-
-
-cdef inline double spin(table_t* table) noexcept nogil:
-    """Seconds for which a wait for memory keeps the core busy."""
-    return ROOMY if table.patience >= 1e-3 else CROWDED
-
-
-cdef bint shares_core(table_t* table, wire_t* wire) noexcept nogil:
-    """Whether a process that a message is awaited from was last seen on the core of this thread: then it cannot
-    go on while this one spins."""
-    cdef round_t* round = &wire.round[wire.current]
-    cdef uint32_t here = stretto_core()
-    cdef int k
-    for k in range(round.receives):
-        if not round.message[k].done and bell(table, round.message[k].peer)[1] == here:
-            return True
-    return False
-
-
-cdef void disarm(table_t* table) noexcept nogil:
-    if table.armed:
-        table.armed = False
-        stretto_write(bell(table, table.rank), 0)
-
-
 cdef int wait_here(table_t* table, group_t* group) noexcept nogil:
     cdef int k, state
-    cdef double until = until_then
-    cdef wire_t* wire = group.wire
     while True:
-        for k in range(SPINS if wire.shared else POLLS):
+        for k in range(POLLS):
             state = poll(table, group)
             if state != 0:
-                disarm(table)
                 return state
-            if wire.shared:
-                if table.armed:
-                    break
-                stretto_pause()
-        if table.failure != NULL or (until > 0.0 and now() > until):
-            disarm(table)
-            return -1 if table.failure != NULL else LATE
-        if wire.shared:
-            if table.armed or now() - wire.began > spin(table) or shares_core(table, wire):
-                relax_shared(table, until - now() if until > 0.0 else ASLEEP)
-        else:
-            relax(table, wire.began)
+        if table.failure != NULL:
+            return -1
+        relax(table, group.wire.began)
 
 
 cdef bint drive(table_t* table) noexcept nogil:
@@ -1214,24 +1013,11 @@ cdef bint drive(table_t* table) noexcept nogil:
         pthread_mutex_unlock(&table.mutex)
         moved = True
         act(group.wire.last, group.wire.after, group, group.wire)
-        table.seconds += now() - group.wire.began
         if table.rows != NULL:
             note(table, item.site, item.group, group.wire.began)
         release(table.api, site, futures, count)
         free(futures)
         k = 0
-
-
-cdef bint all_shared(table_t* table) noexcept nogil:
-    """Whether all messages under way have boxes. New ones may come meanwhile: then a sleep is too long, at
-    most by itself."""
-    cdef int k
-    cdef bint shared = table.bells != NULL
-    pthread_mutex_lock(&table.mutex)
-    for k in range(table.num_pending):
-        shared = shared and table.sites[table.pending[k].site].groups[table.pending[k].group].wire.shared
-    pthread_mutex_unlock(&table.mutex)
-    return shared
 
 
 cdef double taken_until = 0.0
@@ -1318,19 +1104,18 @@ cdef void fail_all(table_t* table, const char* message) noexcept nogil:
             group.arrived = 0
     table.num_pending = 0
     table.running += count
-    wake(table)
+    pthread_cond_signal(&table.over)
     pthread_mutex_unlock(&table.mutex)
     for k in range(count):
         fail(table.api, waiting[k], kept)
     free(waiting)
 
 
-cdef wire_t* new_wire(int tag, object planned, object boxes, site_t* site) except NULL:
+cdef wire_t* new_wire(int tag, object planned, site_t* site) except NULL:
     cdef wire_t* wire = <wire_t*>calloc(1, sizeof(wire_t))
     cdef round_t* round
     cdef int k, n, most = 0
     stage, before, rounds, after = planned
-    wire.shared = boxes is not None
     wire.tag = tag
     wire.stage = <char*>calloc(stage + 1, 1)
     wire.before, wire.rounds, wire.after = len(before), len(rounds), len(after)
@@ -1343,8 +1128,6 @@ cdef wire_t* new_wire(int tag, object planned, object boxes, site_t* site) excep
         round.message = <message_t*>calloc(round.messages + 1, sizeof(message_t))
         for k, (peer, offset, nbytes) in enumerate((*receives, *sends)):
             round.message[k].peer, round.message[k].offset, round.message[k].nbytes = peer, offset, nbytes
-            if boxes is not None:
-                round.message[k].box = <char*><uintptr_t>boxes[n][k]
         most = max(most, round.messages)
     wire.requests = calloc(most + 1, mpi.request_bytes)
     wire.statuses = calloc(most + 1, mpi.status_bytes)
@@ -1398,7 +1181,6 @@ cdef class Table:
     cdef table_t table
     cdef list _names
     cdef int _wires
-    cdef object _memory
 
     def __cinit__(self, int devices, uintptr_t comm=0, double patience=0.0):
         self.table.devices = devices
@@ -1406,12 +1188,6 @@ cdef class Table:
         pthread_mutex_init(&self.table.mutex, NULL)
         pthread_cond_init(&self.table.over, NULL)
         self._names = []
-
-    def use_memory(self, memory, uintptr_t address, int rank) -> None:
-        """Processes share ``memory``, at this address here, which begins with their bells; this one's is the
-        one of ``rank``."""
-        self._memory = memory
-        self.table.bells, self.table.rank = <char*>address, rank
 
     def add(
         self, str kind, list leaves, int results, list groups, str name, list pairs=None, list wires=None
@@ -1421,8 +1197,7 @@ cdef class Table:
         ``kind``: a key of `KINDS`. ``leaves``: for each operand ``(outer, inner bytes, operand bytes, result
         bytes, item bytes, reduction and element type or None)``. ``groups``: positions of the members of each group,
         in order. ``pairs``: of a permute, (source, target) positions. ``name``: for messages. ``wires``: for
-        each group None, or its tag, its `wires.Wire`, whose messages name ranks of the communicator, and for each
-        round the addresses of its mailboxes, or None.
+        each group None, or its tag and its `wires.Wire`, whose messages name ranks of the communicator.
         """
         cdef table_t* table = &self.table
         cdef site_t* sites = <site_t*>calloc(table.num_sites + 1, sizeof(site_t))
@@ -1462,7 +1237,7 @@ cdef class Table:
                 group.sources[m] = members.index(sources[position]) if position in sources else -1
                 site.group_of[position], site.index_of[position] = g, m
             if wires is not None and wires[g] is not None:
-                group.wire = new_wire(wires[g][0], wires[g][1], wires[g][2], site)
+                group.wire = new_wire(wires[g][0], wires[g][1], site)
                 self._wires += 1
         free(table.pending)
         table.pending = <pending_t*>calloc(self._wires + 1, sizeof(pending_t))
@@ -1483,8 +1258,6 @@ cdef class Table:
         table.failure = NULL
         table.running, table.ended = table.devices, 0
         table.num_rows = table.dropped = table.num_pending = table.executed = 0
-        table.late = table.resumed = False
-        table.seconds = 0.0
         if watched and table.rows == NULL:
             table.capacity = 1 << 16
             table.rows = <row_t*>calloc(table.capacity, sizeof(row_t))
@@ -1493,29 +1266,7 @@ cdef class Table:
             table.rows = NULL
         for s in range(table.num_sites):
             for g in range(table.sites[s].num_groups):
-                table.sites[s].groups[g].calls = table.sites[s].groups[g].came = 0
-
-    def hurry(self, double seconds) -> None:
-        """From now on this thread waits for other processes for so long at most, then gives the run up (`late`);
-        0: as long as it takes."""
-        global until_then
-        until_then = now() + seconds if seconds > 0.0 else 0.0
-
-    @property
-    def late(self) -> bool:
-        """Whether the run was given up, so that its code is to be run once more, after `resume`."""
-        return self.table.late
-
-    def resume(self) -> None:
-        """The only device is about to run once more, after it was `late`, with the same operands."""
-        cdef table_t* table = &self.table
-        table.late, table.resumed = False, True
-        table.running, table.ended, table.executed = table.devices, 0, 0
-
-    @property
-    def over(self) -> bool:
-        """Whether all devices have come to their end."""
-        return self.table.ended == self.table.devices
+                table.sites[s].groups[g].calls = 0
 
     def wait(self, double seconds) -> bool:
         """Wait until all devices have come to their end or were turned away, for so long at most; whether they
@@ -1527,7 +1278,6 @@ cdef class Table:
             while True:
                 if drive(table):
                     since = 0.0
-                    disarm(table)  # messages are left to this thread where there are several devices
                 pthread_mutex_lock(&table.mutex)
                 over = table.ended == table.devices or table.failure != NULL
                 if over or now() > until:
@@ -1540,22 +1290,9 @@ cdef class Table:
                 pthread_mutex_unlock(&table.mutex)
                 if since == 0.0:
                     since = now()
-                if all_shared(table):
-                    if table.armed or now() - since > spin(table):
-                        relax_shared(table, until - now())
-                    else:
-                        stretto_pause()
-                else:
-                    relax(table, since)
+                relax(table, since)
             pthread_mutex_unlock(&table.mutex)
-            if table.devices > 1:  # a device that is alone waits by itself, on another thread maybe
-                disarm(table)
         return over
-
-    @property
-    def seconds(self) -> float:
-        """For how long messages were under way since `begin`, summed over collectives."""
-        return self.table.seconds
 
     @property
     def executed(self) -> int:

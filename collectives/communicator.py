@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from .host_mail import HostMemory
 from .native import Peers
 from .ops import Collective
 
@@ -138,9 +137,4 @@ class CallableCommunicator(Communicator, Protocol):
     def peers(self, owner: Mapping[int, int]) -> Peers:
         """How compiled code reaches the processes of ``owner``. Called by all of them, at the same point of
         what they bind."""
-        ...
-
-    def share(self, owner: Mapping[int, int], nbytes: int) -> HostMemory | None:
-        """Memory of so many bytes that the processes of ``owner`` share; None if they cannot. Called like
-        `peers`."""
         ...

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from .communicator import PROMPT, BoundCollective, Communicator, Reducer
-from .host_mail import HostMemory, share
 from .local import local_collective
 from .native import ALONE, Peers
 from .ops import Collective, Kind
@@ -91,12 +90,6 @@ class Hierarchy:
     def peers(self, owner: Mapping[int, int]) -> Peers:
         """See `CallableCommunicator`."""
         return ALONE if self.mpi is None else self.mpi.peers(owner)
-
-    def share(self, owner: Mapping[int, int], nbytes: int) -> HostMemory | None:
-        """See `CallableCommunicator`."""
-        return (
-            None if self.mpi is None else share(self.mpi.team(tuple(owner.values())).comm, nbytes)
-        )
 
     def abort(self, reason: str) -> None:
         """Later calls raise ``RuntimeError(reason)``, receives within the process that wait do so now.

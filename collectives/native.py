@@ -10,10 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import inf, prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ._native import Table, can_reduce, handler, start_helpers
-from .host_mail import MOST, Boxes, HostMemory, Layout, addresses
 from .ops import Collective, Kind
 from .types import TensorType
 from .wires import Leaf, Message, Round, Wire, plan
@@ -27,7 +26,6 @@ __all__ = [
     "Table",
     "as_called",
     "handler",
-    "laid_out",
     "refusal",
     "skipped",
     "start_helpers",
@@ -82,8 +80,7 @@ class Peers(NamedTuple):
     ``owner`` maps the logical ids of devices to processes, empty if there is one. ``ranks`` maps processes to
     ranks of the MPI communicator with the handle ``comm``, where tags from ``first_tag`` to ``last_tag`` are
     free.
-    ``patience``: seconds for which a wait keeps the core busy. ``memory``: what they share, if they can, and
-    ``boxes`` what is where in it, by the sites of a segment and the number of a site among them.
+    ``patience``: seconds for which a wait keeps the core busy.
     """
 
     process: int = 0
@@ -93,79 +90,36 @@ class Peers(NamedTuple):
     first_tag: int = 0
     last_tag: int = 0
     patience: float = inf
-    memory: HostMemory | None = None
-    boxes: Mapping[tuple[int, ...], Sequence[Boxes]] = {}
 
 
 ALONE = Peers()
 
 
-class _Called(NamedTuple):
-    """A collective as the table has it: what it sends, its groups and pairs, and its operands as seen by
-    `Table.add` and by `wires.plan`."""
-
-    sent: Collective
-    groups: Sequence[tuple[int, ...]]
-    pairs: Sequence[tuple[int, int]]
-    leaves: list[tuple[int, int, int, int, int, tuple[str, str] | None]]
-    parts: list[Leaf]
-
-
-def _called(collective: Collective) -> _Called:
-    why = refusal(collective)
-    if why:
-        raise ValueError(f"{collective.kind}: {why}")
-    left_out = skipped(collective)
-    pairs = [p for i, p in enumerate(collective.pairs) if i not in left_out]
-    groups = connected(pairs) if collective.kind is Kind.PERMUTE else collective.groups
-    sent = replace(as_called(collective), pairs=tuple(pairs), valid_iterations=())
-    leaves = [_leaf(sent, k) for k in range(len(sent.operands))]
-    return _Called(sent, groups, pairs, leaves, [Leaf(*leaf[:4]) for leaf in leaves])
-
-
-def laid_out(
-    collectives: Sequence[Collective], owner: Mapping[int, int], layout: Layout
-) -> list[Boxes]:
-    """Places for the messages of these sites in a memory that all processes share, added to ``layout``: for
-    each site those of its groups that get some."""
-    found: list[Boxes] = []
-    for collective in collectives:
-        called, boxes = _called(collective), dict[int, Any]()
-        for number, group in enumerate(called.groups):
-            processes = {owner[i] for i in group}
-            if 1 < len(processes) <= MOST:
-                wires = {p: plan(called.sent, group, called.parts, owner, p) for p in processes}
-                placed = layout.place(wires)
-                if placed is not None:
-                    boxes[number] = placed
-        found.append(boxes)
-    return found
-
-
 def table_of(
-    collectives: Sequence[Collective],
-    position: Mapping[int, int],
-    peers: Peers = ALONE,
-    sites: tuple[int, ...] = (),
+    collectives: Sequence[Collective], position: Mapping[int, int], peers: Peers = ALONE
 ) -> Table:
     """The table of these sites for devices whose positions are by logical id ``position``.
 
-    Members of groups that are none of them are other processes' devices, by ``peers``. ``sites``: the numbers
-    of the sites in their program. Raises ``ValueError`` for a collective that is refused or whose parts do
-    not fit.
+    Members of groups that are none of them are other processes' devices, by ``peers``. Raises ``ValueError``
+    for a collective that is refused or whose parts do not fit.
     """
     table = Table(len(position), peers.comm, peers.patience)
-    if peers.memory is not None:
-        table.use_memory(peers.memory, peers.memory.address, peers.ranks[peers.process])
-    shared = peers.boxes.get(sites, ())
     tag = peers.first_tag
-    for index, collective in enumerate(collectives):
-        sent, groups, pairs, leaves, parts = _called(collective)
+    for collective in collectives:
+        why = refusal(collective)
+        if why:
+            raise ValueError(f"{collective.kind}: {why}")
         point_to_point = collective.kind is Kind.PERMUTE
+        left_out = skipped(collective)
+        pairs = [p for i, p in enumerate(collective.pairs) if i not in left_out]
+        groups = connected(pairs) if point_to_point else collective.groups
+        sent = replace(as_called(collective), pairs=tuple(pairs), valid_iterations=())
         where = f" at {collective.source}" if collective.source else ""
         kind = "all-to-all of tuples" if collective.tuple_form else str(collective.kind)
+        leaves = [_leaf(sent, k) for k in range(len(sent.operands))]
+        parts = [Leaf(*leaf[:4]) for leaf in leaves]
         local: list[list[int]] = []
-        wires: list[tuple[int, Wire, Any] | None] = []
+        wires: list[tuple[int, Wire] | None] = []
         for number, group in enumerate(groups):
             here = [position[i] for i in group if i in position]
             if not here:
@@ -175,11 +129,7 @@ def table_of(
                 wires.append(None)
                 continue
             wire = plan(sent, group, parts, peers.owner, peers.process)
-            boxes = shared[index].get(number) if shared else None
-            places = None
-            if boxes is not None and peers.memory is not None:
-                places = addresses(wire, peers.process, boxes, peers.memory)
-            wires.append((tag + number, _ranked(wire, peers.ranks), places))
+            wires.append((tag + number, _ranked(wire, peers.ranks)))
         tag += len(groups)
         if tag > peers.last_tag + 1 and any(wires):
             raise ValueError(f"its groups need more message tags than MPI has, {peers.last_tag}")

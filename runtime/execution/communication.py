@@ -22,8 +22,7 @@ from stretto.collectives.communicator import (
 )
 from stretto.collectives.gpu_mpi import BoundOnDevices, OnDevices
 from stretto.collectives.gpus import BoundOnGpus, Joined
-from stretto.collectives.host_mail import MOST, Layout
-from stretto.collectives.native import ALONE, Peers, laid_out
+from stretto.collectives.native import ALONE, Peers
 from stretto.collectives.ops import Collective, Kind
 from stretto.collectives.pieces import Piece, pieces
 from stretto.collectives.waiting import give_way
@@ -245,22 +244,7 @@ class Communication:
         alone = len(set(owner.values())) == 1
         if alone or not any(segment.sites for segment in self.program.segments):
             return ALONE
-        communicator = cast("CallableCommunicator", self.lanes[0].communicator)
-        peers = communicator.peers(owner)
-        if len(peers.ranks) > MOST:
-            return peers
-        # Messages of processes that share memory need no MPI. All come to the same places in it.
-        layout = Layout(len(peers.ranks))
-        empty = layout.end
-        boxes = {
-            segment.sites: laid_out(
-                [self.program.collectives[site] for site in segment.sites], owner, layout
-            )
-            for segment in self.program.segments
-            if segment.sites
-        }
-        memory = communicator.share(owner, layout.end) if layout.end > empty else None
-        return peers if memory is None else peers._replace(memory=memory, boxes=boxes)
+        return cast("CallableCommunicator", self.lanes[0].communicator).peers(owner)
 
     def _keys(self) -> Iterator[tuple[int, int]]:
         """Collective and stream of every start; collectives that segments call are the first stream's."""

@@ -17,8 +17,9 @@ from stretto.collectives.types import TensorType
 
 from ..engines.engine import LoadedTogether, counted
 from ..errors import InvalidProgramError
-from ..program import WHILE, Block, Branch, Loop, Run
+from ..program import Block, Branch, Loop, Run
 from .compiled_segments import CompiledSegments
+from .compute import WHILE
 from .dispatch import PATIENCE, Dispatcher
 from .execution import Execution, FirstRuns
 from .frame import Frame, Hosted

@@ -2,10 +2,6 @@
 
 All devices run the region's segment at once, each on a thread of the engine's; the walk goes on when all have
 ended. The collectives count, and are told of, as those of a walk, after the run.
-
-A device that is alone in its process may run where it is called (`Region.attempt`). The thread that calls is
-in the engine then, so it waits for other processes for a moment only: after that the run is given up, and
-made anew by the dispatch thread, which finds in the table what was sent and received so far.
 """
 
 from __future__ import annotations
@@ -13,8 +9,8 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Sequence
-from time import monotonic, perf_counter
-from typing import Any, cast
+from time import monotonic
+from typing import Any
 
 import numpy as np
 
@@ -30,17 +26,14 @@ from stretto.collectives.native import (
 )
 from stretto.collectives.ops import Collective
 
-from ..engines.engine import CallingEngine, Column, Engine, Joined, LoadedAlone, LoadedTogether
+from ..engines.engine import CallingEngine, Column, Engine, Joined, LoadedTogether
 from ..errors import StrettoError
 from ..job.progress import Raw
 from ..options import Options
-from ..program import CONTEXT, WHILE, Run, Slot
-from .communication import Attempt
+from ..program import CONTEXT, Run, Slot
 from .context import Context
 from .frame import Frame, Hosted, Operation, named
 
-# Seconds that a thread waits for other processes at least, where its time is up.
-_MOMENT = 1e-6
 # Seconds between two looks at devices that may have failed.
 _LOOK = 0.05
 _log = logging.getLogger("stretto")
@@ -81,18 +74,10 @@ class Region:
         self.instruction = run
         self.loaded: LoadedTogether = context.segments[run.segment]  # type: ignore[assignment]
         self.lane = context.lanes[0]
-        self.sites = segment.sites
         self.collectives = [program.collectives[site] for site in segment.sites]
         # Of each site: messages and bytes that a call moves, and messages that it leaves out.
         self.payload = list(map(_payload, self.collectives, bound))
         self.what = f"segment {segment.name} of {program.name}"
-        # Whether `attempt` can be used: each site is called once, and nothing is used up by a run.
-        self.prompt = (
-            len(context.local) == 1
-            and isinstance(self.loaded, LoadedAlone)
-            and not segment.donated
-            and WHILE not in segment.module
-        )
         self.peers = peers
         self._told = False  # that rows were dropped
         # Of each site: its name, its line, and the processes in it, for the watchdog.
@@ -105,7 +90,7 @@ class Region:
         """A table, and what each device's code is given first."""
         context, partitions = self.context, self.context.program.num_partitions
         positions = {id: i for i, id in enumerate(context.logical)}
-        self.table = table_of(self.collectives, positions, self.peers, self.sites)
+        self.table = table_of(self.collectives, positions, self.peers)
         self.first = [
             context.engine.put(
                 np.array(
@@ -119,99 +104,38 @@ class Region:
 
     def operation(self, land: Callable[[list[Any], Slot], list[Any]]) -> Operation:
         """Run it, and wait until all devices have ended."""
-        everyone = len(self.first)
+        progress, watched = self.lane.progress, self.context.instrument is not None
+        inputs, outputs = self.instruction.inputs, self.instruction.outputs
+        donated, everyone = self.instruction.donated, len(self.first)
 
         def run_region(frame: Frame) -> None:
+            registers = frame.registers
             assert len(frame.active) == everyone
-            self._begin()
-            self._run(frame, land)
-
-        return run_region
-
-    def attempt(self, land: Callable[[list[Any], Slot], list[Any]]) -> Attempt:
-        """The same for a thread that must not wait: see `communication.Communication.attempt`. Only if it is
-        `prompt`: the device runs here as far as the engine has it."""
-        (ordinal,) = self.context.ordinals
-        inputs = self.instruction.inputs
-        run_alone = cast("LoadedAlone", self.loaded).run_alone
-
-        def attempt(frame: Frame, until: float) -> Callable[[], None] | None:
-            registers, table = frame.registers, self.table
-            arrays = [self.first[0]]
+            columns = [self.first]
             for slot in inputs:
                 register = registers[slot]
-                column = land(registers, slot) if type(register) is Hosted else register
-                arrays.append(column[0])
-            self._begin()
-            results: list[Any] = []
+                columns.append(land(registers, slot) if type(register) is Hosted else register)
+            self.table.begin(watched)
+            progress.watch(self._look)
+            self.lane.hand_over(self.table)
             try:
-                table.hurry(max(until - perf_counter(), _MOMENT))
-                results = run_alone(ordinal, arrays)
+                results = self.loaded.run_together(columns)
+                columns.clear()
+                for slot in donated:
+                    registers[slot] = None
+                self._await(results, frame)
             except BaseException as error:
-                if not table.late:
-                    raise self._failed(error) from error
+                self._forsake(str(error))
+                raise named(error, self.what) from error
             finally:
-                table.hurry(0.0)
-            if table.late:
-                return lambda: self._run(frame, land, again=True)
-            columns = [[result] for result in results]
+                self.lane.hand_over(None)
+                last = self._raw(len(self.described) - 1, self.table.executed, monotonic())
+                progress.end(last)
+            self._account(frame.active)
+            for slot, result in zip(outputs, results, strict=True):
+                registers[slot] = result
 
-            def rest() -> None:
-                self._end(frame, columns)
-
-            if not (table.over or table.wait(max(until - perf_counter(), 0.0))):
-                return rest
-            rest()
-            return None
-
-        return attempt
-
-    def _begin(self) -> None:
-        self.table.begin(self.context.instrument is not None)
-        self.lane.progress.watch(self._look)
-        self.lane.hand_over(self.table)
-
-    def _run(
-        self, frame: Frame, land: Callable[[list[Any], Slot], list[Any]], again: bool = False
-    ) -> None:
-        """``again``: it was given up before."""
-        registers = frame.registers
-        columns = [self.first]
-        for slot in self.instruction.inputs:
-            register = registers[slot]
-            columns.append(land(registers, slot) if type(register) is Hosted else register)
-        try:
-            if again:
-                self.table.resume()
-            results = self.loaded.run_together(columns)
-        except BaseException as error:
-            raise self._failed(error) from error
-        columns.clear()
-        for slot in self.instruction.donated:
-            registers[slot] = None
-        self._end(frame, results)
-
-    def _end(self, frame: Frame, results: Sequence[Column]) -> None:
-        """Wait for a run that has been enqueued, and put its results into their registers."""
-        try:
-            self._await(results, frame)
-        except BaseException as error:
-            raise self._failed(error) from error
-        self._leave()
-        self._account(frame.active)
-        for slot, result in zip(self.instruction.outputs, results, strict=True):
-            frame.registers[slot] = result
-
-    def _failed(self, error: BaseException) -> BaseException:
-        """The run has ended by this error. Gives the one to be raised."""
-        self._leave()
-        self._forsake(str(error))
-        return named(error, self.what)
-
-    def _leave(self) -> None:
-        self.lane.hand_over(None)
-        last = self._raw(len(self.described) - 1, self.table.executed, monotonic())
-        self.lane.progress.end(last)
+        return run_region
 
     def _look(self) -> Raw | None:
         """What the devices wait for other processes in, if they do."""
@@ -258,7 +182,6 @@ class Region:
             counters.messages += calls * messages
             counters.skipped += calls * left_out
             counters.nbytes += calls * nbytes
-        counters.seconds += self.table.seconds
         self.lane.sequence += self.table.executed
         if self.context.instrument is None:
             return

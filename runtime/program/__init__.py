@@ -54,9 +54,6 @@ ENDLESS = (1 << 63) - 1  # in valid iterations: the last one where there is no l
 # What a segment with sites takes first: the address of the table of its sites, the device's position among
 # the local ones, its partition and its replica.
 CONTEXT = TensorType("u64", (4,))
-# What modules of segments that loop have in them. XLA may take a loop for cheap, and run it in the thread
-# that calls, however long it takes.
-WHILE = b"while"
 
 
 def calls_back(module: bytes) -> bool:

@@ -6,53 +6,19 @@ that nobody sends, that nobody receives, or whose sizes differ.
 
 from __future__ import annotations
 
-import os
-import sys
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from stretto.collectives import host_mail
-from stretto.collectives.host_mail import HEADER, LINE, Layout
-from stretto.collectives.native import connected, laid_out
+from stretto.collectives.native import connected
 from stretto.collectives.ops import Collective, Kind, Reduction
 from stretto.collectives.types import TensorType
 from stretto.collectives.wires import COPY, FEW, FOLD, Action, Leaf, Wire, plan
 
 DTYPE = np.int32
-
-
-def test_each_message_has_a_mailbox_that_both_ends_find() -> None:
-    collective = Collective(
-        Kind.ALL_REDUCE,
-        (TensorType("s32", (5,)),),
-        (TensorType("s32", (5,)),),
-        groups=((0, 1, 2, 3),),
-        reduction=Reduction.SUM,
-    )
-    owner = {0: 0, 1: 0, 2: 1, 3: 2}
-    layout = Layout(3)
-    begin = layout.end
-    (first,), (second,) = ([b[0] for b in laid_out([collective], owner, layout)] for _ in range(2))
-    assert {(box.source, box.target) for box in first} == {
-        (p, q) for p in range(3) for q in range(3) if p != q
-    }
-    places = sorted([*first.values(), *second.values()])
-    assert places[0] == begin == 3 * LINE
-    assert all(b - a >= HEADER + 32 for a, b in pairwise([*places, layout.end]))
-    large = replace(
-        collective,
-        operands=(TensorType("s32", (1 << 15,)),),
-        results=(TensorType("s32", (1 << 15,)),),
-    )
-    end = layout.end
-    assert laid_out([large], owner, layout) == [{}]
-    assert layout.end == end
 
 
 class Process:
@@ -269,33 +235,6 @@ class TestGroups:
             for k, shape in enumerate([(3,), (5,)]):
                 expected = given[source[device]][k] if device in source else np.zeros(shape, DTYPE)
                 np.testing.assert_array_equal(found[device][k], expected)
-
-
-class Alone:
-    """A communicator of one process."""
-
-    def Get_rank(self) -> int:
-        return 0
-
-    def bcast(self, value: object) -> object:
-        return value
-
-    def allgather(self, value: object) -> list[object]:
-        return [value]
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="processes share memory by /dev/shm")
-def test_most_of_what_is_free_is_left_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    def free(nbytes: int) -> None:
-        found = SimpleNamespace(f_bavail=nbytes // 4096, f_frsize=4096)
-        monkeypatch.setattr(host_mail.os, "statvfs", lambda folder: found)
-
-    before = set(os.listdir("/dev/shm"))
-    free(1 << 20)
-    memory = host_mail.share(Alone(), 1 << 18)  # type: ignore[arg-type]
-    assert memory is not None
-    assert host_mail.share(Alone(), (1 << 18) + 1) is None  # type: ignore[arg-type]
-    assert not {n for n in set(os.listdir("/dev/shm")) - before if n.startswith("stretto-mail")}
 
 
 def test_all_processes_reduce_in_one_order() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 
@@ -18,20 +17,16 @@ SUM = (
 )
 
 
-@pytest.mark.parametrize(
-    ("ranks", "local", "more"), [(2, 2, []), (4, 1, []), (4, 1, ["by MPI"])], ids=str
-)
-def test_the_cases_of_one_process(ranks: int, local: int, more: list[str]) -> None:
-    """One device in each process waits where it is; several are run on by the thread that polls. Messages go
-    through memory that the processes share, or, as between hosts, through MPI."""
+@pytest.mark.parametrize(("ranks", "local"), [(2, 2), (4, 1)])
+def test_the_cases_of_one_process(ranks: int, local: int) -> None:
+    """One device in each process waits where it is; several are run on by the thread that polls."""
     done = run_ranks(
         ranks,
-        [str(HERE / "native_ranks.py"), *more],
+        HERE / "native_ranks.py",
         env={"JAX_PLATFORMS": "stretto", "STRETTO_LOCAL_DEVICES": str(local)},
         timeout=240,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert not list(Path("/dev/shm").glob(f"stretto-mail-{os.getuid()}-*"))
 
 
 def faulty(case: str, local: int) -> str:
@@ -73,19 +68,6 @@ class TestFaults:
         )
         assert re.search(rf"rank 1 .*: in {SUM} for \d", said)
         assert re.search(rf"rank 0 .*: in no collective, last completed {SUM}", said)
-
-    def test_a_rank_that_dies_before_a_single_sum(self, local: int) -> None:
-        """Which the caller's thread has begun, where it has one device."""
-        said = faulty("dies before one", local)
-        assert re.search(r"stretto: rank 0 ends: rank 1 \(pid \d+ on \S+\) died", said)
-
-    def test_a_rank_that_never_comes_to_a_single_sum(self, local: int) -> None:
-        said = faulty("never comes to one", local)
-        assert re.search(
-            r"all-reduce \S+ \(\S*native_faults\.py:\d+\) of jit_single .* timed out after 2 s .*"
-            r"rank 1 did not reach it",
-            said,
-        )
 
     def test_a_rank_that_never_comes(self, local: int) -> None:
         said = faulty("never comes", local)

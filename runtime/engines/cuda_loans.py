@@ -31,6 +31,8 @@ Array = Any
 _ZEROS = {"p": "false", "s": "0", "u": "0", "f": "0.0", "b": "0.0", "c": "(0.0,0.0)"}
 # Rooms up to this size are made several at once, so many that they have as many bytes: a run takes longer.
 _SMALL, _AT_ONCE = 1 << 16, 8
+# Deferred arrays of which marks are kept until they are looked through: more than a step has.
+_DEFERRED = 1 << 10
 # Names of segments that compute nothing.
 ROOM, ARRIVAL = "stretto_room", "stretto_arrival"
 
@@ -151,6 +153,9 @@ class Loans:
     def defer(self, ordinal: int, mark: Mark, rooms: list[Array]) -> list[Array]:
         """The same for arrays that are only given to runs, and to `lend`: the rooms themselves."""
         self.hold(ordinal, mark)
+        if len(self._deferred) > _DEFERRED:
+            # Those that have passed are there for every stream.
+            self._deferred = {at: m for at, m in self._deferred.items() if not m.passed()}
         for room in rooms:
             self._deferred[room.unsafe_buffer_pointer()] = mark
         return rooms

@@ -99,9 +99,7 @@ class ByMpi:
                     lent = [column[position] for column in columns]
                     rooms = loans.rooms(self._rooms, ordinal)
                     calls[position] = UnderWay(loans, ordinal, lent, rooms)
-                    operands = [loans.lend(array, stream) for array in lent]
-                    places = [loans.lend(array, stream) for array in rooms]
-                    buffers[logical[position]] = Buffers(operands, places[:count], *places[count:])
+                    buffers[logical[position]] = calls[position].buffers(stream, count)
                 marks = self._before(plan, buffers, frame.active)
         except BaseException as error:
             abandon(calls)
@@ -119,9 +117,8 @@ class ByMpi:
         """Enqueue the copies ahead of the messages; marks behind them."""
         loans, logical, ordinals = self._loans, self._context.logical, self._context.ordinals
         position_of = {logical[p]: p for p in active}
-        lent: dict[
-            int, Mark
-        ] = {}  # of the devices that others copy from, when their operands are there
+        # Of the devices that others copy from: when their operands are there.
+        lent: dict[int, Mark] = {}
         for sources in plan.awaited.values():
             for i in sources - lent.keys():
                 lent[i] = loans.mark(ordinals[position_of[i]], self._stream(position_of[i]))

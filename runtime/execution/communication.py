@@ -43,10 +43,8 @@ _log = logging.getLogger("stretto")
 
 @cache
 def _warn_once(problem: str, by_mpi: bool) -> None:
-    way = "reductions go through the host's memory, and MPI moves the rest" if by_mpi else ""
-    _log.warning(
-        "%s, not over NCCL: %s", way or "collectives go through the host's memory", problem
-    )
+    what, rest = ("reductions", ", and MPI moves the rest") if by_mpi else ("collectives", "")
+    _log.warning("%s go through the host's memory%s, not over NCCL: %s", what, rest, problem)
 
 
 # A collective, as far as a thread that must not block can run it: see `Communication.attempt`.
@@ -88,9 +86,8 @@ class Communication:
 
     def is_prompt(self, start: Start) -> bool:
         """Whether `attempt` can be used for it."""
-        key = start.collective, start.stream
-        streamed = key in self._on_gpus or key in self._by_mpi or key in self._pieces
-        return not streamed and getattr(self._bound[key], "prompt", False)
+        bound = self._bound[start.collective, start.stream]
+        return not self._is_on_streams(start) and getattr(bound, "prompt", False)
 
     def ways(self) -> dict[str, str]:
         """How collectives of GPUs' arrays move their data, by name; none where arrays are in the host's
@@ -99,11 +96,14 @@ class Communication:
             return {}
         ways: dict[str, str] = {}
         for key in self._bound:
-            way = "over NCCL" if key in self._on_gpus else "through the host's memory"
-            if key in self._by_mpi:
+            if key in self._on_gpus:
+                way = "over NCCL"
+            elif key in self._by_mpi:
                 way = "by MPI on the GPUs' memory"
-            elif way != "over NCCL" and key not in self._pieces:
-                way += ", with a wait"
+            elif key in self._pieces:
+                way = "through the host's memory"
+            else:
+                way = "through the host's memory, with a wait"
             ways[self.program.collectives[key[0]].name] = way
         return ways
 
@@ -196,24 +196,22 @@ class Communication:
 
     def _enqueues(self, start: Start) -> Callable[[Frame], Enqueued | Moving] | None:
         """What puts a collective onto the GPUs' streams, if it stays there or is copied on them."""
-        key = start.collective, start.stream
+        key, context = (start.collective, start.stream), self.context
+        if not self._is_on_streams(start):
+            return None
+        call, deferred = self._call(start), self._is_deferred(start)
         if key in self._on_gpus:
-            bound_there = self._on_gpus[key]
-            return OnGpus(
-                self.context, start, self._call(start), bound_there, self._is_deferred(start)
-            ).enqueue
+            return OnGpus(context, start, call, self._on_gpus[key], deferred).enqueue
         staging = self.lanes[start.stream].staging
-        if key in self._by_mpi and staging is not None:
-            call, bound = self._call(start), self._by_mpi[key]
-            return ByMpi(
-                self.context, start, call, bound, staging, self._is_deferred(start)
-            ).enqueue
-        if key in self._pieces and staging is not None:
-            call = self._call(start)
-            return Staged(
-                self.context, start, call, self._pieces[key], staging, self._is_deferred(start)
-            ).enqueue
-        return None
+        assert staging is not None
+        if key in self._by_mpi:
+            return ByMpi(context, start, call, self._by_mpi[key], staging, deferred).enqueue
+        return Staged(context, start, call, self._pieces[key], staging, deferred).enqueue
+
+    def _is_on_streams(self, start: Start) -> bool:
+        """Whether a collective is put onto the GPUs' streams, in whichever way."""
+        key = start.collective, start.stream
+        return key in self._on_gpus or key in self._by_mpi or key in self._pieces
 
     def _is_deferred(self, start: Start) -> bool:
         """Whether only runs and collectives on the GPUs' streams read its outputs."""
@@ -228,8 +226,7 @@ class Communication:
             for i in block.instructions:
                 match i:
                     case Start():
-                        key = i.collective, i.stream
-                        if not (key in self._on_gpus or key in self._by_mpi or key in self._pieces):
+                        if not self._is_on_streams(i):
                             found.update(i.inputs, i.outputs)
                     case Loop():
                         found.update(i.inputs, i.outputs)

@@ -53,6 +53,12 @@ class UnderWay:
         self.marks: list[Mark] = []  # the same, for whoever watches
         self.times: list[Timed] = []  # beginning and end, where somebody wants to know
 
+    def buffers(self, stream: int, results: int) -> Buffers:
+        """Addresses for a stream, which waits for the arrays. ``results``: how many rooms are not scratch."""
+        operands = [self._loans.lend(array, stream) for array in self.lent]
+        places = [self._loans.lend(array, stream) for array in self.rooms]
+        return Buffers(operands, places[:results], *places[results:])
+
     def arrive(self, types: Sequence[TensorType], deferred: bool) -> list[Any]:
         """The results, for XLA; ends the loans. ``deferred``: only runs and loans read them."""
         mark, self.mark = self.mark, None
@@ -132,9 +138,7 @@ class OnGpus:
                     lent = [column[position] for column in columns]
                     rooms = loans.rooms(self._rooms, ordinal)
                     calls[position] = UnderWay(loans, ordinal, lent, rooms)
-                    operands = [loans.lend(array, stream) for array in lent]
-                    places = [loans.lend(array, stream) for array in rooms]
-                    buffers[i] = Buffers(operands, places[:count], *places[count:])
+                    buffers[i] = calls[position].buffers(stream, count)
                     if call.observed:
                         calls[position].times.append(Timed(loans.device(ordinal), stream))
                 rest = bound.begin(buffers, **call.skips(frame.iteration))

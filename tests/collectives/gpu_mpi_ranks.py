@@ -14,7 +14,7 @@ import time
 
 import numpy as np
 from mpi4py import MPI
-from support.collective_cases import Case, difference, every_case, make, operands_of
+from support.collective_cases import Case, as_results, difference, every_case, make, operands_of
 
 from stretto.collectives.cuda import cuda
 from stretto.collectives.gpu_mpi import OnDevices, is_supported
@@ -88,10 +88,7 @@ def run(case: Case, present: frozenset[int] | None = None) -> None:
     for i in here:
         driver.use(devices[i])
         driver.synchronize(streams[i])
-    views = {
-        i: [a.view(t.numpy).reshape(t.shape) for a, t in zip(row, collective.results, strict=True)]
-        for i, row in results.items()
-    }
+    views = as_results(collective, results)
     problem = difference(collective, views, case.expected())
     kinds.add(collective.kind)
     checked += 1

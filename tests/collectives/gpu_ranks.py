@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 from mpi4py import MPI
-from support.collective_cases import Case, difference, every_case, make, operands_of
+from support.collective_cases import Case, as_results, difference, every_case, make, operands_of
 
 from stretto.collectives.cuda import cuda
 from stretto.collectives.gpus import BoundOnGpus, Buffers, Gpus, Joined
@@ -58,10 +58,7 @@ def enqueue(case: Case, present: frozenset[int] | None = None) -> None:
         )
     if here:
         bound.enqueue(buffers, case.skip)
-    views = {
-        i: [a.view(t.numpy).reshape(t.shape) for a, t in zip(row, collective.results, strict=True)]
-        for i, row in results.items()
-    }
+    views = as_results(collective, results)
     under_way.append((case, views, kept))
 
 

@@ -176,6 +176,14 @@ def same(got: np.ndarray, want: np.ndarray) -> bool:
     return bool(np.array_equal(got.astype(wide), want.astype(wide), equal_nan=True))
 
 
+def as_results(collective: Collective, memory: Inputs) -> Inputs:
+    """Bytes of devices as the arrays that a collective gives."""
+    return {
+        i: [a.view(t.numpy).reshape(t.shape) for a, t in zip(row, collective.results, strict=True)]
+        for i, row in memory.items()
+    }
+
+
 def difference(collective: Collective, got: Inputs, want: Inputs) -> str:
     """Empty, or what is wrong with the results of the local devices."""
     for i in got:

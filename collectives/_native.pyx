@@ -20,6 +20,10 @@ Invariants:
   there is one device here, it waits for them where it is. Where there are more, they are left to the thread in
   `Table.wait`, which runs the members on when the messages have come: whoever comes in here still waits for nobody.
   So one thread at a time asks MPI for a wire's messages, and it needs no lock.
+- A thread that must not block may run a device that is alone here, with a limit (`Table.hurry`). Where messages are
+  late then, the handler gives the run up, and another thread runs the code once more (`Table.resume`): sites that have
+  given their results give them again, and the one that was given up waits on for the messages that it has posted. So
+  this is for code that calls each site once at most.
 - The declarations of XLA's FFI (``xla/ffi/api/c_api.h``, version 0.1 or later, which XLA keeps compatible) have the
   fields used here in their order; sizes tell XLA which ones are known. A test compares them with jaxlib's header.
 """
@@ -88,6 +92,9 @@ cdef extern from *:
         return 0;
     }
 
+    /* Until when this thread may wait for other processes' messages, on the clock of `stretto_now`; 0: for ever. */
+    static __thread double stretto_until = 0.0;
+
     /* MPI's functions, by their addresses. Handles are integers or pointers, which calls pass alike. */
     typedef int (*mpi_message)(void*, int, uintptr_t, int, int, uintptr_t, void*);
     typedef int (*mpi_testall)(int, void*, int*, void*);
@@ -105,6 +112,7 @@ cdef extern from *:
     ctypedef int (*mpi_message)(void*, int, uintptr_t, int, int, uintptr_t, void*) noexcept nogil
     ctypedef int (*mpi_testall)(int, void*, int*, void*) noexcept nogil
     void stretto_sleep(double seconds) noexcept nogil
+    double until_then "stretto_until"
     int sched_yield() noexcept nogil
     ctypedef struct ffi_extension:
         int32_t type
@@ -257,9 +265,14 @@ cdef struct wire_t:
     void* requests
     void* statuses
 
+# How far a group with a wire has come, in code that calls each site once.
+cdef enum:
+    NOT_BEGUN, POSTED, GIVEN
+
 cdef struct group_t:
     int size
     int arrived
+    int came  # see above
     int64_t calls
     wire_t* wire  # NULL where all members are of this process
     int* members  # positions of devices
@@ -299,6 +312,8 @@ cdef struct table_t:
     site_t* sites
     int num_sites
     char* failure  # NULL, or why all who come are turned away
+    bint late  # the run was given up, to be resumed
+    bint resumed
     const ffi_api* api
     uintptr_t comm  # MPI's communicator of the processes
     double patience  # seconds for which a wait keeps the core busy
@@ -307,6 +322,7 @@ cdef struct table_t:
     group_t* here  # in which the only device waits for messages, for those who look; `here_site` is its site
     int here_site
     int64_t executed  # sites that the first device came to
+    double seconds  # in which messages were under way
     row_t* rows  # NULL unless somebody watches
     int64_t capacity
     int64_t num_rows
@@ -752,6 +768,7 @@ cdef void* meet(table_t* table, site_t* site, int number, int position, ffi_fram
     # Arguments: the context, the chain that keeps sites in order, the operands. Results: the chain, the results.
     cdef int which = site.group_of[position], k, index, size, other, state
     cdef double began
+    cdef bint again
     cdef group_t* group
     cdef ffi_future_args args
     cdef void* error = NULL
@@ -799,6 +816,10 @@ cdef void* meet(table_t* table, site_t* site, int number, int position, ffi_fram
         if table.failure != NULL:
             pthread_mutex_unlock(&table.mutex)
             return new_error(frame.api, table.failure)
+        if state == LATE:
+            table.late = True
+            pthread_mutex_unlock(&table.mutex)
+            return new_error(frame.api, b"other processes are late")
         if state == 0:
             return leave(table, number, which, index, frame)  # unlocks
     futures = &few[0]
@@ -811,7 +832,10 @@ cdef void* meet(table_t* table, site_t* site, int number, int position, ffi_fram
             group.futures[other] = NULL
             k += 1
     group.arrived = 0
-    group.calls += 1
+    again = table.resumed and group.came == GIVEN
+    if not again:
+        group.calls += 1
+    group.came = GIVEN
     table.running += size - 1
     pthread_mutex_unlock(&table.mutex)
     began = now() if group.wire == NULL and table.rows != NULL else 0.0
@@ -820,7 +844,9 @@ cdef void* meet(table_t* table, site_t* site, int number, int position, ffi_fram
     else:
         act(group.wire.last, group.wire.after, group, group.wire)
         began = group.wire.began
-    if table.rows != NULL:
+        if not again:
+            table.seconds += now() - began
+    if table.rows != NULL and not again:
         note(table, number, which, began)
     release(frame.api, site, futures, size - 1)
     if futures != &few[0]:
@@ -832,11 +858,15 @@ cdef int send_off(table_t* table, site_t* site, group_t* group) noexcept nogil:
     """All local members of a group have come: its messages can be sent. The state as of `poll`."""
     cdef wire_t* wire = group.wire
     cdef int state
-    wire.began = now()
-    wire.current = 0
-    act(wire.first, wire.before, group, wire)
-    if post(table, wire) < 0:
-        return -1
+    if table.resumed and group.came == GIVEN:
+        return 1
+    if not table.resumed or group.came != POSTED:
+        wire.began = now()
+        wire.current = 0
+        act(wire.first, wire.before, group, wire)
+        if post(table, wire) < 0:
+            return -1
+        group.came = POSTED
     if table.devices > 1:
         return poll(table, group)
     table.here_site, table.here = <int>(site - table.sites), group
@@ -880,9 +910,10 @@ cdef const char* MPI_FAILED = b"MPI failed in a collective that compiled code ca
 cdef mpi_t mpi
 memset(&mpi, 0, sizeof(mpi))
 
-# Polls between two looks at the clock.
+# Polls between two looks at the clock; what `send_off` gives where the thread may wait no longer.
 cdef enum:
     POLLS = 8
+    LATE = 2
 # As in `waiting`: a sleep is this part of the time waited so far, within these bounds in seconds.
 cdef double PART = 0.1, SHORTEST = 10e-6, LONGEST = 500e-6
 cdef double TAKEN = 500e-6, AS_LONG = 8.0  # of `waiting`
@@ -961,6 +992,7 @@ cdef int poll(table_t* table, group_t* group) noexcept nogil:
 
 cdef int wait_here(table_t* table, group_t* group) noexcept nogil:
     cdef int k, state
+    cdef double until = until_then
     while True:
         for k in range(POLLS):
             state = poll(table, group)
@@ -968,6 +1000,8 @@ cdef int wait_here(table_t* table, group_t* group) noexcept nogil:
                 return state
         if table.failure != NULL:
             return -1
+        if until > 0.0 and now() > until:
+            return LATE
         relax(table, group.wire.began)
 
 
@@ -1013,6 +1047,7 @@ cdef bint drive(table_t* table) noexcept nogil:
         pthread_mutex_unlock(&table.mutex)
         moved = True
         act(group.wire.last, group.wire.after, group, group.wire)
+        table.seconds += now() - group.wire.began
         if table.rows != NULL:
             note(table, item.site, item.group, group.wire.began)
         release(table.api, site, futures, count)
@@ -1258,6 +1293,8 @@ cdef class Table:
         table.failure = NULL
         table.running, table.ended = table.devices, 0
         table.num_rows = table.dropped = table.num_pending = table.executed = 0
+        table.late = table.resumed = False
+        table.seconds = 0.0
         if watched and table.rows == NULL:
             table.capacity = 1 << 16
             table.rows = <row_t*>calloc(table.capacity, sizeof(row_t))
@@ -1266,7 +1303,34 @@ cdef class Table:
             table.rows = NULL
         for s in range(table.num_sites):
             for g in range(table.sites[s].num_groups):
-                table.sites[s].groups[g].calls = 0
+                table.sites[s].groups[g].calls = table.sites[s].groups[g].came = 0
+
+    def hurry(self, double seconds) -> None:
+        """From now on this thread waits for other processes for so long at most, then gives the run up (`late`);
+        0: as long as it takes."""
+        global until_then
+        until_then = now() + seconds if seconds > 0.0 else 0.0
+
+    @property
+    def late(self) -> bool:
+        """Whether the run was given up, so that its code is to be run once more, after `resume`."""
+        return self.table.late
+
+    def resume(self) -> None:
+        """The only device is about to run once more, after it was `late`, with the same operands."""
+        cdef table_t* table = &self.table
+        table.late, table.resumed = False, True
+        table.running, table.ended, table.executed = table.devices, 0, 0
+
+    @property
+    def over(self) -> bool:
+        """Whether all devices have come to their end."""
+        return self.table.ended == self.table.devices
+
+    @property
+    def seconds(self) -> float:
+        """For how long messages were under way since `begin`, summed over collectives."""
+        return self.table.seconds
 
     def wait(self, double seconds) -> bool:
         """Wait until all devices have come to their end or were turned away, for so long at most; whether they

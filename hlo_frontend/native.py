@@ -18,6 +18,7 @@ from stretto.collectives.native import ALWAYS, NEVER, TARGET, as_called, refusal
 from stretto.collectives.types import TensorType
 from stretto.runtime.program import (
     CONTEXT,
+    WHILE,
     Block,
     Branch,
     Copy,
@@ -40,6 +41,8 @@ from . import one_kernel, stablehlo
 
 # Collectives in a row, outside of loops, from which on compiled code is faster than the walk.
 MANY = 8
+# Bytes of the largest array of a program that the caller's thread may run, as of `collectives.communicator`.
+PROMPT = 1 << 16
 
 _END = -1
 
@@ -58,20 +61,24 @@ class Native:
 @dataclass(frozen=True)
 class NativePolicy:
     """Where compiled code may call collectives. Each process has ``devices`` devices. ``small``: bytes of a
-    collective's operands up to which the walk would take longer than moving them does.
+    collective's operands up to which the walk would take longer than moving them does. ``prompt``: bytes of
+    its largest array up to which a program without loops is native however few collectives it has; 0: never.
     """
 
     devices: int
     small: int
+    prompt: int = 0
 
     @classmethod
     def of(cls, devices: int, processes: int, nodes: int) -> NativePolicy:
         """For processes on ``nodes`` hosts. The walk takes 0.1 to 0.3 ms more for a collective
         (benchmarks/loop_sizes.py), which is what 1 MiB takes in memory and 256 KiB through MPI on one host;
-        a network of 10 Gb/s moves 64 KiB in less."""
+        a network of 10 Gb/s moves 64 KiB in less. Where each process has one device, its caller's thread runs
+        a small program."""
         if processes == 1:
             return cls(devices, 1 << 20)
-        return cls(devices, 1 << 18 if nodes == 1 else 1 << 16)
+        prompt = PROMPT if devices == 1 else 0
+        return cls(devices, 1 << 18 if nodes == 1 else 1 << 16, prompt)
 
 
 def native(program: Program, policy: NativePolicy) -> Native:
@@ -79,7 +86,7 @@ def native(program: Program, policy: NativePolicy) -> Native:
     program = _with_plain_bounds(program)
     state = _Rewriting(program, policy)
     why = state.refusal(program.body)
-    if not why and _is_worth_it(program.body.instructions):
+    if not why and (_is_worth_it(program.body.instructions) or state.is_prompt()):
         return state.finished(state.whole())
     if why:
         state.refused.append((program.name, why))
@@ -136,6 +143,16 @@ class _Rewriting:
         donated = tuple(body.parameters[i] for i in program.donated)
         run = self.region(program.name, body.parameters, body.results, donated, body.instructions)
         return Block(body.parameters, (run,), body.results)
+
+    def is_prompt(self) -> bool:
+        """Whether the caller's thread may run all of it: it has no loop, and its arrays are small. What is
+        donated would be gone if that thread gave the run up, since other processes are late."""
+        program = self.program
+        loops = any(isinstance(i, Loop) for i in instructions(program.body))
+        if loops or program.donated or any(WHILE in s.module for s in program.segments):
+            return False
+        starts = any(isinstance(i, Start) for i in instructions(program.body))
+        return starts and max(t.nbytes for t in program.slot_types) <= self.policy.prompt
 
     def block(self, block: Block, crossing: frozenset[int] = frozenset()) -> Block:
         """The block with its longest stretches of instructions that can be native as regions.

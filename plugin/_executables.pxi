@@ -56,7 +56,7 @@ cdef class LoadedExecutable(Handle):
         ``run(arguments)`` takes a list of values for each local device and gives such lists of results, and
         an event that is set once the run has been issued (with callbacks: has called), or None.
         ``single(ordinal, arrays)`` is the engine's way to do the same for one device, with arrays that are
-        there, or None. ``copy(value)`` copies a value; ``donated`` are the parameters that a run consumes;
+        there, or None. It may give None, which asks for ``run``, or what ``run`` gives. ``copy(value)`` copies a value; ``donated`` are the parameters that a run consumes;
         ``output_memories`` has a list for each of ``devices``, the local ones in the order of the arguments.
         """
         self.run, self.copy, self.engine, self.num_parameters = run, copy, engine, num_parameters
@@ -162,6 +162,11 @@ cdef class LoadedExecutable(Handle):
             else:
                 given = single(device.c.local_hardware_id, row)
             if type(given) is not list or len(<list>given) != len(self.output_types):
+                if given is None:  # only where there is one device
+                    return False
+                if type(given) is tuple:
+                    self.deliver(args, (<tuple>given)[0], (<tuple>given)[1])
+                    return True
                 _counted(given, len(self.output_types))
             results.append((given, over))
         for d in range(args.num_devices):
@@ -222,10 +227,8 @@ cdef class LoadedExecutable(Handle):
 
     cdef int execute_program(self, PJRT_LoadedExecutable_Execute_Args* args) except -1:
         cdef size_t d, i
-        cdef list row, arguments, results, outputs, memories, made
-        cdef object value, issued
+        cdef list row, arguments
         cdef Buffer buffer
-        cdef Outputs made_together
         cdef void** handles
         cdef PJRT_ExecuteOptions* options = <PJRT_ExecuteOptions*>args.options
         arguments = []
@@ -247,6 +250,16 @@ cdef class LoadedExecutable(Handle):
             for i in self.donated:
                 if self.may_donate(options, i):
                     (<Buffer>(<handle_t*>handles[i]).owner).delete()
+        self.deliver(args, results, issued)
+        return 0
+
+    cdef int deliver(self, PJRT_LoadedExecutable_Execute_Args* args, list results, issued) except -1:
+        """Hand out what ``run`` gave."""
+        cdef size_t d, i
+        cdef list outputs, memories, made
+        cdef object value
+        cdef Outputs made_together
+        for d in range(args.num_devices):
             outputs = <list>PyList_GET_ITEM(results, d)
             memories = <list>PyList_GET_ITEM(self.output_memories, d)
             made = []

@@ -198,6 +198,15 @@ class LoadedTogether(Protocol):
 
 
 @runtime_checkable
+class LoadedAlone(Protocol):
+    """What a `LoadedTogether` may have beside, for a segment that is compiled for one device."""
+
+    def run_alone(self, ordinal: int, arrays: list[Array]) -> list[Array]:
+        """`run_together` for that device, whose ``ordinal`` is known: ``arrays[k]`` is parameter k."""
+        ...
+
+
+@runtime_checkable
 class CallingEngine(Protocol):
     """What an engine has beside `Engine` if its compiled code can call collectives itself, as custom calls of
     XLA's FFI on memory of the host. Without it the executor makes all of them.

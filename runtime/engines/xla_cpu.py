@@ -319,6 +319,7 @@ class XlaCpuTogether:
         mesh = Mesh(np.array(list(self._devices)), ("device",))
         self._sharding = NamedSharding(mesh, PartitionSpec())
         self._handlers = [_result_handler(type, self._sharding) for type in segment.outputs]
+        self._for_one = engine.result_handlers(segment.outputs, self._ordinals[0])
         context = (CONTEXT,) if segment.sites else ()
         self._avals = [_aval(type) for type in (*context, *segment.inputs)]
         self.executable = (
@@ -326,6 +327,13 @@ class XlaCpuTogether:
             if code
             else engine.compile_on(segment, name, self._devices, options, host_callbacks)
         )
+
+    def run_alone(self, ordinal: int, arrays: list[Array]) -> list[Array]:
+        """See `stretto.runtime.engines.engine.LoadedAlone`."""
+        try:
+            return self.executable.execute_sharded(arrays).consume_with_handlers(self._for_one)
+        except JaxRuntimeError as error:
+            raise translate(error, XlaError) from error
 
     def run_together(self, columns: Sequence[Column]) -> list[XlaJoined]:
         try:

@@ -12,7 +12,7 @@ from time import perf_counter
 from typing import Any
 
 from ..engines.engine import Column, LoadedTogether, counted
-from ..program import Run, Slot, calls_back
+from ..program import WHILE, Run, Slot, calls_back
 from ..program.valid import left_out
 from ..recording.instrument import SegmentRun
 from .context import Context
@@ -20,9 +20,6 @@ from .frame import Frame, Hosted, Operation, named
 from .segment_times import SegmentTimes
 from .side_by_side import among, or_error, side_by_side
 
-# What modules of segments that loop have in them. XLA may take a loop for cheap, and run it in the thread
-# that calls, however long it takes.
-WHILE = b"while"
 # Seconds of a run in the thread that calls from which on devices run side by side: threads have to wake up.
 LONG = 50e-6
 

@@ -3,7 +3,8 @@
 Programs that only compute, and whose arguments are there, are handed to the engine in the caller's thread.
 All others become an `Execution`, which the dispatch thread walks. Where a program's collectives are all
 small, the caller's thread begins the walk, which saves two thread switches if the other processes are there
-already, and leaves the rest to the dispatch thread where it would have to wait for long.
+already, and leaves the rest to the dispatch thread where it would have to wait for long. A program that is
+one small region (`regions`) needs no walk for that.
 """
 
 from __future__ import annotations
@@ -11,18 +12,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from time import perf_counter
-from typing import Any
+from typing import Any, cast
 
 from stretto.collectives.types import TensorType
 
 from ..engines.engine import LoadedTogether, counted
 from ..errors import InvalidProgramError
-from ..program import Block, Branch, Loop, Run
+from ..program import WHILE, Block, Branch, Loop, Run
 from .compiled_segments import CompiledSegments
-from .compute import WHILE
 from .dispatch import PATIENCE, Dispatcher
 from .execution import Execution, FirstRuns
 from .frame import Frame, Hosted
+from .regions import Rest
 from .stream import Event
 from .value import DeletedError, Landed, Promise, Value
 from .walk import Walker
@@ -73,6 +74,14 @@ class LoadedProgram:
         it would see a walk for each."""
         program, walker = self.program, self.walker
         self._single = None
+        single = program.single_run
+        self._may_be_region = (
+            single is not None
+            and bool(program.segments[single.segment].sites)
+            and len(self.local) == 1
+            and not self.has_host_callbacks
+            and self.dispatcher.instrument is None
+        )
         if (
             program.single_segment is not None
             and self.local
@@ -122,11 +131,15 @@ class LoadedProgram:
         )
 
     @property
-    def single(self) -> Callable[[int, list[Any]], list[Any]] | None:
+    def single(self) -> Callable[[int, list[Any]], Any] | None:
         """The engine's ``run`` of the only segment, where the program is nothing else.
 
-        For callers that have the engine's arrays and donate none; None where `execute` must be used.
+        For callers that have the engine's arrays and donate none; None where `execute` must be used. It gives
+        the results; None where `execute` must be used this time; or, where other processes are late, what
+        `execute_with_completion` gives.
         """
+        if self._single is None and self._may_be_region:
+            return self._run_region
         return self._single
 
     def execute(self, arguments: Sequence[Sequence[Value]]) -> list[list[Value]]:
@@ -212,6 +225,41 @@ class LoadedProgram:
         if self.donates:
             self._delete_donated(arguments)
         return outputs
+
+    def _run_region(self, ordinal: int, arrays: list[Any]) -> Any:
+        """Run a program that is one `prompt` region here; see `single`."""
+        dispatcher, walker, negotiation = self.dispatcher, self.walker, self.negotiation
+        region = walker.region
+        if (
+            region is None
+            or (negotiation is not None and not negotiation.agreed)
+            or not dispatcher.take_turn()
+        ):
+            return None
+        rest: Rest | None = None
+        error: BaseException | None = None
+        try:
+            if negotiation is not None:
+                negotiation.begin()
+            results = region.run_here(arrays, perf_counter() + PATIENCE)
+            if type(results) is list:
+                dispatcher.end_turn()
+                return results
+            rest = cast("Rest", results)
+        except BaseException as raised:
+            error = raised
+        execution = Execution(self, [], None, dispatcher.next_run())
+        frame = walker.new_frame()
+        for slot, array in zip(walker.program.body.parameters, arrays, strict=True):
+            frame.registers[slot] = [array]
+        if rest is None:
+            dispatcher.end_turn(execution)
+            execution.finish(frame, error)
+        else:
+            dispatcher.end_turn(
+                execution, partial(execution.resume, frame, partial(rest, frame), 1)
+            )
+        return self._values_of(execution), execution.event
 
     def _run_promptly(
         self, arguments: Sequence[Sequence[Value]]

@@ -2,6 +2,10 @@
 
 All devices run the region's segment at once, each on a thread of the engine's; the walk goes on when all have
 ended. The collectives count, and are told of, as those of a walk, after the run.
+
+A device that is alone in its process may run where it is called (`Region.attempt`). The thread that calls is
+in the engine then, so it waits for other processes for a moment only: after that the run is given up, and
+made anew by the dispatch thread, which finds in the table what was sent and received so far.
 """
 
 from __future__ import annotations
@@ -9,8 +13,9 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Sequence
-from time import monotonic
-from typing import Any
+from functools import partial
+from time import monotonic, perf_counter
+from typing import Any, cast
 
 import numpy as np
 
@@ -26,16 +31,29 @@ from stretto.collectives.native import (
 )
 from stretto.collectives.ops import Collective
 
-from ..engines.engine import CallingEngine, Column, Engine, Joined, LoadedTogether
+from ..engines.engine import (
+    Array,
+    CallingEngine,
+    Column,
+    Engine,
+    Joined,
+    LoadedAlone,
+    LoadedTogether,
+)
 from ..errors import StrettoError
 from ..job.progress import Raw
 from ..options import Options
-from ..program import CONTEXT, Run, Slot
+from ..program import CONTEXT, WHILE, Run, Slot
+from .communication import Attempt
 from .context import Context
 from .frame import Frame, Hosted, Operation, named
 
+# Seconds that a thread waits for other processes at least, where its time is up.
+_MOMENT = 1e-6
 # Seconds between two looks at devices that may have failed.
 _LOOK = 0.05
+# What is left to do of a run, with the frame that has its operands.
+Rest = Callable[[Frame], None]
 _log = logging.getLogger("stretto")
 _NOTHING: frozenset[int] = frozenset()
 # Tables of runs that have failed. Their devices may still come, so they are kept.
@@ -78,6 +96,19 @@ class Region:
         # Of each site: messages and bytes that a call moves, and messages that it leaves out.
         self.payload = list(map(_payload, self.collectives, bound))
         self.what = f"segment {segment.name} of {program.name}"
+        # Whether `attempt` can be used: each site is called once, and nothing is used up by a run.
+        self.prompt = (
+            len(context.local) == 1
+            and isinstance(self.loaded, LoadedAlone)
+            and not segment.donated
+            and WHILE not in segment.module
+        )
+        if self.prompt:
+            self._run_alone = cast("LoadedAlone", self.loaded).run_alone
+            (self.ordinal,) = context.ordinals
+        # What a run counts where each site is called once: collectives, messages, left out, bytes.
+        messages, skipped, nbytes = (sum(p[k] for p in self.payload) for k in range(3))
+        self._once = len(self.payload), messages, skipped, nbytes
         self.peers = peers
         self._told = False  # that rows were dropped
         # Of each site: its name, its line, and the processes in it, for the watchdog.
@@ -104,38 +135,108 @@ class Region:
 
     def operation(self, land: Callable[[list[Any], Slot], list[Any]]) -> Operation:
         """Run it, and wait until all devices have ended."""
-        progress, watched = self.lane.progress, self.context.instrument is not None
-        inputs, outputs = self.instruction.inputs, self.instruction.outputs
-        donated, everyone = self.instruction.donated, len(self.first)
+        everyone = len(self.first)
 
         def run_region(frame: Frame) -> None:
-            registers = frame.registers
             assert len(frame.active) == everyone
-            columns = [self.first]
-            for slot in inputs:
-                register = registers[slot]
-                columns.append(land(registers, slot) if type(register) is Hosted else register)
-            self.table.begin(watched)
-            progress.watch(self._look)
+            for slot in self.instruction.inputs:
+                if type(frame.registers[slot]) is Hosted:
+                    land(frame.registers, slot)
+            self.table.begin(self.context.instrument is not None)
+            self.lane.progress.watch(self._look)
             self.lane.hand_over(self.table)
-            try:
-                results = self.loaded.run_together(columns)
-                columns.clear()
-                for slot in donated:
-                    registers[slot] = None
-                self._await(results, frame)
-            except BaseException as error:
-                self._forsake(str(error))
-                raise named(error, self.what) from error
-            finally:
-                self.lane.hand_over(None)
-                last = self._raw(len(self.described) - 1, self.table.executed, monotonic())
-                progress.end(last)
-            self._account(frame.active)
-            for slot, result in zip(outputs, results, strict=True):
-                registers[slot] = result
+            self._run(frame)
 
         return run_region
+
+    def attempt(self, land: Callable[[list[Any], Slot], list[Any]]) -> Attempt:
+        """The same for a thread that must not wait: see `communication.Communication.attempt`. Only if it is
+        `prompt`: the device runs here as far as the engine has it."""
+        inputs, outputs = self.instruction.inputs, self.instruction.outputs
+
+        def attempt(frame: Frame, until: float) -> Callable[[], None] | None:
+            registers = frame.registers
+            arrays = []
+            for slot in inputs:
+                register = registers[slot]
+                column = land(registers, slot) if type(register) is Hosted else register
+                arrays.append(column[0])
+            results = self.run_here(arrays, until)
+            if type(results) is not list:
+                return partial(cast("Rest", results), frame)
+            for slot, result in zip(outputs, results, strict=True):
+                registers[slot] = [result]
+            return None
+
+        return attempt
+
+    def run_here(self, arrays: list[Array], until: float) -> list[Array] | Rest:
+        """Run the only device in the thread that calls, by the time ``until`` (of ``perf_counter``).
+
+        Gives its results, or what is left to do with the frame that has the operands: it blocks, and may be
+        called by another thread. Only if it is `prompt`.
+        """
+        table, context = self.table, self.context
+        table.begin(context.instrument is not None)
+        self.lane.progress.watch(self._look)
+        self.lane.hand_over(table)
+        try:
+            table.hurry(max(until - perf_counter(), _MOMENT))
+            results = self._run_alone(self.ordinal, [self.first[0], *arrays])
+        except BaseException as error:
+            if not table.late:
+                raise self._failed(error) from error
+            results = []
+        finally:
+            table.hurry(0.0)
+        if table.late:
+            return self._again
+        if not (table.over or table.wait(max(until - perf_counter(), 0.0))):
+            return lambda frame: self._end(frame, [[result] for result in results])
+        if table.failure:
+            raise self._failed(StrettoError(table.failure))
+        self._leave()
+        self._account((0,))
+        return results
+
+    def _again(self, frame: Frame) -> None:
+        """Go on with a run that was given up."""
+        self.table.resume()
+        self._run(frame)
+
+    def _run(self, frame: Frame) -> None:
+        registers = frame.registers
+        columns = [self.first, *(registers[slot] for slot in self.instruction.inputs)]
+        try:
+            results = self.loaded.run_together(columns)
+        except BaseException as error:
+            raise self._failed(error) from error
+        columns.clear()
+        for slot in self.instruction.donated:
+            registers[slot] = None
+        self._end(frame, results)
+
+    def _end(self, frame: Frame, results: Sequence[Column]) -> None:
+        """Wait for a run that has been enqueued, and put its results into their registers."""
+        try:
+            self._await(results, frame)
+        except BaseException as error:
+            raise self._failed(error) from error
+        self._leave()
+        self._account(frame.active)
+        for slot, result in zip(self.instruction.outputs, results, strict=True):
+            frame.registers[slot] = result
+
+    def _failed(self, error: BaseException) -> BaseException:
+        """The run has ended by this error. Gives the one to be raised."""
+        self._leave()
+        self._forsake(str(error))
+        return named(error, self.what)
+
+    def _leave(self) -> None:
+        self.lane.hand_over(None)
+        last = self._raw(len(self.described) - 1, self.table.executed, monotonic())
+        self.lane.progress.end(last)
 
     def _look(self) -> Raw | None:
         """What the devices wait for other processes in, if they do."""
@@ -175,13 +276,21 @@ class Region:
 
     def _account(self, active: tuple[int, ...]) -> None:
         counters = self.lane.counters
-        for calls, (messages, left_out, nbytes) in zip(
-            self.table.calls(), self.payload, strict=True
-        ):
-            counters.collectives += calls
-            counters.messages += calls * messages
-            counters.skipped += calls * left_out
-            counters.nbytes += calls * nbytes
+        counters.seconds += self.table.seconds
+        if self.prompt and self.table.executed == len(self.payload):
+            collectives, messages, left_out, nbytes = self._once
+            counters.collectives += collectives
+            counters.messages += messages
+            counters.skipped += left_out
+            counters.nbytes += nbytes
+        else:
+            for calls, (messages, left_out, nbytes) in zip(
+                self.table.calls(), self.payload, strict=True
+            ):
+                counters.collectives += calls
+                counters.messages += calls * messages
+                counters.skipped += calls * left_out
+                counters.nbytes += calls * nbytes
         self.lane.sequence += self.table.executed
         if self.context.instrument is None:
             return

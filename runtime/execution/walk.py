@@ -49,6 +49,8 @@ class Walker:
         self.operations: list[Operation] = []
         # Operations for a thread that must not block, where every collective is small and awaited at once.
         self.prompt: list[Attempt] | None = None
+        # The region that is all of the program and `prompt`.
+        self.region: Region | None = None
         self._shared = shared_results(context.program)
         self.prepared = False
         self._tell()
@@ -95,8 +97,12 @@ class Walker:
             LogicalId: self._logical_id,
             Free: self._free,
         }
+        self._regions: dict[int, Region] = {}  # by the identity of their runs
         self.operations = self._block(self.program.body)
         self.prompt = self._prompt(self.program.body)
+        single = self.program.single_run
+        if single is not None and self.prompt is not None:
+            self.region = self._regions.get(id(single))
         self.prepared = True
 
     def ways(self) -> dict[str, str]:
@@ -161,29 +167,37 @@ class Walker:
             return None
         communication, attempts = self._communication, []
         started: int | None = None  # the event of a start whose wait has yet to come
+        communicates = False
         for instruction in block.instructions:
             match instruction:
                 case Start() if started is None and communication.is_prompt(instruction):
                     attempts.append(communication.attempt(instruction))
                     started = instruction.event
+                    communicates = True
                 case Wait() if started == instruction.event:
                     started = None
                 case Free():
                     attempts.append(_at_once(self._free(instruction)))
                 case Run() if self.program.segments[instruction.segment].sites:
-                    return None
+                    region = self._regions[id(instruction)]
+                    if started is not None or not region.prompt:
+                        return None
+                    attempts.append(region.attempt(self.land))
+                    communicates = True
                 case Run() | Copy() | LogicalId() if started is None:
                     attempts.append(_at_once(self._translators[type(instruction)](instruction)))
                 case _:
                     return None
-        return attempts if any(isinstance(i, Start) for i in block.instructions) else None
+        return attempts if communicates else None
 
     def _run(self, run: Run) -> Operation:
         segment = self.program.segments[run.segment]
         if not segment.sites:
             return self._compute.operation(run)
         bound = [self._communication.bound_site(site) for site in segment.sites]
-        return Region(self.context, run, bound, self._communication.peers).operation(self.land)
+        region = Region(self.context, run, bound, self._communication.peers)
+        self._regions[id(run)] = region
+        return region.operation(self.land)
 
     def _loop(self, loop: Loop) -> Operation:
         return self._counted_loop(loop) if loop.trip_count is not None else self._while(loop)

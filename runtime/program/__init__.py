@@ -54,6 +54,9 @@ ENDLESS = (1 << 63) - 1  # in valid iterations: the last one where there is no l
 # What a segment with sites takes first: the address of the table of its sites, the device's position among
 # the local ones, its partition and its replica.
 CONTEXT = TensorType("u64", (4,))
+# What modules of segments that loop have in them. XLA may take a loop for cheap, and run it in the thread
+# that calls, however long it takes.
+WHILE = b"while"
 
 
 def calls_back(module: bytes) -> bool:
@@ -266,20 +269,22 @@ class Program:
         )
 
     @property
-    def single_segment(self) -> Segment | None:
-        """The segment, where the whole program is one run of it on the inputs as they come."""
+    def single_run(self) -> Run | None:
+        """The run, where the whole program is one run of a segment on the inputs as they come."""
         if len(self.body.instructions) != 1:
             return None
         (run,) = self.body.instructions
-        if (
-            isinstance(run, Run)
-            and not run.valid
-            and run.inputs == self.body.parameters
-            and run.outputs == self.body.results
-            and not self.segments[run.segment].sites
-        ):
-            return self.segments[run.segment]
-        return None
+        if not isinstance(run, Run) or run.valid:
+            return None
+        whole = run.inputs == self.body.parameters and run.outputs == self.body.results
+        return run if whole else None
+
+    @property
+    def single_segment(self) -> Segment | None:
+        """The segment of the `single_run`, where it calls no collectives."""
+        run = self.single_run
+        segment = None if run is None else self.segments[run.segment]
+        return None if segment is None or segment.sites else segment
 
 
 def blocks(block: Block) -> Iterator[Block]:

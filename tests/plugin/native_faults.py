@@ -14,7 +14,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from support.shield import behind_a_shield
 
-if __name__ == "__main__" and sys.argv[1] == "dies":
+if __name__ == "__main__" and sys.argv[1].startswith("dies"):
     behind_a_shield(__file__, sys.argv[1])
 
 import jax
@@ -51,6 +51,25 @@ def looped(rounds: int) -> jax.Array:
         )
 
 
+def one() -> jax.Array:
+    """One sum of few bytes, which all ranks have made before."""
+    mesh = Mesh(np.array(jax.devices()), ("x",))
+    spec = PartitionSpec("x")
+    ones = np.ones(len(jax.devices()), np.float32)
+    x = jax.make_array_from_callback(ones.shape, NamedSharding(mesh, spec), ones.__getitem__)
+
+    def single(x: jax.Array) -> jax.Array:
+        return lax.psum(x, "x")
+
+    whole = jax.jit(jax.shard_map(single, mesh=mesh, in_specs=spec, out_specs=PartitionSpec()))
+    whole(x).block_until_ready()
+    if jax.process_index() == 1:
+        if sys.argv[1] == "dies before one":
+            os.kill(os.getpid(), signal.SIGKILL)
+        threading.Event().wait(60)
+    return whole(x)
+
+
 def after_a_second(action: object) -> None:
     threading.Timer(1.0, action).start()  # type: ignore[arg-type]
 
@@ -68,6 +87,8 @@ def main() -> None:
             if rank == 1:
                 raise ValueError("something else went wrong")
             running.block_until_ready()
+        case "dies before one" | "never comes to one":
+            one().block_until_ready()
         case "diverges":
             looped(-LONG).block_until_ready()
             threading.Event().wait(60)

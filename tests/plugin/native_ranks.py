@@ -10,15 +10,20 @@ import traceback
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
+from mpi4py import MPI
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import test_native as cases
+
+import stretto
+from stretto.runtime.execution.regions import Region
 
 
 def chosen() -> dict[str, Callable[[], None]]:
@@ -51,7 +56,47 @@ def chosen() -> dict[str, Callable[[], None]]:
         "condition": partial(cases.test_a_condition_that_communicates_alone, mesh),
         "donation": partial(cases.test_a_donated_argument_is_used_up, mesh),
         "beside a walk": partial(cases.test_native_and_walk_beside_each_other, mesh),
+        "late": partial(late, mesh),
     }
+
+
+def late(mesh: Mesh) -> None:
+    """Rank 0 is told that its results are on their way while the others have not come. They come when told;
+    what it had sent and received before counts once."""
+    n = len(mesh.devices)
+
+    def f(x: jax.Array) -> jax.Array:
+        return jax.lax.psum(jax.lax.psum(x, "x") * x, "x") + jax.lax.ppermute(x, "x", cases.RING)
+
+    rows = np.arange(n * 3, dtype=np.float32).reshape(n, 3)
+    spec = jax.sharding.PartitionSpec("x")
+    placed = jax.make_array_from_callback(
+        rows.shape, jax.sharding.NamedSharding(mesh, spec), rows.__getitem__
+    )
+    whole = jax.jit(jax.shard_map(f, mesh=mesh, in_specs=spec, out_specs=spec))
+    compiled = whole.lower(placed).compile()
+    if jax.process_count() == n:
+        assert cases.is_native(compiled), stretto.explain(compiled)
+    compiled(placed).block_until_ready()
+    expected = rows.sum(0) ** 2 + np.roll(rows, 1, 0)
+    before = stretto.stats()
+    world = MPI.COMM_WORLD
+    here = Region.run_here
+    with patch.object(Region, "run_here", autospec=True, side_effect=here) as alone:
+        for _ in range(5):
+            if world.Get_rank() > 0:
+                world.recv(source=0)
+            got = compiled(placed)
+            if world.Get_rank() == 0:
+                assert not got.is_ready()
+                for other in range(1, world.Get_size()):
+                    world.send(None, other)
+            for shard in got.addressable_shards:
+                np.testing.assert_array_equal(shard.data, expected[shard.index])
+    assert alone.call_count == (5 if jax.process_count() == n else 0)
+    after = stretto.stats()
+    assert after.collectives - before.collectives == 5 * 3
+    assert after.seconds > before.seconds
 
 
 def main() -> int:

@@ -69,6 +69,19 @@ class TestFaults:
         assert re.search(rf"rank 1 .*: in {SUM} for \d", said)
         assert re.search(rf"rank 0 .*: in no collective, last completed {SUM}", said)
 
+    def test_a_rank_that_dies_before_a_single_sum(self, local: int) -> None:
+        """Which the caller's thread has begun, where it has one device."""
+        said = faulty("dies before one", local)
+        assert re.search(r"stretto: rank 0 ends: rank 1 \(pid \d+ on \S+\) died", said)
+
+    def test_a_rank_that_never_comes_to_a_single_sum(self, local: int) -> None:
+        said = faulty("never comes to one", local)
+        assert re.search(
+            r"all-reduce \S+ \(\S*native_faults\.py:\d+\) of jit_single .* timed out after 2 s .*"
+            r"rank 1 did not reach it",
+            said,
+        )
+
     def test_a_rank_that_never_comes(self, local: int) -> None:
         said = faulty("never comes", local)
         assert re.search(

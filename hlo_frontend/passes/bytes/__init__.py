@@ -3,6 +3,7 @@
 - `ends`: a loop that devices leave together though they need not is compute.
 - `alone`: collectives over groups of one are copies.
 - `merge`: collectives that do the same to the same operands are one.
+- `contributed`: an all-reduce to which every device gives only its own part is an all-gather.
 - `gathers`: an all-gather of which every device reads only its own part is left out.
 - `fourier`: an all-gather for a Fourier transform of the dimension that is cut is two all-to-alls.
 - `mapped`: an all-gather for a loop over rows of which every device keeps its own is left out.

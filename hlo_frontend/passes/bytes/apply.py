@@ -13,6 +13,7 @@ from ...values import BlockGraph, Node, NodeKind, all_blocks
 from ..order import order
 from .alone import leave_out_alone
 from .context import Context, Rewritten
+from .contributed import gather_own
 from .device_values import DeviceValues
 from .ends import end_alone
 from .fourier import exchange
@@ -91,6 +92,7 @@ def _each(
 _REWRITES: dict[str, Callable[[Editor, Sequence[Node], Context], Found]] = {
     "alone": _each(leave_out_alone),
     "merge": lambda editor, nodes, context: merge(editor, nodes),
+    "contributed": _each(gather_own),
     "own": _each(take_own),
     "exchange": _each(exchange),
     "map": map_own,
@@ -131,7 +133,10 @@ class _Block:
             self._note(name, node, rewritten)
         editor.commit()
         left = set(self._block.nodes)
-        self._nodes = [node for node in self._nodes if node in left]
+        made = [node for rewritten in found.values() for node in rewritten.made]
+        for node in made:
+            self._ordinal[node] = len(self._ordinal)
+        self._nodes = [node for node in (*self._nodes, *made) if node in left]
         return True
 
     def _number(self) -> None:

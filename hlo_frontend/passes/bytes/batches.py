@@ -21,7 +21,8 @@ from ...ops import op_of
 
 
 class Batch(NamedTuple):
-    """``operands``, ``results``: the dimension of each of them, None for operands that are needed whole."""
+    """``operands``, ``results``: the dimension of each of them, None for operands that are needed whole.
+    No ``results``: those of the whole follow from a part of the operands (`regions`)."""
 
     operands: tuple[int | None, ...]
     results: tuple[int, ...]

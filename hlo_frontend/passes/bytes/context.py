@@ -23,7 +23,8 @@ class Context:
 @dataclass(frozen=True, eq=False)
 class Rewritten:
     """A rewrite. ``said``: a description that follows the collective's name in a sentence. ``same``: the
-    collective that replaces it."""
+    collective that replaces it. ``made``: new ones in its place, which other rewrites may change again."""
 
     said: str
     same: Node | None = None
+    made: tuple[Node, ...] = ()

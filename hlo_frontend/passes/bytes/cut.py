@@ -7,8 +7,9 @@ dimension does not divide, the last parts are filled up: what is computed there,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import chain, repeat
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,8 @@ from ...graph import Instruction
 from ...schema import TUPLE, HloInstructionProto, LiteralProto
 from ...values import Node, NodeKind, Value
 from .batches import Batch
+from .device_values import DeviceValues
+from .rows import window_sizes
 from .steps import Step, emit
 
 
@@ -35,10 +38,11 @@ def cut_type(type: TensorType, dimension: int | None, parts: int) -> TensorType:
 def cut_node(node: Node, batch: Batch, operands: Sequence[Value], parts: int) -> Node:
     """The node for one part of its results along a batch. ``operands``: parts, and whole arrays."""
     instruction = cut_instruction(node.instruction, batch, parts)
+    dimensions = batch.results or (None,) * len(node.results)
     made = Node(NodeKind.COMPUTE, instruction, -1, list(operands), node.order)
     made.results = [
         Value(cut_type(_type(v), d, parts), made, i)
-        for i, (v, d) in enumerate(zip(node.results, batch.results, strict=True))
+        for i, (v, d) in enumerate(zip(node.results, dimensions, strict=True))
     ]
     return made
 
@@ -48,7 +52,7 @@ def cut_instruction(instruction: Instruction, batch: Batch, parts: int) -> Instr
     proto = HloInstructionProto()
     proto.CopyFrom(instruction.proto)
     proto.ClearField("sharding")
-    results = iter(batch.results)
+    results = chain(batch.results, repeat(None))
     _cut_shape(proto.shape, results, parts)
     made = Instruction(proto, instruction.computation)
     made.called = instruction.called
@@ -131,13 +135,25 @@ class Slicer:
     def __init__(self, like: Instruction, places: Sequence[int], own: Value) -> None:
         self._like = like
         self._places = places
-        self._own = own
+        self.own = own
+
+    @classmethod
+    def of(
+        cls, known: DeviceValues, place: Mapping[int, int], like: Instruction
+    ) -> tuple[Slicer, Node]:
+        """One with a node of its own that gives the id. ``place``: the number of each device."""
+        opcode, type = known.id_opcode, TensorType("u32", ())
+        proto = fill(HloInstructionProto(name=opcode), opcode, shape_of(type))
+        node = Node(NodeKind.LOGICAL_ID, Instruction(proto, like.computation), -1)
+        node.results = [Value(type, node)]
+        return cls(like, [place[d] for d in range(len(place))], node.results[0]), node
 
     def part(self, value: Value, dimension: int, parts: int) -> tuple[list[Node], Value]:
         """Nodes, and the part that the last of them gives."""
-        spread = self._broadcast(value, dimension, parts)
-        if spread is not None:
-            return spread
+        smaller = self._broadcast(value, dimension, parts)
+        smaller = smaller or self._scattered(value, dimension, parts)
+        if smaller is not None:
+            return smaller
         whole = _type(value)
         size = -(-whole.shape[dimension] // parts)
         filled = TensorType(
@@ -149,7 +165,7 @@ class Slicer:
         if filled != whole:
             more, value = emit([Step("pad", whole, filled, self._like)], value.root)
             nodes += more
-        starts, start = self._start(size)
+        starts, start = self.start(size)
         zero = constant(np.int32(0), self._like)
         proto = HloInstructionProto(name=self._like.name)
         part = cut_type(whole, dimension, parts)
@@ -175,14 +191,41 @@ class Slicer:
         cheap = node.kind is NodeKind.CHEAP
         return [] if cheap else [made], made.results[0]
 
-    def _start(self, size: int) -> tuple[list[Node], Value]:
+    def _scattered(
+        self, value: Value, dimension: int, parts: int
+    ) -> tuple[list[Node], Value] | None:
+        """A scatter into a smaller broadcast of a constant, with indices that begin at the part: what is
+        outside of it is left out."""
+        node = value.node
+        if node is None or node.instruction.opcode != "scatter" or len(node.operands) != 3:
+            return None
+        array, indices, _ = node.operands
+        numbers = node.instruction.proto.scatter_dimension_numbers
+        size, rest = divmod(_type(value).shape[dimension], parts)
+        if rest or dimension not in numbers.scatter_dims_to_operand_dims:
+            return None
+        if numbers.input_batching_dims or window_sizes(node)[dimension] != 1:
+            return None
+        if node.order or any(v.order or v.barrier for v in (value, *node.operands)):
+            return None
+        spread = self._broadcast(array, dimension, parts)
+        if spread is None:
+            return None
+        starts, start = self.start(size)
+        column = list(numbers.scatter_dims_to_operand_dims).index(dimension)
+        moved = shifted(indices, numbers.index_vector_dim, column, start, self._like)
+        operands = [spread[1], moved[-1].results[0], node.operands[2]]
+        made = cut_node(node, Batch((dimension, None, None), (dimension,)), operands, parts)
+        return [*spread[0], *starts, *moved, made], made.results[0]
+
+    def start(self, size: int) -> tuple[list[Node], Value]:
         """Where the part begins whose size this is: an entry of a table."""
         table = constant(np.array([p * size for p in self._places], np.int32), self._like)
         one = TensorType("s32", (1,))
         proto = HloInstructionProto(name=self._like.name)
         fill(proto, "dynamic-slice", shape_of(one), dynamic_slice_sizes=[1])
-        sources = [placeholder(v, self._like) for v in (table, self._own)]
-        entry = _node(proto, self._like, sources, [table, self._own], one)
+        sources = [placeholder(v, self._like) for v in (table, self.own)]
+        entry = _node(proto, self._like, sources, [table, self.own], one)
         scalar = TensorType("s32", ())
         nodes, start = emit([Step("reshape", one, scalar, self._like)], entry.results[0])
         return [entry, *nodes], start
@@ -209,15 +252,45 @@ def _node(
     return node
 
 
-def constant(array: np.ndarray | np.int32, like: Instruction) -> Value:
-    """A constant of s32."""
+def op(
+    opcode: str, operands: Sequence[Value], type: TensorType, like: Instruction, **fields: Any
+) -> Node:
+    """A node of one result, with the name and the source line of ``like``."""
+    proto = fill(HloInstructionProto(name=like.name), opcode, shape_of(type), **fields)
+    return _node(proto, like, [placeholder(v, like) for v in operands], operands, type)
+
+
+def shifted(
+    indices: Value, vector: int, column: int, start: Value, like: Instruction
+) -> list[Node]:
+    """Nodes that subtract ``start`` (s32) from one of the numbers that make an index. ``vector``: the
+    dimension of those."""
+    type = _type(indices)
+    count = type.shape[vector] if vector < len(type.shape) else 1
+    one = constant(np.eye(count, dtype=np.int32)[column], like)
+    many = op("broadcast", [start], TensorType("s32", (count,)), like)
+    offsets = op("multiply", [many.results[0], one], TensorType("s32", (count,)), like)
+    made = [many, offsets]
+    if type.dtype != "s32":
+        made.append(op("convert", offsets.results, TensorType(type.dtype, (count,)), like))
+    if vector == len(type.shape):
+        made.append(op("reshape", made[-1].results, TensorType(type.dtype, ()), like))
+    along = [vector] if vector < len(type.shape) else []
+    made.append(op("broadcast", made[-1].results, type, like, dimensions=along))
+    made.append(op("subtract", [indices, made[-1].results[0]], type, like))
+    return made
+
+
+def constant(array: np.ndarray | np.int32 | np.uint32, like: Instruction) -> Value:
+    """A constant of s32 or u32."""
     values = np.asarray(array)
-    shape = array_shape("s32", values.shape)
-    literal = LiteralProto(shape=shape, s32s=values.reshape(-1).tolist())
+    dtype = "u32" if values.dtype.kind == "u" else "s32"
+    shape = array_shape(dtype, values.shape)
+    literal = LiteralProto(shape=shape, **{f"{dtype}s": values.reshape(-1).tolist()})
     proto = fill(HloInstructionProto(name=like.name), "constant", shape)
     proto.literal = literal.SerializeToString()
     node = Node(NodeKind.CHEAP, Instruction(proto, like.computation), -1)
-    node.results = [Value(TensorType("s32", values.shape), node)]
+    node.results = [Value(TensorType(dtype, values.shape), node)]
     return node.results[0]
 
 

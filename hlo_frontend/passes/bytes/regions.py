@@ -26,15 +26,15 @@ from dataclasses import dataclass, field
 from stretto.collectives.ops import Collective, Kind
 from stretto.collectives.types import TensorType
 
-from ...builder import fill, shape_of
 from ...edit import Editor
 from ...graph import Instruction
-from ...schema import HloInstructionProto
 from ...values import BlockGraph, Node, NodeKind, Value
 from .batches import Batch, batches
 from .context import Context, Rewritten
 from .cut import Slicer, cut_node, cut_type, exchanged, gathered, recut
 from .own_parts import OwnPart, Places, cut_more, own_part, places
+from .placed import is_placed, placed_batches, placed_nodes
+from .rows import Rows, index_dims
 from .steps import Step, emit
 from .windows import all_windows, own_windows
 
@@ -50,7 +50,7 @@ def cut_regions(editor: Editor, nodes: Sequence[Node], context: Context) -> dict
     """Rewrite those of ``nodes``, the collectives of a block, whose regions can be cut."""
     found: dict[Node, Rewritten] = {}
     gathers = [n for n in nodes if n.collective and n.collective.kind is Kind.ALL_GATHER]
-    if not gathers or not context.has_slices or not context.known.has_id:
+    if not gathers or not context.known.has_id:
         return found
     facts: dict[tuple[tuple[int, ...], ...], _Facts] = {}
     taken: set[Node] = set()
@@ -61,13 +61,15 @@ def cut_regions(editor: Editor, nodes: Sequence[Node], context: Context) -> dict
         if node in taken or where is None or len(where.place) != context.num_devices:
             continue
         if collective.groups not in facts:
-            facts[collective.groups] = _Facts.of(editor.block, collective.groups)
+            rows = Rows(context.known, collective, where)
+            facts[collective.groups] = _Facts.of(editor.block, collective.groups, rows)
         plan = _planned(editor, node, context, where, facts[collective.groups], taken)
         if plan is None:
             continue
         _Cutting(editor, plan, context, where).apply()
         taken.update(plan.gathers)
         taken.update(plan.batch)
+        taken.update(plan.ends)
         found |= dict.fromkeys(plan.gathers, Rewritten(plan.said))
     return found
 
@@ -75,14 +77,15 @@ def cut_regions(editor: Editor, nodes: Sequence[Node], context: Context) -> dict
 @dataclass(frozen=True)
 class _Facts:
     """What is known of the values of a block for groups of devices: which follow from gathers over them, and
-    which may differ between members of a group."""
+    which may differ between members of a group. ``rows``: the bounds of values."""
 
     groups: tuple[tuple[int, ...], ...]
     derived: set[Value]
     varying: set[Value]
+    rows: Rows
 
     @classmethod
-    def of(cls, block: BlockGraph, groups: tuple[tuple[int, ...], ...]) -> _Facts:
+    def of(cls, block: BlockGraph, groups: tuple[tuple[int, ...], ...], rows: Rows) -> _Facts:
         derived: set[Value] = set()
         varying: set[Value] = set(block.parameters)
         for node in block.nodes:
@@ -100,7 +103,7 @@ class _Facts:
                     varying.update(node.results)
             else:
                 varying.update(node.results)
-        return cls(groups, derived, varying)
+        return cls(groups, derived, varying, rows)
 
 
 def _covers(larger: Sequence[Sequence[int]], groups: Sequence[Sequence[int]]) -> bool:
@@ -116,7 +119,8 @@ class _Failed(Exception):
 class _Plan:
     """A region. ``dims``: the dimension along which each value is cut. ``batch``: the batch of each node.
     ``slices``: the own parts that are read of each value. ``whole``: values that are read whole behind it.
-    ``anchors``: nodes that are not in the block, and behind which of its nodes they belong."""
+    ``anchors``: nodes that are not in the block, and behind which of its nodes they belong.
+    ``ends``: scatters into what each device has, which need only its part of indices and updates."""
 
     gathers: list[Node]
     dims: dict[Value, int]
@@ -124,6 +128,7 @@ class _Plan:
     slices: dict[Value, list[OwnPart]]
     whole: list[Value] = field(default_factory=list)
     anchors: dict[Node, Node | None] = field(default_factory=dict)
+    ends: dict[Node, Batch] = field(default_factory=dict)
     said: str = ""
 
 
@@ -180,12 +185,14 @@ class _Search:
     ) -> None:
         self._editor, self._context, self._where = editor, context, where
         self._facts, self._taken, self._exchange = facts, taken, exchange
+        self._rows = facts.rows
         self._dims: dict[Value, int] = {}
         self._batch: dict[Node, Batch] = {}
         self._slices: dict[Value, list[OwnPart]] = {}
         self._gathers: list[Node] = []
         self._todo: list[Value] = []
         self._anchors: dict[Node, Node | None] = {}
+        self._ends: dict[Node, Batch] = {}
         self._through: set[Node] = set()
 
     def plan(self, gather: Node, dimension: int) -> _Plan:
@@ -206,6 +213,8 @@ class _Search:
                     if self._visit(whole):
                         self._slices.setdefault(whole.results[0], []).append(part)
                         self._through.add(node)
+                elif self._end(node):
+                    continue
                 elif self._may_be_cut(node):
                     self._visit(node)
             if len(self._batch) > _LARGEST:
@@ -232,6 +241,32 @@ class _Search:
         self._anchors[whole] = value.node
         return whole, part
 
+    def _end(self, node: Node) -> bool:
+        """Whether the region ends at a scatter: into an array of the device's own, and rows of other parts
+        are outside of it."""
+        count = len(node.operands) // 2
+        if node.instruction.opcode != "scatter" or not self._is_free(node):
+            return False
+        derived = self._facts.derived
+        if any(v.root in derived for v in node.operands[:count]):
+            return False
+        known = self._ends.get(node)
+        for index, update in index_dims(node):
+            batch = known or Batch((None,) * count + (index,) + (update,) * count, ())
+            dims = list(zip(node.operands, batch.operands, strict=True))[count:]
+            read = [(v, d) for v, d in dims if d is not None and v.root in derived]
+            if any(self._dims.get(v.root, d) != d for v, d in read):
+                continue
+            if known is None and not self._rows.misses(node, index):
+                continue
+            self._ends[node] = batch
+            for value, d in read:
+                self._assign(value, d)
+            return True
+        if known is not None:
+            raise _Failed
+        return False
+
     def _assign(self, value: Value, dimension: int) -> None:
         value = value.root
         if value in self._dims:
@@ -249,14 +284,17 @@ class _Search:
         elif not self._may_be_cut(node) or not self._visit(node):
             raise _Failed
 
-    def _may_be_cut(self, node: Node) -> bool:
+    def _is_free(self, node: Node) -> bool:
         if node.kind is not NodeKind.COMPUTE or node.has_side_effect:
             return False
         if node in self._taken or node in self._editor.ordered:
             return False
-        if self._exchange and any(v in self._facts.varying for v in node.results):
-            return False
         return all(v.barrier is None and v.type is not None for v in node.operands)
+
+    def _may_be_cut(self, node: Node) -> bool:
+        if not self._is_free(node):
+            return False
+        return not (self._exchange and any(v in self._facts.varying for v in node.results))
 
     def _visit(self, node: Node) -> bool:
         """Choose the batch of a node of which an operand or a result is cut; whether there is one."""
@@ -279,7 +317,8 @@ class _Search:
     def _batches(self, node: Node) -> Iterator[Batch]:
         operands = [_type(v) for v in node.operands]
         results = [_type(v) for v in node.results]
-        return batches(node.instruction, operands, results, self._where.parts)
+        yield from batches(node.instruction, operands, results, self._where.parts)
+        yield from placed_batches(node, self._rows)
 
     def _fits(self, node: Node, batch: Batch) -> bool:
         some = False
@@ -297,7 +336,7 @@ class _Search:
 
     def _pruned(self) -> _Plan:
         """The part of the region from which slices follow."""
-        useful: set[Value] = set()
+        useful: set[Value] = {v.root for end in self._ends for v in end.operands}
         nodes: dict[Node, Batch] = {}
         for node in sorted(self._batch, key=lambda n: -n.position):
             if any(v in self._slices or v in useful for v in node.results):
@@ -305,14 +344,15 @@ class _Search:
                 useful.update(v.root for v in node.operands if v.root in self._dims)
         useful.update(self._slices)
         gathers = [g for g in self._gathers if g.results[0] in useful]
-        if not self._slices or not gathers:
+        if not (self._slices or self._ends) or not gathers:
             raise _Failed
         dims = {v: d for v, d in self._dims.items() if v in useful}
         for node in nodes:
             for value in node.results:
                 dims[value] = self._dims[value]
-        plan = _Plan(gathers, dims, nodes, self._slices, anchors=self._anchors)
+        plan = _Plan(gathers, dims, nodes, self._slices, anchors=self._anchors, ends=self._ends)
         cut = {own.node for parts in self._slices.values() for own in parts} | self._through
+        cut.update(self._ends)
         for value in dims:
             uses = self._editor.uses(value)
             if all(u.node in nodes or u.node in cut for u in uses):
@@ -358,7 +398,7 @@ def _filled(whole: TensorType, dimension: int, parts: int) -> int:
 
 
 def _said(plan: _Plan) -> str:
-    names = list(dict.fromkeys(n.instruction.name for n in plan.batch))
+    names = list(dict.fromkeys(n.instruction.name for n in (*plan.batch, *plan.ends)))
     more = ", …" if len(names) > 4 else ""
     what = f" ({', '.join(names[:4])}{more})" if names else ""
     if not _exchanges(plan):
@@ -397,6 +437,8 @@ class _Cutting:
             self._node(node, self._plan.batch[node])
         for value, slices in self._plan.slices.items():
             self._slices(value, slices)
+        for node in sorted(self._plan.ends, key=lambda n: n.position):
+            self._end(node, self._plan.ends[node])
         for value in self._plan.whole:
             self._whole(value)
 
@@ -420,7 +462,23 @@ class _Cutting:
         nodes, self._cut[value] = emit(behind, result)
         self._editor.put_behind(gather, nodes)
 
+    def _end(self, node: Node, batch: Batch) -> None:
+        made = cut_node(node, batch, self._operands(node, batch), self._parts)
+        self._editor.put_behind(node, [made])
+        for old, new in zip(node.results, made.results, strict=True):
+            self._editor.replace(old, new)
+        self._editor.remove(node)
+
     def _node(self, node: Node, batch: Batch) -> None:
+        operands = self._operands(node, batch)
+        if is_placed(node, batch):
+            made = placed_nodes(node, batch, operands, self._slicer(node), self._parts)
+        else:
+            made = [cut_node(node, batch, operands, self._parts)]
+        self._editor.put_behind(self._place(node), made)
+        self._cut.update(zip(node.results, made[-1].results, strict=True))
+
+    def _operands(self, node: Node, batch: Batch) -> list[Value]:
         operands: list[Value] = []
         for value, d in zip(node.operands, batch.operands, strict=True):
             if d is None:
@@ -431,26 +489,19 @@ class _Cutting:
                 nodes, part = self._slicer(node).part(value, d, self._parts)
                 self._editor.put_ahead(node, nodes)
                 operands.append(part)
-        made = cut_node(node, batch, operands, self._parts)
-        self._editor.put_behind(self._place(node), [made])
-        self._cut.update(zip(node.results, made.results, strict=True))
+        return operands
 
     def _place(self, node: Node) -> Node:
         return self._plan.anchors.get(node) or node
 
     def _slicer(self, before: Node) -> Slicer:
+        slicer, own_id = Slicer.of(self._context.known, self._where.place, before.instruction)
         if self._own is None:
-            opcode = self._context.known.id_opcode
-            proto = HloInstructionProto(name=opcode)
-            type = TensorType("u32", ())
-            fill(proto, opcode, shape_of(type))
-            node = Node(NodeKind.LOGICAL_ID, Instruction(proto, self._like.computation), -1)
-            node.results = [Value(type, node)]
-            self._own = node.results[0]
-            first = min(self._plan.batch, key=lambda n: n.position)
-            self._editor.put_ahead(first, [node])
-        places = [self._where.place[d] for d in range(self._context.num_devices)]
-        return Slicer(before.instruction, places, self._own)
+            self._own = own_id.results[0]
+            first = min((*self._plan.batch, *self._plan.ends), key=lambda n: n.position)
+            self._editor.put_ahead(first, [own_id])
+        slicer.own = self._own
+        return slicer
 
     def _slices(self, value: Value, slices: Sequence[OwnPart]) -> None:
         given = self._plan.dims[value]

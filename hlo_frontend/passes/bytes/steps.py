@@ -186,7 +186,7 @@ def _nodes(step: Step, operand: Value) -> list[Node]:
     node.results = [Value(step.target, node)]
     if step.opcode != "pad":
         return [node]
-    zero = _zero(step)
+    zero = zero_of(step.source.dtype, step.like)
     node.operands.append(zero.results[0])
     instruction.operands = (*instruction.operands, zero.instruction)
     return [zero, node]
@@ -195,19 +195,19 @@ def _nodes(step: Step, operand: Value) -> list[Node]:
 _LITERALS = {"f32": "f32s", "f64": "f64s", "c64": "c64s", "c128": "c128s", "s32": "s32s"}
 
 
-def _zero(step: Step) -> Node:
+def zero_of(dtype: str, like: Instruction) -> Node:
     """The constant that a pad fills in: of its type, or converted to it."""
-    type = TensorType(step.source.dtype, ())
+    type = TensorType(dtype, ())
     written = type if type.dtype in _LITERALS else TensorType("s32", ())
     literal = LiteralProto(shape=shape_of(written))
     zero = 0 if written.dtype == "s32" else 0.0
     getattr(literal, _LITERALS[written.dtype]).extend([zero] * (1 + type.dtype.startswith("c")))
-    proto = fill(HloInstructionProto(name=step.like.name), "constant", shape_of(written))
+    proto = fill(HloInstructionProto(name=like.name), "constant", shape_of(written))
     proto.literal = literal.SerializeToString()
-    node = Node(NodeKind.CHEAP, Instruction(proto, step.like.computation), -1)
+    node = Node(NodeKind.CHEAP, Instruction(proto, like.computation), -1)
     node.results = [Value(written, node)]
     if type == written:
         return node
-    (converted,) = _nodes(Step("convert", written, type, step.like), node.results[0])
+    (converted,) = _nodes(Step("convert", written, type, like), node.results[0])
     converted.kind = NodeKind.CHEAP
     return converted

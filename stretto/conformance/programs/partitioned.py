@@ -100,6 +100,19 @@ simple(
     (np.array([3, 15, 0, 7, 7, 1, 2, 14], np.int32), P("b")),
 )
 simple(
+    "rows_by_number",
+    lambda x, i: (
+        x[jnp.arange(16), i],
+        jax.grad(lambda x: jnp.sin(x[jnp.arange(16), i]).sum())(x),
+        x.at[jnp.arange(16), i].set(1.5),
+        x.at[jnp.arange(16)[:, None], i[:, None] + jnp.arange(3)].add(0.5),
+        x.at[3:9].set(2.5),
+    ),
+    (MATRIX, ROWS),
+    (np.array([3, 15, 0, 7, 7, 1, 2, 14, 4, 9, 9, 0, 29, 8, 6, 5], np.int32), ROWS),
+    exact=True,
+)
+simple(
     "dynamic_slice",
     lambda x, i: lax.dynamic_update_slice(x, lax.dynamic_slice(x, (i, 3), (4, 9)) * 2, (i + 2, 11)),
     (MATRIX, BOTH),

@@ -1,4 +1,5 @@
-"""Builds the extension modules: the C face of the plugin, collectives inside of compiled code, ends of ranks.
+"""Builds the extension modules: the C face of the plugin, collectives inside of compiled code, calls of
+CUDA's driver, ends of ranks.
 
 All else is in pyproject.toml, but for a line that Python runs when it starts (`plugin/start.py`).
 
@@ -53,6 +54,7 @@ setup(
             # A product and a sum are rounded one by one, as NumPy does.
             extra_compile_args=["-O3", "-ffp-contract=off"],
         ),
+        Extension("stretto.collectives._driver", ["collectives/_driver.pyx"]),
         Extension("stretto.runtime.job._ends", ["runtime/job/_ends.pyx"]),
     ],
 )

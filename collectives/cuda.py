@@ -1,22 +1,29 @@
 """The CUDA driver by its C functions: streams, events and copies; integers in and out.
 
-``libcuda.so.1`` comes with the GPU's driver and is called through `ctypes`, which lets go of the GIL.
-Pointers, streams and events are addresses. What is used of it has had the same binary interface since
-CUDA 11.
+``libcuda.so.1`` comes with the GPU's driver. It is called through `ctypes`, which lets go of the GIL, and
+where a walk calls it through `_driver`, which takes less time. Pointers, streams and events are addresses.
+What is used of it has had the same binary interface since CUDA 11.
 """
 
 from __future__ import annotations
 
 import ctypes
-from ctypes import byref, c_char, c_char_p, c_int, c_size_t, c_uint, c_ulonglong, c_void_p
+from ctypes import byref, c_char, c_char_p, c_int, c_size_t, c_uint, c_ulonglong, c_void_p, cast
 from functools import cache
 from typing import Any
+
+from ._driver import COPY, RECORD, WAIT, WAIT_NUMBER, Calls
 
 _NOT_READY = 600  # CUDA_ERROR_NOT_READY
 _DISABLE_TIMING = 2  # CU_EVENT_DISABLE_TIMING
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: not ordered with the default stream
 _PORTABLE, _MAPPED = 1, 2  # CU_MEMHOSTALLOC_…
 _DEVICE_MEMORY = 2  # CU_MEMORYTYPE_DEVICE
+
+
+# A call for `Cuda.enqueue`: one of ``RECORD``, ``WAIT``, ``COPY``, ``WAIT_NUMBER``, and the arguments that
+# `_driver` names.
+Queued = tuple[int, ...]
 
 
 class CudaError(RuntimeError):
@@ -52,21 +59,10 @@ class Cuda:
     def __init__(self) -> None:
         """Raises ``OSError`` without a driver, `CudaError` if it cannot be used."""
         self._library = ctypes.CDLL("libcuda.so.1")
-        # What neither waits nor enqueues keeps the GIL, which another thread would take for longer.
-        quick = ctypes.PyDLL("libcuda.so.1")
-        self._set_current, self._query = quick.cuCtxSetCurrent, quick.cuEventQuery
-        self._record, self._wait_event = (
-            self._library.cuEventRecord,
-            self._library.cuStreamWaitEvent,
+        self._calls = Calls(
+            *(cast(getattr(self._library, name), c_void_p).value for name in Calls.NAMES)
         )
-        for function in (self._set_current, self._query):
-            function.argtypes = [c_void_p]
-        self._record.argtypes = [c_void_p, c_void_p]
-        self._wait_event.argtypes = [c_void_p, c_void_p, c_uint]
-        self._copy = self._library.cuMemcpyAsync
-        self._copy.argtypes = [c_void_p, c_void_p, c_size_t, c_void_p]
-        self._wait_value = self._library.cuStreamWaitValue32_v2
-        self._wait_value.argtypes = [c_void_p, c_void_p, c_uint, c_uint]
+        self._query = self._calls.query
         self._contexts: dict[int, int] = {}
         self._call("cuInit", c_uint(0))
 
@@ -103,12 +99,26 @@ class Cuda:
 
     def use(self, device: int) -> None:
         """Have this thread's calls be about a device."""
+        self._check("cuCtxSetCurrent", self._calls.set_current(self._context(device)))
+
+    def _context(self, device: int) -> int:
         context = self._contexts.get(device)
         if context is None:
             made = c_void_p()
             self._call("cuDevicePrimaryCtxRetain", byref(made), c_int(device))
             context = self._contexts[device] = made.value or 0
-        self._check("cuCtxSetCurrent", self._set_current(context))
+        return context
+
+    def enqueue(self, device: int, calls: list[Queued]) -> None:
+        """Put calls onto streams of a device, in their order, and `use` it. Where one fails, those behind it
+        are left out."""
+        self._run(self._context(device), calls)
+
+    def _run(self, context: int, calls: list[Queued]) -> None:
+        failed = self._calls.run(context, calls)
+        if failed is not None:
+            kind, error = failed
+            self._check(Calls.KINDS[kind] if kind >= 0 else "cuCtxSetCurrent", error)
 
     def stream(self) -> int:
         made = c_void_p()
@@ -133,11 +143,11 @@ class Cuda:
 
     def record(self, event: int, stream: int) -> None:
         """The event will have passed when all is done that is on the stream now."""
-        self._check("cuEventRecord", self._record(event, stream))
+        self._run(0, [(RECORD, event, stream)])
 
     def wait(self, stream: int, event: int) -> None:
         """What comes onto the stream from now on waits for the event. The host does not."""
-        self._check("cuStreamWaitEvent", self._wait_event(stream, event, 0))
+        self._run(0, [(WAIT, stream, event)])
 
     def passed(self, event: int) -> bool:
         error = self._query(event)
@@ -150,7 +160,7 @@ class Cuda:
         self._call("cuStreamSynchronize", c_void_p(stream))
 
     def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
-        self._check("cuMemcpyAsync", self._copy(target, source, nbytes, stream))
+        self._run(0, [(COPY, target, source, nbytes, stream)])
 
     def copy_rows(
         self,
@@ -190,7 +200,7 @@ class Cuda:
     def wait_number(self, stream: int, mapped: int, number: int) -> None:
         """What comes onto the stream from now on waits until the number at an address as `mapped` gives is as
         high, by the sign of the difference of 32 bits. The host does not."""
-        self._check("cuStreamWaitValue32", self._wait_value(stream, mapped, number, 0))
+        self._run(0, [(WAIT_NUMBER, stream, mapped, number)])
 
     def clear(self, target: int, nbytes: int, stream: int) -> None:
         """Fill with zeros."""

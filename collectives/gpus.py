@@ -18,7 +18,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -334,6 +334,8 @@ class BoundOnGpus:
             for i in here
         }
         self.scratch = scratch.nbytes
+        self._what = str(collective.kind)
+        self._cleared = self._local - self._members.keys()  # results of those in no group
         self._pairs = [
             (k, s, t)
             for k, (s, t) in enumerate(collective.pairs)
@@ -371,10 +373,15 @@ class BoundOnGpus:
         streams = {i: self.stream(i) for i in buffers}
         if self.collective.kind is Kind.PERMUTE:
             members = self._permuted(buffers, skip or _NOTHING)
+            cleared: Collection[int] = ()
+        elif len(buffers) == len(self._local):
+            members, cleared = self._members, self._cleared
         else:
             members = {i: self._members[i] for i in self._present(buffers)}
+            cleared = buffers.keys() - members.keys()
         for i, member in members.items():
-            use(devices[i])
+            if member.before:
+                use(devices[i])
             for step in member.before:
                 step(buffers[i], streams[i])
         calls = sum(len(member.during) for member in members.values())
@@ -389,12 +396,13 @@ class BoundOnGpus:
                 self._nccl.group_end()
 
         def rest() -> None:
-            self.gpus.settle(self._communicators, str(self.collective.kind))
+            self.gpus.settle(self._communicators, self._what)
             for i, member in members.items():
-                use(devices[i])
+                if member.after:
+                    use(devices[i])
                 for step in member.after:
                     step(buffers[i], streams[i])
-            for i in buffers.keys() - members.keys():
+            for i in cleared:
                 use(devices[i])
                 for result, type in zip(buffers[i].results, self.collective.results, strict=True):
                     self._driver.clear(result, type.nbytes, streams[i])

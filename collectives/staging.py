@@ -14,10 +14,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import numpy as np
 
-from .cuda import CudaError, cuda
+from .cuda import WAIT_NUMBER, CudaError, Queued, cuda
 from .memory import size_class
 
 # Page-locked bytes of a process that may be in use before whoever needs more waits for some to come back.
@@ -25,13 +26,22 @@ MOST = 1 << 30
 _LINE = 256
 
 
+class Passes(Protocol):
+    """A place on a stream."""
+
+    def passed(self) -> bool:
+        """Whether the stream has come there."""
+        ...
+
+
 class Block:
-    """``size`` bytes of page-locked memory."""
+    """``size`` bytes of page-locked memory, which a device of the process asks for and all may use."""
 
     __slots__ = ("address", "bytes", "size")
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, device: int) -> None:
         self.size = size
+        cuda().use(device)
         self.address = cuda().allocate_pinned(size)
         self.bytes = memoryview((ctypes.c_char * size).from_address(self.address))
 
@@ -47,35 +57,38 @@ class Pinned:
         self.most = most
         self.in_use = 0
         self._free: dict[int, list[Block]] = {}
-        self._lent: deque[tuple[Block, Callable[[], bool]]] = deque()
+        self._lent: deque[tuple[Block, Sequence[Passes]]] = deque()
         self._lock = threading.Lock()
 
-    def take(self, nbytes: int, check: Callable[[], None]) -> Block:
-        """Memory for so many bytes. Waits while too much is in use; ``check`` raises if that is in vain."""
+    def take(self, nbytes: int, device: int, check: Callable[[], None]) -> Block:
+        """Memory for so many bytes, of which a device makes use. Waits while too much is in use; ``check``
+        raises if that is in vain."""
         size = size_class(max(nbytes, _LINE))
         while True:
             with self._lock:
-                self._take_back()
+                free = self._free.get(size)
+                if not free or self.in_use + size > self.most:
+                    self._take_back()
+                    free = self._free.get(size)
                 if not self.in_use or self.in_use + size <= self.most:
                     self.in_use += size
-                    free = self._free.get(size)
-                    return free.pop() if free else Block(size)
+                    return free.pop() if free else Block(size, device)
             check()
             time.sleep(1e-4)
 
-    def give_back(self, block: Block, passed: Callable[[], bool]) -> None:
-        """Once ``passed()``, nobody uses it any more."""
+    def give_back(self, block: Block, marks: Sequence[Passes]) -> None:
+        """Once all of these have passed, nobody uses it any more."""
         with self._lock:
-            self._lent.append((block, passed))
+            self._lent.append((block, marks))
 
     def _take_back(self) -> None:
         """Blocks that nobody uses any more, from the one on that was given back first. One that is in use
         ends the search, since a walk that is far ahead would ask for all of them each time; and it goes
         behind the others, since a stream that is held up must not keep the blocks of others."""
         for _ in range(len(self._lent)):
-            block, passed = self._lent.popleft()
-            if not passed():
-                self._lent.append((block, passed))
+            block, marks = self._lent.popleft()
+            if not all(mark.passed() for mark in marks):
+                self._lent.append((block, marks))
                 return
             self.in_use -= block.size
             self._free.setdefault(block.size, []).append(block)
@@ -102,8 +115,7 @@ class Staging:
         """From the device and to it."""
         if device not in self._streams:
             driver = cuda()
-            driver.use(device)
-            block = Block(_LINE)
+            block = Block(_LINE, device)
             number = block.view(0, (1,), np.dtype(np.uint32))
             number[0] = 0
             self._numbers[device] = number
@@ -112,13 +124,17 @@ class Staging:
             self._streams[device] = driver.stream(), driver.stream()
         return self._streams[device]
 
-    def hold(self, device: int) -> int:
-        """Have the stream to the device wait until `reach` is called with the number that this gives."""
+    def hold_in(self, queue: list[Queued], device: int) -> int:
+        """Have the stream to the device wait, from here in the queue on, until `reach` is called with the
+        number that this gives. `held` is to be called once the queue is on the stream."""
         self._last[device] = number = (self._last[device] + 1) % (1 << 32)
-        cuda().wait_number(self._streams[device][1], self._mapped[device], number)
+        queue.append((WAIT_NUMBER, self._streams[device][1], self._mapped[device], number))
+        return number
+
+    def held(self) -> None:
+        """Queues with `hold_in` are on their streams."""
         if self.aborted:
             self._release()
-        return number
 
     def reach(self, device: int, number: int) -> None:
         """Let it go on: to be called in the order of the numbers. All that is copied then must be there."""

@@ -2,12 +2,15 @@
 
 A stream is one of CUDA's, an address; nothing here makes the host wait. Three things are done in turn:
 
-- `Loans.lend` makes a stream wait for an array, and gives its address. `Loans.rooms` gives arrays without
-  content, whose memory the stream may write to once it has waited for them as well.
-- `Loans.mark` marks how far the stream has come.
+- `Loans.lend` makes a stream wait for an array, and gives its address. `Rooms` are arrays without content,
+  whose memory the stream may write to once it has waited for them as well.
+- A `Mark` says how far the stream has come (`Loans.mark`).
 - `Loans.arrive` makes XLA's own stream wait for the mark, and makes arrays of the rooms that XLA takes to be
   computed then: the rooms are donated to a run that does nothing. Where only runs and loans will read them,
   `Loans.defer` does without that run: XLA's stream comes to them behind the mark, and `lend` waits for it.
+
+What a stream is to do with them can be put into a queue, for `Cuda.enqueue`, rather than onto the stream at
+once.
 
 From then on the memory of what was lent, of rooms and of scratch is in the order of XLA's stream again, as
 is that of all its arrays: XLA may free it, give it to the next result, and have it written by a run to which
@@ -22,7 +25,7 @@ from typing import Any
 from jax._src.interpreters import mlir
 from jaxlib import _jax
 
-from stretto.collectives.cuda import Cuda
+from stretto.collectives.cuda import RECORD, WAIT, Cuda, Queued
 from stretto.collectives.types import TensorType
 
 from ..program import Segment
@@ -42,10 +45,14 @@ class Mark:
 
     __slots__ = ("_driver", "_free", "event")
 
-    def __init__(self, driver: Cuda, free: list[int]) -> None:
+    def __init__(self, driver: Cuda, device: int, free: list[int]) -> None:
         self._driver = driver
         self._free = free
-        self.event = free.pop() if free else driver.event()
+        try:
+            self.event = free.pop()
+        except IndexError:
+            driver.use(device)  # whose event it is
+            self.event = driver.event()
 
     def passed(self) -> bool:
         """Whether the stream has come as far."""
@@ -79,8 +86,7 @@ class Loans:
         # Marks behind which deferred arrays are there, by address. That of an array that is gone makes a
         # stream wait for what has been done before.
         self._deferred: dict[int, Mark] = {}
-        # Rooms of small types that nobody has asked for yet, by device.
-        self._spare: list[dict[TensorType, list[Array]]] = [{} for _ in devices]
+        self._spares: list[dict[TensorType, _Spare]] = [{} for _ in devices]
 
     def device(self, ordinal: int) -> int:
         """CUDA's number of a device."""
@@ -91,7 +97,7 @@ class Loans:
         known = self._lendable.get(type.dtype)
         if known is None:
             try:
-                (array,) = self.rooms([TensorType(type.dtype, (1,))], 0)
+                (array,) = self.segment(ROOM, (TensorType(type.dtype, (1,)),)).run(0, [])
                 _jax.buffer_to_dlpack_managed_tensor(array)
                 known = True
             except (
@@ -101,43 +107,33 @@ class Loans:
             self._lendable[type.dtype] = known
         return known and type.size > 0
 
-    def lend(self, array: Array, stream: int) -> int:
-        """Have the stream wait for an array; gives its address."""
+    def lend(self, array: Array, stream: int, queue: list[Queued]) -> int:
+        """Have the stream wait for an array; gives its address. What is left of the wait comes into the
+        queue, which is to come onto streams of the device next. This thread may use another one then."""
         # It would count as a reference to the array, which then cannot be donated: so it is dropped at once.
         _jax.buffer_to_dlpack_managed_tensor(array, stream=stream)
         address = array.unsafe_buffer_pointer()
         mark = self._deferred.get(address)
         if mark is not None:
-            self._driver.wait(stream, mark.event)
+            queue.append((WAIT, stream, mark.event))
         return address
-
-    def rooms(self, types: Sequence[TensorType], ordinal: int) -> list[Array]:
-        """Arrays without content."""
-        if all(0 < type.nbytes <= _SMALL // 2 for type in types):
-            return [self._room(type, ordinal) for type in types]
-        return self._segment(ROOM, tuple(types)).run(ordinal, [])
-
-    def _room(self, type: TensorType, ordinal: int) -> Array:
-        """One of a small type."""
-        spare = self._spare[ordinal].setdefault(type, [])
-        while True:
-            try:
-                return spare.pop()
-            except IndexError:  # other threads may take some, too
-                count = min(_AT_ONCE, _SMALL // type.nbytes)
-                spare += self._segment(ROOM, (type,) * count).run(ordinal, [])
 
     def mark(self, ordinal: int, stream: int) -> Mark:
         """How far the stream has come, with what is on it now."""
-        self._driver.use(self._devices[ordinal])
-        mark = Mark(self._driver, self._events[ordinal])
-        self._driver.record(mark.event, stream)
+        queue: list[Queued] = []
+        mark = self.mark_in(queue, ordinal, stream)
+        self._driver.enqueue(self._devices[ordinal], queue)
+        return mark
+
+    def mark_in(self, queue: list[Queued], ordinal: int, stream: int) -> Mark:
+        """The same with what is in the queue so far."""
+        mark = Mark(self._driver, self._devices[ordinal], self._events[ordinal])
+        queue.append((RECORD, mark.event, stream))
         return mark
 
     def follow(self, ordinal: int, stream: int, mark: Mark) -> None:
         """Have what comes onto a stream of this device from now on wait for a mark."""
-        self._driver.use(self._devices[ordinal])
-        self._driver.wait(stream, mark.event)
+        self._driver.enqueue(self._devices[ordinal], [(WAIT, stream, mark.event)])
 
     def hold(self, ordinal: int, mark: Mark) -> None:
         """Have what XLA computes from now on wait for a mark."""
@@ -148,19 +144,31 @@ class Loans:
     ) -> list[Array]:
         """The arrays of rooms that have been written to by the time of a mark; the rooms are consumed."""
         self.hold(ordinal, mark)
-        return self._segment(ARRIVAL, tuple(types)).run(ordinal, rooms)
+        return self.segment(ARRIVAL, tuple(types)).run(ordinal, rooms)
 
-    def defer(self, ordinal: int, mark: Mark, rooms: list[Array]) -> list[Array]:
+    def defer(
+        self, ordinal: int, mark: Mark, rooms: list[Array], addresses: Sequence[int]
+    ) -> list[Array]:
         """The same for arrays that are only given to runs, and to `lend`: the rooms themselves."""
         self.hold(ordinal, mark)
         if len(self._deferred) > _DEFERRED:
             # Those that have passed are there for every stream.
             self._deferred = {at: m for at, m in self._deferred.items() if not m.passed()}
-        for room in rooms:
-            self._deferred[room.unsafe_buffer_pointer()] = mark
+        for address in addresses:
+            self._deferred[address] = mark
         return rooms
 
-    def _segment(self, name: str, types: tuple[TensorType, ...]) -> Any:
+    def rooms(self, types: Sequence[TensorType], ordinals: Sequence[int]) -> Rooms:
+        """Of these types, on these devices."""
+        return Rooms(self, types, ordinals)
+
+    def spare(self, type: TensorType, ordinal: int) -> _Spare:
+        """Rooms of a small type, for all who ask."""
+        spares = self._spares[ordinal]
+        return spares.setdefault(type, _Spare(self, type, ordinal))
+
+    def segment(self, name: str, types: tuple[TensorType, ...]) -> Any:
+        """`ROOM` or `ARRIVAL` for these types, loaded."""
         key = name, types
         if key not in self._compiled:
             given = types if name == ARRIVAL else ()
@@ -169,6 +177,46 @@ class Loans:
             segment = Segment(given, types, module.encode(), donated, name=name)
             self._compiled[key] = self._compile(segment)
         return self._compiled[key]
+
+
+class _Spare:
+    """Rooms of a small type on one device that nobody has asked for yet."""
+
+    def __init__(self, loans: Loans, type: TensorType, ordinal: int) -> None:
+        self._loans = loans
+        self._types = (type,) * min(_AT_ONCE, _SMALL // type.nbytes)
+        self._ordinal = ordinal
+        self._segment: Any = None
+        self._rooms: list[Array] = []
+
+    def take(self) -> Array:
+        """One of them; makes more where there are none."""
+        while True:
+            try:
+                return self._rooms.pop()
+            except IndexError:  # other threads may take some, too
+                if self._segment is None:
+                    self._segment = self._loans.segment(ROOM, self._types)
+                self._rooms += self._segment.run(self._ordinal, [])
+
+
+class Rooms:
+    """Arrays without content, of the same types each time."""
+
+    def __init__(self, loans: Loans, types: Sequence[TensorType], ordinals: Sequence[int]) -> None:
+        """``ordinals``: the devices that will be asked for."""
+        self._loans = loans
+        self._types = tuple(types)
+        self._spares: dict[int, list[_Spare]] = {}  # by device, where all are small
+        if all(0 < type.nbytes <= _SMALL // 2 for type in types):
+            self._spares = {n: [loans.spare(type, n) for type in types] for n in ordinals}
+
+    def take(self, ordinal: int) -> list[Array]:
+        """One of each type."""
+        spares = self._spares.get(ordinal)
+        if spares is None:
+            return self._loans.segment(ROOM, self._types).run(ordinal, [])
+        return [spare.take() for spare in spares]
 
 
 def _printed(type: TensorType) -> tuple[str, str, str]:

@@ -77,7 +77,7 @@ class ByMpi:
         self._results = [context.program.slot_types[slot] for slot in start.outputs]
         self._loans = cast("StreamedEngine", context.engine).loans
         scratch = [TensorType("u8", (bound.scratch,))] if bound.scratch else []
-        self._rooms = [*self._results, *scratch]
+        self._rooms = self._loans.rooms([*self._results, *scratch], context.ordinals)
 
     def enqueue(self, frame: Frame) -> Moving:
         """Put a call onto the streams, and MPI's part onto the executor's. Raises errors of CUDA."""
@@ -97,9 +97,10 @@ class ByMpi:
                 for position in frame.active:
                     ordinal, stream = context.ordinals[position], self._stream(position)
                     lent = [column[position] for column in columns]
-                    rooms = loans.rooms(self._rooms, ordinal)
-                    calls[position] = UnderWay(loans, ordinal, lent, rooms)
-                    buffers[logical[position]] = calls[position].buffers(stream, count)
+                    under_way = UnderWay(loans, ordinal, lent, self._rooms.take(ordinal))
+                    calls[position] = under_way
+                    buffers[logical[position]] = under_way.buffers(stream, stream, count)
+                    under_way.flush()
                 marks = self._before(plan, buffers, frame.active)
         except BaseException as error:
             abandon(calls)

@@ -47,6 +47,7 @@ class Timed:
 
     def __init__(self, device: int, stream: int) -> None:
         self._device = device
+        cuda().use(device)  # whose event it is
         self._event = cuda().event(timed=True)
         cuda().record(self._event, stream)
 

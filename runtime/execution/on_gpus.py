@@ -14,6 +14,7 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
+from stretto.collectives.cuda import Queued, cuda
 from stretto.collectives.gpus import BoundOnGpus, Buffers
 from stretto.collectives.types import TensorType
 
@@ -39,25 +40,52 @@ _abandoned: list[Any] = []
 class UnderWay:
     """A call on one device: what it borrows until XLA's stream waits for it.
 
-    ``lent``: arrays that are read; ``rooms``: what is written to, results and then scratch.
+    ``lent``: arrays that are read; ``rooms``: what is written to, results and then scratch; ``queue``: what
+    is to come onto streams of the device next.
     """
 
-    __slots__ = ("_loans", "lent", "mark", "marks", "ordinal", "rooms", "times")
+    __slots__ = (
+        "_loans",
+        "_places",
+        "lent",
+        "mark",
+        "marks",
+        "ordinal",
+        "queue",
+        "rooms",
+        "times",
+    )
 
     def __init__(self, loans: Loans, ordinal: int, lent: list[Any], rooms: list[Any]) -> None:
         self._loans = loans
         self.ordinal = ordinal
         self.lent = lent
         self.rooms = rooms
+        self.queue: list[Queued] = []
+        self._places: list[int] = []  # addresses of the rooms
         self.mark: Mark | None = None
         self.marks: list[Mark] = []  # the same, for whoever watches
         self.times: list[Timed] = []  # beginning and end, where somebody wants to know
 
-    def buffers(self, stream: int, results: int) -> Buffers:
-        """Addresses for a stream, which waits for the arrays. ``results``: how many rooms are not scratch."""
-        operands = [self._loans.lend(array, stream) for array in self.lent]
-        places = [self._loans.lend(array, stream) for array in self.rooms]
-        return Buffers(operands, places[:results], *places[results:])
+    def buffers(self, source: int, target: int, results: int) -> Buffers:
+        """Addresses for a stream that reads what is lent and one that writes to the rooms, which wait for the
+        arrays once they come to the queue. ``results``: how many rooms are not scratch."""
+        lend, queue = self._loans.lend, self.queue
+        operands = [lend(array, source, queue) for array in self.lent]
+        self._places = places = [lend(array, target, queue) for array in self.rooms]
+        if len(places) == results:
+            return Buffers(operands, places)
+        return Buffers(operands, places[:results], places[results])
+
+    def marked(self, stream: int) -> None:
+        """All of it is on the stream, with what is in the queue."""
+        self.mark = self._loans.mark_in(self.queue, self.ordinal, stream)
+
+    def flush(self) -> None:
+        """Put the queue onto the streams."""
+        queue, self.queue = self.queue, []
+        if queue:
+            cuda().enqueue(self._loans.device(self.ordinal), queue)
 
     def arrive(self, types: Sequence[TensorType], deferred: bool) -> list[Any]:
         """The results, for XLA; ends the loans. ``deferred``: only runs and loans read them."""
@@ -65,7 +93,7 @@ class UnderWay:
         assert mark is not None
         rooms = self.rooms[: len(types)]
         if deferred:
-            results = self._loans.defer(self.ordinal, mark, rooms)
+            results = self._loans.defer(self.ordinal, mark, rooms, self._places[: len(types)])
         else:
             results = self._loans.arrive(self.ordinal, mark, rooms, types)
         self.lent = self.rooms = []
@@ -116,7 +144,7 @@ class OnGpus:
         self._results = [context.program.slot_types[slot] for slot in start.outputs]
         self._loans = cast("StreamedEngine", context.engine).loans
         scratch = [TensorType("u8", (bound.scratch,))] if bound.scratch else []
-        self._rooms = [*self._results, *scratch]
+        self._rooms = self._loans.rooms([*self._results, *scratch], context.ordinals)
 
     def enqueue(self, frame: Frame) -> Enqueued:
         """Put a call onto the streams. Raises what NCCL raises, named."""
@@ -136,11 +164,12 @@ class OnGpus:
                     ordinal, i = ordinals[position], logical[position]
                     stream = bound.stream(i)
                     lent = [column[position] for column in columns]
-                    rooms = loans.rooms(self._rooms, ordinal)
-                    calls[position] = UnderWay(loans, ordinal, lent, rooms)
-                    buffers[i] = calls[position].buffers(stream, count)
+                    under_way = UnderWay(loans, ordinal, lent, self._rooms.take(ordinal))
+                    calls[position] = under_way
+                    buffers[i] = under_way.buffers(stream, stream, count)
+                    under_way.flush()
                     if call.observed:
-                        calls[position].times.append(Timed(loans.device(ordinal), stream))
+                        under_way.times.append(Timed(loans.device(ordinal), stream))
                 rest = bound.begin(buffers, **call.skips(frame.iteration))
             except BaseException as error:
                 abandon(calls)
@@ -161,8 +190,9 @@ class OnGpus:
                 if self._call.observed:
                     device = self._loans.device(under_way.ordinal)
                     under_way.times.append(Timed(device, stream))
-                under_way.mark = self._loans.mark(under_way.ordinal, stream)
-                under_way.marks.append(under_way.mark)
+                mark = self._loans.mark(under_way.ordinal, stream)
+                under_way.mark = mark
+                under_way.marks.append(mark)
         except BaseException as error:
             abandon(calls)
             raise named(error, self._call.what) from error

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from stretto.collectives.communicator import BoundCollective
-from stretto.collectives.cuda import cuda
+from stretto.collectives.cuda import COPY
 from stretto.collectives.memory import as_bytes
 from stretto.collectives.ops import Collective, Kind
 from stretto.collectives.pieces import Piece
@@ -44,11 +44,10 @@ def can_be_staged(collective: Collective) -> bool:
 
 @dataclass(slots=True)
 class _Copies:
-    """A call on one device: addresses of its rooms; for each piece the mark of its operands, and the number
-    that its results wait for. Its page-locked memory is that of ``block`` from ``begin`` on."""
+    """A call on one device: for each piece the mark of its operands, and the number that its results wait
+    for. Its page-locked memory is that of ``block`` from ``begin`` on."""
 
     device: int
-    rooms: list[int]
     block: Block
     begin: int
     marks: list[Mark]
@@ -77,6 +76,7 @@ class Staged:
         self._operands = [context.program.slot_types[slot] for slot in start.inputs]
         self._results = [context.program.slot_types[slot] for slot in start.outputs]
         self._loans = cast("StreamedEngine", context.engine).loans
+        self._rooms = self._loans.rooms(self._results, context.ordinals)
         self._nbytes = 0
         # Offsets in the page-locked memory of the arrays of each piece.
         self._given = [self._places(piece.collective.operands) for piece, _ in pieces]
@@ -101,18 +101,19 @@ class Staged:
         try:
             staging.check()
             with staging.lock:
-                block = pinned.take(self._nbytes * len(frame.active), staging.check)
+                device = self._loans.device(context.ordinals[frame.active[0]])
+                block = pinned.take(self._nbytes * len(frame.active), device, staging.check)
                 for k, position in enumerate(frame.active):
                     lent = [column[position] for column in columns]
                     ordinal = context.ordinals[position]
-                    rooms = self._loans.rooms(self._results, ordinal)
-                    under_way = UnderWay(self._loans, ordinal, lent, rooms)
+                    under_way = UnderWay(self._loans, ordinal, lent, self._rooms.take(ordinal))
                     calls[position] = under_way
-                    copies[position] = self._copy_out(under_way, block, k * self._nbytes)
+                    copies[position] = self._copy(under_way, block, k * self._nbytes)
                 # From here to the task nothing may wait for a stream, as what loads code or takes memory may:
                 # these streams go on when the task says so.
-                for position in frame.active:
-                    self._copy_back(calls[position], copies[position])
+                for under_way in calls.values():
+                    under_way.flush()
+                staging.held()
                 carry = partial(self._carry, copies, frame.active, frame.iteration)
                 watched = call.lane.stream.submit(carry)
         except BaseException as error:
@@ -122,37 +123,29 @@ class Staged:
                 call.lane.failed(failed)  # nobody will let those streams go on: the job ends
             raise failed from error
         marks = [under_way.mark for under_way in calls.values() if under_way.mark is not None]
-        pinned.give_back(block, lambda: all(mark.passed() for mark in marks))
+        pinned.give_back(block, marks)
         watched.add_callback(partial(tell, watched, call.lane.failed))
         return Enqueued(partial(arrived, context, calls, self._results, self._deferred))
 
-    def _copy_out(self, under_way: UnderWay, block: Block, begin: int) -> _Copies:
-        """Enqueue the copies from one device, to a block from ``begin`` on."""
-        loans, staging, driver, ordinal = self._loans, self._staging, cuda(), under_way.ordinal
-        device = loans.device(ordinal)
+    def _copy(self, under_way: UnderWay, block: Block, begin: int) -> _Copies:
+        """Queue the copies from one device, to a block from ``begin`` on, and those back to it behind what
+        the host has yet to do."""
+        staging, ordinal, queue = self._staging, under_way.ordinal, under_way.queue
+        device, base = self._loans.device(ordinal), block.address + begin
         source, target = staging.streams(device)
-        operands = [loans.lend(array, source) for array in under_way.lent]
-        driver.use(device)
-        rooms = [loans.lend(array, target) for array in under_way.rooms]
-        driver.use(device)
-        copies = _Copies(device, rooms, block, begin, [], [])
+        buffers = under_way.buffers(source, target, len(self._results))
+        operands, rooms = buffers.operands, buffers.results
+        marks, numbers = [], []
         for (piece, _), given in zip(self._pieces, self._given, strict=True):
             for n, at, to, nbytes in piece.given:
-                host = block.address + begin + given[n] + to
-                driver.copy(host, operands[n] + at, nbytes, source)
-            copies.marks.append(loans.mark(ordinal, source))
-        return copies
-
-    def _copy_back(self, under_way: UnderWay, copies: _Copies) -> None:
-        """Enqueue the copies to it, behind what the host has yet to do."""
-        driver, device, begin = cuda(), copies.device, copies.block.address + copies.begin
-        _, target = self._staging.streams(device)
-        driver.use(device)
+                queue.append((COPY, base + given[n] + to, operands[n] + at, nbytes, source))
+            marks.append(self._loans.mark_in(queue, ordinal, source))
         for (piece, _), made in zip(self._pieces, self._made, strict=True):
-            copies.numbers.append(self._staging.hold(device))
+            numbers.append(staging.hold_in(queue, device))
             for n, at, to, nbytes in piece.made:
-                driver.copy(copies.rooms[n] + at, begin + made[n] + to, nbytes, target)
-        under_way.mark = self._loans.mark(under_way.ordinal, target)
+                queue.append((COPY, rooms[n] + at, base + made[n] + to, nbytes, target))
+        under_way.marked(target)
+        return _Copies(device, block, begin, marks, numbers)
 
     def _carry(self, copies: dict[int, _Copies], active: tuple[int, ...], iteration: int) -> None:
         """A task of the stream: what the host does. Raises what becomes of the collective."""

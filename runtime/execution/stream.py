@@ -34,7 +34,7 @@ class Event:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._lock.acquire()
-        self._callbacks: deque[Callable[[], None]] = deque()
+        self._callbacks: list[Callable[[], None]] = []
         self.done = False
         self.error: BaseException | None = None
         self.value: Any = None
@@ -71,7 +71,7 @@ class Event:
         # Both setter and adder may come here: popping is atomic, so each callback is called once.
         while self._callbacks:
             try:
-                callback = self._callbacks.popleft()
+                callback = self._callbacks.pop(0)
             except IndexError:
                 return
             try:

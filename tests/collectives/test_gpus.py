@@ -72,6 +72,42 @@ def test_two_devices_on_one_gpu_are_refused(fake: dict[str, str]) -> None:
     assert "Joined object" in run(code, fake)
 
 
+def test_lists_of_calls(fake: dict[str, str]) -> None:
+    """More than are kept in one go, in their order; one that fails is named, and what follows is left out."""
+    code = """
+import ctypes
+from stretto.collectives.cuda import COPY, RECORD, WAIT, WAIT_NUMBER, CudaError, cuda
+
+driver = cuda()
+driver.use(1)
+elsewhere = driver.stream()
+driver.use(0)
+stream, event = driver.stream(), driver.event()
+text = bytes(range(150))
+source, made = (ctypes.create_string_buffer(text, 150) for _ in range(2))
+number, at, to = ctypes.c_uint(0), ctypes.addressof(source), ctypes.addressof(made)
+ctypes.memset(to, 0, 150)
+holds = [(WAIT_NUMBER, stream, ctypes.addressof(number), 7)]
+copies = [(COPY, to + n, at + n, 1, stream) for n in range(150)]
+driver.enqueue(0, [*holds, *copies, (RECORD, event, stream), (WAIT, elsewhere, event)])
+print(driver.passed(event), made.raw == bytes(150))
+number.value = 7
+driver.synchronize(elsewhere)
+print(driver.passed(event), made.raw == text)
+try:
+    failing = (RECORD, event, elsewhere)
+    driver.enqueue(0, [(COPY, to, at + 1, 1, stream), failing, (COPY, to, at + 2, 1, stream)])
+except CudaError as error:
+    print(error)
+driver.synchronize(stream)
+print(made.raw[0])
+"""
+    said = run(code, fake | {"FAKE_CUDA_DELAY_US": "20"}).splitlines()
+    assert said[:2] == ["False True", "True True"]
+    assert said[2].startswith("cuEventRecord failed: ") and said[2].endswith("(400)")
+    assert said[3:] == ["1"]
+
+
 def test_devices_that_cuda_does_not_show(fake: dict[str, str]) -> None:
     code = JOIN.replace("DEVICE", "8") + "print(joined)"
     assert run(code, fake) == "process 0: CUDA shows 8 GPUs\n"

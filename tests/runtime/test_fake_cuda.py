@@ -12,7 +12,7 @@ import pytest
 from support import cuda
 
 pytestmark = pytest.mark.skipif(not shutil.which("cc"), reason="no C compiler")
-NOT_READY = 600
+NO_CONTEXT, INVALID_HANDLE, NOT_READY = 201, 400, 600
 Called = ctypes.CFUNCTYPE(None, c_void_p)
 
 
@@ -21,11 +21,19 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     return ctypes.CDLL(str(cuda.build(tmp_path_factory.mktemp("cuda")) / "libcuda.so.1"))
 
 
+def use(driver: ctypes.CDLL, device: int) -> None:
+    """Make a device's context the thread's."""
+    context = c_void_p()
+    assert driver.cuDevicePrimaryCtxRetain(byref(context), device) == 0
+    assert driver.cuCtxSetCurrent(context) == 0
+
+
 class Stream:
     """A stream that does nothing until it is `release`d, and an event."""
 
     def __init__(self, driver: ctypes.CDLL) -> None:
         self.driver, self.handle, self.event = driver, c_void_p(), c_void_p()
+        use(driver, 0)
         assert driver.cuStreamCreate(byref(self.handle), 1) == 0
         assert driver.cuEventCreate(byref(self.event), 2) == 0
         self._gate = threading.Event()
@@ -130,3 +138,22 @@ def test_waits_of_the_host_are_counted(driver: ctypes.CDLL, streams: tuple[Strea
     driver.cuEventSynchronize(stream.event)
     stream.synchronize()
     assert driver.fake_cuda_host_waits() == before + 2
+
+
+def test_events_belong_to_a_context(driver: ctypes.CDLL) -> None:
+    """As CUDA says of ``cuEventRecord``: event and stream have the same one. Any stream may wait for it."""
+    event, streams = c_void_p(), [c_void_p(), c_void_p()]
+    assert driver.cuCtxSetCurrent(None) == 0
+    assert driver.cuEventCreate(byref(event), 2) == NO_CONTEXT
+    assert driver.cuStreamCreate(byref(streams[0]), 1) == NO_CONTEXT
+    for device in (0, 1):
+        use(driver, device)
+        assert driver.cuStreamCreate(byref(streams[device]), 1) == 0
+    assert driver.cuEventCreate(byref(event), 2) == 0
+    assert driver.cuEventRecord(event, streams[0]) == INVALID_HANDLE
+    assert driver.cuEventRecord(event, streams[1]) == 0
+    assert driver.cuStreamWaitEvent(streams[0], event, 0) == 0
+    for stream in streams:
+        assert driver.cuStreamSynchronize(stream) == 0
+        assert driver.cuStreamDestroy_v2(stream) == 0
+    assert driver.cuEventDestroy_v2(event) == 0

@@ -26,6 +26,8 @@ enum {
     SUCCESS = 0,
     INVALID_VALUE = 1,
     OUT_OF_MEMORY = 2,
+    NO_CONTEXT = 201,
+    INVALID_HANDLE = 400,
     NOT_FOUND = 500,
     NOT_READY = 600,
     NOT_SUPPORTED = 801,
@@ -156,6 +158,7 @@ static int drain(void *handle) {
 }
 
 int cuStreamCreate(void **stream, unsigned flags) {
+    if (!current) return NO_CONTEXT;
     *stream = make_stream();
     return SUCCESS;
 }
@@ -243,6 +246,7 @@ typedef struct {
     pthread_cond_t changed;
     uint64_t recorded, passed;
     int users;
+    void *context;
     struct timespec at;
 } Event;
 typedef struct {
@@ -283,7 +287,9 @@ static int with_event(void *stream, Event *event, int records, Function function
     return enqueue(stream, function, point);
 }
 int cuEventCreate(Event **event, unsigned flags) {
+    if (!current) return NO_CONTEXT;
     *event = calloc(1, sizeof **event);
+    (*event)->context = current;
     pthread_mutex_init(&(*event)->lock, NULL);
     pthread_cond_init(&(*event)->changed, NULL);
     (*event)->users = 1;
@@ -294,7 +300,11 @@ int cuEventDestroy_v2(Event *event) {
     let_go(event);
     return SUCCESS;
 }
-int cuEventRecord(Event *event, void *stream) { return with_event(stream, event, 1, pass); }
+/* A stream records events of its own context only. */
+int cuEventRecord(Event *event, void *stream) {
+    void *context = (uintptr_t)stream > 2 ? stream_of(stream)->context : current;
+    return event->context == context ? with_event(stream, event, 1, pass) : INVALID_HANDLE;
+}
 int cuEventRecordWithFlags(Event *event, void *stream, unsigned flags) { return cuEventRecord(event, stream); }
 int cuStreamWaitEvent(void *stream, Event *event, unsigned flags) {
     return with_event(stream, event, 0, await);
@@ -332,6 +342,7 @@ int cuEventSynchronize(Event *event) {
     return SUCCESS;
 }
 int cuEventElapsedTime(float *milliseconds, Event *begin, Event *end) {
+    if (begin->context != end->context) return INVALID_HANDLE;
     *milliseconds = (end->at.tv_sec - begin->at.tv_sec) * 1e3f + (end->at.tv_nsec - begin->at.tv_nsec) * 1e-6f;
     return SUCCESS;
 }
@@ -408,7 +419,9 @@ int cuMemPoolGetAttribute(void *of, int attribute, uint64_t *value) {
     return SUCCESS;
 }
 int cuMemFreeAsync(void *pointer, void *stream) { return enqueue(stream, release, pointer); }
-int cuMemHostAlloc(void **pointer, size_t size, unsigned flags) { return allocate(pointer, size, 4096, HOST); }
+int cuMemHostAlloc(void **pointer, size_t size, unsigned flags) {
+    return current ? allocate(pointer, size, 4096, HOST) : NO_CONTEXT;
+}
 int cuMemFreeHost(void *pointer) { return cuMemFree_v2(pointer); }
 int cuMemHostGetFlags(unsigned *flags, void *pointer) {
     *flags = 0;
@@ -423,6 +436,7 @@ int cuMemHostUnregister(void *pointer) {
     return SUCCESS;
 }
 int cuMemHostGetDevicePointer_v2(void **device, void *pointer, unsigned flags) {
+    if (!current) return NO_CONTEXT;
     *device = pointer;
     return SUCCESS;
 }

@@ -21,11 +21,16 @@ from ...ops import op_of
 
 
 class Batch(NamedTuple):
-    """``operands``, ``results``: the dimension of each of them, None for operands that are needed whole.
-    No ``results``: those of the whole follow from a part of the operands (`regions`)."""
+    """``operands``, ``results``: the dimension of each of them, None for operands that are needed whole, and
+    for results that are those of the whole (of loops; in the rules here there are none)."""
 
     operands: tuple[int | None, ...]
-    results: tuple[int, ...]
+    results: tuple[int | None, ...]
+
+    @property
+    def along(self) -> tuple[int, ...]:
+        """``results``, where all are cut."""
+        return tuple([d for d in self.results if d is not None])
 
 
 Types = Sequence[TensorType]
@@ -213,6 +218,14 @@ def _scatter(proto: Any, operands: Types, results: Types, parts: int) -> Iterato
     beside = dict(zip(of_indices, of_updates, strict=True))
     for d, index in zip(common, numbers.scatter_indices_batching_dims, strict=True):
         yield Batch((d,) * count + (index,) + (beside[index],) * count, (d,) * count)
+
+
+def windows_of(proto: Any, rank: int, updates: Sequence[int]) -> list[int]:
+    """The size of a scatter's windows along each dimension of its array. ``updates``: their shape."""
+    numbers = proto.scatter_dimension_numbers
+    windows = iter(numbers.update_window_dims)
+    gone = (*numbers.inserted_window_dims, *numbers.input_batching_dims)
+    return [1 if d in gone else updates[next(windows)] for d in range(rank)]
 
 
 # What sums up, or works along dimensions.

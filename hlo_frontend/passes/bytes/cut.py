@@ -7,9 +7,8 @@ dimension does not divide, the last parts are filled up: what is computed there,
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain, repeat
 from typing import Any
 
 import numpy as np
@@ -38,44 +37,49 @@ def cut_type(type: TensorType, dimension: int | None, parts: int) -> TensorType:
 def cut_node(node: Node, batch: Batch, operands: Sequence[Value], parts: int) -> Node:
     """The node for one part of its results along a batch. ``operands``: parts, and whole arrays."""
     instruction = cut_instruction(node.instruction, batch, parts)
-    dimensions = batch.results or (None,) * len(node.results)
     made = Node(NodeKind.COMPUTE, instruction, -1, list(operands), node.order)
     made.results = [
         Value(cut_type(_type(v), d, parts), made, i)
-        for i, (v, d) in enumerate(zip(node.results, dimensions, strict=True))
+        for i, (v, d) in enumerate(zip(node.results, batch.results, strict=True))
     ]
     return made
 
 
 def cut_instruction(instruction: Instruction, batch: Batch, parts: int) -> Instruction:
     """The instruction for parts. Its operands have only shapes."""
-    proto = HloInstructionProto()
-    proto.CopyFrom(instruction.proto)
-    proto.ClearField("sharding")
-    results = chain(batch.results, repeat(None))
-    _cut_shape(proto.shape, results, parts)
+    proto = cut_proto(instruction, batch, parts)
     made = Instruction(proto, instruction.computation)
     made.called = instruction.called
     dimensions = iter(batch.operands)
     made.operands = tuple(
         [_placeholder(operand, dimensions, parts) for operand in instruction.operands]
     )
-    _FIELDS.get(instruction.opcode, _nothing)(proto, instruction, batch, parts)
     return made
+
+
+def cut_proto(instruction: Instruction, batch: Batch, parts: int) -> Any:
+    """A copy of an instruction's proto, with the shapes of a part."""
+    proto = HloInstructionProto()
+    proto.CopyFrom(instruction.proto)
+    proto.ClearField("sharding")
+    cut_shape(proto.shape, iter(batch.results), parts)
+    _FIELDS.get(instruction.opcode, _nothing)(proto, instruction, batch, parts)
+    return proto
 
 
 def _placeholder(operand: Instruction, dimensions: Any, parts: int) -> Instruction:
     """Readers ask only for the operand's shape: a parameter has it."""
     proto = HloInstructionProto(name=operand.name)
     fill(proto, "parameter", operand.shape)
-    _cut_shape(proto.shape, dimensions, parts)
+    cut_shape(proto.shape, dimensions, parts)
     return Instruction(proto, operand.computation)
 
 
-def _cut_shape(shape: Any, dimensions: Any, parts: int) -> None:
+def cut_shape(shape: Any, dimensions: Iterator[int | None], parts: int) -> None:
+    """Make a shape that of a part, each of its arrays along the next of these dimensions."""
     if shape.element_type == TUPLE:
         for part in shape.tuple_shapes:
-            _cut_shape(part, dimensions, parts)
+            cut_shape(part, dimensions, parts)
         return
     d = next(dimensions)
     if d is not None:
@@ -113,7 +117,7 @@ def _convolution(proto: Any, instruction: Instruction, batch: Batch, parts: int)
 def _custom_call(proto: Any, instruction: Instruction, batch: Batch, parts: int) -> None:
     dimensions = iter(batch.operands)
     for shape in proto.operand_shapes_with_layout:
-        _cut_shape(shape, dimensions, parts)
+        cut_shape(shape, dimensions, parts)
 
 
 _FIELDS = {

@@ -23,19 +23,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from stretto.collectives.ops import Collective, Kind
+from stretto.collectives.ops import Kind
 from stretto.collectives.types import TensorType
 
 from ...edit import Editor
-from ...graph import Instruction
 from ...values import BlockGraph, Node, NodeKind, Value
 from .batches import Batch, batches
 from .context import Context, Rewritten
-from .cut import Slicer, cut_node, cut_type, exchanged, gathered, recut
-from .own_parts import OwnPart, Places, cut_more, own_part, places
-from .placed import is_placed, placed_batches, placed_nodes
+from .cut import cut_type
+from .cutting import Cutting, Plan, is_moved, type_of
+from .loops import loop_batches
+from .own_parts import OwnPart, Places, own_part, places
+from .placed import placed_batches
 from .rows import Rows, index_dims
-from .steps import Step, emit
 from .windows import all_windows, own_windows
 
 # The most nodes of a region.
@@ -66,7 +66,7 @@ def cut_regions(editor: Editor, nodes: Sequence[Node], context: Context) -> dict
         plan = _planned(editor, node, context, where, facts[collective.groups], taken)
         if plan is None:
             continue
-        _Cutting(editor, plan, context, where).apply()
+        Cutting(editor, plan, context, where).apply()
         taken.update(plan.gathers)
         taken.update(plan.batch)
         taken.update(plan.ends)
@@ -77,12 +77,13 @@ def cut_regions(editor: Editor, nodes: Sequence[Node], context: Context) -> dict
 @dataclass(frozen=True)
 class _Facts:
     """What is known of the values of a block for groups of devices: which follow from gathers over them, and
-    which may differ between members of a group. ``rows``: the bounds of values."""
+    which may differ between members of a group. ``rows``: the bounds of values. ``loops``: their batches."""
 
     groups: tuple[tuple[int, ...], ...]
     derived: set[Value]
     varying: set[Value]
     rows: Rows
+    loops: dict[Node, list[Batch]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, block: BlockGraph, groups: tuple[tuple[int, ...], ...], rows: Rows) -> _Facts:
@@ -115,23 +116,6 @@ class _Failed(Exception):
     """The region cannot be cut in this way."""
 
 
-@dataclass
-class _Plan:
-    """A region. ``dims``: the dimension along which each value is cut. ``batch``: the batch of each node.
-    ``slices``: the own parts that are read of each value. ``whole``: values that are read whole behind it.
-    ``anchors``: nodes that are not in the block, and behind which of its nodes they belong.
-    ``ends``: scatters into what each device has, which need only its part of indices and updates."""
-
-    gathers: list[Node]
-    dims: dict[Value, int]
-    batch: dict[Node, Batch]
-    slices: dict[Value, list[OwnPart]]
-    whole: list[Value] = field(default_factory=list)
-    anchors: dict[Node, Node | None] = field(default_factory=dict)
-    ends: dict[Node, Batch] = field(default_factory=dict)
-    said: str = ""
-
-
 def _planned(
     editor: Editor,
     gather: Node,
@@ -139,7 +123,7 @@ def _planned(
     where: Places,
     facts: _Facts,
     taken: set[Node],
-) -> _Plan | None:
+) -> Plan | None:
     collective = gather.collective
     assert collective is not None
     if not _is_plain(gather, editor, taken):
@@ -195,7 +179,7 @@ class _Search:
         self._ends: dict[Node, Batch] = {}
         self._through: set[Node] = set()
 
-    def plan(self, gather: Node, dimension: int) -> _Plan:
+    def plan(self, gather: Node, dimension: int) -> Plan:
         self._assign(gather.results[0], dimension)
         while self._todo:
             value = self._todo.pop()
@@ -252,7 +236,7 @@ class _Search:
             return False
         known = self._ends.get(node)
         for index, update in index_dims(node):
-            batch = known or Batch((None,) * count + (index,) + (update,) * count, ())
+            batch = known or Batch((None,) * count + (index,) + (update,) * count, (None,) * count)
             dims = list(zip(node.operands, batch.operands, strict=True))[count:]
             read = [(v, d) for v, d in dims if d is not None and v.root in derived]
             if any(self._dims.get(v.root, d) != d for v, d in read):
@@ -308,17 +292,23 @@ class _Search:
             return False
         self._batch[node] = found
         for value, along in zip(node.results, found.results, strict=True):
-            self._assign(value, along)
+            if along is not None:
+                self._assign(value, along)
         for value, d in zip(node.operands, found.operands, strict=True):
             if d is not None and value.root in self._facts.derived:
                 self._assign(value, d)
         return True
 
     def _batches(self, node: Node) -> Iterator[Batch]:
-        operands = [_type(v) for v in node.operands]
-        results = [_type(v) for v in node.results]
-        yield from batches(node.instruction, operands, results, self._where.parts)
+        operands = [type_of(v) for v in node.operands]
+        results = [type_of(v) for v in node.results]
         yield from placed_batches(node, self._rows)
+        yield from batches(node.instruction, operands, results, self._where.parts)
+        if node.instruction.opcode == "while":
+            loops = self._facts.loops
+            if node not in loops:
+                loops[node] = list(loop_batches(node.instruction, self._where.parts))
+            yield from loops[node]
 
     def _fits(self, node: Node, batch: Batch) -> bool:
         some = False
@@ -334,7 +324,7 @@ class _Search:
             some = some or value.root in self._dims
         return some
 
-    def _pruned(self) -> _Plan:
+    def _pruned(self) -> Plan:
         """The part of the region from which slices follow."""
         useful: set[Value] = {v.root for end in self._ends for v in end.operands}
         nodes: dict[Node, Batch] = {}
@@ -348,9 +338,8 @@ class _Search:
             raise _Failed
         dims = {v: d for v, d in self._dims.items() if v in useful}
         for node in nodes:
-            for value in node.results:
-                dims[value] = self._dims[value]
-        plan = _Plan(gathers, dims, nodes, self._slices, anchors=self._anchors, ends=self._ends)
+            dims |= {v: self._dims[v] for v in node.results if v in self._dims}
+        plan = Plan(gathers, dims, nodes, self._slices, anchors=self._anchors, ends=self._ends)
         cut = {own.node for parts in self._slices.values() for own in parts} | self._through
         cut.update(self._ends)
         for value in dims:
@@ -363,33 +352,27 @@ class _Search:
         self._check(plan)
         return plan
 
-    def _check(self, plan: _Plan) -> None:
+    def _check(self, plan: Plan) -> None:
         """Whatever is sent is the same on all devices of a group."""
         sends = bool(plan.whole) or _exchanges(plan)
         if sends and any(v in self._facts.varying for n in plan.batch for v in n.results):
             raise _Failed
 
 
-def _moved(gather: Node, plan: _Plan) -> bool:
-    collective = gather.collective
-    assert collective is not None
-    return plan.dims[gather.results[0]] != collective.dimension
-
-
-def _bytes(plan: _Plan, parts: int) -> tuple[int, int]:
+def _bytes(plan: Plan, parts: int) -> tuple[int, int]:
     """The bytes that a device sends, times ``parts / (parts - 1)``: before and after. An all-gather and an
     all-to-all send all but one part of what the device has then."""
     before = after = 0
     for gather in plan.gathers:
         value = gather.results[0]
-        before += _type(value).nbytes
-        if _moved(gather, plan):
-            after += _filled(_type(value), plan.dims[value], parts)
+        before += type_of(value).nbytes
+        if is_moved(gather, plan):
+            after += _filled(type_of(value), plan.dims[value], parts)
     for value, slices in plan.slices.items():
         others = {part.dimension for part in slices} - {plan.dims[value]}
-        after += len(others) * _filled(_type(value), plan.dims[value], parts)
+        after += len(others) * _filled(type_of(value), plan.dims[value], parts)
     for value in plan.whole:
-        after += cut_type(_type(value), plan.dims[value], parts).nbytes * parts
+        after += cut_type(type_of(value), plan.dims[value], parts).nbytes * parts
     return before, after
 
 
@@ -397,7 +380,7 @@ def _filled(whole: TensorType, dimension: int, parts: int) -> int:
     return cut_type(whole, dimension, parts).nbytes
 
 
-def _said(plan: _Plan) -> str:
+def _said(plan: Plan) -> str:
     names = list(dict.fromkeys(n.instruction.name for n in (*plan.batch, *plan.ends)))
     more = ", …" if len(names) > 4 else ""
     what = f" ({', '.join(names[:4])}{more})" if names else ""
@@ -408,145 +391,10 @@ def _said(plan: _Plan) -> str:
     return f"becomes all-to-alls: every device computes a part along another dimension{what}"
 
 
-def _exchanges(plan: _Plan) -> int:
+def _exchanges(plan: Plan) -> int:
     """How many all-to-alls there are."""
-    moved = sum(_moved(gather, plan) for gather in plan.gathers)
+    moved = sum(is_moved(gather, plan) for gather in plan.gathers)
     return moved + sum(
         len({part.dimension for part in slices} - {plan.dims[value]})
         for value, slices in plan.slices.items()
     )
-
-
-class _Cutting:
-    """Puts the nodes of a plan into the block."""
-
-    def __init__(self, editor: Editor, plan: _Plan, context: Context, where: Places) -> None:
-        self._editor, self._plan, self._parts = editor, plan, where.parts
-        self._where, self._context = where, context
-        self._cut: dict[Value, Value] = {}
-        self._own: Value | None = None
-        collective = plan.gathers[0].collective
-        assert collective is not None
-        self._collective: Collective = collective
-        self._like: Instruction = plan.gathers[0].instruction
-
-    def apply(self) -> None:
-        for gather in self._plan.gathers:
-            self._gather(gather)
-        for node in sorted(self._plan.batch, key=lambda n: n.position):
-            self._node(node, self._plan.batch[node])
-        for value, slices in self._plan.slices.items():
-            self._slices(value, slices)
-        for node in sorted(self._plan.ends, key=lambda n: n.position):
-            self._end(node, self._plan.ends[node])
-        for value in self._plan.whole:
-            self._whole(value)
-
-    def _gather(self, gather: Node) -> None:
-        (value,) = gather.results
-        collective = gather.collective
-        assert collective is not None
-        operand = gather.operands[0]
-        dimension = self._plan.dims[value]
-        if dimension == collective.dimension:
-            self._cut[value] = operand.view(gather.order)
-            self._editor.remove(gather)
-            return
-        ahead, behind = recut(
-            _type(value), collective.dimension, dimension, self._parts, gather.instruction
-        )
-        nodes, sent = emit(ahead, operand)
-        self._editor.put_ahead(gather, nodes)
-        result = Value(sent.type, gather, 0)
-        self._editor.change(gather, [sent], [result], exchanged(collective, sent))
-        nodes, self._cut[value] = emit(behind, result)
-        self._editor.put_behind(gather, nodes)
-
-    def _end(self, node: Node, batch: Batch) -> None:
-        made = cut_node(node, batch, self._operands(node, batch), self._parts)
-        self._editor.put_behind(node, [made])
-        for old, new in zip(node.results, made.results, strict=True):
-            self._editor.replace(old, new)
-        self._editor.remove(node)
-
-    def _node(self, node: Node, batch: Batch) -> None:
-        operands = self._operands(node, batch)
-        if is_placed(node, batch):
-            made = placed_nodes(node, batch, operands, self._slicer(node), self._parts)
-        else:
-            made = [cut_node(node, batch, operands, self._parts)]
-        self._editor.put_behind(self._place(node), made)
-        self._cut.update(zip(node.results, made[-1].results, strict=True))
-
-    def _operands(self, node: Node, batch: Batch) -> list[Value]:
-        operands: list[Value] = []
-        for value, d in zip(node.operands, batch.operands, strict=True):
-            if d is None:
-                operands.append(value)
-            elif value.root in self._cut:
-                operands.append(self._cut[value.root].view(value.order))
-            else:
-                nodes, part = self._slicer(node).part(value, d, self._parts)
-                self._editor.put_ahead(node, nodes)
-                operands.append(part)
-        return operands
-
-    def _place(self, node: Node) -> Node:
-        return self._plan.anchors.get(node) or node
-
-    def _slicer(self, before: Node) -> Slicer:
-        slicer, own_id = Slicer.of(self._context.known, self._where.place, before.instruction)
-        if self._own is None:
-            self._own = own_id.results[0]
-            first = min((*self._plan.batch, *self._plan.ends), key=lambda n: n.position)
-            self._editor.put_ahead(first, [own_id])
-        slicer.own = self._own
-        return slicer
-
-    def _slices(self, value: Value, slices: Sequence[OwnPart]) -> None:
-        given = self._plan.dims[value]
-        parts: dict[int, Value] = {given: self._cut[value]}
-        for own in slices:
-            if own.dimension not in parts:
-                parts[own.dimension] = self._exchange(value, given, own.dimension)
-            part = parts[own.dimension]
-            if own.cuts_more:
-                self._editor.replace(own.node.results[0], cut_more(self._editor, own, part))
-            else:
-                assert part.type == own.node.results[0].type
-                self._editor.replace(own.node.results[0], part.view(own.order))
-            self._editor.remove(own.node)
-
-    def _exchange(self, value: Value, given: int, wanted: int) -> Value:
-        assert value.node is not None
-        behind_of = self._place(value.node)
-        ahead, behind = recut(_type(value), given, wanted, self._parts, self._like)
-        first, sent = emit(ahead, self._cut[value])
-        node = self._communicating(sent, exchanged(self._collective, sent))
-        last, part = emit(behind, node.results[0])
-        self._editor.put_behind(behind_of, [*first, node, *last])
-        return part
-
-    def _whole(self, value: Value) -> None:
-        part, behind_of = self._cut[value], value.node
-        assert behind_of is not None
-        dimension, whole = self._plan.dims[value], _type(value)
-        node = self._communicating(part, gathered(self._collective, part, dimension, self._parts))
-        result = node.results[0]
-        nodes = [node]
-        if result.type != whole:
-            more, result = emit([Step("slice", _type(result), whole, self._like)], result)
-            nodes += more
-        self._editor.put_behind(behind_of, nodes)
-        self._editor.replace(value, result)
-
-    def _communicating(self, operand: Value, collective: Collective) -> Node:
-        node = Node(NodeKind.COLLECTIVE, self._like, -1, [operand])
-        node.collective = collective
-        node.results = [Value(collective.results[0], node, 0)]
-        return node
-
-
-def _type(value: Value) -> TensorType:
-    assert value.type is not None
-    return value.type

@@ -18,6 +18,7 @@ from ...ops import op_of
 from ...schema import LiteralProto
 from ...values import Node, NodeKind, Value
 from ..valid.known import FOLLOWED, starts_of
+from .batches import windows_of
 from .bounds import (
     ARITHMETIC,
     MOVES,
@@ -336,13 +337,9 @@ def _is_zero(literal: bytes) -> bool:
 
 def window_sizes(scatter: Node) -> list[int]:
     """The size of a scatter's windows along each dimension of its array."""
-    numbers = scatter.instruction.proto.scatter_dimension_numbers
     updates = scatter.operands[-1].type
     assert updates is not None
-    windows = iter(numbers.update_window_dims)
-    gone = (*numbers.inserted_window_dims, *numbers.input_batching_dims)
-    rank = _rank(scatter.operands[0])
-    return [1 if d in gone else updates.shape[next(windows)] for d in range(rank)]
+    return windows_of(scatter.instruction.proto, _rank(scatter.operands[0]), updates.shape)
 
 
 def index_dims(node: Node) -> Iterator[tuple[int, int]]:

@@ -217,7 +217,7 @@ class _Split:
             if node.collective is not None:
                 types = [
                     part_of(v.type, d, self.count)
-                    for v, d in zip(node.results, cut.results, strict=True)
+                    for v, d in zip(node.results, cut.along, strict=True)
                     if v.type is not None
                 ]
                 made.append(_collective(node, part, operands, types))
@@ -227,7 +227,7 @@ class _Split:
                 results = copy.part(node, cut, self.count, operands)
                 made += copy.nodes
             part.values |= zip(node.results, results, strict=True)
-        for result, dimension in zip(node.results, cut.results, strict=True):
+        for result, dimension in zip(node.results, cut.along, strict=True):
             self._put_together(node, result, dimension, made)
         self._replace(node, made)
 

@@ -284,7 +284,7 @@ class _Growth:
         if any(size % self.parts for size in sizes(node, cut)):
             return
         self.region.cuts[node] = cut
-        for result, dimension in zip(node.results, cut.results, strict=True):
+        for result, dimension in zip(node.results, cut.along, strict=True):
             self.region.dimensions[result] = dimension
             self._down.append(result)
         for operand, own in zip(node.operands, cut.operands, strict=True):

@@ -54,5 +54,5 @@ def _batches(node: Node, parts: int) -> Iterator[Batch]:
 def sizes(node: Node, cut: Batch) -> Sequence[int]:
     """The sizes of the cut dimensions: all must be a multiple of the number of parts."""
     given = [operand_shape(node, i)[d] for i, d in enumerate(cut.operands) if d is not None]
-    made = [v.type.shape[d] for v, d in zip(node.results, cut.results, strict=True) if v.type]
+    made = [v.type.shape[d] for v, d in zip(node.results, cut.along, strict=True) if v.type]
     return given + made

@@ -121,7 +121,7 @@ class Dispatcher:
 
     def take_turn(self) -> bool:
         """Have the caller be the dispatch thread until it calls `end_turn`, if no run is under way."""
-        if self._executions or self.closed or self.world.error is not None:
+        if self._executions or self.closed or self.world.error is not None or called_back.inside():
             return False
         return self.stream.try_turn(PATIENCE)
 

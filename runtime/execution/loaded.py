@@ -22,7 +22,7 @@ from ..program import WHILE, Block, Branch, Loop, Run
 from .compiled_segments import CompiledSegments
 from .dispatch import PATIENCE, Dispatcher
 from .execution import Execution, FirstRuns
-from .frame import Frame, Hosted
+from .frame import Frame, Hosted, named
 from .regions import Rest
 from .stream import Event
 from .value import DeletedError, Landed, Promise, Value
@@ -58,6 +58,8 @@ class LoadedProgram:
         self._num_inputs = len(program.inputs)
         self._engine = walker.engine
         self._single: Callable[[int, list[Any]], list[Any]] | None = None
+        # The same for one device, where the segment calls back into Python; gives the run's end too.
+        self._calling: Callable[[int, list[Any]], tuple[list[Any], Any]] | None = None
         self._must_agree = must_agree
         # Engines run what they take for cheap in the thread that calls, and a loop may have no end. On
         # several devices another thread calls, so that Ctrl-C ends the wait, as on JAX's CPU backend.
@@ -73,7 +75,7 @@ class LoadedProgram:
         """Whether the engine may be called without a walk. Not where an instrument observes several devices:
         it would see a walk for each."""
         program, walker = self.program, self.walker
-        self._single = None
+        self._single = self._calling = None
         single = program.single_run
         self._may_be_region = (
             single is not None
@@ -87,7 +89,6 @@ class LoadedProgram:
             and self.local
             and not self._may_never_end
             and not self._must_agree
-            and not self.has_host_callbacks
         ):
             instrument = self.dispatcher.instrument
             segment: int = program.body.instructions[0].segment  # type: ignore[union-attr]
@@ -95,7 +96,10 @@ class LoadedProgram:
             if isinstance(loaded, LoadedTogether):
                 return  # its devices run it at once
             run = loaded.run
-            if instrument is None:
+            if self.has_host_callbacks:
+                if instrument is None and len(self.local) == 1:
+                    self._calling = getattr(loaded, "run_with_end", None)
+            elif instrument is None:
                 self._single = run
             elif len(self.local) == 1 and walker.prepared:
                 self._single = instrument.around_call(
@@ -138,9 +142,11 @@ class LoadedProgram:
         the results; None where `execute` must be used this time; or, where other processes are late, what
         `execute_with_completion` gives.
         """
-        if self._single is None and self._may_be_region:
-            return self._run_region
-        return self._single
+        if self._single is not None:
+            return self._single
+        if self._calling is not None:
+            return self._run_calling
+        return self._run_region if self._may_be_region else None
 
     def execute(self, arguments: Sequence[Sequence[Value]]) -> list[list[Value]]:
         """Run it: ``arguments[k][i]`` is parameter i for ``local[k]``; gives outputs in the same form.
@@ -225,6 +231,41 @@ class LoadedProgram:
         if self.donates:
             self._delete_donated(arguments)
         return outputs
+
+    def _run_calling(self, ordinal: int, arrays: list[Any]) -> Any:
+        """Run a program of one segment that calls back into Python here; see `single`.
+
+        As a walk in the caller's thread does, it waits for the functions where the results are there: then
+        the engine has called them in this thread.
+        """
+        dispatcher, run = self.dispatcher, self._calling
+        if run is None or not dispatcher.take_turn():
+            return None
+        error: BaseException | None = None
+        frame = self.walker.new_frame()
+        try:
+            results, end = run(ordinal, arrays)
+            counted(results, len(self.output_types))
+            if results and all(map(self._engine.is_ready, results)):
+                try:
+                    end.block_until_ready()
+                except Exception:
+                    pass  # told below
+                else:
+                    dispatcher.end_turn()
+                    return results
+            frame.ends.append(end)
+            for slot, array in zip(self.program.body.results, results, strict=True):
+                frame.registers[slot] = [array]
+        except BaseException as raised:
+            segment = self.program.single_segment
+            what = segment.name if segment is not None and segment.name else 0
+            error = named(raised, f"segment {what} of {self.program.name}")
+        execution = Execution(self, [], None, dispatcher.next_run())
+        dispatcher.end_turn(execution)
+        execution.finish(frame, error)
+        event = execution.end
+        return self._values_of(execution), None if event.done and event.error is None else event
 
     def _run_region(self, ordinal: int, arrays: list[Any]) -> Any:
         """Run a program that is one `prompt` region here; see `single`."""

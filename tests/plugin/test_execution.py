@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from stretto.runtime.engines.xla_cpu import XlaCpuEngine
 from stretto.runtime.execution import execution
+from stretto.runtime.execution.dispatch import Dispatcher
 
 pytestmark = pytest.mark.usefixtures("on_stretto")
 
@@ -238,8 +240,20 @@ class TestCallbacks:
         jax.block_until_ready(f(argument))
         waited: list[object] = []
         monkeypatch.setattr(execution, "completions", SimpleNamespace(submit=waited.append))
-        assert f(argument) == 2
-        assert not waited
+        here = Dispatcher.walk_here
+        with patch.object(Dispatcher, "walk_here", autospec=True, side_effect=here) as walked:
+            assert f(argument) == 2
+        assert not (waited or walked.called)
+
+    def test_a_program_that_a_function_runs_is_part_of_its_run(self) -> None:
+        """Both on one device and called back, so that neither is walked."""
+        inner = jax.jit(lambda a: jax.pure_callback(lambda v: v + np.float32(1), a, a) * 2)
+
+        def run(value: np.ndarray) -> np.ndarray:
+            return np.asarray(inner(value))
+
+        outer = jax.jit(lambda a: jax.pure_callback(run, a, a) + 1)
+        assert [float(outer(jnp.float32(k))) for k in range(3)] == [3, 5, 7]
 
     def test_pure_callback(self) -> None:
         result = jax.jit(lambda a: jax.pure_callback(np.sin, a, a))(jnp.arange(4.0))

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from jaxlib.mlir import ir
 
 from stretto.collectives.native import ALWAYS, NEVER, TARGET, as_called, refusal
+from stretto.collectives.ops import Collective, Kind
 from stretto.collectives.types import TensorType
 from stretto.runtime.program import (
     CONTEXT,
@@ -39,6 +40,12 @@ from stretto.runtime.program import (
 
 from . import one_kernel, stablehlo
 
+# Bytes of a collective that is never called by compiled code: there each device has a result of its own.
+_LARGE = 16 << 20
+
+# How often a loop of unknown length is taken to run.
+_SOME = 10
+
 # Collectives in a row, outside of loops, from which on compiled code is faster than the walk.
 MANY = 8
 # Bytes of the largest array of a program that the caller's thread may run, as of `collectives.communicator`.
@@ -60,25 +67,47 @@ class Native:
 
 @dataclass(frozen=True)
 class NativePolicy:
-    """Where compiled code may call collectives. Each process has ``devices`` devices. ``small``: bytes of a
-    collective's operands up to which the walk would take longer than moving them does. ``prompt``: bytes of
-    its largest array up to which a program without loops is native however few collectives it has; 0: never.
+    """Where compiled code may call collectives. Each process has ``devices`` devices.
+
+    ``small``: bytes of a collective, of its operands or its results, up to which the walk would take longer
+    than moving them does. A block may have larger ones, up to ``large``, if the walk of the block would take
+    longer by more than compiled code does for these: the walk takes ``step_s`` seconds for a start or a run
+    of a segment, and a byte that goes to a device takes compiled code ``copied_s`` longer, since it gives
+    each device a result of its own where the walk gives all devices of a process one. Parts of the data that
+    differ from device to device, as reduce-scatter and all-to-all make, take ``parted_s``.
+    ``prompt``: bytes of its largest array up to which a program without loops is native however few
+    collectives it has; 0: never.
     """
 
     devices: int
     small: int
     prompt: int = 0
+    large: int = 0
+    step_s: float = 0.0
+    copied_s: float = 0.0
+    parted_s: float = 0.0
 
     @classmethod
     def of(cls, devices: int, processes: int, nodes: int) -> NativePolicy:
         """For processes on ``nodes`` hosts. The walk takes 0.1 to 0.3 ms more for a collective
         (benchmarks/loop_sizes.py), which is what 1 MiB takes in memory and 256 KiB through MPI on one host;
-        a network of 10 Gb/s moves 64 KiB in less. Where each process has one device, its caller's thread runs
-        a small program."""
+        a network of 10 Gb/s moves 64 KiB in less. In steps of training on 4 x 2 devices it takes 1 ms more,
+        where processes share cores. Where each process has one device, its caller's thread runs a small
+        program."""
         if processes == 1:
-            return cls(devices, 1 << 20)
+            return cls(devices, 1 << 20, 0, _LARGE, 2e-4, 1e-10)
         prompt = PROMPT if devices == 1 else 0
-        return cls(devices, 1 << 18 if nodes == 1 else 1 << 16, prompt)
+        if nodes == 1:
+            return cls(devices, 1 << 18, prompt, _LARGE, 5e-4, 5e-10, 2e-10)
+        return cls(devices, 1 << 16, prompt)
+
+    def longer(self, collective: Collective) -> float:
+        """Seconds that compiled code takes longer than moving it does in the walk."""
+        nbytes = max(_nbytes(collective.operands), _nbytes(collective.results))
+        if nbytes <= self.small:
+            return 0.0
+        parted = collective.kind in (Kind.REDUCE_SCATTER, Kind.ALL_TO_ALL)
+        return nbytes * self.devices * (self.parted_s if parted else self.copied_s)
 
 
 def native(program: Program, policy: NativePolicy) -> Native:
@@ -233,14 +262,20 @@ class _Rewriting:
 
     def refusal(self, block: Block) -> str:
         """Why a block cannot be part of a region, empty if it can."""
-        program, small = self.program, self.policy.small
+        program, policy = self.program, self.policy
+        largest = 0, ""
         for instruction in instructions(block):
             if isinstance(instruction, Start):
                 collective = program.collectives[instruction.collective]
                 why = refusal(collective)
-                nbytes = sum(t.nbytes for t in collective.operands)
-                if not why and nbytes > small:
-                    why = f"it moves {nbytes} bytes, more than {small}"
+                nbytes = max(_nbytes(collective.operands), _nbytes(collective.results))
+                if not why and nbytes > policy.small:
+                    if nbytes > policy.large:
+                        why = (
+                            f"it moves {nbytes} bytes, more than {max(policy.small, policy.large)}"
+                        )
+                    elif nbytes > largest[0]:
+                        largest = nbytes, f"{collective.kind} %{collective.name}"
                 if not why and instruction.event in self.hidden:
                     why = "the plan hides it"
                 if why:
@@ -253,7 +288,26 @@ class _Rewriting:
                     return f"segment {segment.name} calls back into Python"
             elif isinstance(instruction, Loop) and instruction.carried:
                 return f"loop {instruction.name} carries collectives into its next iteration"
+        if largest[0] and self._saved(block) < 0:
+            nbytes, name = largest
+            return f"{name}: it moves {nbytes} bytes, more than {policy.small}, for too little beside it"
         return ""
+
+    def _saved(self, block: Block) -> float:
+        """Seconds by which compiled code is faster than the walk of a block."""
+        saved = 0.0
+        for instruction in block.instructions:
+            if isinstance(instruction, Start):
+                collective = self.program.collectives[instruction.collective]
+                saved += self.policy.step_s - self.policy.longer(collective)
+            elif isinstance(instruction, Run):
+                saved += self.policy.step_s
+            elif isinstance(instruction, Loop):
+                trips = _SOME if instruction.trip_count is None else instruction.trip_count
+                saved += trips * sum(map(self._saved, _blocks(instruction)))
+            elif isinstance(instruction, Branch):
+                saved += min(map(self._saved, instruction.branches))
+        return saved
 
     def region(
         self,
@@ -322,6 +376,10 @@ class _Rewriting:
             body=renumbered(body),
         )
         return Native(made, tuple(self.regions), tuple(self.refused))
+
+
+def _nbytes(types: Sequence[TensorType]) -> int:
+    return sum(type_.nbytes for type_ in types)
 
 
 def _communicates(instruction: Loop | Branch) -> bool:

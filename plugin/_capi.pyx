@@ -40,6 +40,7 @@ from time import perf_counter as _perf_counter
 from stretto.runtime.recording import rows as _rows
 from stretto.runtime.recording import trace_file as _trace_file
 from stretto.runtime.engines.engine import counted as _counted
+from stretto.runtime.execution.execution import Issued as _Issued
 
 from . import abi as _abi
 

@@ -56,7 +56,8 @@ cdef class LoadedExecutable(Handle):
         ``run(arguments)`` takes a list of values for each local device and gives such lists of results, and
         an event that is set once the run has been issued (with callbacks: has called), or None.
         ``single(ordinal, arrays)`` is the engine's way to do the same for one device, with arrays that are
-        there, or None. It may give None, which asks for ``run``, or what ``run`` gives. ``copy(value)`` copies a value; ``donated`` are the parameters that a run consumes;
+        there, or None. It may give None, which asks for ``run``, or
+        `Issued`. ``copy(value)`` copies a value; ``donated`` are the parameters that a run consumes;
         ``output_memories`` has a list for each of ``devices``, the local ones in the order of the arguments.
         """
         self.run, self.copy, self.engine, self.num_parameters = run, copy, engine, num_parameters
@@ -164,8 +165,8 @@ cdef class LoadedExecutable(Handle):
             if type(given) is not list or len(<list>given) != len(self.output_types):
                 if given is None:  # only where there is one device
                     return False
-                if type(given) is tuple:
-                    self.deliver(args, (<tuple>given)[0], (<tuple>given)[1])
+                if type(given) is _Issued:
+                    self.deliver(args, given.values, given.event)
                     return True
                 _counted(given, len(self.output_types))
             results.append((given, over))

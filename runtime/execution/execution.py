@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from stretto.collectives.types import TensorType
 
@@ -16,7 +16,7 @@ from ..engines.engine import Column, Joined
 from .dispatch import Dispatcher
 from .frame import Frame, Hosted, drop_tracebacks
 from .stream import Event, completions
-from .value import Landed, Promise
+from .value import Landed, Promise, Value
 from .walk import Walker
 
 
@@ -44,6 +44,16 @@ class Executable(Protocol):
     has_host_callbacks: bool
     communicates: bool
     negotiation: FirstRuns | None
+
+
+class Issued(NamedTuple):
+    """What the caller has of an execution that goes on elsewhere.
+
+    ``values[d]``: its results on the program's local device d, to come. ``event``: its end; None if it has ended.
+    """
+
+    values: list[list[Value]]
+    event: Event | None
 
 
 class Execution:

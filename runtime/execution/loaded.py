@@ -21,7 +21,7 @@ from ..errors import InvalidProgramError
 from ..program import WHILE, Block, Branch, Loop, Run
 from .compiled_segments import CompiledSegments
 from .dispatch import PATIENCE, Dispatcher
-from .execution import Execution, FirstRuns
+from .execution import Execution, FirstRuns, Issued
 from .frame import Frame, Hosted, named
 from .regions import Rest
 from .stream import Event
@@ -139,8 +139,7 @@ class LoadedProgram:
         """The engine's ``run`` of the only segment, where the program is nothing else.
 
         For callers that have the engine's arrays and donate none; None where `execute` must be used. It gives
-        the results; None where `execute` must be used this time; or, where other processes are late, what
-        `execute_with_completion` gives.
+        the results; None where `execute` must be used this time; or `Issued`, where other processes are late.
         """
         if self._single is not None:
             return self._single
@@ -265,7 +264,8 @@ class LoadedProgram:
         dispatcher.end_turn(execution)
         execution.finish(frame, error)
         event = execution.end
-        return self._values_of(execution), None if event.done and event.error is None else event
+        ended = event.done and event.error is None
+        return Issued(self._values_of(execution), None if ended else event)
 
     def _run_region(self, ordinal: int, arrays: list[Any]) -> Any:
         """Run a program that is one `prompt` region here; see `single`."""
@@ -300,7 +300,7 @@ class LoadedProgram:
             dispatcher.end_turn(
                 execution, partial(execution.resume, frame, partial(rest, frame), 1)
             )
-        return self._values_of(execution), execution.event
+        return Issued(self._values_of(execution), execution.event)
 
     def _run_promptly(
         self, arguments: Sequence[Sequence[Value]]

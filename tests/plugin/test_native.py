@@ -33,6 +33,7 @@ pytestmark = pytest.mark.usefixtures("on_stretto")
 
 N = 4
 STEPS = 3
+LARGE = 4_200_000  # of f32: compiled code calls no collective of so many
 RING = [(i, (i + 1) % N) for i in range(N)]
 PAIRS = [(0, 2), (3, 1)]  # 0 and 3 receive nothing
 Rows = np.ndarray  # [device, ...]
@@ -316,7 +317,7 @@ def test_native_and_walk_beside_each_other(mesh: Mesh) -> None:
 
     def f(x: jax.Array) -> jax.Array:
         def outer(_: Any, a: jax.Array) -> jax.Array:
-            large = lax.psum(jnp.tile(a, 400_000), "x")[: a.size] * 0.25
+            large = lax.psum(jnp.tile(a, LARGE), "x")[: a.size] * 0.25
             return lax.fori_loop(0, 5, lambda _, b: lax.psum(b, "x") * 0.25, large + 1)
 
         return lax.fori_loop(0, STEPS, outer, x)
@@ -330,11 +331,11 @@ def test_native_and_walk_beside_each_other(mesh: Mesh) -> None:
     by_size = {
         c["bytes"]: c.get("called_by") for c in explained.data["collectives"] if "bytes" in c
     }
-    assert by_size == {1_600_000: None, 4: "compiled code"}
+    assert by_size == {4 * LARGE: None, 4: "compiled code"}
     program, loop = explained.data["walked"]
     assert program == "jit__lambda" and loop.startswith("while")
     for why in explained.data["walked"].values():
-        assert "1600000 bytes" in why and why in str(explained)
+        assert f"{4 * LARGE} bytes" in why and why in str(explained)
 
 
 def walked_instructions(compiled: Any) -> list[str]:
@@ -344,9 +345,39 @@ def walked_instructions(compiled: Any) -> list[str]:
     return [line.split()[0] for line in body if line.split()[0] != "free"]
 
 
+@pytest.mark.parametrize(("small_ones", "native"), [(20, True), (0, False)])
+def test_a_larger_collective_is_native_among_many(
+    mesh: Mesh, small_ones: int, native: bool
+) -> None:
+    """One of 5 MB takes compiled code longer than the walk, unless that has many others to walk."""
+    size = 1_250_000
+
+    def f(x: jax.Array) -> jax.Array:
+        def step(_: Any, a: jax.Array) -> jax.Array:
+            a = lax.psum(jnp.full(size, 0.25) * a[0], "x")[size - 3 :] + lax.axis_index("x")
+            for k in range(small_ones):
+                a = lax.ppermute(a, "x", RING) * 0.5 + k
+            return a
+
+        return lax.fori_loop(0, STEPS, step, x)
+
+    rows = np.arange(3 * N, dtype=np.float32).reshape(N, 3)
+    got, compiled = on_rows(mesh, f, rows)
+    a = rows
+    for _ in range(STEPS):
+        a = np.full((N, 3), 0.25 * a[:, 0].sum(), np.float32) + np.arange(N)[:, None]
+        for k in range(small_ones):
+            a = np.roll(a, 1, axis=0) * 0.5 + k
+    np.testing.assert_allclose(got, a, rtol=1e-5)
+    assert is_native(compiled) == native
+    if not native:
+        (why, _) = stretto.explain(compiled).data["walked"].values()
+        assert f"{4 * size} bytes" in why and why.endswith("for too little beside it")
+
+
 def test_stretches_around_what_is_walked(mesh: Mesh) -> None:
     """Rounds of small collectives before and behind a large one; what goes past it on both sides arrives."""
-    size = 300_000
+    size = LARGE
 
     def f(x: jax.Array, kept: jax.Array, given: jax.Array) -> Any:
         a, total = x, given
@@ -382,7 +413,7 @@ def test_stretches_of_equal_layers_are_compiled_once(
     mesh: Mesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each layer's stretch calls collectives of its own, by the same code."""
-    size, layers = 300_000, 5
+    size, layers = LARGE, 5
     compiled_together: list[bytes] = []
     original = XlaCpuEngine.compile_together
 
@@ -433,11 +464,11 @@ def test_a_donated_argument_of_a_stretch(mesh: Mesh) -> None:
     mapped = jax.shard_map(f, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
     sharding = NamedSharding(mesh, spec)
     given = jax.device_put(np.ones(4 * N, np.float32), sharding)
-    large = jax.device_put(np.ones(300_000 * N, np.float32), sharding)
+    large = jax.device_put(np.ones(LARGE * N, np.float32), sharding)
     compiled = jax.jit(mapped, donate_argnums=0).lower(given, large).compile()
     a, b = compiled(given, large)
     np.testing.assert_array_equal(everywhere(a), np.full(4 * N, 10.0))
-    np.testing.assert_array_equal(everywhere(b), np.full(300_000 * N, 4.0))
+    np.testing.assert_array_equal(everywhere(b), np.full(LARGE * N, 4.0))
     assert given.is_deleted() and not large.is_deleted()
     assert "run" in walked_instructions(compiled) and "start" in walked_instructions(compiled)
 

@@ -15,6 +15,7 @@ from frontend_support import P, compiled, kinds, mesh, shards
 from interpreter import Interpreter
 from jax import lax
 from jax.sharding import NamedSharding
+from random_rows import compare
 from test_bytes import ALL, both, stays
 
 B, K = 16, 12
@@ -311,3 +312,48 @@ def test_a_scatter_into_own_rows_needs_only_those() -> None:
 
 def test_a_scatter_of_rows_that_may_be_anywhere_needs_all() -> None:
     stays(by_hand(GATHERED.replace("{rows}", "j")))
+
+
+PICKED = f"""  v = f32[8,3] all-gather(x), dimensions={{0}}, {ALL}
+  rows = s32[2,1] add(first, offset)
+  k = s32[8,1] all-gather({{rows}}), dimensions={{0}}, {ALL}
+  r = f32[8,3] gather(v, k), offset_dims={{1}}, collapsed_slice_dims={{0}}, start_index_map={{0}},
+    index_vector_dim=1, slice_sizes={{1,3}}
+  ROOT s = f32[2,3] dynamic-slice(r, own, zero), dynamic_slice_sizes={{2,3}}
+"""
+WRITTEN = f"""  v = f32[8,3] all-gather(x), dimensions={{0}}, {ALL}
+  rows = s32[2,1] add(first, offset)
+  k = s32[8,1] all-gather({{rows}}), dimensions={{0}}, {ALL}
+  w = f32[8,1,3] reshape(v)
+  r = f32[8,3] scatter(v, k, w), update_window_dims={{1,2}}, inserted_window_dims={{}},
+    scatter_dims_to_operand_dims={{0}}, index_vector_dim=1, to_apply=sum
+  ROOT s = f32[2,3] dynamic-slice(r, own, zero), dynamic_slice_sizes={{2,3}}
+"""
+
+
+@pytest.mark.parametrize("body", [PICKED, WRITTEN])
+def test_rows_by_number_of_a_gathered_array(body: str) -> None:
+    """If each device's numbers are those of its own rows; else something is sent, and bits are the same."""
+    _, rewritten = both(by_hand(body.replace("{rows}", "rows")))
+    assert kinds(rewritten) == []
+    _, rewritten = both(by_hand(body.replace("{rows}", "j")))
+    assert kinds(rewritten)
+
+
+def test_rows_that_all_devices_write_into_a_gathered_array() -> None:
+    """Each writes those of its own rows among them."""
+    given = WRITTEN.replace("{rows}), dimensions={0}, " + ALL, "n)").replace(
+        "all-gather(n", "copy(n"
+    )
+    given = given.replace("k = s32[8,1]", "k = s32[3,1]")
+    given = given.replace("w = f32[8,1,3] reshape(v)", "w = f32[3,1,3] broadcast(m), dimensions={}")
+    given = given.replace("  w =", "  m = f32[] constant(30)\n  w =")
+    for numbers_ in ("{{1},{6},{1}}", "{{7},{-1},{8}}"):
+        _, rewritten = both(by_hand(f"  n = s32[3,1] constant({numbers_})\n" + given))
+        assert kinds(rewritten) == []
+
+
+def test_random_programs_have_the_bits_of_what_is_written() -> None:
+    found = [compare(seed) for seed in range(12)]
+    assert [said for outcome, said in found if outcome == "differs"] == []
+    assert len({outcome for outcome, _ in found}) == 3

@@ -410,10 +410,16 @@ def _rescheduled(
         _dump_hlo(hlo, "hlo", dump)
     if chunks <= 1 and schedule == "gpipe":
         return hlo, ()
-    if chunks > 1 and schedule != "gpipe":
+    if chunks > 1 and schedule not in ("gpipe", "interleaved_1f1b"):
         raise InvalidProgramError(
             f"the schedule {schedule} (stretto_schedule, STRETTO_SCHEDULE) has one chunk of layers a device; "
-            f"{chunks} are asked for (stretto_interleave, STRETTO_INTERLEAVE)"
+            f"{chunks} are asked for (stretto_interleave, STRETTO_INTERLEAVE). With more, it is "
+            "interleaved_1f1b"
+        )
+    if chunks <= 1 and schedule == "interleaved_1f1b":
+        raise InvalidProgramError(
+            "the schedule interleaved_1f1b (stretto_schedule, STRETTO_SCHEDULE) needs a number of chunks of "
+            "layers for each device, at least 2: set stretto_interleave or STRETTO_INTERLEAVE"
         )
     try:
         from .pipelines import interleave, scheduled
@@ -423,17 +429,17 @@ def _rescheduled(
             f"{error}"
         ) from error
     found: tuple[Interleaved | Scheduled, ...]
-    if chunks > 1:
+    if schedule == "gpipe":
         made, found = interleave(hlo, num_replicas, num_partitions, chunks)
     else:
-        made, found = scheduled(hlo, num_replicas, num_partitions, schedule)
+        made, found = scheduled(hlo, num_replicas, num_partitions, schedule, chunks)
     if dump is not None and made != hlo:
-        _dump_hlo(made, "interleaved" if chunks > 1 else "scheduled", dump)
+        _dump_hlo(made, "interleaved" if schedule == "gpipe" else "scheduled", dump)
     return made, found
 
 
 def _asked(chunks: int, schedule: str) -> str:
-    if chunks > 1:
+    if schedule == "gpipe":
         return f"{chunks} chunks of layers a device are asked for (stretto_interleave, STRETTO_INTERLEAVE)"
     return f"the schedule {schedule} is asked for (stretto_schedule, STRETTO_SCHEDULE)"
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-SCHEDULES = ("gpipe", "1f1b", "zb_h1")  # as in `runtime.options`
+SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1")  # as in `runtime.options`
 
 
 @dataclass(frozen=True)
@@ -56,12 +56,14 @@ class Scheduled:
 
     ``name``: its loop of the forward pass, ``backward`` that of the backward pass, and ``loop`` the new one
     in their place. ``before``: the iterations of both written loops together; ``after``: those of the new
-    one. ``alive``: for each stage, the most microbatches that wait for their backward run at a time.
-    ``kept``: bytes that layers of a device keep of one microbatch for the backward pass, ``rows_before`` and
-    ``rows``: how many times the written loops and the new one have them; ``left``: bytes that backward runs
-    leave for runs of weights. ``runs``: for each device, a letter for each iteration of the new loop: F runs
-    forwards, B backwards, W weights, and a dot does not. ``rounds``: why gradients are equal to those
-    of the written step only up to rounding, or an empty string. ``why``: why it is left as it is written.
+    one. ``alive``: for each stage, the most microbatches that wait for their backward run at a time, each as
+    often as there are chunks of layers in which it waits. ``kept``: bytes that layers of a device keep of one
+    microbatch for the backward pass, in ``rows_before`` rows of the written loops; ``row``: those that the
+    layers of one of its ``chunks`` keep, in ``rows`` rows of the new one. ``left``: bytes that backward runs
+    leave for runs of weights. ``moved``, ``back`` and ``taken``: as in `Interleaved`. ``runs``: for each
+    device, a letter for each iteration of the new loop: F runs forwards, B backwards, W weights, and a dot
+    does not. ``rounds``: why gradients are equal to those of the written step only up to rounding, or an
+    empty string. ``why``: why it is left as it is written.
     """
 
     name: str
@@ -81,6 +83,11 @@ class Scheduled:
     runs: tuple[str, ...] = ()
     rounds: str = ""
     why: str = ""
+    chunks: int = 1
+    row: int = 0
+    moved: int = 0
+    back: int = 0
+    taken: int = 0
 
     def describe(self) -> str:
         """A sentence for people."""
@@ -94,11 +101,19 @@ class Scheduled:
         if self.rounds:
             rounds = f"; {self.rounds}: gradients are those of the written step up to rounding"
         left = f", and {self.left} for runs of weights" if self.left else ""
+        stages, moved, each = f"{self.stages} stages", "", "microbatches"
+        if self.chunks > 1:
+            stages += f" x {self.chunks} chunks"
+            each = "chunks of microbatches"
+            moved = (
+                f"; {self.moved} bytes of weights are moved before it, and {self.back} of their gradients "
+                "after it, in each run"
+            )
         return (
             f"{where} and its gradient, loop %{self.backward}, are one loop, run as {self.schedule}: "
-            f"{self.stages} stages, {self.microbatches} microbatches, {self.before} iterations became "
-            f"{self.after} of one run each, bubble {bubble:.0%}, as written {written:.0%}; microbatches "
-            f"alive on each stage: {alive}, as written {self.microbatches}; their layers keep "
-            f"{self.rows * self.kept} bytes on a device{left}, as written {self.rows_before * self.kept}"
-            f"{rounds}"
+            f"{stages}, {self.microbatches} microbatches, {self.before} iterations became "
+            f"{self.after} of one run each, bubble {bubble:.0%}, as written {written:.0%}; {each} "
+            f"alive on each stage: {alive}, as written {self.microbatches * self.chunks}; their layers keep "
+            f"{self.rows * self.row} bytes on a device{left}, as written {self.rows_before * self.kept}"
+            f"{moved}{rounds}"
         )

@@ -171,7 +171,7 @@ VARIABLES: dict[str, tuple[str, Callable[[str], Any]]] = {
 MOST_LOCAL_DEVICES = 1 << 16
 LAUNCHERS = ("auto", "mpi", "jax", "none")
 CUDA_MPI = ("auto", "0", "1")
-SCHEDULES = ("gpipe", "1f1b", "zb_h1")
+SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1")
 
 _EXPECTED = {
     "local_devices": f"expected a whole number of devices, from 1 to {MOST_LOCAL_DEVICES}",

@@ -97,15 +97,19 @@ class Chunk:
             slot = b.add("divide", scalar, [first, b.constant(self.size)])
             begin = {i: entry_of(b, parts[again(i)], [row, slot]) for i in before.inputs}
             own = {i: parts[again(i)] for i in [*before.weights, *before.shared]}
-            at = first
-            if before.layers.reverse:
-                end = b.constant(before.layers.count - self.size)
-                at = b.add("subtract", scalar, [end, first])
+            at = start_of(b, before.layers, first, self.size)
             made = first_run.emit(b, begin | own, at, first, row)
             parts |= {i: made[leaf] for i, leaf in self.recomputed.items()}
         done = run.emit(b, {i: p for i, p in parts.items() if i >= 0}, start, first, row)
         b.finish(b.tuple([done[i] for i in [*self.passed, *self.stacks]]))
         return b
+
+
+def start_of(b: Builder, layers: LayerLoop, first: Any, size: int) -> Any:
+    """The iteration of a loop over layers with which the chunk begins whose first slice is ``first``."""
+    if not layers.reverse:
+        return first
+    return b.add("subtract", first.shape, [b.constant(layers.count - size), first])
 
 
 def stacks_of(layers: LayerLoop, positions: Sequence[int], size: int) -> dict[int, Any]:
@@ -124,8 +128,9 @@ class LayerRun:
     """A loop over layers, for a part of its iterations.
 
     ``shapes``: those of its operands, by position in its carry. ``stacks``: the shapes of stacks that are
-    needed, of a chunk's size. Operands in ``kept`` are read in row ``row``; those in ``cut`` have a chunk's
-    size. ``banks``: stacks that are written in place, in row ``row`` of an array of such stacks by row.
+    needed, of a chunk's size. Operands in ``kept`` are read in row ``row``, which has all slices or those of
+    a chunk; those in ``cut`` have a chunk's size. ``banks``: stacks that are written in place, in row ``row``
+    of an array of such stacks by row.
 
     ``leaves`` and ``given``: by key, values of the layers' body that are put into a stack, or taken out of
     one instead of being computed; these stacks are in rows too, and their shapes in ``shapes`` and
@@ -207,11 +212,13 @@ class LayerRun:
                 b.clone(taken.operands[1:], env)
                 at, *others = (env[o] for o in taken.operands[1:])
                 sizes = list(taken.shape.dimensions)
+                # A row of what is kept may have the slices of all layers, or those of this run.
+                whole = parts[position].shape.dimensions[1 if position in self.kept else 0]
+                own = at if whole == layers.count else b.add("subtract", at.shape, [at, first])
                 if position in self.kept:
-                    part = b.dynamic_slice(parts[position], [row, at, *others], [1, *sizes])
+                    part = b.dynamic_slice(parts[position], [row, own, *others], [1, *sizes])
                     env[taken] = b.reshape(part, sizes)
                 else:
-                    own = b.add("subtract", at.shape, [at, first])
                     env[taken] = b.dynamic_slice(parts[position], [own, *others], sizes)
         results = dict(parts)
         for key, value in self.leaves.items():

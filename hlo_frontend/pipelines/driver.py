@@ -114,10 +114,10 @@ def _table(pipeline: Pipeline, chunks: int) -> Timetable:
 
 
 def scheduled(
-    serialized: bytes, num_replicas: int, num_partitions: int, schedule: str
+    serialized: bytes, num_replicas: int, num_partitions: int, schedule: str, chunks: int = 1
 ) -> tuple[bytes, tuple[Scheduled, ...]]:
-    """The module with its steps of training in a schedule, one of `SCHEDULES`, and a report on each step, and
-    on each loop of a pipeline that stays as it is."""
+    """The module with its steps of training in a schedule (see `slots`), with ``chunks`` chunks of layers a
+    device, and a report on each step, and on each loop of a pipeline that stays as it is."""
     as_given = serialized
     serialized, whys = _localized(serialized, num_replicas, num_partitions)
     reports: dict[str, Scheduled] = {}
@@ -135,7 +135,7 @@ def scheduled(
         pair: list[str] = []
         try:
             pair = names if len(names) == 2 else _pair(module, names, num_replicas, num_partitions)
-            serialized, report = _step(module, pair, num_replicas, num_partitions, schedule)
+            serialized, report = _step(module, pair, num_replicas, num_partitions, schedule, chunks)
         except Refusal as refusal:
             name = refusal.loop or names[-1]
             reports[name] = Scheduled(name, sources[name], schedule, why=_why(refusal, whys))
@@ -181,8 +181,9 @@ def _pair(module: Module, names: list[str], num_replicas: int, num_partitions: i
 
 
 def _step(
-    module: Module, names: list[str], num_replicas: int, num_partitions: int, schedule: str
-) -> tuple[bytes, Scheduled]:
+    module: Module, names: list[str], num_replicas: int, num_partitions: int, schedule: str,
+    chunks: int,
+) -> tuple[bytes, Scheduled]:  # fmt: skip
     """The step that two loops make, in one loop. Raises `Refusal`, which names one of them, and
     `GaveUpError`."""
     module, followed, parts = _analyzed(module, names, num_replicas, num_partitions)
@@ -192,15 +193,19 @@ def _step(
             raise Refusal("it does not go back through the layers of the loop before it")
         pieces = Pieces(Editor(module), forward.pipeline(), ())
         step = training(followed, forward, backward, pieces)
-        slots = SCHEDULES[schedule](step.forward.stages, step.forward.microbatches)
+        count = step.forward.layers.count
+        if count % chunks:
+            raise Refusal(f"{count} layers of a device are not {chunks} equal chunks")
+        sizes = step.forward.stages, step.forward.microbatches, chunks
+        slots = SCHEDULES[schedule](*sizes[: 3 if chunks > 1 else 2])
     made, new = merged(module, step, slots, num_partitions)
     runs = check_merged(made, new, step, num_partitions)
     trips = step.forward.trips + step.backward.trips
     return made, Scheduled(
         forward.name, "", schedule, backward.name, new.loop, step.forward.stages,
         step.forward.microbatches, trips, slots.iterations, slots.alive, kept_bytes(step),
-        step.forward.trips, slots.rows, new.left, runs,
-        _rounds(step, new.left),
+        step.forward.trips, slots.rows, new.left, runs, _rounds(step, new.left),
+        chunks=chunks, row=kept_bytes(step, chunks), moved=new.moved, back=new.back, taken=new.parts,
     )  # fmt: skip
 
 

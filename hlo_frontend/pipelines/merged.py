@@ -10,6 +10,8 @@ rows as microbatches are alive at a time; it is written and read in place.
 - On the last stage, the written computation of what the backward pass begins with is done for one row
 (`rows`).
 - Gradients are added to their sums in the backward run, in the order of the microbatches as it is written.
+  Where stages have several chunks of layers, a run is of one chunk, with its slices of the sums. The ring of
+  stages is closed then, and weights change places before the loop, as when a loop is interleaved (`weights`).
   Where a schedule has runs of weights, that is done there, in a third conditional, and the backward run
   leaves what it needs (`split`).
 - What the last stages of both passes give is put away by microbatch. Behind the loop, the rest of both
@@ -29,17 +31,26 @@ import numpy as np
 
 from ..builder import array_shape, resized, tuple_shape
 from ..graph import Instruction, Module, leaf_types
-from .chunk import LayerRun, again, entry_of, stacks_of
+from .chunk import LayerRun, again, entry_of, stacks_of, start_of
 from .constants import Constant
 from .emit import Builder, Editor, slice_of
 from .parts import Kept, Pipeline, Recomputed
 from .pieces import Pieces, instructions_of
 from .refusal import Refusal, about
-from .rewrite import computed_by, put, shaped, wanted_by_others, without_sign_of_zero
+from .rewrite import (
+    check_same,
+    computed_by,
+    put,
+    shaped,
+    source_of,
+    wanted_by_others,
+    without_sign_of_zero,
+)
+from .sameness import Sameness
 from .slots import NONE, Rooms, Slots
 from .split import split
 from .training import Training, dependents, summed_alone, unchanging
-from .weights import permute
+from .weights import Weights, permute
 
 SCALAR = "s32"
 
@@ -64,7 +75,9 @@ class Names:
     ``held_back``: how many operands of the layers ``forward`` and ``backward`` are given, which do not
     change; ``banks``: how many banks; ``turned``: how many sums and results ``turns`` keeps; ``left``: bytes
     of what backward runs leave for runs of weights.
-    ``replays``: the loops behind it, if there are any.
+    ``replays``: the loops behind it, if there are any. ``chunks``: of layers that a stage has. ``moved`` and
+    ``back``: bytes of weights that all devices together send at each run of the program, and of gradients;
+    ``parts``: arrays of weights of which devices take other parts, and that are not sent.
     """
 
     loop: str
@@ -80,6 +93,10 @@ class Names:
     turned: int
     left: int
     replays: tuple[Replay | None, Replay | None]
+    chunks: int
+    moved: int
+    back: int
+    parts: int
 
 
 class _Carry:
@@ -108,7 +125,7 @@ def merged(module: Module, step: Training, slots: Slots, num_devices: int) -> tu
 
     wanted = wanted_by_others(editor, module, [step.forward, step.backward], cut)
     with about(step.backward.loop.name):
-        names = _Merged(editor, step, slots, num_devices, wanted).rewritten()
+        names = _Merged(editor, module, step, slots, num_devices, wanted).rewritten()
     return editor.finish(), names
 
 
@@ -116,7 +133,7 @@ class _Merged:
     """Rewrites one step. ``wanted``: by loop, the positions of its carry that are read behind it."""
 
     def __init__(
-        self, editor: Editor, step: Training, slots: Slots, num_devices: int,
+        self, editor: Editor, module: Module, step: Training, slots: Slots, num_devices: int,
         wanted: Mapping[str, set[int]],
     ) -> None:  # fmt: skip
         self.editor, self.step, self.slots, self.num_devices = editor, step, slots, num_devices
@@ -132,8 +149,15 @@ class _Merged:
         self.pieces_back = Pieces(editor, self.back, back, enters=False, sums=self.turned)
         self.entry = editor.replace(self.there.loop)
         self.entry.metadata = self.there.loop.proto.metadata
-        self.device = self.entry.add("partition-id", array_shape("u32"))
         self.count = self.there.microbatches
+        self.chunks = slots.chunks
+        self.size = self.there.layers.count // slots.chunks
+        if self.chunks > 1 and self.there.upwards != self.back.upwards:
+            raise Refusal("the backward pass does not go through the layers the other way")
+        self.sameness = Sameness(module, self.there.groups)
+        self.mover = Weights(self.entry, self.there, self.chunks, self.sameness, num_devices)
+        self.device = self.mover.device
+        self.placed: dict[tuple[str, tuple[int, ...]], Any] = {}
         self.dependents = dependents(self.there.loop)
         self._env = self._before()
         self.stage_of = np.zeros(num_devices, np.int32)
@@ -179,26 +203,54 @@ class _Merged:
 
     def _constant(self, found: Constant, shape: Any) -> Any:
         """What the layers take, in the entry computation."""
-        inner, inits = computed_by(found)
+        inner, inits = self._computed_by(found)
         if found.loop is None:
             return shaped(self.entry, self._at_entry(found.value), shape)
-        env = {read: self._at_entry(init) for read, init in inits.items()
-               if read is found.value or any(read in i.operands for i in inner)}  # fmt: skip
+        env = {read: self._at_entry(init) for read, init in inits.items()}
         env |= {i: self.device for i in inner if i.opcode == "partition-id"}
         return shaped(self.entry, self.entry.clone([found.value], env)[found.value], shape)
+
+    @staticmethod
+    def _computed_by(
+        found: Constant,
+    ) -> tuple[Sequence[Instruction], dict[Instruction, Instruction]]:
+        """As `computed_by`, with the initial values alone that are read."""
+        inner, inits = computed_by(found)
+        read = {o for i in inner for o in i.operands} | {found.value}
+        return inner, {r: init for r, init in inits.items() if r in read}
+
+    def _weights_of(self, found: Constant, shape: Any) -> Any:
+        """The weights of a stage's layers, in the places that its chunks have."""
+        if self.chunks == 1:
+            return self._constant(found, shape)
+        inner, inits = self._computed_by(found)
+        same = unchanging(self.there.loop)
+        inits = {read: same.get(init, init) for read, init in inits.items()}
+        key = (source_of(found, inits).name, tuple(shape.dimensions))
+        if key not in self.placed:
+            self.placed[key] = self.mover.placed(found.value, inner, inits, shape, self._at_entry)
+        return self.placed[key]
+
+    def _shared(self, found: Constant, shape: Any) -> Any:
+        """What all layers of a stage share."""
+        if self.chunks > 1:
+            check_same(self.sameness, found, *self._computed_by(found))
+        return self._constant(found, shape)
 
     def _held(self, pipeline: Pipeline) -> dict[int, Any]:
         """Operands of a pipeline's layers that do not change, with the keys of `chunk`."""
         given = pipeline.layers.loop.operands[0].operands
-        constants = {
-            i: w for i, w in [*pipeline.weights.items(), *pipeline.shared.items()]
+        held = {
+            i: self._weights_of(w, given[i].shape) for i, w in pipeline.weights.items()
             if isinstance(w, Constant)
         }  # fmt: skip
-        held = {i: self._constant(c, given[i].shape) for i, c in constants.items()}
+        held |= {i: self._shared(c, given[i].shape) for i, c in pipeline.shared.items()}
         if pipeline.again is not None:
             given = pipeline.again.layers.loop.operands[0].operands
-            for i, c in [*pipeline.again.weights.items(), *pipeline.again.shared.items()]:
-                held[again(i)] = self._constant(c, given[i].shape)
+            for i, c in pipeline.again.weights.items():
+                held[again(i)] = self._weights_of(c, given[i].shape)
+            for i, c in pipeline.again.shared.items():
+                held[again(i)] = self._shared(c, given[i].shape)
         return held
 
     # The new loop.
@@ -219,9 +271,8 @@ class _Merged:
         self.passed_back = {i: whole_back[i] for i in back.layers.passed}
         count = self.slots.rows
         self.bank_shapes = {
-            i: resized(whole[i], [count, *[1] * (i in self.begun), *whole[i].dimensions])
-            for i in [*self.stacks, *self.begun]
-        }
+            i: resized(whole[i], [count, self.size, *whole[i].dimensions[1:]]) for i in self.stacks
+        } | {i: resized(whole[i], [count, 1, *whole[i].dimensions]) for i in self.begun}
         self.given_shapes = [instructions_of(v)[0].shape for v in self.given]
         self.sum_shapes = {i: whole_back[i] for i in back.sums}
         rows_left = [self.slots.left, back.layers.count]
@@ -271,14 +322,15 @@ class _Merged:
             self.pieces_back, back, after["ends back"], list(range(self.count))
         )
         for total, carry in zip(after["sums"], back.sums.values(), strict=True):
-            results[carry] = shaped(entry, total, back.loop.shape.tuple_shapes[carry])
+            placed = self.mover.put_back(total) if self.chunks > 1 else total
+            results[carry] = shaped(entry, placed, back.loop.shape.tuple_shapes[carry])
         for total, carry in zip(after["turned"], self.turned, strict=True):
             results[carry] = total
         entry.stand_in(results)
         return Names(
             done.name, *names, tuple(self.pieces.taken_in), len(self.held), len(self.held_back),
             len(self.bank_shapes), len(self.turned) + len(self.given), self._bytes_left(),
-            (replay, replay_back),
+            (replay, replay_back), self.chunks, self.mover.moved, self.mover.back, self.mover.taken,
         )  # fmt: skip
 
     def _bytes_left(self) -> int:
@@ -314,7 +366,13 @@ class _Merged:
         def at(table: np.ndarray) -> Any:
             return b.lookup(np.ascontiguousarray(table, np.int32), [stage, counter])
 
-        one = np.arange(slots.stages)[:, None]
+        virtual = slots.chunk * slots.stages + np.arange(slots.stages)[:, None]
+        last = slots.stages * slots.chunks - 1
+        starts = [slots.chunk * self.size, (slots.chunks - 1 - slots.chunk) * self.size]
+        first, first_back = (
+            at(np.vectorize(lambda n, p=p: p.layers.first_slice(n, self.size))(own))
+            for p, own in zip((self.there, self.back), starts, strict=True)
+        )
         runs, runs_back = slots.forward != NONE, slots.backward != NONE
         k, k_back = at(np.maximum(slots.forward, 0)), at(np.maximum(slots.backward, 0))
 
@@ -326,33 +384,40 @@ class _Merged:
             now[name] = [put(b, w, r, [store]) for w, r in zip(now[name], received, strict=True)]
             return [entry_of(b, w, [fetch]) for w in now[name]]
 
-        received = [
-            without_sign_of_zero(b, r) if i in self.there.plus else r
-            for i, r in zip(self.passed, come("waits", now["received"], slots.waits), strict=True)
-        ]
+        def added(pipeline: Pipeline, come: Sequence[Any], way: np.ndarray) -> list[Any]:
+            """What has come, with the zeros that the written loop adds to it. ``way``: by stage and
+            iteration, how many chunks a microbatch has gone through."""
+            if not pipeline.plus:
+                return list(come)
+            seam = way % slots.chunks == 0
+            chosen = None if seam.all() else b.is_one(at(seam))
+            found = []
+            for i, value in zip(pipeline.layers.passed, come, strict=True):
+                other = without_sign_of_zero(b, value) if i in pipeline.plus else value
+                found.append(other if chosen is None else b.select(chosen, other, value))
+            return found
+
+        received = added(self.there, come("waits", now["received"], slots.waits), virtual)
         taken: dict[int, Any] = dict(zip(self.taken, now["taken"], strict=True))
         for n, known in self.step.known.items():
             number = b.lookup(known, [b.convert(device, array_shape(SCALAR)), k])
             taken[n] = b.convert(number, self.there.loop.shape.tuple_shapes[n])
-        enters = b.is_one(at(runs & (one == 0)))
+        enters = b.is_one(at(runs & (virtual == 0)))
         name_in, xs = takes_in(b, enters, taken, device, received)
         zero = b.constant(0)
         name, made = _chosen(
             b, b.is_one(at(runs)), forward,
-            [zero, zero, at(slots.puts), zero, k, *xs, *now["held"]], [*now["banks"], *now["ends"]],
+            [at(starts[0]), first, at(slots.puts), zero, k, *xs, *now["held"]],
+            [*now["banks"], *now["ends"]],
             list(self.passed.values()),
         )  # fmt: skip
         ys = made[: len(xs)]
         banks = made[len(xs) : len(xs) + len(now["banks"])]
         ends = made[len(xs) + len(now["banks"]) :]
-        received = [
-            without_sign_of_zero(b, r) if i in self.back.plus else r
-            for i, r in zip(
-                self.passed_back, come("waits back", now["received back"], slots.waits_back),
-                strict=True,
-            )
-        ]  # fmt: skip
-        begins = b.is_one(at(runs_back & (one == slots.stages - 1)))
+        received = added(
+            self.back, come("waits back", now["received back"], slots.waits_back), last - virtual
+        )
+        begins = b.is_one(at(runs_back & (virtual == last)))
         name_turn, made = turns(
             b, begins, [k_back, device, *ends, *now["others"]],
             [*now["given"], *now["turned"]], received,
@@ -363,7 +428,8 @@ class _Merged:
         kept = now["left"] if slots.splits else now["sums"]
         name_back, made = _chosen(
             b, b.is_one(at(runs_back)), backward,
-            [zero, zero, at(slots.takes), at(slots.leaves), k_back, *dys, *now["held back"], *banks],
+            [at(starts[1]), first_back, at(slots.takes), at(slots.leaves), k_back, *dys,
+             *now["held back"], *banks],
             [*now["ends back"], *kept], list(self.passed_back.values()),
         )  # fmt: skip
         dxs = made[: len(dys)]
@@ -377,7 +443,10 @@ class _Merged:
                 [zero, zero, at(slots.finishes), at(slots.resumes), k_weights, *now["held back"],
                  *banks, *left], now["sums"], [],
             )  # fmt: skip
-        pairs = sorted(pair for g in self.there.groups for pair in pairwise(g))
+        pairs = [pair for g in self.there.groups for pair in pairwise(g)]
+        if slots.chunks > 1:
+            pairs += [(g[-1], g[0]) for g in self.there.groups]
+        pairs.sort()
         sent = [permute(b, y, pairs) for y in ys]
         sent_back = [permute(b, dx, sorted((t, s) for s, t in pairs)) for dx in dxs]
         following = {
@@ -394,7 +463,7 @@ class _Merged:
         held = {i: v.shape for i, v in self.held.items()}
         stacks = {i: self.bank_shapes[i] for i in self.stacks}
         run = LayerRun(
-            self.editor, layers, layers.count, self.passed | held, stacks, (), (), self.stacks
+            self.editor, layers, self.size, self.passed | held, stacks, (), (), self.stacks
         )
         ends = [self._by_microbatch(s) for s in self.passed.values()]
         b = self.editor.computation("schedule.forward")
@@ -419,7 +488,7 @@ class _Merged:
         """A run backwards: gives the layers' values, what the last stages give, and the sums, or what is left
         for runs of weights."""
         layers, before, scalar = self.back.layers, self.back.again, array_shape(SCALAR)
-        size, kept, cut = layers.count, self._kept_by_position(), self.cut
+        size, kept, cut = self.size, self._kept_by_position(), self.cut
         held = {i: v.shape for i, v in self.held_back.items()}
         own = {i: s for i, s in held.items() if i >= 0}
         own |= {i: self.bank_shapes[leaf] for i, leaf in kept.items()}
@@ -462,7 +531,7 @@ class _Merged:
             begin = {i: entry_of(b, banks[w.leaf], [row, b.constant(0)])
                      for i, w in before.inputs.items()}  # fmt: skip
             begin |= {i: parts[again(i)] for i in [*before.weights, *before.shared]}
-            made = first_run.emit(b, begin, start, first, row)
+            made = first_run.emit(b, begin, start_of(b, before.layers, first, size), first, row)
             parts |= {i: made[leaf] for i, leaf in cut.items()}
         done = run.emit(b, {i: p for i, p in parts.items() if i >= 0}, start, first, row, to)
         dxs = [done[i] for i in self.passed_back]
@@ -470,9 +539,17 @@ class _Merged:
         if self.slots.splits:
             sums = {i: done[i] for i in gives}
         else:
-            sums = {i: b.add("add", s.shape, [s, done[i]]) for i, s in sums.items()}
+            sums = {i: self._more(b, s, done[i], first) for i, s in sums.items()}
         b.finish(b.tuple([*dxs, *ends, *sums.values()]))
         return b
+
+    def _more(self, b: Builder, total: Any, given: Any, first: Any) -> Any:
+        """A sum of gradients with those that a chunk gives, the first of which is slice ``first``."""
+        if self.chunks == 1:
+            return b.add("add", total.shape, [total, given])
+        starts = [first, *[b.constant(0)] * (len(total.shape.dimensions) - 1)]
+        own = b.dynamic_slice(total, starts, list(given.shape.dimensions))
+        return b.update(total, b.add("add", own.shape, [own, given]), starts)
 
     def _kept_by_position(self) -> dict[int, int]:
         """For each operand of the layers backwards that layers forwards keep, its stack there."""
@@ -623,9 +700,13 @@ def _chosen(
     return chosen.name, b.elements(chosen)
 
 
-def kept_bytes(step: Training) -> int:
-    """Bytes that a device's layers keep of one microbatch for the backward pass."""
-    loop = step.forward.layers.loop
-    leaves = {w.leaf for w in step.backward.kept}
-    types = [t for i in leaves for t in leaf_types(loop.shape.tuple_shapes[i], loop)]
-    return sum(t.nbytes for t in types if t is not None)
+def kept_bytes(step: Training, chunks: int = 1) -> int:
+    """Bytes that a device's layers, or those of one of its chunks, keep of one microbatch for the backward
+    pass."""
+    layers = step.forward.layers
+    total = 0
+    for i in {w.leaf for w in step.backward.kept}:
+        types = leaf_types(layers.loop.shape.tuple_shapes[i], layers.loop)
+        own = sum(t.nbytes for t in types if t is not None)
+        total += own // chunks if i in layers.stacked else own
+    return total

@@ -25,6 +25,8 @@ from .parts import Pipeline
 from .refusal import Refusal, about
 from .training import Training
 
+Run = tuple[int, int]  # microbatch, virtual stage
+
 # Operands of a run: predicate, start, first slice, row, row of what is left, microbatch, then the values.
 ROW, LEFT, MICROBATCH, FIRST = 3, 4, 5, 6
 
@@ -66,10 +68,10 @@ class _Checker:
     loop: Node
     step: Training
     names: Names
-    # By run, forwards and backwards: its microbatch.
-    runs: dict[Execution, int] = field(default_factory=dict)
-    runs_back: dict[Execution, int] = field(default_factory=dict)
-    runs_weights: dict[Execution, int] = field(default_factory=dict)
+    # By run, forwards, backwards, and of weights.
+    runs: dict[Execution, Run] = field(default_factory=dict)
+    runs_back: dict[Execution, Run] = field(default_factory=dict)
+    runs_weights: dict[Execution, Run] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         names = self.names
@@ -79,6 +81,8 @@ class _Checker:
         self.takes_in, self.forward = body[names.takes_in], body[names.forward]
         self.turns, self.backward = body[names.turns], body[names.backward]
         self.count = self.step.forward.microbatches
+        self.stages, self.chunks = self.step.forward.stages, names.chunks
+        self.size = self.step.forward.layers.count // names.chunks
         self.values = len(self.step.forward.layers.passed)
         self.values_back = len(self.step.backward.layers.passed)
         self.weights = body[names.weights] if names.weights else None
@@ -126,28 +130,37 @@ class _Checker:
 
     def group(self, group: tuple[int, ...]) -> None:
         """Trace the runs of one of the pipelines that run side by side."""
-        for device in group:
-            self.runs |= self._numbered(self.forward, device)
-            self.runs_back |= self._numbered(self.backward, device)
+        for stage, device in enumerate(group):
+            self.runs |= self._numbered(self.forward, device, stage)
+            self.runs_back |= self._numbered(self.backward, device, stage)
             if self.weights is not None:
-                self.runs_weights |= self._numbered(self.weights, device)
+                self.runs_weights |= self._numbered(self.weights, device, stage)
+        every = list(range(self.count))
         for stage, device in enumerate(group):
             self._banks(device)
             last = self.runs_back if self.weights is None else self.runs_weights
-            met = [m for at, m in sorted(last.items()) if at.device == device]
-            if met != list(range(self.count)):
-                raise self._wrong("gradients of microbatches are added in another order")
-            turned = [m for at, m in sorted(self.runs_back.items()) if at.device == group[-1]]
-            if self.names.turned and turned != list(range(self.count)):
-                raise self._wrong("microbatches turn in another order")
-            for runs in (self.runs, self.runs_back):
-                met = [m for at, m in runs.items() if at.device == device]
-                if sorted(met) != list(range(self.count)):
-                    raise self._wrong("a stage does not run each microbatch once")
+            for v in range(stage, self.stages * self.chunks, self.stages):
+                if self._met(last, device, v) != every:
+                    raise self._wrong("gradients of microbatches are added in another order")
+                for runs in (self.runs, self.runs_back):
+                    if sorted(self._met(runs, device, v)) != every:
+                        raise self._wrong("a stage does not run each microbatch once")
             for at in [a for a in self.runs if a.device == device]:
-                self._takes(at, None if not stage else group[stage - 1])
+                self._takes(at, group[stage - 1])
             for at in [a for a in self.runs_back if a.device == device]:
-                self._takes_back(at, None if device == group[-1] else group[stage + 1])
+                self._takes_back(at, group[(stage + 1) % self.stages])
+        if self.names.turned and self._met(self.runs_back, group[-1], self.last) != every:
+            raise self._wrong("microbatches turn in another order")
+
+    @property
+    def last(self) -> int:
+        """The virtual stage on which microbatches turn."""
+        return self.stages * self.chunks - 1
+
+    @staticmethod
+    def _met(runs: dict[Execution, Run], device: int, stage: int) -> list[int]:
+        """The microbatches that a device runs through a virtual stage, in their order."""
+        return [m for at, (m, v) in sorted(runs.items()) if (at.device, v) == (device, stage)]
 
     def letters(self) -> tuple[str, ...]:
         """For each device, what it does in each iteration."""
@@ -159,73 +172,89 @@ class _Checker:
                 rows[at.device][at.iteration] = letter
         return tuple("".join(row) for row in rows)
 
-    def _numbered(self, node: Node, device: int) -> dict[Execution, int]:
-        """The runs of a device, each with its microbatch. All of them go through all layers."""
+    def _numbered(self, node: Node, device: int, stage: int) -> dict[Execution, Run]:
+        """The runs of a device, each with its microbatch and virtual stage."""
+        pipeline = self.step.forward if node is self.forward else self.step.backward
         found = {}
         for t in range(len(self.origins.iterations)):
             at = Execution(t, device)
             if self._taken(node, at):
-                if any(self._number(node, n, at) for n in (1, 2)):
-                    raise self._wrong("a run does not begin with the first layer")
-                found[at] = self._number(node, MICROBATCH, at)
+                start, first = self._number(node, 1, at), self._number(node, 2, at)
+                chunk = start // self.size
+                if start % self.size or not 0 <= chunk < self.chunks:
+                    raise self._wrong("a run does not begin with the first layer of a chunk")
+                if first != pipeline.layers.first_slice(start, self.size):
+                    raise self._wrong("a run takes other slices for its own")
+                if node is not self.forward:
+                    chunk = self.chunks - 1 - chunk
+                found[at] = self._number(node, MICROBATCH, at), chunk * self.stages + stage
         return found
 
-    def _takes(self, at: Execution, before: int | None) -> None:
-        """Check what a run forwards takes: from device ``before``, or, if that is None, a new microbatch."""
+    def _takes(self, at: Execution, before: int) -> None:
+        """Check what a run forwards takes: from device ``before``, or, on the first virtual stage, a new
+        microbatch."""
         pipeline = self.step.forward
+        microbatch, v = self.runs[at]
         for leaf, i in enumerate(pipeline.layers.passed):
             value = self.forward.operands[FIRST + leaf]
-            if before is None:
+            if not v:
                 if value.root.node is not self.takes_in or value.root.index != leaf:
                     raise self._wrong("a microbatch does not begin where it is taken in")
                 continue
-            self._traced(self.forward, leaf, value, at, before, self.runs, i in pipeline.plus)
-        if (before is None) != self._taken(self.takes_in, at):
+            plus = i in pipeline.plus and v % self.chunks == 0
+            self._traced(self.forward, leaf, value, at, before, (microbatch, v - 1), plus)
+        if (not v) != self._taken(self.takes_in, at):
             raise self._wrong("a microbatch is not taken in where it should be")
-        if before is None:
+        if not v:
             for n, position in enumerate(self.names.taken):
                 known = self.step.known.get(position)
                 given = self.takes_in.operands[1 + n]
                 if known is None:
                     self._unchanged(given)
-                elif self.origins.number(given, at) != known[at.device, self.runs[at]]:
+                elif self.origins.number(given, at) != known[at.device, microbatch]:
                     raise self._wrong("another microbatch is taken in")
 
-    def _takes_back(self, at: Execution, behind: int | None) -> None:
-        """Check what a run backwards takes: from device ``behind``, or, if that is None, where it turns."""
+    def _takes_back(self, at: Execution, behind: int) -> None:
+        """Check what a run backwards takes: from device ``behind``, or, on the last virtual stage, where it
+        turns."""
         pipeline = self.step.backward
+        microbatch, v = self.runs_back[at]
+        ends = v == self.last
         for leaf, i in enumerate(pipeline.layers.passed):
             value = self.backward.operands[FIRST + leaf]
-            if behind is None:
+            if ends:
                 if value.root.node is not self.turns or value.root.index != leaf:
                     raise self._wrong("a microbatch does not turn on the last stage")
                 continue
-            self._traced(self.backward, leaf, value, at, behind, self.runs_back, i in pipeline.plus)
-        if (behind is None) != self._taken(self.turns, at):
+            plus = i in pipeline.plus and (self.last - v) % self.chunks == 0
+            self._traced(self.backward, leaf, value, at, behind, (microbatch, v + 1), plus)
+        if ends != self._taken(self.turns, at):
             raise self._wrong("a microbatch does not turn where it should")
-        if behind is None:
-            microbatch = self.runs_back[at]
-            given = [a for a, m in self.runs.items() if a.device == at.device and m == microbatch]
+        if ends:
+            given = [
+                a for a, run in self.runs.items() if (a.device, run) == (at.device, (microbatch, v))
+            ]
             if self._number(self.turns, 1, at) != microbatch or not given or given[0] > at:
                 raise self._wrong("a microbatch turns before it has come, or as another one")
 
     def _traced(
         self, node: Node, leaf: int, value: Value, at: Execution, source: int,
-        runs: dict[Execution, int], plus: bool,
+        wanted: Run, plus: bool,
     ) -> None:  # fmt: skip
+        runs = self.runs if node is self.forward else self.runs_back
         made = self.origins.of(value, at)
         if (made.node, made.leaf, made.at.device, made.slot) != (node, leaf, source, None):
             raise self._wrong("a stage does not take what its neighbour gave")
         if made.plus != plus:
             raise self._wrong("what a stage gives is changed on its way")
-        if runs.get(made.at) != runs[at]:
+        if runs.get(made.at) != wanted:
             raise self._wrong("a stage takes what its neighbour gave for another microbatch")
 
     def _banks(self, device: int) -> None:
         """Check that each backward run reads what the forward run of its microbatch kept, and each run of
         weights that and what the backward run left."""
-        rows: dict[int, int] = {}
-        left: dict[int, int] = {}
+        rows: dict[int, Run] = {}
+        left: dict[int, Run] = {}
         for t in range(len(self.origins.iterations)):
             at = Execution(t, device)
             if at in self.runs:

@@ -272,7 +272,7 @@ class _Loop:
 
     def _weights(self, found: Constant, shape: Any) -> Any:
         inner, inits = computed_by(found)
-        key = (_source(found, inits).name, tuple(shape.dimensions))
+        key = (source_of(found, inits).name, tuple(shape.dimensions))
         if key not in self.placed:
             self.placed[key] = self.mover.placed(found.value, inner, inits, shape)
         return self.placed[key]
@@ -280,15 +280,7 @@ class _Loop:
     def _shared(self, found: Constant, shape: Any) -> Any:
         """A value that all layers of a stage share, in the entry computation. Raises `Refusal`."""
         inner, inits = computed_by(found)
-        classes = {read: self.sameness.of(init) for read, init in inits.items()}
-        for instruction in inner:
-            classes[instruction] = self.sameness.step(instruction, classes)
-        if classes[found.value] is not Class.SAME:
-            raise Refusal(
-                f"all layers of a device share {found.value.describe()}, which is not known to be the same "
-                "on all devices. Give each layer its own, stacked as its weights are, or make it an argument "
-                "that is replicated over the stages"
-            )
+        check_same(self.sameness, found, inner, inits)
         env = {read: init.proto for read, init in inits.items()}
         return shaped(self.entry, self.entry.clone([found.value], env)[found.value], shape)
 
@@ -466,7 +458,23 @@ def computed_by(found: Constant) -> tuple[Sequence[Instruction], dict[Instructio
     return constants.computed_by(found.value), constants.inits
 
 
-def _source(found: Constant, inits: Mapping[Instruction, Instruction]) -> Instruction:
+def check_same(
+    sameness: Sameness, found: Constant, inner: Sequence[Instruction],
+    inits: Mapping[Instruction, Instruction],
+) -> None:  # fmt: skip
+    """Raise `Refusal` if what all layers of a stage share is not known to be the same on all stages."""
+    classes = {read: sameness.of(init) for read, init in inits.items()}
+    for instruction in inner:
+        classes[instruction] = sameness.step(instruction, classes)
+    if classes[found.value] is not Class.SAME:
+        raise Refusal(
+            f"all layers of a device share {found.value.describe()}, which is not known to be the same on "
+            "all devices. Give each layer its own, stacked as its weights are, or make it an argument that "
+            "is replicated over the stages"
+        )
+
+
+def source_of(found: Constant, inits: Mapping[Instruction, Instruction]) -> Instruction:
     """The instruction whose value a constant is, except for its dimensions; in the entry if it is there."""
     value = found.value
     while value not in inits and _only_reshapes(value):

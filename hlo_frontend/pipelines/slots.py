@@ -16,16 +16,29 @@ backwards if it has come back, else one forwards if it has come and no more than
 weights of one. With three runs equally long the bubble is P - 1 of ``3 M + P - 1``, where it is 3 (P - 1)
 of ``3 (M + P - 1)``.
 
+Interleaved 1F1B: each stage has R chunks of layers, so there are R P *virtual stages*, of which number v is
+chunk ``v // P`` of stage ``v % P``. A microbatch goes R times round the ring of stages there, and R times
+back. Microbatches go in groups of P, as many as can be: a stage runs chunk 0 of all of a group, then chunk
+1, and backwards likewise from the last chunk on, so that each chunk takes microbatches in their order. Stage
+s goes forwards until ``2 (P - s - 1) + (R - 1) P + 1`` runs are under way, then backwards and forwards in
+turns (Narayanan et al., arXiv 2104.04473, section 2.2). With M >= P the loop has 2 (R M + P - 1) iterations
+of 1/R of the work each.
+
 Microbatches are numbered here in the order in which they go through the backward pass as it is written.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
+from .timetable import groups
+
 NONE = -1
+
+Key = tuple[int, int]  # microbatch, virtual stage
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,7 +60,8 @@ class Slots:
 
     ``leaves`` and ``resumes``: the rows in which a backward run leaves what one of weights needs, ``left`` of
     them; there are none where a backward run does all, and no runs of weights. ``waits`` and
-    ``waits_back``: where what is received in both directions waits, None where none does.
+    ``waits_back``: where what is received in both directions waits, None where none does. ``chunk``: the
+    chunk that is run, of ``chunks``.
     """
 
     forward: np.ndarray
@@ -60,8 +74,10 @@ class Slots:
     leaves: np.ndarray
     resumes: np.ndarray
     left: int
-    waits: Rooms | None = None
-    waits_back: Rooms | None = None
+    waits: Rooms | None
+    waits_back: Rooms | None
+    chunk: np.ndarray
+    chunks: int = 1
 
     @property
     def splits(self) -> bool:
@@ -78,7 +94,8 @@ class Slots:
 
     @property
     def alive(self) -> tuple[int, ...]:
-        """For each stage: the most microbatches of which it keeps something at a time."""
+        """For each stage: the most microbatches of which it keeps something at a time, each as often as there
+        are chunks for which it does."""
         begun = np.cumsum(self.forward != NONE, axis=1)
         last = self.weights if self.splits else self.backward
         ended = np.cumsum(last != NONE, axis=1)
@@ -129,24 +146,101 @@ def zero_bubble(stages: int, microbatches: int) -> Slots:
         np.array([[r[1] if r and r[0] == kind else NONE for r in row] for row in rows], np.int32)
         for kind in range(3)
     ]
-    return _slots(*tables)
+    forward, backward, weights = tables
+    return _slots(forward, backward, weights)
 
 
-def _slots(forward: np.ndarray, backward: np.ndarray, weights: np.ndarray) -> Slots:
-    """Give each microbatch a row on each stage from its forward run until its last one, and what is received
-    one until it is needed."""
+def interleaved(stages: int, microbatches: int, chunks: int) -> Slots:
+    """Interleaved 1F1B, see the docstring of this file."""
+    sizes = groups(microbatches, stages)
+    there = [
+        (m, chunk) for first, size in _ranges(sizes) for chunk in range(chunks)
+        for m in range(first, first + size)
+    ]  # fmt: skip
+    back = [
+        (m, chunk) for first, size in _ranges(sizes) for chunk in reversed(range(chunks))
+        for m in range(first, first + size)
+    ]  # fmt: skip
+    most = [2 * (stages - s - 1) + (chunks - 1) * max(sizes) + 1 for s in range(stages)]
+    rows = None
+    while rows is None:
+        rows = _in_order(stages, chunks, there, back, most)
+        most = [n + 1 for n in most]
+    tables = [
+        np.array([[r[1] if r and r[0] == kind else NONE for r in row] for row in rows], np.int32)
+        for kind in range(3)
+    ]
+    chunk = np.array([[r[2] if r else 0 for r in row] for row in rows], np.int32)
+    forward, backward, weights = tables
+    return _slots(forward, backward, weights, chunk, chunks)
+
+
+def _ranges(sizes: list[int]) -> Iterator[tuple[int, int]]:
+    first = 0
+    for size in sizes:
+        yield first, size
+        first += size
+
+
+def _in_order(
+    stages: int, chunks: int, there: list[Key], back: list[Key], most: list[int]
+) -> list[list[tuple[int, int, int] | None]] | None:
+    """What each stage does in each iteration: kind of run, microbatch and chunk. Runs are made in these
+    orders, as soon as they can be; None if ``most`` of them under way at a time are too few."""
+    count = [[0, 0] for _ in range(stages)]  # of runs forwards and backwards
+    rows: list[list[tuple[int, int, int] | None]] = [[] for _ in range(stages)]
+    ends: dict[tuple[int, int, int], int] = {}  # by kind, microbatch and virtual stage
+    last = stages * chunks - 1
+    t = 0
+    while any(b < len(back) for _, b in count):
+        made: list[tuple[int, int, int] | None] = []
+        for stage, (f, b) in enumerate(count):
+            run = None
+            if f < len(there) and f - b < most[stage]:
+                m, chunk = there[f]
+                v = chunk * stages + stage
+                if not v or ends.get((0, m, v - 1), t) < t:
+                    run = 0, m, chunk
+            elif b < len(back):
+                m, chunk = back[b]
+                v = chunk * stages + stage
+                turned = (0, m, v) if v == last else (1, m, v + 1)
+                if ends.get((0, m, v), t) < t and ends.get(turned, t) < t:
+                    run = 1, m, chunk
+            made.append(run)
+        if not any(made):
+            return None
+        for stage, run in enumerate(made):
+            rows[stage].append(run)
+            if run is not None:
+                ends[run[0], run[1], run[2] * stages + stage] = t
+                count[stage][run[0]] += 1
+        t += 1
+    return rows
+
+
+def _slots(
+    forward: np.ndarray, backward: np.ndarray, weights: np.ndarray,
+    chunk: np.ndarray | None = None, chunks: int = 1,
+) -> Slots:  # fmt: skip
+    """Give each run of a microbatch forwards a row on its stage until the last run that reads it, and what is
+    received one until it is needed."""
+    chunk = np.zeros_like(forward) if chunk is None else chunk
+    # Runs are numbered by microbatch and chunk.
+    there, back, own = (np.where(t == NONE, NONE, t * chunks + chunk)
+                        for t in (forward, backward, weights))  # fmt: skip
     splits = bool(np.any(weights != NONE))
-    puts, finishes, rows = _rows(forward, weights if splits else backward)
-    takes = finishes if not splits else _again(forward, puts, backward)
-    leaves, resumes, left = _rows(backward, weights) if splits else (puts * 0, puts * 0, 0)
+    puts, finishes, rows = _rows(there, own if splits else back)
+    takes = finishes if not splits else _again(there, puts, back)
+    leaves, resumes, left = _rows(back, own) if splits else (puts * 0, puts * 0, 0)
     return Slots(
         forward, backward, weights, puts, takes, finishes, rows, leaves, resumes, left,
-        _rooms(forward, 1), _rooms(backward, -1),
+        _rooms(forward, chunk, chunks, 1), _rooms(backward, chunk, chunks, -1), chunk, chunks,
     )  # fmt: skip
 
 
 def _rows(begins: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
-    """Rows for what is there from one run of a microbatch until another one, of each stage."""
+    """Rows for what is there from one run until another one with the same number, of each stage."""
     puts, takes = np.zeros_like(begins), np.zeros_like(begins)
     count = 0
     for stage in range(len(begins)):
@@ -177,24 +271,28 @@ def _again(begins: np.ndarray, puts: np.ndarray, reads: np.ndarray) -> np.ndarra
     return found
 
 
-def _rooms(runs: np.ndarray, way: int) -> Rooms | None:
-    """Where what comes from the stage before (``way`` is 1) or behind (-1) waits; None if nothing does."""
+def _rooms(runs: np.ndarray, chunk: np.ndarray, chunks: int, way: int) -> Rooms | None:
+    """Where what comes from the virtual stage before (``way`` is 1) or behind (-1) waits; None if nothing
+    does."""
     stages = len(runs)
+    made: dict[Key, int] = {}
+    for stage, t in np.argwhere(runs != NONE):
+        made[int(runs[stage, t]), int(chunk[stage, t]) * stages + int(stage)] = int(t)
     arrives, needed = np.full_like(runs, NONE), np.full_like(runs, NONE)
-    waits = False
-    for stage in range(stages):
-        source = stage - way
-        if not 0 <= source < stages:
-            continue
-        sent = {int(m): t + 1 for t, m in enumerate(runs[source]) if m != NONE}
-        for t, m in enumerate(runs[stage]):
-            if m != NONE:
-                arrives[stage, sent[int(m)]], needed[stage, t] = m, m
-                waits |= t != sent[int(m)]
-    if not waits:
+    for (m, v), t in made.items():
+        sent = made.get((m, v - way))
+        if sent is not None:
+            number = m * chunks + v // stages
+            arrives[v % stages, sent + 1] = needed[v % stages, t] = number
+    if np.array_equal(arrives, needed):
         return None
     stores, fetches, count = _rows(arrives, needed)
     return Rooms(np.where(arrives == NONE, count, stores).astype(np.int32), fetches, count)
 
 
-SCHEDULES = {"1f1b": one_forward_one_backward, "zb_h1": zero_bubble}
+# Of stages, microbatches and, for `interleaved`, chunks.
+SCHEDULES: dict[str, Callable[..., Slots]] = {
+    "1f1b": one_forward_one_backward,
+    "interleaved_1f1b": interleaved,
+    "zb_h1": zero_bubble,
+}

@@ -12,7 +12,7 @@ order in arrays, so that both passes have them in the same places.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,12 +107,13 @@ class Weights:
         self._partner: dict[int, tuple[Any, Any]] = {}
 
     def placed(
-        self, wanted: Instruction, inner: Sequence[Instruction], inits: Inits, shape: Any
-    ) -> Any:
+        self, wanted: Instruction, inner: Sequence[Instruction], inits: Inits, shape: Any,
+        at_entry: Callable[[Instruction], Any] = lambda i: i.proto,
+    ) -> Any:  # fmt: skip
         """The weights ``wanted`` of a loop's body in their new places, as an array of this shape.
 
         ``inner``: the instructions of the body that compute them; ``inits``: the initial values of the
-        carries that these read.
+        carries that these read, which ``at_entry`` has in the entry computation.
         """
         classes: dict[Instruction, Class] = {
             read: self.sameness.of(init) for read, init in inits.items()
@@ -122,7 +123,7 @@ class Weights:
         type = leaf_types(shape, wanted)[0]
         assert type is not None
         if classes[wanted] is Class.ANY:
-            env = {read: init.proto for read, init in inits.items()}
+            env = {read: at_entry(init) for read, init in inits.items()}
             whole = self._clone(wanted, inner, env)
             return self._permuted(self._sized(whole, type), type, back=False)
         self.taken += 1

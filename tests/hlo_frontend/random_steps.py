@@ -1,12 +1,12 @@
-"""Draws steps of training at random, and compares them in a schedule with what is written, bit for bit.
+"""Draws steps of training at random, and compares them in schedules with what is written, bit for bit.
 
     cd tests/hlo_frontend && XLA_FLAGS=--xla_force_host_platform_device_count=8 \\
-        python -m random_steps --count 500 --schedule 1f1b [--seed 0]
+        python -m random_steps --count 500 --schedule 1f1b,zb_h1 [--seed 0]
 
-Prints what was refused, with the reason, and what was not equal; the last line counts: ``equal`` bit for bit,
-``rounds`` where it is not and the report on the step says so, ``differs`` where the report promises that it
-is, ``refused``. With ``--stacked`` the stages are one array, under `vmap`, which XLA partitions. The suite
-runs some.
+Prints what was refused, with the reason, and what was not equal; the last lines count, for each schedule:
+``equal`` bit for bit, ``rounds`` where it is not and the report on the step says so, ``differs`` where the
+report promises that it is, ``refused``. With ``--stacked`` the stages are one array, under `vmap`, which XLA
+partitions. A step is partitioned, and run as it is written, once for all schedules. The suite runs some.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ from __future__ import annotations
 import argparse
 import random
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import jax
 import numpy as np
@@ -23,7 +25,12 @@ from frontend_support import same, shards
 from interpreter import Interpreter
 from training_steps import Draw, draw, draw_stacked, program
 
-from stretto.hlo_frontend.compile import CompiledModule, CompileSpec, compile_stablehlo
+from stretto.hlo_frontend.compile import (
+    CompiledModule,
+    CompileSpec,
+    compile_hlo,
+    compile_stablehlo,
+)
 from stretto.hlo_frontend.passes.valid import ValidPolicy
 
 DEAD_ONLY = ValidPolicy(dead_only=True)
@@ -49,61 +56,102 @@ class Found:
     differs: tuple[str, ...] = ()
     ran: Interpreter | None = None
 
+    @property
+    def verdict(self) -> str:
+        """As the docstring of this file has them."""
+        if self.whys:
+            return "refused"
+        rounds = any(getattr(report, "rounds", "") for report in self.module.interleaved)
+        return "equal" if not self.differs else "rounds" if rounds else "differs"
 
-def compare(d: Draw, schedule: str, *, with_jax: bool = True) -> Found:
-    """Run a step in a schedule and as it is written. What is received where a transfer is left out is NaN."""
-    function, arguments, specs, over = program(d)
-    devices = over.devices.size
-    module = compiled(function, arguments, devices, schedule, valid=DEAD_ONLY)
-    whys = tuple(report.why for report in module.interleaved if report.why)
-    if whys:
-        assert (
-            module.program
-            == compiled(function, arguments, devices, "gpipe", valid=DEAD_ONLY).program
-        )
-        return Found(module, whys)
-    given = [shards(a, over, s) for a, s in zip(jax.tree.leaves(arguments), specs, strict=True)]
-    ran = Interpreter(module.program, skipped=np.nan)
-    found = ran.run(*given)
-    written = Interpreter(compiled(function, arguments, devices, "gpipe").program).run(*given)
-    reference, _ = jax.tree.flatten_with_path(function(*arguments))
-    differs = []
-    for result, expected, (path, array) in zip(found, written, reference, strict=True):
-        by_device = {s.device: np.asarray(s.data) for s in array.addressable_shards}
-        for n, device in enumerate(over.devices.flat):
-            if not np.array_equal(bits(result[n]), bits(expected[n])):
-                wide = [np.asarray(a, np.float64) for a in (result[n], expected[n])]
-                differs.append(
-                    f"{jax.tree_util.keystr(path)} on {n}: {np.max(np.abs(wide[0] - wide[1]))}"
-                )
-            if with_jax and len(by_device) == devices:
-                same(result[n], by_device[device])
-    return Found(module, (), tuple(differs), ran)
+
+class Step:
+    """A step that was partitioned, and is run as it is written once, when that is first asked for."""
+
+    def __init__(self, d: Draw) -> None:
+        self.function, self.arguments, specs, self.over = program(d)
+        self.devices = self.over.devices.size
+        self.module = compiled(self.function, self.arguments, self.devices, "gpipe")
+        leaves = zip(jax.tree.leaves(self.arguments), specs, strict=True)
+        self.given = [shards(a, self.over, s) for a, s in leaves]
+
+    @cached_property
+    def written(self) -> list[list[np.ndarray]]:
+        return Interpreter(self.module.program).run(*self.given)
+
+    @cached_property
+    def paths(self) -> list[str]:
+        """The names of results."""
+        shapes = jax.eval_shape(self.function, *self.arguments)
+        return [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(shapes)]
+
+    def in_schedule(self, schedule: str, **how: Any) -> CompiledModule:
+        assert self.module.source is not None
+        hlo = self.module.source.hlo
+        how = {"rewrites": True, "valid": DEAD_ONLY, "schedule": schedule} | how
+        return compile_hlo(hlo, 1, self.devices, **how)
+
+    def compare(self, schedule: str, **how: Any) -> Found:
+        """Run it in a schedule. What is received where a transfer is left out is NaN."""
+        module = self.in_schedule(schedule, **how)
+        whys = tuple(report.why for report in module.interleaved if report.why)
+        if whys:
+            assert module.program == self.in_schedule("gpipe").program
+            return Found(module, whys)
+        ran = Interpreter(module.program, skipped=np.nan)
+        differs = []
+        for path, result, expected in zip(
+            self.paths, ran.run(*self.given), self.written, strict=True
+        ):
+            for n, (own, other) in enumerate(zip(result, expected, strict=True)):
+                if not np.array_equal(bits(own), bits(other)):
+                    wide = [np.asarray(a, np.float64) for a in (own, other)]
+                    differs.append(f"{path} on {n}: {np.max(np.abs(wide[0] - wide[1]))}")
+        return Found(module, (), tuple(differs), ran)
+
+    def check_written(self) -> None:
+        """What is written gives what JAX's CPU backend gives."""
+        arrays = jax.tree.leaves(self.function(*self.arguments))
+        for result, array in zip(self.written, arrays, strict=True):
+            by_device = {s.device: np.asarray(s.data) for s in array.addressable_shards}
+            if len(by_device) == self.devices:
+                for n, device in enumerate(self.over.devices.flat):
+                    same(result[n], by_device[device])
+
+
+def compare(d: Draw, schedule: str, **how: Any) -> Found:
+    """Run a step in a schedule, as it is written, and on JAX's CPU backend."""
+    step = Step(d)
+    found = step.compare(schedule, **how)
+    if not found.whys:
+        step.check_written()
+    return found
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--schedule", default="1f1b")
+    parser.add_argument(
+        "--schedule", default="1f1b", help="one, or several with commas between them"
+    )
     parser.add_argument(
         "--stacked", action="store_true", help="steps whose stages are one array, under vmap"
     )
     options = parser.parse_args()
-    counts: Counter[str] = Counter()
+    counts: defaultdict[str, Counter[str]] = defaultdict(Counter)
     for seed in range(options.seed, options.seed + options.count):
         d = (draw_stacked if options.stacked else draw)(random.Random(seed))
-        found = compare(d, options.schedule, with_jax=False)
-        rounds = any(getattr(report, "rounds", "") for report in found.module.interleaved)
-        differs = "rounds" if rounds else "differs"
-        verdict = "refused" if found.whys else differs if found.differs else "equal"
-        counts[verdict] += 1
-        if verdict != "equal":
-            print(
-                f"{seed}: {verdict} {d}", *(found.whys or found.differs), sep="\n    ", flush=True
-            )
-    print(dict(counts))
-    return int(counts["differs"] > 0)
+        step = Step(d)
+        for schedule in options.schedule.split(","):
+            found = step.compare(schedule)
+            counts[schedule][found.verdict] += 1
+            if found.verdict != "equal":
+                lines = *found.whys, *found.differs
+                print(f"{seed}: {schedule} {found.verdict} {d}", *lines, sep="\n    ", flush=True)
+    for schedule, own in counts.items():
+        print(schedule, dict(own))
+    return int(any(own["differs"] for own in counts.values()))
 
 
 if __name__ == "__main__":

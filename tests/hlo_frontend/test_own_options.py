@@ -45,7 +45,7 @@ def test_a_schedule_is_taken_out():
     assert (own, left) == (OwnOptions(interleave=1, schedule="1f1b"), options())
     with pytest.raises(
         InvalidProgramError,
-        match="stretto_schedule is 'pipedream': expected one of gpipe, 1f1b, zb_h1",
+        match="stretto_schedule is 'pipedream': expected one of gpipe, 1f1b, interleaved_1f1b, zb_h1",
     ):
         split(options(stretto_schedule="pipedream"))
 

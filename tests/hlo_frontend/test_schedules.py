@@ -37,11 +37,11 @@ from stretto.runtime.errors import InvalidProgramError
 SIZES = list(itertools.product(range(2, 9), (1, 2, 3, 5, 8, 16)))
 
 
-def judge(d: Draw, schedule: str = "1f1b") -> Found:
+def judge(d: Draw, schedule: str = "1f1b", **how) -> Found:
     """Run a step in a schedule: gradients are as JAX's, and those of the written step, bit for bit where no
     head is computed row by row. A head in the loop that stands in no branch is equal here; not everywhere, as
     the report says."""
-    found = compare(d, schedule)
+    found = compare(d, schedule, **how)
     assert found.whys == ()
     (report,) = found.module.interleaved
     behind = d.loss != "squares" and d.head == "behind"
@@ -50,9 +50,9 @@ def judge(d: Draw, schedule: str = "1f1b") -> Found:
     return found
 
 
-def refused(d: Draw, schedule: str = "1f1b") -> str:
+def refused(d: Draw, schedule: str = "1f1b", **how) -> str:
     """The reason why a step is not run in another schedule; the program is the written one."""
-    found = compare(d, schedule)
+    found = compare(d, schedule, **how)
     assert len(found.whys) == 2
     (why,) = (w for w in found.whys if "with which it would be one" not in w)
     return why
@@ -110,6 +110,44 @@ def test_zero_bubble(stages, microbatches):
                         assert seen[int(rooms.fetches[stage, t])] == m
 
 
+@pytest.mark.parametrize("chunks", [2, 3])
+@pytest.mark.parametrize(("stages", "microbatches"), SIZES)
+def test_interleaved(stages, microbatches, chunks):
+    """Each microbatch goes through all virtual stages and back, each chunk takes them in their order, what
+    waits is not overwritten, and memory does not grow with the number of microbatches."""
+    slots = SCHEDULES["interleaved_1f1b"](stages, microbatches, chunks)
+    if microbatches >= stages:
+        assert slots.iterations == 2 * (chunks * microbatches + stages - 1)
+    group = min(microbatches, 2 * stages - 1)
+    for stage, alive in enumerate(slots.alive):
+        assert alive <= 2 * (stages - stage - 1) + (chunks - 1) * group + 1
+    times: list[dict[tuple[int, int], int]] = []
+    for table in (slots.forward, slots.backward):
+        runs = {(int(table[s, t]), int(slots.chunk[s, t]) * stages + int(s)): int(t)
+                for s, t in np.argwhere(table != NONE)}  # fmt: skip
+        assert set(runs) == set(itertools.product(range(microbatches), range(stages * chunks)))
+        times.append(runs)
+        for v in range(stages * chunks):
+            own = [runs[m, v] for m in range(microbatches)]
+            assert own == sorted(own)
+    there, back = times
+    assert not np.any((slots.forward != NONE) & (slots.backward != NONE))
+    for (m, v), t in there.items():
+        assert t < back[m, v] and there.get((m, v - 1), -1) < t
+        assert back.get((m, v + 1), there[m, stages * chunks - 1]) < back[m, v]
+    for rooms, runs, way in ((slots.waits, there, 1), (slots.waits_back, back, -1)):
+        came = {(sent + 1, (v + way) % stages): (m, v + way) for (m, v), sent in runs.items()}
+        rows: dict[tuple[int, int], tuple[int, int]] = {}
+        at = {(t, v % stages): (m, v) for (m, v), t in runs.items()}
+        for t, stage in itertools.product(range(slots.iterations), range(stages)):
+            now = came.get((t, stage))
+            if rooms is not None and now is not None and now in runs:
+                rows[stage, int(rooms.stores[stage, t])] = now
+            run = at.get((t, stage))
+            if run is not None and run[1] - way in range(stages * chunks):
+                assert run == (now if rooms is None else rows[stage, int(rooms.fetches[stage, t])])
+
+
 # Steps that are run in a schedule.
 
 
@@ -160,6 +198,26 @@ def test_weights_in_runs_of_their_own(d):
     assert {sum(row.count(k) for row in report.runs) for k in "FBW"} == {
         len(report.runs) * d.microbatches
     }
+
+
+INTERLEAVED = {
+    "plain": (Draw(stages=4, layers=4, microbatches=5, head="cond"), 2),
+    "tensors": (Draw(axes="yx", again="layer", loss="squares", microbatches=5), 2),
+    "data": (Draw(stages=4, axes="dx", loss="squares", mask="where"), 2),
+    "stage-again": (Draw(again="stage", mask="where", layers=3, head="cond", microbatches=3), 3),
+    "scanned": (Draw(collect="scan", metric=True, inside=True, head="cond", dtype="bfloat16"), 2),
+    "one-array": (Draw(shift="roll", mask="where", loss="squares"), 2),
+}
+
+
+@pytest.mark.parametrize(("d", "chunks"), INTERLEAVED.values(), ids=INTERLEAVED)
+def test_chunks_of_layers(d, chunks):
+    """Devices have the layers of other virtual stages than as written, and gradients of their own."""
+    found = judge(d, "interleaved_1f1b", interleave=chunks)
+    (report,) = found.module.interleaved
+    assert report.after == len(report.runs[0]) == 2 * (chunks * d.microbatches + d.stages - 1)
+    assert {row.count(k) for row in report.runs for k in "FB"} == {chunks * d.microbatches}
+    assert report.rows == report.alive[0] and report.moved > 0 and report.back > 0
 
 
 @pytest.mark.parametrize("seed", [1, 4])
@@ -316,13 +374,25 @@ def test_another_schedule_with_chunks():
         compiled(function, arguments, 2, "1f1b", interleave=2)
 
 
+def test_chunks_that_are_not_equal():
+    assert "3 layers of a device are not 2 equal chunks" in refused(
+        Draw(layers=3), "interleaved_1f1b", interleave=2
+    )
+
+
+def test_no_number_of_chunks():
+    function, arguments, _, _ = program(Draw())
+    with pytest.raises(InvalidProgramError, match="needs a number of chunks"):
+        compiled(function, arguments, 2, "interleaved_1f1b")
+
+
 # The new loop is proved again: here it is made wrongly.
 
 
-def wrong(monkeypatch, change, schedule: str = "1f1b", head: str = "behind") -> str:
+def wrong(monkeypatch, change, schedule: str = "1f1b", head: str = "behind", **how) -> str:
     made = SCHEDULES[schedule]
     monkeypatch.setattr(driver, "SCHEDULES", {schedule: lambda *sizes: change(made(*sizes))})
-    return refused(Draw(microbatches=3, head=head), schedule)
+    return refused(Draw(microbatches=3, head=head), schedule, **how)
 
 
 def test_weights_of_another_microbatch_are_seen(monkeypatch):
@@ -339,6 +409,24 @@ def test_what_has_not_waited_is_seen(monkeypatch):
         return replace(slots, waits=waits)
 
     assert "could not be verified" in wrong(monkeypatch, mixed, "zb_h1")
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda slots: {"chunk": 1 - slots.chunk}, "could not be verified"),
+        (
+            lambda slots: {"puts": slots.puts % 2, "takes": slots.takes % 2},
+            "for another microbatch",
+        ),
+    ],
+    ids=["chunks", "rows"],
+)
+def test_another_chunk_is_seen(monkeypatch, change, why):
+    def changed(slots: Slots) -> Slots:
+        return replace(slots, **change(slots))
+
+    assert why in wrong(monkeypatch, changed, "interleaved_1f1b", interleave=2)
 
 
 def test_rows_that_are_overwritten_are_seen(monkeypatch):
@@ -408,3 +496,19 @@ def test_explain_says_what_is_alive(monkeypatch):
     drawn = svg(explained["loops"], ["" for _ in explained["loops"]])
     assert [drawn.count(f'class="{kind}"') for kind in "FB"] == [12, 12]
     assert drawn.count("iteration 4, forwards") == 2
+
+
+def test_explain_says_what_chunks_take(monkeypatch):
+    function, arguments, _, _ = program(Draw())
+    written = compiled(function, arguments, 2, "gpipe")
+    assert written.source is not None
+    own = options.Options(schedule="interleaved_1f1b", interleave=2)
+    monkeypatch.setattr(options, "in_force", lambda: own)
+    explained = explain(compile_file(written.source.hlo, 2, guarded=False))
+    text = to_text(explained)
+    assert "run as interleaved_1f1b: 2 stages x 2 chunks, 4 microbatches" in text
+    assert "10 iterations became 18 of one run each, bubble 11%, as written 20%" in text
+    assert "chunks of microbatches alive on each stage: 5, 3, as written 8" in text
+    assert "bytes of weights are moved before it" in text
+    drawn = svg(explained["loops"], ["" for _ in explained["loops"]])
+    assert [drawn.count(f'class="{kind}"') for kind in "FB"] == [16, 16]

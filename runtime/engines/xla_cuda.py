@@ -21,7 +21,7 @@ from jax._src.lib import xla_client
 from jax.errors import JaxRuntimeError
 from jaxlib import _jax
 
-from stretto.collectives.cuda import cuda
+from stretto.collectives.cuda import CudaError, cuda
 
 from ..errors import StrettoError
 from . import cuda_stream
@@ -38,14 +38,25 @@ _RELEASES = ("cuda13", "cuda12")
 _CLIENT = {"max_inflight_computations": 4096, "preallocate": False}
 
 
-def create(num_devices: int, target: str = "") -> XlaCudaEngine | CudaCompiler:
+def create(
+    num_devices: int, target: str = "", place: tuple[int, int] = (0, 1)
+) -> XlaCudaEngine | CudaCompiler:
     """Factory of the entry-point group ``stretto.engines``.
 
-    ``target``: the description of a GPU that need not exist, for which segments are compiled only.
+    ``target``: the description of a GPU that need not exist, for which segments are compiled only. ``place``:
+    which rank of its host this is, of how many.
     """
     if target:
         return CudaCompiler(num_devices, target, *_load())
-    return XlaCudaEngine(num_devices)
+    return XlaCudaEngine(num_devices, place)
+
+
+def chosen(num_devices: int, found: int, place: tuple[int, int] = (0, 1)) -> list[int]:
+    """CUDA's numbers of the GPUs that a rank uses, of those ``found`` on its host: ranks take turns where
+    there are enough for all of them, and each uses the first ones where there are not."""
+    index, ranks = place
+    first = index * num_devices if found >= ranks * num_devices else 0
+    return list(range(first, first + num_devices))
 
 
 @cache
@@ -75,20 +86,24 @@ def _load() -> tuple[str, Any]:
 
 
 class XlaCudaEngine(XlaEngine):
-    """The first ``num_devices`` GPUs that CUDA shows this process. See `StreamedEngine`, too."""
+    """``num_devices`` of the GPUs that CUDA shows this process. See `StreamedEngine`, too."""
 
     name = "xla:cuda"
     lowered_as = "cuda"
     host_memory = False
 
-    def __init__(self, num_devices: int) -> None:
-        """Raises `StrettoError` if the plugin is not installed or there are not so many GPUs."""
+    def __init__(self, num_devices: int, place: tuple[int, int] = (0, 1)) -> None:
+        """``place``: which rank of its host this is, of how many. Raises `StrettoError` if the plugin is not
+        installed, CUDA cannot be used, or there are not so many GPUs."""
         self._release, _ = _load()
         try:
-            client = xla_client.make_c_api_client(_NAME, _CLIENT, None)
-        except JaxRuntimeError as error:
+            found = cuda().device_count()
+            # XLA takes hundreds of MB of each GPU that it is shown.
+            visible = chosen(num_devices, found, place)
+            options = _CLIENT | ({"visible_devices": visible} if found >= num_devices else {})
+            client = xla_client.make_c_api_client(_NAME, options, None)
+        except (JaxRuntimeError, CudaError, OSError) as error:
             raise StrettoError(f"engine {self.name}: {error}") from error
-        found = client.local_device_count()
         if found < num_devices:
             raise StrettoError(
                 f"engine {self.name}: {num_devices} devices are asked for (STRETTO_LOCAL_DEVICES), and CUDA "

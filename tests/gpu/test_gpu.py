@@ -169,6 +169,32 @@ except StrettoError as error:
     assert "3 devices are asked for (STRETTO_LOCAL_DEVICES), and CUDA shows 2 GPUs" in done.stdout
 
 
+@only_fake
+def test_ranks_of_a_host_use_gpus_of_their_own(fake: dict[str, str]) -> None:
+    """The second of three uses GPUs 2 and 3: their memory and streams. XLA is shown no other."""
+    code = """
+import ctypes
+import numpy as np
+from stretto.collectives.cuda import cuda
+from stretto.collectives.types import TensorType
+from stretto.runtime.engines import xla_cuda
+
+engine = xla_cuda.create(2, place=(1, 3))
+print([engine.loans.device(n) for n in (0, 1)], engine._client.device_count())
+F32, driver = TensorType("f32", (4,)), ctypes.CDLL("libcuda.so.1")
+for ordinal, device in enumerate((2, 3)):
+    array = engine.put(np.arange(4, dtype=np.float32), F32, ordinal)
+    cuda().use(device)
+    stream, number = cuda().stream(), ctypes.c_int()
+    address = engine.loans.lend(array, stream, [])
+    driver.cuPointerGetAttribute(ctypes.byref(number), 9, ctypes.c_void_p(address))  # the device's number
+    engine.loans.hold(ordinal, engine.loans.mark(ordinal, stream))  # an event of that device
+    print(number.value)
+"""
+    done = python(code, fake)
+    assert done.stdout == "[2, 3] 2\n2\n3\n", done.stderr[-3000:]
+
+
 def ranks(
     environment: dict[str, str],
     processes: int,
@@ -213,9 +239,10 @@ def test_memory_is_not_reused_too_early(
     kind: str,
 ) -> None:
     """XLA waits for collectives that write what it reads, and read what it writes; they wait for XLA. Over
-    NCCL, through the host's memory, and by MPI on the GPUs'."""
+    NCCL, through the host's memory, and by MPI on the GPUs'. Two processes share one, four have their own."""
     delays = {"FAKE_CUDA_DELAY_US": driver, "FAKE_NCCL_DELAY_US": nccl}
-    done = ranks(fake | delays | WAYS[way], processes, devices, "races.py", ROUNDS, kind)
+    gpus = {"FAKE_CUDA_DEVICES": "1"} if (processes, devices) == (2, 1) else {}
+    done = ranks(fake | delays | gpus | WAYS[way], processes, devices, "races.py", ROUNDS, kind)
     assert done.stdout.count(f"right {ROUNDS}") == processes, done.stderr[-3000:]
 
 
@@ -264,7 +291,8 @@ def test_the_host_time_of_a_step(fake: dict[str, str], processes: int) -> None:
 @only_fake
 def test_without_nccl_collectives_go_through_the_host(fake: dict[str, str]) -> None:
     """Where ranks share a GPU, with one warning a process however many programs there are."""
-    done = ranks(fake | {"NCCL_MULTI_RANK_GPU_ENABLE": "0"}, 2, 1, "faults.py", "none", "sums")
+    one = {"NCCL_MULTI_RANK_GPU_ENABLE": "0", "FAKE_CUDA_DEVICES": "1"}
+    done = ranks(fake | one, 2, 1, "faults.py", "none", "sums")
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("[2.0]") == 2  # ranks write at the same time
     assert done.stderr.count("not over NCCL: several devices are on one GPU") == 2

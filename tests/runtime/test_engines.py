@@ -17,6 +17,7 @@ from stretto.collectives.types import TensorType
 from stretto.engine_check import DONATED, DOUBLE, F32, check_engine
 from stretto.runtime.engines import code_room, engine, null, xla_cpu
 from stretto.runtime.engines.engine import create_engine
+from stretto.runtime.engines.xla_cuda import chosen
 from stretto.runtime.errors import CompileError, StrettoError
 from stretto.runtime.program import Segment
 from stretto.testing import NullEngine, VirtualClock
@@ -85,6 +86,12 @@ def test_an_engine_whose_plugin_is_missing(monkeypatch: pytest.MonkeyPatch) -> N
         StrettoError, match=r"needs jax's CUDA plugin: pip install 'stretto\[cuda13\]'"
     ):
         create_engine("xla:cuda", 1)
+
+
+def test_gpus_of_the_ranks_of_a_host() -> None:
+    assert chosen(2, 8, (1, 3)) == [2, 3]
+    assert chosen(1, 8, (7, 8)) == [7]
+    assert chosen(2, 4, (1, 3)) == [0, 1]  # there are not enough for all
 
 
 def test_engines_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:

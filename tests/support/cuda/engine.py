@@ -119,9 +119,9 @@ module @fake {{
 """)
 
 
-def create(num_devices: int) -> FakeCudaEngine:
+def create(num_devices: int, place: tuple[int, int] = (0, 1)) -> FakeCudaEngine:
     """Factory of the entry-point group ``stretto.engines``."""
-    return FakeCudaEngine(num_devices)
+    return FakeCudaEngine(num_devices, place)
 
 
 def create_pjrt(num_devices: int) -> FakePjrtEngine:

@@ -1,98 +1,229 @@
 """What engine xla:cuda takes on GPUs, with JAX's own CUDA backend beside it where it is installed.
 
-    python benchmarks/gpu.py [DEVICES]
+    python benchmarks/gpu.py [RANKS [SIDE]]
 
-DEVICES (1) are those of this process; each measurement is a process of its own, and its row the median of 20.
-No GPU has run it yet.
+Each measurement is a launch of its own, and its row the median of 20, but for copies the best. No GPU has run
+it yet. SIDE (4096) is that of the matrices, of 64 MiB then; the fake computes smaller ones.
 
-- dispatch: `jit(x + 1)` of 8 floats, awaited, on one device.
-- all-reduce: of 64 MiB over the devices, with bytes of one device by seconds.
-- layers: products and an all-reduce of each, which the scheduler may hide, with and without overlap.
+- dispatch: `jit(x + 1)` of 8 floats, awaited, on one device, and how many times JAX's own that is.
+- copies: 64 MiB from a GPU and to it in one copy each, and as a collective through the host makes them: in
+  its pieces, with an event behind each. Their rate by that of one copy.
+- all-reduce: of 64 MiB over RANKS (2) processes, which share a GPU where there are fewer; bytes of one
+  by seconds.
+- layers: products and an all-reduce of 64 MiB in each of 8, as many products as take as long as the
+  all-reduce; what the scheduler gains by hiding one behind the other. The trace of a run with overlap comes
+  into gpu-report/trace, for `stretto trace`.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
+import statistics
 import subprocess
 import sys
+import time
+from collections.abc import Callable
+from ctypes import byref, c_size_t, c_void_p
+from pathlib import Path
+from typing import Any
 
-CODE = """
-import statistics, sys, time
-import jax, jax.numpy as jnp
-import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from stretto.conformance import judge
 
-def median(function):
+ROOT = Path(__file__).parents[1]
+SIDE = int(os.environ.get("BENCH_SIDE", "4096"))
+SIZE = 4 * SIDE * SIDE
+LIMIT = 90  # seconds of a launch
+STAGED = {"STRETTO_NCCL": "0", "STRETTO_CUDA_MPI": "0"}
+# Ranks that share a GPU: NCCL allows that from 2.30 on, and takes few of its processors then.
+NCCL = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": "1", "NCCL_NVLS_ENABLE": "0"}
+
+
+def median(function: Callable[[], Any], runs: int = 20) -> float:
+    """Seconds of a call whose result is awaited."""
+    import jax
+
     for _ in range(3):
         jax.block_until_ready(function())
     times = []
-    for _ in range(20):
+    for _ in range(runs):
         began = time.perf_counter()
         jax.block_until_ready(function())
         times.append(time.perf_counter() - began)
     return statistics.median(times)
 
-devices = jax.devices()
-mesh = Mesh(np.array(devices), ("i",))
 
-def dispatch():
+def dispatch() -> str:
+    import jax
+    import jax.numpy as jnp
+
     x = jnp.ones(8)
     add = jax.jit(lambda x: x + 1)
-    return f"{median(lambda: add(x)) * 1e6:.0f} us"
+    return f"{median(lambda: add(x)) * 1e6:.1f} us"
 
-def all_reduce():
-    n = 1 << 24
-    x = jax.device_put(np.ones((len(devices), n), np.float32), NamedSharding(mesh, P("i")))
-    total = jax.jit(jax.shard_map(lambda x: jax.lax.psum(x, "i"), mesh=mesh, in_specs=P("i"), out_specs=P()))
+
+def copies() -> str:
+    """Of the driver alone, without XLA."""
+    from stretto.collectives.cuda import COPY, RECORD, cuda
+    from stretto.collectives.ops import Collective, Kind, Reduction
+    from stretto.collectives.pieces import pieces
+    from stretto.collectives.types import TensorType
+
+    driver, library = cuda(), ctypes.CDLL("libcuda.so.1")
+    driver.use(0)
+    gpu = c_void_p()
+    assert library.cuMemAlloc_v2(byref(gpu), c_size_t(SIZE)) == 0
+    host, stream = driver.allocate_pinned(SIZE), driver.stream()
+    begin, end, mark = driver.event(True), driver.event(True), driver.event()
+    type = TensorType("f32", (SIZE // 4,))
+    total = Collective(Kind.ALL_REDUCE, (type,), (type,), ((0, 1),), reduction=Reduction.SUM)
+    cut = [(at, nbytes) for piece in pieces(total) for _, at, _, nbytes in piece.given]
+
+    def rate(to: int, source: int, spans: list[tuple[int, int]]) -> float:
+        calls = [(RECORD, begin, stream)]
+        for at, nbytes in spans:
+            calls += [(COPY, to + at, source + at, nbytes, stream), (RECORD, mark, stream)]
+        best = 0.0
+        for _ in range(20):
+            driver.enqueue(0, [*calls, (RECORD, end, stream)])
+            driver.synchronize(stream)
+            best = max(best, SIZE / driver.elapsed(begin, end) / 1e9)
+        return best
+
+    found = []
+    for what, to, source in (("from", host, gpu.value or 0), ("to", gpu.value or 0, host)):
+        whole, parts = rate(to, source, [(0, SIZE)]), rate(to, source, cut)
+        found.append(f"{what} it {whole:.1f}, in pieces {parts:.1f} GB/s = {parts / whole:.0%}")
+    return "; ".join(found)
+
+
+def world() -> tuple[Any, Any]:
+    """The ranks' devices as a mesh, and a matrix on each."""
+    import jax
+    import numpy as np
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    mesh = Mesh(np.array(jax.devices()), ("i",))
+    split = NamedSharding(mesh, PartitionSpec("i"))
+    shape = (len(jax.devices()), SIDE, SIDE)
+    x = jax.make_array_from_callback(
+        shape, split, lambda index: np.full((1, SIDE, SIDE), 1 / SIDE, np.float32)
+    )
+    return mesh, x
+
+
+def mapped(function: Callable[..., Any], mesh: Any, outputs: Any) -> Any:
+    import jax
+    from jax.sharding import PartitionSpec
+
+    return jax.jit(
+        jax.shard_map(function, mesh=mesh, in_specs=PartitionSpec("i"), out_specs=outputs)
+    )
+
+
+def all_reduce() -> str:
+    import jax
+    from jax.sharding import PartitionSpec
+
+    mesh, x = world()
+    total = mapped(lambda x: jax.lax.psum(x, "i"), mesh, PartitionSpec())
     seconds = median(lambda: total(x))
-    return f"{seconds * 1e3:.2f} ms, {4 * n / seconds / 1e9:.1f} GB/s"
+    return f"{seconds * 1e3:.2f} ms, {SIZE / seconds / 1e9:.1f} GB/s"
 
-def layers():
-    n = 4096
-    x = jax.device_put(np.ones((len(devices), n, n), np.float32), NamedSharding(mesh, P("i")))
-    def stack(x):
+
+def balance() -> str:
+    """How many products take as long as an all-reduce."""
+    import jax
+    from jax.sharding import PartitionSpec
+
+    mesh, x = world()
+    total = mapped(lambda x: jax.lax.psum(x, "i"), mesh, PartitionSpec())
+    products = mapped(lambda x: (x[0] @ x[0] @ x[0] @ x[0] @ x[0])[None], mesh, PartitionSpec("i"))
+    moving, computing = median(lambda: total(x)), median(lambda: products(x)) / 4
+    count = min(64, max(1, round(moving / computing)))
+    return f"{moving * 1e3:.2f} ms, a product {computing * 1e3:.2f} ms: {count}"
+
+
+def layers() -> str:
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import PartitionSpec
+
+    mesh, x = world()
+    count = int(os.environ["PRODUCTS"])
+
+    def stack(x: Any) -> Any:
         sums = []
-        for k in range(8):
-            x = jnp.tanh(x[0] @ x[0] / n)[None]
+        for _ in range(8):
+            y = x[0]
+            for _ in range(count):
+                y = y @ x[0]
+            x = jnp.tanh(y)[None]
             sums.append(jax.lax.psum(x, "i"))
         return x, sum(sums)
-    run = jax.jit(jax.shard_map(stack, mesh=mesh, in_specs=P("i"), out_specs=(P("i"), P())))
+
+    run = mapped(stack, mesh, (PartitionSpec("i"), PartitionSpec()))
     return f"{median(lambda: run(x)) * 1e3:.2f} ms"
 
-print(globals()[sys.argv[1]]())
-"""
+
+WORK = {f.__name__: f for f in (dispatch, copies, all_reduce, balance, layers)}
 
 
-def row(name: str, what: str, **variables: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", CODE, what],
-        env=os.environ | variables,
-        capture_output=True,
-        text=True,
-        timeout=250,
-        check=False,
-    )
-    lines = (done.stdout if done.returncode == 0 else done.stderr).strip().splitlines() or [
-        "nothing"
-    ]
-    print(f"{name:44} {lines[-1][:100]}", flush=True)
+def row(name: str, what: str, ranks: int = 1, **variables: str) -> str:
+    """Launch a measurement, print its row, and give what it says; empty if it failed."""
+    try:
+        done = subprocess.run(
+            judge.command(judge.Form(name, ranks, 1), [__file__, "measure", what]),
+            env=os.environ | variables,
+            capture_output=True,
+            text=True,
+            timeout=LIMIT,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        print(f"{name:44} not over after {LIMIT} s", flush=True)
+        return ""
+    right = done.returncode == 0
+    said = (done.stdout if right else done.stderr).strip().splitlines() or ["nothing"]
+    print(f"{name:44} {said[-1][:150]}", flush=True)
+    if not right:
+        print("\n".join(said[-12:]), flush=True)
+    return said[-1] if right else ""
+
+
+def number(said: str) -> float:
+    return float(said.partition(" ")[0]) if said else 0.0
 
 
 def main() -> None:
-    devices = sys.argv[1] if len(sys.argv) > 1 else "1"
-    engine = os.environ.get("STRETTO_ENGINE", "xla:cuda")
-    stretto = {
-        "JAX_PLATFORMS": "stretto",
-        "STRETTO_ENGINE": engine,
-        "STRETTO_LOCAL_DEVICES": devices,
-    }
-    row("dispatch, stretto", "dispatch", **stretto)
-    row("dispatch, JAX's CUDA backend", "dispatch", JAX_PLATFORMS="cuda")
-    row("all-reduce, NCCL", "all_reduce", **stretto)
-    row("all-reduce, through the host", "all_reduce", **stretto, STRETTO_NCCL="0")
-    row("layers, overlap", "layers", **stretto)
-    row("layers, no overlap", "layers", **stretto, STRETTO_OVERLAP="0")
-    row("layers, through the host", "layers", **stretto, STRETTO_NCCL="0")
+    if sys.argv[1:2] == ["measure"]:
+        said = WORK[sys.argv[2]]()
+        if os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK", "0")) == "0":
+            print(said, flush=True)
+        return
+    ranks = int(sys.argv[1]) if len(sys.argv) > 1 else 2
+    if len(sys.argv) > 2:
+        os.environ["BENCH_SIDE"] = sys.argv[2]
+    stretto = {"STRETTO_ENGINE": os.environ.get("STRETTO_ENGINE", "xla:cuda")}
+    stretto["JAX_PLATFORMS"] = "stretto"
+    ours = number(row("dispatch, stretto", "dispatch", **stretto))
+    jax = number(row("dispatch, JAX's CUDA backend", "dispatch", JAX_PLATFORMS="cuda"))
+    if ours and jax:
+        print(f"{'dispatch, times that of JAX (3 at most)':44} {ours / jax:.2f}", flush=True)
+    row("copies of a GPU (80% at least)", "copies", **stretto)
+    for way, chosen in (("through the host", STAGED), ("NCCL", NCCL)):
+        row(f"all-reduce, {way}", "all_reduce", ranks, **stretto, **chosen)
+        balanced = row(f"an all-reduce in products, {way}", "balance", ranks, **stretto, **chosen)
+        if not balanced:
+            continue
+        settings = stretto | chosen | {"PRODUCTS": balanced.split()[-1]}
+        trace = str(ROOT / "gpu-report" / "trace" / way.split()[-1])
+        hidden = number(row(f"layers, overlap, {way}", "layers", ranks, **settings))
+        bare = row(f"layers, no overlap, {way}", "layers", ranks, **settings, STRETTO_OVERLAP="0")
+        if hidden and bare:
+            faster = number(bare) / hidden
+            print(f"{f'layers, times as fast, {way} (1.6 at least)':44} {faster:.2f}", flush=True)
+        row(f"layers, overlap, traced, {way}", "layers", ranks, **settings, STRETTO_TRACE=trace)
 
 
 if __name__ == "__main__":

@@ -96,7 +96,7 @@ def real() -> tuple[Step, ...]:
             (("STRETTO_ENGINE", "xla:cuda"), ("JAX_PLATFORMS", "stretto")),
         ),
         *FIRST,
-        Step("measure", 300, measure),
+        Step("measure", 590, measure),
         host("1"),
         host("0"),
         *(

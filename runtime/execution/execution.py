@@ -49,7 +49,8 @@ class Executable(Protocol):
 class Issued(NamedTuple):
     """What the caller has of an execution that goes on elsewhere.
 
-    ``values[d]``: its results on the program's local device d, to come. ``event``: its end; None if it has ended.
+    ``values[d]``: its results on the program's local device d, to come. ``event``: its end, None if that
+    is over.
     """
 
     values: list[list[Value]]

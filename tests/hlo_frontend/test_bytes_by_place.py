@@ -166,6 +166,15 @@ SET: dict[str, tuple] = {
         lambda x, u: x.at[0:3].set(u).at[2:5].set(u + 1),
         [(X, given(B, 6)), (P(), u)],
     ),
+    "some columns of them": (
+        lambda x, u: x.at[3:6, 1:5].set(u[:, 1:5]),
+        [(X, given(B, 6)), (P(), u)],
+    ),
+    "added": (lambda x, u: x.at[5:8].add(u), [(X, given(B, 6)), (P(), u)]),
+    "multiplied, some columns": (
+        lambda x, u: x.at[5:8, 2:5].multiply(u[:, 1:4]),
+        [(X, given(B, 6)), (P(), u)],
+    ),
     "sorted before and behind": (
         lambda x, u: jnp.sort(jnp.sort(x, 1).at[4:7].set(u), 1),
         [(X, given(B, 6)), (P(), u)],
@@ -188,6 +197,10 @@ SPREAD: dict[str, tuple] = {
     "the next row": (lambda x, i: x[(rows() + 1) % B, i], [(X, given(B, K)), (X, numbers(B))]),
     "rows() from the end": (lambda x, i: x[B - 1 - rows(), i], [(X, given(B, K)), (X, numbers(B))]),
     "any row": (lambda x, i: x[i, rows() % K], [(X, given(B, K)), (X, numbers(B))]),
+    "rows added to others": (
+        lambda x, i: x.at[5:8].add(x[4:7] + i[0]),
+        [(X, given(B, K)), (X, numbers(B))],
+    ),
     "the next row, set": (
         lambda x, i: x.at[(rows() + 1) % B, i].set(1.0),
         [(X, given(B, K)), (X, numbers(B))],
@@ -337,6 +350,35 @@ def test_rows_by_number_of_a_gathered_array(body: str) -> None:
     _, rewritten = both(by_hand(body.replace("{rows}", "rows")))
     assert kinds(rewritten) == []
     _, rewritten = both(by_hand(body.replace("{rows}", "j")))
+    assert kinds(rewritten)
+
+
+UPDATED = f"""  v = f32[8,3] all-gather(x), dimensions={{0}}, {ALL}
+  o = f32[3,3] slice(v), slice={{[2:5],[0:3]}}
+  n = f32[3,3] multiply(o, o)
+  r = f32[8,3] dynamic-update-slice(v, n, two, zero)
+  ROOT s = f32[2,3] dynamic-slice(r, own, zero), dynamic_slice_sizes={{2,3}}
+"""
+
+
+def test_an_update_made_of_the_rows_that_it_replaces() -> None:
+    _, rewritten = both(by_hand(UPDATED))
+    assert kinds(rewritten) == []
+
+
+@pytest.mark.parametrize(
+    ("of", "instead"),
+    [
+        ("[2:5]", "[1:4]"),
+        ("multiply(o, o)", "reverse(o), dimensions={0}"),
+        ("ROOT s = ", "s = "),
+    ],
+)
+def test_an_update_made_of_other_rows_or_read_elsewhere(of: str, instead: str) -> None:
+    body = UPDATED.replace(of, instead)
+    if "ROOT" not in body:
+        body += "  ROOT t = (f32[2,3], f32[3,3]) tuple(s, o)\n"
+    _, rewritten = both(by_hand(body))
     assert kinds(rewritten)
 
 

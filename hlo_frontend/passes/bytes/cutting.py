@@ -25,7 +25,8 @@ class Plan:
     """A region. ``dims``: the dimension along which each value is cut. ``batch``: the batch of each node.
     ``slices``: the own parts that are read of each value. ``whole``: values that are read whole behind it.
     ``anchors``: nodes that are not in the block, and behind which of its nodes they belong.
-    ``ends``: scatters into what each device has, which need only its part of indices and updates."""
+    ``ends``: scatters into what each device has, which need only its part of indices and updates.
+    ``windows``: what makes updates of rows from the same rows."""
 
     gathers: list[Node]
     dims: dict[Value, int]
@@ -34,6 +35,7 @@ class Plan:
     whole: list[Value] = field(default_factory=list)
     anchors: dict[Node, Node | None] = field(default_factory=dict)
     ends: dict[Node, Batch] = field(default_factory=dict)
+    windows: dict[Node, set[Node]] = field(default_factory=dict)
     said: str = ""
 
 
@@ -100,7 +102,8 @@ class Cutting:
         if node.instruction.opcode == "while":
             made = [cut_loop(node, batch, operands, self._parts)]
         elif is_placed(node, batch):
-            made = placed_nodes(node, batch, operands, self._slicer(node), self._parts)
+            windows = self._plan.windows.get(node, set())
+            made = placed_nodes(node, batch, operands, self._slicer(node), self._parts, windows)
         else:
             made = [cut_node(node, batch, operands, self._parts)]
         self._editor.put_behind(self._place(node), made)

@@ -34,7 +34,7 @@ from .cut import cut_type
 from .cutting import Cutting, Plan, is_moved, type_of
 from .loops import loop_batches
 from .own_parts import OwnPart, Places, own_part, places
-from .placed import placed_batches
+from .placed import placed_batches, windows_read
 from .rows import Rows, index_dims
 from .windows import all_windows, own_windows
 
@@ -178,6 +178,7 @@ class _Search:
         self._anchors: dict[Node, Node | None] = {}
         self._ends: dict[Node, Batch] = {}
         self._through: set[Node] = set()
+        self._windows: dict[Node, set[Node] | None] = {}
 
     def plan(self, gather: Node, dimension: int) -> Plan:
         self._assign(gather.results[0], dimension)
@@ -315,6 +316,8 @@ class _Search:
         for value, d in zip(node.operands, batch.operands, strict=True):
             if value.root not in self._facts.derived:
                 continue
+            if d is None and self._is_made_of_windows(node, value):
+                continue
             if d is None or self._dims.get(value.root, d) != d:
                 return False
             some = some or value.root in self._dims
@@ -323,6 +326,16 @@ class _Search:
                 return False
             some = some or value.root in self._dims
         return some
+
+    def _is_made_of_windows(self, node: Node, value: Value) -> bool:
+        """Whether an operand is an update of rows that is made of the same rows of the array (`placed`)."""
+        if node.instruction.opcode != "dynamic-update-slice" or value is not node.operands[1]:
+            return False
+        if node not in self._windows:
+            self._windows[node] = windows_read(
+                self._editor, node, self._context.known, self._facts.derived
+            )
+        return self._windows[node] is not None
 
     def _pruned(self) -> Plan:
         """The part of the region from which slices follow."""
@@ -342,6 +355,11 @@ class _Search:
         plan = Plan(gathers, dims, nodes, self._slices, anchors=self._anchors, ends=self._ends)
         cut = {own.node for parts in self._slices.values() for own in parts} | self._through
         cut.update(self._ends)
+        for node in nodes:
+            made = self._windows.get(node)
+            if made is not None and self._batch[node].operands[1] is None:
+                plan.windows[node] = made
+                cut |= made
         for value in dims:
             uses = self._editor.uses(value)
             if all(u.node in nodes or u.node in cut for u in uses):

@@ -47,9 +47,9 @@ DISABLED_PASSES |= {
     "change-op-data-type": "computes small integers as wider ones",
     "float-normalization-f16": "computes f16 as f32",
 } | {
-    f"float-normalization-{name}": "computes small floats as f16"
+    f"float-normalization-{name}": "computes small types as wider ones, inside of started collectives too"
     for name in PRIMITIVE_CODES
-    if name.startswith(("f8", "f4"))
+    if name.startswith(("f8", "f4", "s4", "u4", "s2", "u2"))
 }
 _SIMPLIFIER = "algsimp"
 _STAGE_PRE_SCHEDULER = 0

@@ -319,6 +319,18 @@ def _loses_by_simplifying(operation: Any) -> bool:
     return False
 
 
+def starts_collectives(module: ir.Module) -> bool:
+    """Whether a module has collectives that JAX's ``psum_start`` and the like have started."""
+    return any(map(_is_start, operations(module)))
+
+
+def _is_start(operation: Any) -> bool:
+    if operation.name != "stablehlo.custom_call":
+        return bool(operation.name == "stablehlo.async_start")
+    target = ir.StringAttr(operation.attributes["call_target_name"]).value
+    return target.endswith("-start")
+
+
 def is_local(module: ir.Module) -> bool:
     """Whether a module for one device can be given to an engine without XLA looking at it first.
 

@@ -29,9 +29,10 @@ from stretto.runtime.errors import InvalidProgramError, UnsupportedError
 from . import stablehlo
 from .schema import PRIMITIVE_CODES, CompileOptionsProto, HloModuleProto
 
+_REPLACER = "async-collective-replacer"
 # XLA:CPU passes that would tie the HLO to XLA:CPU, each with what it does.
 DISABLED_PASSES: dict[str, str] = {
-    "async-collective-replacer": "makes one op of a start and its done",
+    _REPLACER: "makes one op of a start and its done",
     "all_to_all_decomposer": "splits array all-to-all into slices and a tuple all-to-all",
     "all-reduce-promotion": "sends bf16 as f32",
     "float-normalization-bf16": "computes bf16 as f32",
@@ -79,8 +80,16 @@ def _hook(serialized: bytes) -> bytes | None:
     raise RuntimeError(_STOP)
 
 
-def _options(serialized: bytes, num_replicas: int, num_partitions: int, *, simplify: bool) -> Any:
-    """The caller's compile options, for our client, with CPU-specific passes switched off."""
+def _options(
+    serialized: bytes,
+    num_replicas: int,
+    num_partitions: int,
+    *,
+    simplify: bool,
+    starts: bool = True,
+) -> Any:
+    """The caller's compile options, for our client, with CPU-specific passes switched off. Without ``starts``
+    a start and its done become one op."""
     try:
         CompileOptionsProto.FromString(serialized)  # jaxlib takes what it cannot read for defaults
     except Exception as error:
@@ -103,7 +112,7 @@ def _options(serialized: bytes, num_replicas: int, num_partitions: int, *, simpl
         build.use_spmd_partitioning = True
     overrides = dict(options.env_option_overrides)
     disabled = [p for p in str(overrides.get("xla_disable_hlo_passes", "")).split(",") if p]
-    disabled += [p for p in DISABLED_PASSES if p not in disabled]
+    disabled += [p for p in DISABLED_PASSES if p not in disabled and (starts or p != _REPLACER)]
     if not simplify:
         disabled.append(_SIMPLIFIER)
     overrides["xla_disable_hlo_passes"] = ",".join(disabled)
@@ -119,10 +128,32 @@ def optimized_hlo(
     ``module`` is renamed while it compiles; the result carries the name it had. ``options`` is a
     serialized ``CompileOptionsProto``, of which the device assignment plays no part. Raises
     `InvalidProgramError` or `UnsupportedError` with XLA's reason.
+
+    Some releases of XLA cannot partition a collective that a program starts itself, such as one over some of
+    a mesh's axes while the others are left to XLA. It is then compiled with one op for a start and its done,
+    as XLA's CPU backend compiles it.
     """
+    try:
+        return _optimized_hlo(module, num_replicas, num_partitions, options)
+    except (InvalidProgramError, UnsupportedError):
+        if not stablehlo.starts_collectives(module):
+            raise
+    return _optimized_hlo(module, num_replicas, num_partitions, options, starts=False)
+
+
+def _optimized_hlo(
+    module: ir.Module,
+    num_replicas: int,
+    num_partitions: int,
+    options: bytes,
+    *,
+    starts: bool = True,
+) -> bytes:
+    """`optimized_hlo`, with or without starts."""
     count = num_replicas * num_partitions
+    simplify = stablehlo.can_be_simplified(module)
     compile_options = _options(
-        options, num_replicas, num_partitions, simplify=stablehlo.can_be_simplified(module)
+        options, num_replicas, num_partitions, simplify=simplify, starts=starts
     )
     if not options:
         compile_options.executable_build_options.use_shardy_partitioner = stablehlo.uses_shardy(

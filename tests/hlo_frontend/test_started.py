@@ -12,6 +12,7 @@ import pytest
 from frontend_support import P, compiled, judge_program, mesh
 from jax import lax
 from jax._src.lax import parallel  # they have no public names yet
+from jax.sharding import Mesh, NamedSharding
 
 from stretto.hlo_frontend.compile import CompiledModule
 from stretto.runtime.program import Block, Branch, Loop, Run, Start, Wait, instructions
@@ -87,6 +88,25 @@ def test_small_types_are_started_as_they_are(kind: str, dtype: str) -> None:
     assert steps(made.program.body) == ["run", "start", "run", "wait", "run"]
     (collective,) = made.program.collectives
     assert {str(t.dtype) for t in collective.results} == {dtype}
+
+
+def test_over_one_axis_of_a_mesh_while_the_other_is_left_to_xla() -> None:
+    """Of jax 0.10's starts XLA partitions none there: they are compiled as one op with their dones."""
+    over = Mesh(np.array(jax.devices("cpu")[:N]).reshape(2, 2), ("a", "b"))
+
+    def f(x):  # type: ignore[no-untyped-def]
+        begun = parallel.psum_start(x, "a")
+        return end(begun) + jnp.sin(x).sum()
+
+    spec = P("a")
+    mapped = jax.shard_map(
+        f, mesh=over, in_specs=spec, out_specs=spec, axis_names={"a"}, check_vma=False
+    )
+    held = NamedSharding(over, P("a", "b"))
+    function = jax.jit(mapped, in_shardings=held, out_shardings=held)
+    made = compiled(function, X, num_devices=N)
+    judge_program(made, function, over, (P("a", "b"),), X, exact=False)
+    assert {str(c.kind) for c in made.program.collectives} == {"all-reduce"}
 
 
 def test_what_a_start_reads_is_all_that_is_ahead_of_it() -> None:

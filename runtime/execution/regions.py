@@ -19,7 +19,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from stretto.collectives.communicator import BoundCollective
+from stretto.collectives.communicator import PROMPT, BoundCollective
 from stretto.collectives.native import (
     TARGET,
     Peers,
@@ -96,9 +96,16 @@ class Region:
         # Of each site: messages and bytes that a call moves, and messages that it leaves out.
         self.payload = list(map(_payload, self.collectives, bound))
         self.what = f"segment {segment.name} of {program.name}"
-        # Whether `attempt` can be used: each site is called once, and nothing is used up by a run.
+        # Whether `attempt` can be used: each site is called once and moves what takes no time beside a call,
+        # and nothing is used up by a run.
+        sizes = (
+            sum(t.nbytes for t in types)
+            for c in self.collectives
+            for types in (c.operands, c.results)
+        )
         self.prompt = (
             len(context.local) == 1
+            and max(sizes) <= PROMPT
             and isinstance(self.loaded, LoadedAlone)
             and not segment.donated
             and WHILE not in segment.module

@@ -57,6 +57,7 @@ def chosen() -> dict[str, Callable[[], None]]:
         "donation": partial(cases.test_a_donated_argument_is_used_up, mesh),
         "beside a walk": partial(cases.test_native_and_walk_beside_each_other, mesh),
         "late": partial(late, mesh),
+        "large": partial(large, mesh),
     }
 
 
@@ -97,6 +98,31 @@ def late(mesh: Mesh) -> None:
     after = stretto.stats()
     assert after.collectives - before.collectives == 5 * 3
     assert after.seconds > before.seconds
+
+
+def large(mesh: Mesh) -> None:
+    """Compiled code calls these sums, but not in the caller's thread, which would give them up."""
+    n = len(mesh.devices)
+
+    def f(x: jax.Array) -> jax.Array:
+        for _ in range(8):
+            x = jax.lax.psum(x, "x") / n + 1
+        return x
+
+    rows = np.ones((n, 1 << 15), np.float32)
+    spec = jax.sharding.PartitionSpec("x")
+    placed = jax.make_array_from_callback(
+        rows.shape, jax.sharding.NamedSharding(mesh, spec), rows.__getitem__
+    )
+    whole = jax.jit(jax.shard_map(f, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
+    compiled = whole.lower(placed).compile()
+    assert cases.is_native(compiled), stretto.explain(compiled)
+    here = Region.run_here
+    with patch.object(Region, "run_here", autospec=True, side_effect=here) as alone:
+        for _ in range(2):
+            for shard in compiled(placed).addressable_shards:
+                np.testing.assert_array_equal(shard.data, 9)
+    assert not alone.called
 
 
 def main() -> int:

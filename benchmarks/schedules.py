@@ -1,4 +1,5 @@
-"""What schedules of a step of training cost: a GPipe program as it is written, as 1F1B and as ZB-H1.
+"""What schedules of a step of training cost: a GPipe program as it is written, as 1F1B, with two chunks of
+layers a device too, and as ZB-H1.
 
 Two ranks compute, a core each. 1F1B does the same runs and has the same bubble, and is to take the same time:
 at most 1.03 times GPipe's. What its layers keep for the backward pass is to be at most
@@ -27,7 +28,7 @@ CASE = {
     "calls": 1,
 }
 RANKS, MICROBATCHES = 2, 16
-SCHEDULES = ("gpipe", "1f1b", "zb_h1")
+SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1")
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,8 @@ class Setting:
         return self.schedule
 
     def run(self, case: Mapping[str, Any]) -> float:
-        return self.contender.run({**case, "schedule": self.schedule})
+        chunks = 2 if self.schedule == "interleaved_1f1b" else 1
+        return self.contender.run({**case, "schedule": self.schedule, "chunks": chunks})
 
 
 def main() -> None:

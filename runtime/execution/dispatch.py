@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from itertools import count
+from time import perf_counter
 from typing import Any, Protocol
 
 from ..errors import StrettoError
@@ -70,6 +71,11 @@ class Dispatched(Protocol):
         """Whether other processes run it too."""
         ...
 
+    @property
+    def is_prompt(self) -> bool:
+        """Whether it takes a moment, once the other processes are there."""
+        ...
+
     def walk(self) -> None: ...
 
     def land(self, error: BaseException) -> None: ...
@@ -117,6 +123,23 @@ class Dispatcher:
     @property
     def idle(self) -> bool:
         """Whether all runs are over; the dispatch thread may still be tidying up behind the last."""
+        return not self._executions
+
+    def catch_up(self) -> bool:
+        """Whether all runs are over, after a moment's wait for those that take no more.
+
+        Otherwise a caller that has fallen behind once would queue one small program behind the other, each
+        with two thread switches, for as long as it does not wait for a result.
+        """
+        if not self._executions:
+            return True
+        ahead = list(self._executions.values())
+        if called_back.inside() or not all(execution.is_prompt for execution in ahead):
+            return False
+        until = perf_counter() + PATIENCE
+        for execution in ahead:
+            if not execution.event.wait_for(until - perf_counter()):
+                return False
         return not self._executions
 
     def take_turn(self) -> bool:

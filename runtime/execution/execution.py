@@ -85,6 +85,11 @@ class Execution:
         """Whether other processes run the program too."""
         return self.loaded.negotiation is not None
 
+    @property
+    def is_prompt(self) -> bool:
+        """Whether all that it waits for is small collectives."""
+        return self.loaded.walker.prompt is not None
+
     def walk(self) -> None:
         """Walk the program. Errors go to the outputs."""
         frame: Frame | None = None

@@ -168,8 +168,8 @@ class LoadedProgram:
                 return outputs, None
         if (
             self.walker.prompt is not None
-            and self.dispatcher.idle
             and (self.negotiation is None or self.negotiation.agreed)
+            and self.dispatcher.catch_up()
         ):
             begun = self._run_promptly(arguments)
             if begun is not None:
@@ -370,9 +370,12 @@ class LoadedProgram:
                 array = value._array
                 if array is None:
                     other = value._other
-                    if type(other) is not Landed:
+                    if type(other) is Promise and other.event.done and other.error is None:
+                        array = value.array()
+                    elif type(other) is Landed:
+                        array, landed = other.host, landed + 1
+                    else:
                         return None
-                    array, landed = other.host, landed + 1
                 if value.type is not type_ and value.type != type_:
                     return None
                 register.append(array)

@@ -54,6 +54,12 @@ class Event:
             with self._lock:
                 pass
 
+    def wait_for(self, seconds: float) -> bool:
+        """Wait for so long at most; whether it is set."""
+        if not self.done and self._lock.acquire(timeout=max(seconds, 0.0)):
+            self._lock.release()
+        return self.done
+
     def result(self) -> Any:
         """Wait; the value, or raises the error."""
         self.wait()

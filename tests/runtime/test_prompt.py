@@ -21,6 +21,7 @@ from support.handmade import (
 from stretto.collectives.communicator import Communicator
 from stretto.collectives.hierarchy import create_communicator
 from stretto.runtime.errors import StrettoError
+from stretto.runtime.execution import dispatch as dispatch_module
 from stretto.runtime.execution import loaded as loaded_module
 from stretto.runtime.execution.executor import Executor
 from stretto.runtime.options import Options
@@ -31,10 +32,15 @@ CALLER = threading.get_ident()
 
 
 class Pending:
-    """What the other processes hold up: ``test`` is true once ``there`` is set."""
+    """What the other processes hold up.
 
-    def __init__(self, there: threading.Event, results: Any, log: list[str]) -> None:
-        self.there, self.results, self.log = there, results, log
+    ``test`` is true once ``there`` is set, which ``wait`` does itself where it ``comes``.
+    """
+
+    def __init__(
+        self, there: threading.Event, results: Any, log: list[str], comes: bool = False
+    ) -> None:
+        self.there, self.results, self.log, self.comes = there, results, log, comes
 
     def test(self) -> bool:
         return self.there.is_set()
@@ -42,6 +48,8 @@ class Pending:
     def wait(self) -> None:
         assert threading.get_ident() != CALLER, "the caller's thread has waited"
         self.log.append("waited")
+        if self.comes:
+            self.there.set()
         assert self.there.wait(30)
 
 
@@ -51,7 +59,7 @@ class Posting:
     def __init__(self) -> None:
         self.there = threading.Event()
         self.log: list[str] = []
-        self.fails = False
+        self.fails = self.comes = False
         self._local = create_communicator(None, 0)
         self.process, self.num_processes = 0, 1
 
@@ -72,7 +80,8 @@ class Posting:
                     raise ValueError("no route")
                 here = "caller" if threading.get_ident() == CALLER else "dispatch"
                 outer.log.append(f"posted by {here}")
-                return Pending(outer.there, bound.run(operands, **options), outer.log)
+                results = bound.run(operands, **options)
+                return Pending(outer.there, results, outer.log, outer.comes)
 
         return Bound()
 
@@ -151,6 +160,20 @@ def test_what_is_not_there_is_left_to_the_dispatch_thread_and_later_runs_queue_b
     # Once all is over, the caller begins again.
     loaded.execute(arguments)
     assert posting.log[3:] == ["posted by caller"]
+
+
+def test_a_caller_that_has_fallen_behind_catches_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise each of many calls in a row would wait for the dispatch thread, which runs the one before."""
+    monkeypatch.setattr(dispatch_module, "PATIENCE", 30.0)
+    posting = Posting()
+    posting.comes = True
+    made = rig(posting)
+    loaded = made.load(summing())
+    late = loaded.execute(made.arguments(loaded, [1, 2]))
+    rows, completion = loaded.execute_with_completion([[row[1]] for row in late])
+    assert completion is None
+    assert posting.log == ["posted by caller", "waited", "posted by caller"]
+    assert [firsts([v.host_view() for v in row]) for row in rows] == [[13.0, 12.0]] * 2
 
 
 def test_an_operand_that_is_being_computed_is_not_waited_for(

@@ -241,7 +241,7 @@ class LoadedProgram:
         if run is None or not dispatcher.take_turn():
             return None
         error: BaseException | None = None
-        frame = self.walker.new_frame()
+        frame: Frame | None = None
         try:
             results, end = run(ordinal, arrays)
             counted(results, len(self.output_types))
@@ -249,10 +249,11 @@ class LoadedProgram:
                 try:
                     end.block_until_ready()
                 except Exception:
-                    pass  # told below
+                    pass  # the end is in the frame: `Execution.finish` tells its error
                 else:
                     dispatcher.end_turn()
                     return results
+            frame = self.walker.new_frame()
             frame.ends.append(end)
             for slot, array in zip(self.program.body.results, results, strict=True):
                 frame.registers[slot] = [array]

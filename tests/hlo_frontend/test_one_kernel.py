@@ -16,7 +16,7 @@ from executed import engine
 from jax import lax
 
 from stretto.hlo_frontend import one_kernel, stablehlo
-from stretto.hlo_frontend.native import _merged
+from stretto.hlo_frontend.region_module import _merged
 from stretto.runtime.program import Segment
 
 Results = list[np.ndarray]

@@ -1,0 +1,383 @@
+"""The module of a region of a program that compiled code runs whole (`native`).
+
+It takes a `CONTEXT` and what the region reads; the segments that the region ran before are functions in it.
+The collectives are custom calls, which hand on a chain, so that XLA keeps them in the program's order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from jaxlib.mlir import ir
+
+from stretto.collectives.native import TARGET, as_called
+from stretto.collectives.types import TensorType
+from stretto.runtime.program import (
+    CONTEXT,
+    Block,
+    Branch,
+    Copy,
+    Free,
+    Instruction,
+    LogicalId,
+    Loop,
+    Program,
+    Run,
+    Segment,
+    Slot,
+    Start,
+    Wait,
+    instructions,
+)
+
+from . import one_kernel, stablehlo
+
+_END = -1
+
+_MLIR = {name: text for text, name in stablehlo.MLIR_TYPES.items()}
+
+
+@dataclass(frozen=True)
+class RegionModule:
+    """``module`` is StableHLO bytecode. ``sites``: the collectives that it calls, by their numbers in the
+    program, in the order of its sites. ``segments``: those of the program that are functions in it."""
+
+    module: bytes
+    sites: tuple[int, ...]
+    segments: tuple[int, ...]
+
+
+def region_module(
+    program: Program,
+    alone: bool,
+    inputs: Sequence[Slot],
+    outputs: Sequence[Slot],
+    donated: Sequence[Slot],
+    body: Sequence[Instruction],
+) -> RegionModule:
+    """The module that does what ``body`` does. ``alone``: it runs on one device of a process."""
+    emitter = _Emitter(program, alone)
+    text = emitter.main(inputs, outputs, donated, body)
+    numbers = tuple(emitter.segments)
+    module = _merged(text, [program.segments[i] for i in numbers], numbers)
+    return RegionModule(module, tuple(emitter.sites), numbers)
+
+
+def _tensor(type_: TensorType) -> str:
+    return f"tensor<{''.join(f'{d}x' for d in type_.shape)}{_MLIR[type_.dtype]}>"
+
+
+def _layout(type_: TensorType) -> str:
+    order = list(range(len(type_.shape)))[::-1]
+    return f"dense<{order or ''}> : tensor<{len(order)}xindex>"
+
+
+_CHAIN, _COUNTER, _PRED = (TensorType(dtype, ()) for dtype in ("s32", "s64", "pred"))
+
+
+class _Emitter:
+    """Writes a region as the text of a StableHLO function that calls the segments."""
+
+    def __init__(self, program: Program, alone: bool) -> None:
+        self.program = program
+        self.alone = alone
+        self.segments: dict[int, None] = {}
+        self.sites: list[int] = []
+        self.lines: list[str] = []
+        self.names: dict[Slot, str] = {}
+        self.count = 0
+        self.context = "%context"
+        self.chain = ""
+
+    def main(
+        self,
+        inputs: Sequence[Slot],
+        outputs: Sequence[Slot],
+        donated: Sequence[Slot],
+        body: Sequence[Instruction],
+    ) -> str:
+        types = self.program.slot_types
+        aliases = self._aliases(inputs, outputs, donated)
+        parameters = [f"{self.context}: {_tensor(CONTEXT)}"]
+        for slot in inputs:
+            name = self.names[slot] = self._new()
+            alias = f" {{tf.aliasing_output = {aliases[slot]} : i32}}" if slot in aliases else ""
+            if slot in donated and slot not in aliases:
+                alias = " {jax.buffer_donor = true}"
+            parameters.append(f"{name}: {_tensor(types[slot])}{alias}")
+        self._begin()
+        for instruction in body:
+            self._instruction(instruction)
+        self._call(_END, ())
+        results = ", ".join(self.names[s] for s in outputs)
+        result_types = ", ".join(_tensor(types[s]) for s in outputs)
+        self._add(f"return {results} : {result_types}" if outputs else "return")
+        signature = f"({', '.join(parameters)}) -> ({result_types})"
+        lines = [f"func.func public @main{signature} {{", *self.lines, "}"]
+        for index in self.segments:
+            segment = self.program.segments[index]
+            taken, given = (", ".join(map(_tensor, t)) for t in (segment.inputs, segment.outputs))
+            lines.append(f"func.func private @{_prefix(index)}main({taken}) -> ({given})")
+        return "module {\n" + "\n".join(lines) + "\n}\n"
+
+    def _aliases(
+        self, inputs: Sequence[Slot], outputs: Sequence[Slot], donated: Sequence[Slot]
+    ) -> dict[Slot, int]:
+        """For each donated input the first output of its type that no other has; a loop's own carry first."""
+        types, found = self.program.slot_types, dict[Slot, int]()
+        for slot in donated:
+            own = list(inputs).index(slot)
+            order = [own, *range(len(outputs))] if own < len(outputs) else range(len(outputs))
+            for k in order:
+                if types[outputs[k]] == types[slot] and k not in found.values():
+                    found[slot] = k
+                    break
+        return found
+
+    # Lines.
+
+    def _new(self) -> str:
+        self.count += 1
+        return f"%v{self.count}"
+
+    def _add(self, line: str) -> None:
+        self.lines.append(line)
+
+    def _value(self, text: str) -> str:
+        name = self._new()
+        self._add(f"{name} = {text}")
+        return name
+
+    def _constant(self, value: str, type_: str) -> str:
+        return self._value(f"stablehlo.constant dense<{value}> : {type_}")
+
+    def _element(self, index: int) -> str:
+        """A number of the context."""
+        one = self._value(
+            f"stablehlo.slice {self.context} [{index}:{index + 1}] : (tensor<4xui64>) -> tensor<1xui64>"
+        )
+        return self._value(f"stablehlo.reshape {one} : (tensor<1xui64>) -> tensor<ui64>")
+
+    def _begin(self) -> None:
+        """The chain's first value, made so that XLA hands the devices over to threads of its own.
+
+        What XLA takes for cheap it runs while it starts the devices, and if one of them fails there it ends
+        the process unless the others come to their end. Cheap is what it estimates at less than 1,000
+        operations. It counts one for each element of an array of which one element is read here, by an
+        index that it does not know: it fuses that, and computes no other. A device that is alone may as
+        well run where it is.
+        """
+        if self.alone:
+            self.chain = self._constant("0", "tensor<i32>")
+            return
+        scalar, array = "tensor<i32>", "tensor<2048xi32>"
+        position = self._value(f"stablehlo.convert {self._element(1)} : (tensor<ui64>) -> {scalar}")
+        spread = self._value(
+            f"stablehlo.broadcast_in_dim {position}, dims = [] : ({scalar}) -> {array}"
+        )
+        places = self._value(f"stablehlo.iota dim = 0 : {array}")
+        mixed = self._value(f"stablehlo.xor {spread}, {places} : {array}")
+        one = self._value(
+            f"stablehlo.dynamic_slice {mixed}, {position}, sizes = [1] : ({array}, {scalar}) -> tensor<1xi32>"
+        )
+        self.chain = self._value(f"stablehlo.reshape {one} : (tensor<1xi32>) -> {scalar}")
+
+    # Instructions.
+
+    def _instruction(self, instruction: Instruction) -> None:
+        match instruction:
+            case Run():
+                self._run(instruction)
+            case Start():
+                self._collective(instruction)
+            case Loop():
+                self._loop(instruction)
+            case Branch():
+                self._branch(instruction)
+            case Copy():
+                self.names[instruction.output] = self.names[instruction.input]
+            case LogicalId():
+                number = self._element(2 if instruction.kind == "partition" else 3)
+                self.names[instruction.output] = self._value(
+                    f"stablehlo.convert {number} : (tensor<ui64>) -> tensor<ui32>"
+                )
+            case Wait() | Free():
+                pass
+
+    def _block(self, block: Block, given: Sequence[str]) -> list[str]:
+        """Write a block whose parameters have these names; the names of its results."""
+        self.names |= zip(block.parameters, given, strict=True)
+        for instruction in block.instructions:
+            self._instruction(instruction)
+        return [self.names[slot] for slot in block.results]
+
+    def _results(self, slots: Sequence[Slot], name: str, first: int = 0, more: int = 0) -> None:
+        """Have an operation's results be these slots; it has ``more`` besides."""
+        single = len(slots) + more == 1
+        for index, slot in enumerate(slots):
+            self.names[slot] = name if single else f"{name}#{first + index}"
+
+    def _run(self, run: Run) -> None:
+        self.segments[run.segment] = None
+        segment = self.program.segments[run.segment]
+        name, count = self._new(), len(segment.outputs)
+        taken, given = (", ".join(map(_tensor, t)) for t in (segment.inputs, segment.outputs))
+        operands = ", ".join(self.names[s] for s in run.inputs)
+        left = f"{name}:{count} = " if count > 1 else f"{name} = " if count else ""
+        self._add(
+            f"{left}func.call @{_prefix(run.segment)}main({operands}) : ({taken}) -> ({given})"
+        )
+        self._results(run.outputs, name)
+
+    def _collective(self, start: Start) -> None:
+        """A call of the next site."""
+        program = self.program
+        collective = program.collectives[start.collective]
+        called = as_called(collective)
+        operands = [
+            self._converted(self.names[slot], *types)
+            for slot, *types in zip(start.inputs, collective.operands, called.operands, strict=True)
+        ]
+        self.sites.append(start.collective)
+        results = self._call(len(self.sites) - 1, operands, called.operands, called.results)
+        for slot, result, *types in zip(
+            start.outputs, results, called.results, collective.results, strict=True
+        ):
+            self.names[slot] = self._converted(result, *types)
+
+    def _converted(self, name: str, given: TensorType, wanted: TensorType) -> str:
+        if given == wanted:
+            return name
+        return self._value(f"stablehlo.convert {name} : ({_tensor(given)}) -> {_tensor(wanted)}")
+
+    def _call(
+        self,
+        site: int,
+        inputs: Sequence[str],
+        taken: Sequence[TensorType] = (),
+        given: Sequence[TensorType] = (),
+    ) -> list[str]:
+        """Call the handler with operands of the types ``taken``; names of its results, ``given``."""
+        operands = [CONTEXT, _CHAIN, *taken]
+        results = [_CHAIN, *given]
+        names = ", ".join([self.context, self.chain, *inputs])
+        name = self._new()
+        left = f"{name}:{len(results)}" if len(results) > 1 else name
+        self._add(
+            f"{left} = stablehlo.custom_call @{TARGET}({names}) {{api_version = 4 : i32, "
+            f"has_side_effect = true, backend_config = {{site = {site} : i64}}, "
+            f"operand_layouts = [{', '.join(map(_layout, operands))}], "
+            f"result_layouts = [{', '.join(map(_layout, results))}]}} : "
+            f"({', '.join(map(_tensor, operands))}) -> ({', '.join(map(_tensor, results))})"
+        )
+        self.chain = f"{name}#0" if len(results) > 1 else name
+        return [f"{name}#{k}" for k in range(1, len(results))]
+
+    def _loop(self, loop: Loop) -> None:
+        """Carries are context, chain, what tells whether to go on, and the loop's own.
+
+        That is a counter where the trip count is known. Where the condition communicates it is its value,
+        which the body computes: what a ``while``'s own condition does to the chain would be lost.
+        """
+        types = self.program.slot_types
+        kinds, initial = [CONTEXT, _CHAIN], [self.context, self.chain]
+        counts = loop.trip_count is not None
+        communicates = any(isinstance(i, Start) for i in instructions(loop.condition))
+        if counts:
+            kinds.append(_COUNTER)
+            initial.append(self._constant("0", _tensor(_COUNTER)))
+        elif communicates:
+            kinds.append(_PRED)
+            (stays,) = self._block(loop.condition, [self.names[s] for s in loop.inputs])
+            initial = [self.context, self.chain, stays]
+        fixed = len(initial)
+        kinds += [types[s] for s in loop.inputs]
+        initial += [self.names[s] for s in loop.inputs]
+        listed = ", ".join(map(_tensor, kinds))
+        name, outer = self._new(), self.context
+        carried = [self._new() for _ in kinds]
+        pairs = ", ".join(f"{c} = {i}" for c, i in zip(carried, initial, strict=True))
+        self._add(f"{name}:{len(kinds)} = stablehlo.while({pairs}) : {listed}")
+        self._add("cond {")
+        self.context, self.chain = carried[:2]
+        if counts:
+            counter = _tensor(_COUNTER)
+            limit = self._constant(str(loop.trip_count), counter)
+            stays = self._value(
+                f"stablehlo.compare LT, {carried[2]}, {limit} : ({counter}, {counter}) -> tensor<i1>"
+            )
+        elif communicates:
+            stays = carried[2]
+        else:
+            (stays,) = self._block(loop.condition, carried[fixed:])
+        self._add(f"stablehlo.return {stays} : tensor<i1>")
+        self._add("} do {")
+        self.context, self.chain = carried[:2]
+        results = self._block(loop.body, carried[fixed:])
+        more = []
+        if counts:
+            one = self._constant("1", counter)
+            more.append(self._value(f"stablehlo.add {carried[2]}, {one} : {counter}"))
+        elif communicates:
+            more += self._block(loop.condition, results)
+        last = ", ".join([self.context, self.chain, *more, *results])
+        self._add(f"stablehlo.return {last} : {listed}")
+        self._add("}")
+        self.context, self.chain = outer, f"{name}#1"
+        self._results(loop.outputs, name, fixed, fixed)
+
+    def _branch(self, branch: Branch) -> None:
+        types = self.program.slot_types
+        selector, is_pred = self.names[branch.selector], types[branch.selector].dtype == "pred"
+        listed = ", ".join(map(_tensor, [_CHAIN, *(types[s] for s in branch.outputs)]))
+        name, chain = self._new(), self.chain
+        count = 1 + len(branch.outputs)
+        left = f"{name}:{count}" if count > 1 else name
+        self._add(f'{left} = "stablehlo.{"if" if is_pred else "case"}"({selector}) ({{')
+        for number, (block, slots) in enumerate(zip(branch.branches, branch.inputs, strict=True)):
+            if number:
+                self._add("}, {")
+            self.chain = chain
+            results = self._block(block, [self.names[s] for s in slots])
+            self._add(f"stablehlo.return {', '.join([self.chain, *results])} : {listed}")
+        chosen = _tensor(types[branch.selector])
+        self._add(f"}}) : ({chosen}) -> ({listed})")
+        self.chain = f"{name}#0" if count > 1 else name
+        self._results(branch.outputs, name, 1, 1)
+
+
+def _prefix(segment: int) -> str:
+    return f"s{segment}_"
+
+
+def _merged(text: str, segments: Sequence[Segment], numbers: Sequence[int]) -> bytes:
+    """The module of ``text`` with the functions of these segments, whose declarations it has."""
+    with stablehlo.parsed(text) as module, module.context, ir.Location.unknown():
+        for operation in list(module.body.operations):
+            if "private" in str(operation.attributes.get("sym_visibility", "")):
+                operation.operation.erase()
+        small = set[str]()
+        for number, segment in zip(numbers, segments, strict=True):
+            part = stablehlo.parse(segment.module, module.context)
+            if not segment.reproducible and one_kernel.prepare(part):
+                small.add(f"{_prefix(number)}main")
+            functions = [o for o in part.body.operations if o.operation.name == "func.func"]
+            for function in functions:
+                old = ir.StringAttr(function.attributes["sym_name"]).value
+                new = f"{_prefix(number)}{old}"
+                ir.SymbolTable.replace_all_symbol_uses(old, new, part.operation)
+                ir.SymbolTable.set_symbol_name(function, new)
+                function.attributes["sym_visibility"] = ir.StringAttr.get("private")
+                for key in ("arg_attrs", "res_attrs"):
+                    if key in function.attributes:
+                        del function.attributes[key]
+            for function in functions:
+                function.operation.detach_from_parent()
+                module.body.append(function)
+        for operation in stablehlo.operations(module):
+            if operation.name == "func.call":
+                callee = ir.FlatSymbolRefAttr(operation.attributes["callee"]).value
+                if callee in small:
+                    one_kernel.mark(operation)
+        return stablehlo.bytecode(module)

@@ -18,6 +18,7 @@ import functools
 import itertools
 import os
 import threading
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -48,9 +49,16 @@ DISABLED_PASSES |= {
     "change-op-data-type": "computes small integers as wider ones",
     "float-normalization-f16": "computes f16 as f32",
 } | {
-    f"float-normalization-{name}": "computes small types as wider ones, inside of started collectives too"
+    f"float-normalization-{name}": "computes small floats as f16"
     for name in PRIMITIVE_CODES
-    if name.startswith(("f8", "f4", "s4", "u4", "s2", "u2"))
+    if name.startswith(("f8", "f4"))
+}
+# Of programs that start collectives: these change the types in a start and not in what it computes, which XLA
+# then refuses.
+DISABLED_WITH_STARTS = {
+    f"float-normalization-{name}": "computes small integers as wider ones"
+    for name in PRIMITIVE_CODES
+    if name.startswith(("s4", "u4", "s2", "u2"))
 }
 _SIMPLIFIER = "algsimp"
 _STAGE_PRE_SCHEDULER = 0
@@ -86,10 +94,9 @@ def _options(
     num_partitions: int,
     *,
     simplify: bool,
-    starts: bool = True,
+    passes: Iterable[str] = DISABLED_PASSES,
 ) -> Any:
-    """The caller's compile options, for our client, with CPU-specific passes switched off. Without ``starts``
-    a start and its done become one op."""
+    """The caller's compile options, for our client, with these passes switched off too."""
     try:
         CompileOptionsProto.FromString(serialized)  # jaxlib takes what it cannot read for defaults
     except Exception as error:
@@ -112,7 +119,7 @@ def _options(
         build.use_spmd_partitioning = True
     overrides = dict(options.env_option_overrides)
     disabled = [p for p in str(overrides.get("xla_disable_hlo_passes", "")).split(",") if p]
-    disabled += [p for p in DISABLED_PASSES if p not in disabled and (starts or p != _REPLACER)]
+    disabled += [p for p in passes if p not in disabled]
     if not simplify:
         disabled.append(_SIMPLIFIER)
     overrides["xla_disable_hlo_passes"] = ",".join(disabled)
@@ -133,27 +140,24 @@ def optimized_hlo(
     a mesh's axes while the others are left to XLA. It is then compiled with one op for a start and its done,
     as XLA's CPU backend compiles it.
     """
+    if not stablehlo.starts_collectives(module):
+        return _optimized_hlo(module, num_replicas, num_partitions, options, DISABLED_PASSES)
+    passes = [*DISABLED_PASSES, *DISABLED_WITH_STARTS]
     try:
-        return _optimized_hlo(module, num_replicas, num_partitions, options)
+        return _optimized_hlo(module, num_replicas, num_partitions, options, passes)
     except (InvalidProgramError, UnsupportedError):
-        if not stablehlo.starts_collectives(module):
-            raise
-    return _optimized_hlo(module, num_replicas, num_partitions, options, starts=False)
+        passes = [p for p in DISABLED_PASSES if p != _REPLACER]
+    return _optimized_hlo(module, num_replicas, num_partitions, options, passes)
 
 
 def _optimized_hlo(
-    module: ir.Module,
-    num_replicas: int,
-    num_partitions: int,
-    options: bytes,
-    *,
-    starts: bool = True,
+    module: ir.Module, num_replicas: int, num_partitions: int, options: bytes, passes: Iterable[str]
 ) -> bytes:
-    """`optimized_hlo`, with or without starts."""
+    """`optimized_hlo`, without these passes."""
     count = num_replicas * num_partitions
     simplify = stablehlo.can_be_simplified(module)
     compile_options = _options(
-        options, num_replicas, num_partitions, simplify=simplify, starts=starts
+        options, num_replicas, num_partitions, simplify=simplify, passes=passes
     )
     if not options:
         compile_options.executable_build_options.use_shardy_partitioner = stablehlo.uses_shardy(

@@ -10,6 +10,7 @@
 cdef extern from *:
     """
     #include <signal.h>
+    #include <stdatomic.h>
     #include <string.h>
     #include <unistd.h>
 
@@ -57,16 +58,29 @@ cdef extern from *:
 
     static char stretto_last_words[512];
     static pid_t stretto_rank = 0;
+    enum { STRETTO_SILENT, STRETTO_SPEAKS, STRETTO_HUSHED };
+    static atomic_int stretto_speech = STRETTO_SILENT;
 
+    /* SIGTERM may come again, to another thread, while this one has not got as far as writing: the default handler
+     * would end the process without a word, so the thread that has written sets it. */
     static void stretto_on_term(int number) {
         if (getpid() == stretto_rank) {  /* and no child that was forked from it */
-            ssize_t written = write(2, stretto_last_words, strlen(stretto_last_words));
-            (void)written;
+            int speech = STRETTO_SILENT;
+            if (atomic_compare_exchange_strong(&stretto_speech, &speech, STRETTO_SPEAKS)) {
+                ssize_t written = write(2, stretto_last_words, strlen(stretto_last_words));
+                (void)written;
+            } else if (speech == STRETTO_SPEAKS) {
+                return;  /* another thread writes, and ends the process */
+            }
         }
-        raise(number);  /* comes when this has returned, and finds the default handler */
+        signal(number, SIG_DFL);
+        raise(number);  /* comes when this has returned */
     }
 
-    static void stretto_hush(void) { stretto_last_words[0] = 0; }
+    static void stretto_hush(void) {
+        int speech = STRETTO_SILENT;
+        atomic_compare_exchange_strong(&stretto_speech, &speech, STRETTO_HUSHED);
+    }
 
     static int stretto_speak_at_term(const char* text) {
         struct sigaction now, wanted;
@@ -75,7 +89,7 @@ cdef extern from *:
         stretto_rank = getpid();
         memset(&wanted, 0, sizeof(wanted));
         wanted.sa_handler = stretto_on_term;
-        wanted.sa_flags = SA_RESETHAND | SA_RESTART;
+        wanted.sa_flags = SA_RESTART;
         return sigaction(SIGTERM, &wanted, NULL) == 0;
     }
     """

@@ -126,11 +126,14 @@ def test_the_exit_code_of_a_rank_is_that_of_mpiexec(how: str) -> None:
 
 @mpi
 def test_sigterm_is_told_where_no_handler_of_python_runs() -> None:
-    # Else Hydra sends SIGKILL to the others once the first has ended, which may not have had a core.
-    done = ranks("terminate", mpiexec_arguments=patient())
+    # As a batch system sends it, to each. Not by mpiexec, and where it cannot reach them: Hydra sends SIGKILL
+    # about 1 ms after SIGTERM, and when a rank has ended, to ranks that may not have had a core.
+    done = ranks("terminate")
     assert done.returncode != 0
-    said = {line.partition(" ends: SIGTERM: mpiexec")[0] for line in lines_of(done)}
-    assert said == {f"stretto: rank {rank}" for rank in range(3)}
+    said = dict(re.findall(r"stretto: rank (\d) ends: (SIGTERM: mpiexec|rank \d .* died)", done.stderr))
+    # A rank may see another's connection end while its own signal is still on the way.
+    assert sorted(said) == ["0", "1", "2"]
+    assert "SIGTERM: mpiexec" in said.values()
 
 
 @mpi

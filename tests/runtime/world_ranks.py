@@ -12,7 +12,7 @@ import threading
 from pathlib import Path
 
 from stretto.runtime.errors import StrettoError
-from stretto.runtime.job import lineage, world
+from stretto.runtime.job import world
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from support.mpi import find_mpiexec
@@ -43,12 +43,6 @@ def of_child(ranks: int = 0, **more: bool) -> str:
     return ", ".join(
         f"{rank} of {size}" for rank, size in sorted(re.findall(r"(\d) (\d)", out.stdout))
     )
-
-
-def mpiexec_of_job() -> int:
-    """Process id of the mpiexec that started this job."""
-    named = ("mpiexec", "mpiexec.hydra", "mpirun", "prterun")
-    return next(p.pid for p in lineage.ancestors() if any(map(p.is_called, named)))
 
 
 def main(behaviour: str) -> None:
@@ -100,10 +94,13 @@ def main(behaviour: str) -> None:
         case "all exit":
             sys.exit(3)
         case "terminate":
-            say(f"rank {joined.rank} is here")
-            collective(joined, progress, 2)
+            pids = joined.comm.allgather(os.getpid())
             if odd:
-                os.kill(mpiexec_of_job(), signal.SIGTERM)
+                # Stopped meanwhile, so that none learns of another's end before its own signal is there.
+                ends_all = "; ".join(
+                    f"kill -{name} {' '.join(map(str, pids))}" for name in ("STOP", "TERM", "CONT")
+                )
+                subprocess.Popen(["sh", "-c", ends_all])
             ctypes.CDLL(None).sleep(1000)  # where no handler in Python runs
         case "raise in thread":
             if odd:
@@ -143,6 +140,6 @@ def main(behaviour: str) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] in ("kill", "lock"):
-        behind_a_shield(__file__, sys.argv[1])
+    if sys.argv[1] in ("kill", "lock", "terminate"):
+        behind_a_shield(__file__, sys.argv[1], own_session=sys.argv[1] == "terminate")
     main(sys.argv[1])

@@ -8,16 +8,19 @@ import subprocess
 import sys
 
 
-def behind_a_shield(script: str, *arguments: str) -> None:
+def behind_a_shield(script: str, *arguments: str, own_session: bool = False) -> None:
     """Run this rank's script in a child process, so that the launcher does not see it die; the child returns.
 
     A launcher that does would end the other ranks, maybe before they have noticed by themselves. Called
-    before JAX is imported: this process only waits.
+    before JAX is imported: this process only waits. In a session of its own the child is not reached by what
+    the launcher sends to this process's group either.
     """
     if "SHIELDED" in os.environ:
         return
     os.environ["SHIELDED"] = "1"
-    process = subprocess.Popen([sys.executable, script, *arguments], close_fds=False)
+    process = subprocess.Popen(
+        [sys.executable, script, *arguments], close_fds=False, start_new_session=own_session
+    )
     code = process.wait()
     if code == -signal.SIGKILL:
         os.write(2, f"shield: process {process.pid} was killed\n".encode())

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from .mpi import Postable, Posted, PostedParts
 from .plan import Array, Operands, Results
+from .posted import Postable, Posted, PostedParts
 
 Post = Callable[[Operands, Results], "Posted | PostedParts"]
 

@@ -30,7 +30,8 @@ from .point_to_point import BoundPermute, BoundReceive, BoundSend, Done, Mailbox
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-    from .mpi import MpiWorld, Posted, PostedParts
+    from .mpi import MpiWorld
+    from .posted import Posted, PostedParts
 
 Array = np.ndarray
 Operands = Mapping[int, Sequence[Array]]

@@ -17,7 +17,7 @@ from .memory import pool
 from .types import TensorType
 
 if TYPE_CHECKING:
-    from .mpi import Team
+    from .team import Team
 
 Array = np.ndarray
 Operands = Mapping[int, Sequence[Array]]

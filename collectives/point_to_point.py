@@ -24,7 +24,8 @@ from .ops import Collective, Kind
 from .types import TensorType
 
 if TYPE_CHECKING:
-    from .mpi import MpiWorld, Posted
+    from .mpi import MpiWorld
+    from .posted import Posted
 
 Array = np.ndarray
 Operands = Mapping[int, Sequence[Array]]

@@ -40,7 +40,7 @@ from .spanning_reduce import AllReduce, Folded, ReduceScatter
 from .types import TensorType
 
 if TYPE_CHECKING:
-    from .mpi import Team
+    from .team import Team
 
 
 def spanning_collective(

@@ -34,7 +34,7 @@ from .reduce import is_narrow_float
 from .types import ELEMENT_TYPES
 
 if TYPE_CHECKING:
-    from .mpi import Team
+    from .team import Team
 
 # Small operands share messages of at most this size.
 _PACK = 1 << 20

@@ -130,7 +130,9 @@ def test_sigterm_is_told_where_no_handler_of_python_runs() -> None:
     # about 1 ms after SIGTERM, and when a rank has ended, to ranks that may not have had a core.
     done = ranks("terminate")
     assert done.returncode != 0
-    said = dict(re.findall(r"stretto: rank (\d) ends: (SIGTERM: mpiexec|rank \d .* died)", done.stderr))
+    said = dict(
+        re.findall(r"stretto: rank (\d) ends: (SIGTERM: mpiexec|rank \d .* died)", done.stderr)
+    )
     # A rank may see another's connection end while its own signal is still on the way.
     assert sorted(said) == ["0", "1", "2"]
     assert "SIGTERM: mpiexec" in said.values()

@@ -4,7 +4,7 @@ That halves the bytes on the wire. XLA's CPU pipeline never does it, so every pr
 plain `jit` has such all-reduces for its gradients.
 
 Bits: within a process, and between two processes, both add in the same order. Among more processes MPI adds
-small arrays in an order of its own (`collectives.mpi`), so that sums of floats may round differently.
+small arrays in an order of its own (`collectives.team`), so that sums of floats may round differently.
 """
 
 from __future__ import annotations

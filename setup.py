@@ -1,5 +1,5 @@
 """Builds the extension modules: the C face of the plugin, collectives inside of compiled code, calls of
-CUDA's driver, ends of ranks.
+CUDA's driver and of NCCL, ends of ranks.
 
 All else is in pyproject.toml, but for a line that Python runs when it starts (`plugin/start.py`).
 
@@ -55,6 +55,12 @@ setup(
             extra_compile_args=["-O3", "-ffp-contract=off"],
         ),
         Extension("stretto.collectives._driver", ["collectives/_driver.pyx"]),
+        Extension(
+            "stretto.collectives._launches",
+            ["collectives/_launches.pyx"],
+            extra_compile_args=["-pthread"],
+            extra_link_args=["-pthread"],
+        ),
         Extension("stretto.runtime.job._ends", ["runtime/job/_ends.pyx"]),
     ],
 )

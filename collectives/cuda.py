@@ -59,9 +59,10 @@ class Cuda:
     def __init__(self) -> None:
         """Raises ``OSError`` without a driver, `CudaError` if it cannot be used."""
         self._library = ctypes.CDLL("libcuda.so.1")
-        self._calls = Calls(
-            *(cast(getattr(self._library, name), c_void_p).value for name in Calls.NAMES)
-        )
+        found = [cast(getattr(self._library, name), c_void_p).value for name in Calls.NAMES]
+        self._calls = Calls(*found)
+        # The address of ``cuCtxSetCurrent``.
+        self.set_current = found[0]
         self._query = self._calls.query
         self._contexts: dict[int, int] = {}
         self._call("cuInit", c_uint(0))
@@ -99,9 +100,10 @@ class Cuda:
 
     def use(self, device: int) -> None:
         """Have this thread's calls be about a device."""
-        self._check("cuCtxSetCurrent", self._calls.set_current(self._context(device)))
+        self._check("cuCtxSetCurrent", self._calls.set_current(self.context(device)))
 
-    def _context(self, device: int) -> int:
+    def context(self, device: int) -> int:
+        """The context of a device that all of its users share."""
         context = self._contexts.get(device)
         if context is None:
             made = c_void_p()
@@ -112,7 +114,7 @@ class Cuda:
     def enqueue(self, device: int, calls: list[Queued]) -> None:
         """Put calls onto streams of a device, in their order, and `use` it. Where one fails, those behind it
         are left out."""
-        self._run(self._context(device), calls)
+        self._run(self.context(device), calls)
 
     def _run(self, context: int, calls: list[Queued]) -> None:
         failed = self._calls.run(context, calls)

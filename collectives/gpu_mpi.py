@@ -19,8 +19,8 @@ from enum import IntEnum
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+from .bound_on_gpus import Buffers
 from .cuda import cuda
-from .gpus import Buffers
 from .ops import Collective, Kind
 
 if TYPE_CHECKING:

@@ -4,21 +4,21 @@ Pointers, streams and communicators are addresses, types and reductions are NCCL
 is called through `ctypes`, which lets go of the GIL. It is the system's or that of NVIDIA's wheel, which
 jax's CUDA plugin brings along. What is used of it has had the same binary interface since NCCL 2.18.
 
-Communicators do not block: whoever calls NCCL asks `Nccl.state` until what was asked for is on its stream,
-and may give up (`Nccl.abort`) from another thread.
+Communicators do not block: whoever calls NCCL asks for a communicator's state until what was asked for is
+there, or on its stream, and may give up (`Nccl.abort`) from another thread. What puts collectives onto
+streams is called through `_launches`, which also asks for the states.
 """
 
 from __future__ import annotations
 
 import ctypes
 import importlib.util
-from collections.abc import Callable
-from ctypes import byref, c_char, c_char_p, c_int, c_size_t, c_uint, c_void_p
+from ctypes import byref, c_char, c_char_p, c_int, c_size_t, c_uint, c_void_p, cast
 from functools import cache
 from pathlib import Path
-from typing import Any
 
-from .cuda import CudaError
+from ._launches import Launches
+from .cuda import CudaError, cuda
 from .ops import Reduction
 
 # ncclDataType_t. A type that is not here is moved as bytes, and not reduced.
@@ -101,7 +101,7 @@ def _find() -> ctypes.CDLL:
 
 
 class Nccl:
-    """NCCL's functions. One thread at a time calls them, `abort` and `state` excepted."""
+    """NCCL's functions but for those of `Launches`. One thread at a time calls them, `abort` excepted."""
 
     def __init__(self) -> None:
         """Raises ``OSError`` where there is no NCCL, ``AttributeError`` where it is too old."""
@@ -110,14 +110,6 @@ class Nccl:
         library.ncclGetLastError.restype = c_char_p
         self._init = library.ncclCommInitRankConfig
         self._init.argtypes = [c_void_p, c_int, _UniqueId, c_int, c_void_p]
-        self._state = library.ncclCommGetAsyncError
-        self._state.argtypes = [c_void_p, c_void_p]
-        self._send = _typed(library.ncclSend, "pzii", 2)
-        self._receive = _typed(library.ncclRecv, "pzii", 2)
-        self._all_gather = _typed(library.ncclAllGather, "ppzi", 2)
-        self._all_reduce = _typed(library.ncclAllReduce, "ppzii", 2)
-        self._reduce_scatter = _typed(library.ncclReduceScatter, "ppzii", 2)
-        self._broadcast = _typed(library.ncclBroadcast, "ppzii", 2)
 
     def _check(self, name: str, error: int, communicator: int = 0) -> None:
         if error not in (0, IN_PROGRESS):
@@ -159,12 +151,6 @@ class Nccl:
         )
         return made.value or 0
 
-    def state(self, communicator: int) -> int:
-        """0, `IN_PROGRESS`, or the error that the communicator has met since."""
-        state = c_int()
-        self._check("ncclCommGetAsyncError", self._state(communicator, byref(state)))
-        return state.value
-
     def abort(self, communicator: int) -> None:
         """End what is under way and give the communicator up; to be called on all ranks. May block."""
         self._library.ncclCommAbort(c_void_p(communicator))
@@ -177,47 +163,13 @@ class Nccl:
         self._check("ncclGroupStart", self._library.ncclGroupStart())
 
     def group_end(self) -> None:
-        """Launch what was called since `group_start`. It is on its streams when the states are 0."""
+        """Make the communicators asked for since `group_start`. They are there when their states are 0."""
         self._check("ncclGroupEnd", self._library.ncclGroupEnd())
 
-    def send(self, source: int, count: int, dtype: int, peer: int, comm: int, stream: int) -> None:
-        self._check("ncclSend", self._send(source, count, dtype, peer, comm, stream), comm)
-
-    def receive(self, to: int, count: int, dtype: int, peer: int, comm: int, stream: int) -> None:
-        self._check("ncclRecv", self._receive(to, count, dtype, peer, comm, stream), comm)
-
-    def all_gather(
-        self, source: int, to: int, count: int, dtype: int, comm: int, stream: int
-    ) -> None:
-        """``count``: elements of one member."""
-        error = self._all_gather(source, to, count, dtype, comm, stream)
-        self._check("ncclAllGather", error, comm)
-
-    def all_reduce(
-        self, source: int, to: int, count: int, dtype: int, op: int, comm: int, stream: int
-    ) -> None:
-        error = self._all_reduce(source, to, count, dtype, op, comm, stream)
-        self._check("ncclAllReduce", error, comm)
-
-    def reduce_scatter(
-        self, source: int, to: int, count: int, dtype: int, op: int, comm: int, stream: int
-    ) -> None:
-        """``count``: elements of a result."""
-        error = self._reduce_scatter(source, to, count, dtype, op, comm, stream)
-        self._check("ncclReduceScatter", error, comm)
-
-    def broadcast(
-        self, source: int, to: int, count: int, dtype: int, root: int, comm: int, stream: int
-    ) -> None:
-        error = self._broadcast(source, to, count, dtype, root, comm, stream)
-        self._check("ncclBroadcast", error, comm)
-
-
-def _typed(function: Any, arguments: str, handles: int) -> Callable[..., int]:
-    """A C function with its types: p pointer, z size, i int, then so many handles."""
-    types = {"p": c_void_p, "z": c_size_t, "i": c_int}
-    function.argtypes = [*(types[a] for a in arguments), *[c_void_p] * handles]
-    return function
+    def launches(self) -> Launches:
+        """What makes the calls that put collectives onto streams."""
+        found = [cast(getattr(self._library, name), c_void_p).value for name in Launches.NAMES]
+        return Launches(cuda().set_current, *found)
 
 
 @cache

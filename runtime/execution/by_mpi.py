@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
+from stretto.collectives.bound_on_gpus import Buffers
 from stretto.collectives.gpu_mpi import BoundOnDevices, Plan
-from stretto.collectives.gpus import Buffers
 from stretto.collectives.staging import Staging, await_all
 from stretto.collectives.types import TensorType
 

@@ -14,6 +14,7 @@ from functools import cache, cached_property
 from time import perf_counter
 from typing import Any, cast
 
+from stretto.collectives.bound_on_gpus import BoundOnGpus, bind
 from stretto.collectives.communicator import (
     BoundCollective,
     CallableCommunicator,
@@ -21,7 +22,7 @@ from stretto.collectives.communicator import (
     Reducer,
 )
 from stretto.collectives.gpu_mpi import BoundOnDevices, OnDevices
-from stretto.collectives.gpus import BoundOnGpus, Joined
+from stretto.collectives.gpus import Joined
 from stretto.collectives.native import ALONE, Peers
 from stretto.collectives.ops import Collective, Kind
 from stretto.collectives.pieces import Piece, pieces
@@ -158,7 +159,7 @@ class Communication:
     ) -> None:
         collective = self.program.collectives[key[0]]
         if joined is not None and self._can_be_lent(collective):
-            made = joined.bind(collective, host)
+            made = bind(joined, collective, host)
             if made is not None:
                 self._on_gpus[key] = made
 

@@ -14,8 +14,8 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
+from stretto.collectives.bound_on_gpus import BoundOnGpus, Buffers
 from stretto.collectives.cuda import Queued, cuda
-from stretto.collectives.gpus import BoundOnGpus, Buffers
 from stretto.collectives.types import TensorType
 
 from ..engines.engine import StreamedEngine

@@ -16,9 +16,9 @@ import numpy as np
 from mpi4py import MPI
 from support.collective_cases import Case, as_results, difference, every_case, make, operands_of
 
+from stretto.collectives.bound_on_gpus import Buffers
 from stretto.collectives.cuda import cuda
 from stretto.collectives.gpu_mpi import OnDevices, is_supported
-from stretto.collectives.gpus import Buffers
 from stretto.collectives.hierarchy import Hierarchy, create_communicator
 from stretto.collectives.ops import Kind, Reduction
 

@@ -15,8 +15,9 @@ import numpy as np
 from mpi4py import MPI
 from support.collective_cases import Case, as_results, difference, every_case, make, operands_of
 
+from stretto.collectives.bound_on_gpus import BoundOnGpus, Buffers, bind
 from stretto.collectives.cuda import cuda
-from stretto.collectives.gpus import BoundOnGpus, Buffers, Gpus, Joined
+from stretto.collectives.gpus import Gpus, Joined
 from stretto.collectives.hierarchy import Hierarchy, create_communicator
 from stretto.collectives.ops import Collective, Kind, Reduction
 from stretto.collectives.types import TensorType
@@ -38,7 +39,7 @@ wrong: list[str] = []
 
 def enqueue(case: Case, present: frozenset[int] | None = None) -> None:
     collective = case.collective
-    bound = joined.bind(collective, communicator.bind(collective, owner))
+    bound = bind(joined, collective, communicator.bind(collective, owner))
     if bound is None:
         return
     assert isinstance(bound, BoundOnGpus)
@@ -85,7 +86,7 @@ for case, views, _ in under_way:
 alone = [i for i in local if i != local[0]]
 if alone:
     collective = make(Kind.ALL_REDUCE, (tuple(owner),), "f32", (2,), reduction=Reduction.SUM)
-    bound = joined.bind(collective, communicator.bind(collective, owner))
+    bound = bind(joined, collective, communicator.bind(collective, owner))
     try:
         bound.enqueue({alone[0]: Buffers([0], [0])})
         wrong.append("part of a group was taken for all of it")
@@ -93,12 +94,12 @@ if alone:
         assert "take part in this all-reduce, but devices" in str(error), error
 else:
     collective = make(Kind.ALL_REDUCE, (tuple(owner),), "f32", (2,), reduction=Reduction.SUM)
-    joined.bind(collective, communicator.bind(collective, owner))
+    bind(joined, collective, communicator.bind(collective, owner))
 # NCCL's maximum of floats ignores NaN, and HLO's does not.
 type_ = TensorType("f32", (2,))
 for reduction in (Reduction.MAX, Reduction.MIN):
     maximum = Collective(Kind.ALL_REDUCE, (type_,), (type_,), (tuple(owner),), reduction=reduction)
-    assert joined.bind(maximum, communicator.bind(maximum, owner)) is None
+    assert bind(joined, maximum, communicator.bind(maximum, owner)) is None
 comm.Barrier()
 gpus.close()
 communicator.close()

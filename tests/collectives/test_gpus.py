@@ -141,7 +141,8 @@ FAILING = """
 import threading, time
 import numpy as np
 from stretto.collectives.cuda import CudaError, cuda
-from stretto.collectives.gpus import Buffers, Gpus
+from stretto.collectives.bound_on_gpus import Buffers, bind
+from stretto.collectives.gpus import Gpus
 from stretto.collectives.hierarchy import create_communicator
 from stretto.collectives.ops import Collective, Kind, Reduction
 from stretto.collectives.types import TensorType
@@ -150,7 +151,7 @@ gpus, owner = Gpus(None), {0: 0, 1: 0}
 joined = gpus.join(owner, {0: 0, 1: 1})
 type_ = TensorType("f32", (4,))
 collective = Collective(Kind.ALL_REDUCE, (type_,), (type_,), ((0, 1),), reduction=Reduction.SUM)
-bound = joined.bind(collective, create_communicator(None, 0).bind(collective, owner))
+bound = bind(joined, collective, create_communicator(None, 0).bind(collective, owner))
 x, y = np.arange(4, dtype=np.float32), [np.zeros(4, np.float32) for _ in owner]
 buffers = {i: Buffers([x.ctypes.data], [y[i].ctypes.data]) for i in owner}
 

@@ -45,6 +45,9 @@ _STATUS = re.compile(r"^([A-Z_]{2,}): ", re.ASCII)
 # XLA compiles a loop whose carries are small into one kernel, with dots as plain loops; in larger ones its
 # libraries make the dots, with other roundings on some processors (AVX2 without AVX-512, AVX, SSE4).
 _BY_SIZE = "small-while-loop-hoisting"
+# Loops of pipelines put what layers keep into arrays that go through conditionals. Without this XLA copies
+# these whole in each branch: a step run as 1F1B takes twice the processor time, one interleaved four times.
+_IN_PLACE = [("xla_cpu_copy_insertion_use_region_analysis", True)]
 # Calls with this attribute are to be one kernel each (`hlo_frontend.one_kernel`).
 _ONE_KERNEL, _ATTRIBUTES = b"xla_cpu_small_call", "mhlo.frontend_attributes"
 # In the names of custom calls that are routines of SciPy's library.
@@ -437,6 +440,7 @@ class XlaEngine:
             debug = options.executable_build_options.debug_options
             named = [p for p in debug.xla_disable_hlo_passes.split(",") if p]  # by XLA_FLAGS
             debug.xla_disable_hlo_passes = ",".join([*named, _BY_SIZE])
+            options.env_option_overrides = _IN_PLACE
         options.num_replicas = 1
         options.num_partitions = 1
         options.device_assignment = xla_client.DeviceAssignment.create(np.array([[device_id]]))

@@ -165,11 +165,12 @@ class _Rewriting:
         return Block(body.parameters, (run,), body.results)
 
     def is_prompt(self) -> bool:
-        """Whether the caller's thread may run all of it: it has no loop, and its arrays are small. What is
-        donated would be gone if that thread gave the run up, since other processes are late."""
+        """Whether the caller's thread may run all of it: it has no loop, and its arrays are small. If that
+        thread gave the run up, since other processes are late, what is donated would be gone, and code of
+        the user's would be called again."""
         program = self.program
         loops = any(isinstance(i, Loop) for i in instructions(program.body))
-        if loops or program.donated or any(WHILE in s.module for s in program.segments):
+        if loops or program.donated or any(s.once or WHILE in s.module for s in program.segments):
             return False
         starts = any(isinstance(i, Start) for i in instructions(program.body))
         return starts and max(t.nbytes for t in program.slot_types) <= self.policy.prompt
@@ -318,6 +319,7 @@ class _Rewriting:
             name=name,
             reproducible=any(program.segments[i].reproducible for i in made.segments),
             sites=made.sites,
+            once=any(program.segments[i].once for i in made.segments),
         )
         self.regions.append(name)
         self.segments.append(segment)

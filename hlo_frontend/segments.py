@@ -28,6 +28,8 @@ from .values import Barrier, Node, NodeKind, Value, operand_shape
 
 # Ops whose backend_config is part of what they compute.
 _KEEPS_CONFIG = frozenset({"custom-call"})
+# Targets of custom calls of which it is known that they compute and do nothing else: LAPACK's, XLA's `TopK`.
+_PURE = ("lapack_", "TopK")
 # Ops whose frontend attributes the importer needs.
 _KEEPS_ATTRIBUTES = frozenset({"custom-call", "call"})
 # Ops whose result is their operand: nothing inside a segment is asynchronous.
@@ -81,9 +83,21 @@ class SegmentPool:
                     arithmetic=arithmetic(instructions),
                     flops=flops_of(instructions),
                     name=name,
+                    once=any(map(_is_of_the_user, _instructions_of(hlo))),
                 )
             )
         return self._index[key]
+
+
+def _instructions_of(hlo: Any) -> Iterator[Any]:
+    return (i for computation in hlo.computations for i in computation.instructions)
+
+
+def _is_of_the_user(instruction: Any) -> bool:
+    """Whether an instruction calls code that neither JAX nor XLA brings along."""
+    return instruction.opcode == "custom-call" and not instruction.custom_call_target.startswith(
+        _PURE
+    )
 
 
 def _cheap_instructions(plan: SegmentPlan) -> list[Instruction]:

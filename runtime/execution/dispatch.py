@@ -153,14 +153,18 @@ class Dispatcher:
     ) -> None:
         """End the turn. ``rest``: what the dispatch thread is to do of the run that became an execution."""
         if execution is not None:
-            self._executions[id(execution)] = execution
-            error = self.world.error
-            if error is not None:
-                execution.land(error)
+            self.admit(execution)
         if rest is None:
             self.stream.end_turn()
         else:
             self.stream.hand_over(rest)
+
+    def admit(self, execution: Dispatched) -> None:
+        """A run that has been issued is under way until it has its results."""
+        self._executions[id(execution)] = execution
+        error = self.world.error
+        if error is not None:
+            execution.land(error)
 
     def walk_here(self, execution: Dispatched) -> None:
         """Walk a run, in the caller's thread unless others are queued."""

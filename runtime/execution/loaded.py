@@ -235,11 +235,13 @@ class LoadedProgram:
         """Run a program of one segment that calls back into Python here; see `single`.
 
         As a walk in the caller's thread does, it waits for the functions where the results are there: then
-        the engine has called them in this thread.
+        the engine has called them in this thread. A function may wait for programs that other threads run,
+        so it does not keep the turn.
         """
         dispatcher, run = self.dispatcher, self._calling
         if run is None or not dispatcher.take_turn():
             return None
+        dispatcher.end_turn()
         error: BaseException | None = None
         frame: Frame | None = None
         try:
@@ -251,7 +253,6 @@ class LoadedProgram:
                 except Exception:
                     pass  # the end is in the frame: `Execution.finish` tells its error
                 else:
-                    dispatcher.end_turn()
                     return results
             frame = self.walker.new_frame()
             frame.ends.append(end)
@@ -262,7 +263,7 @@ class LoadedProgram:
             what = segment.name if segment is not None and segment.name else 0
             error = named(raised, f"segment {what} of {self.program.name}")
         execution = Execution(self, [], None, dispatcher.next_run())
-        dispatcher.end_turn(execution)
+        dispatcher.admit(execution)
         execution.finish(frame, error)
         event = execution.end
         ended = event.done and event.error is None

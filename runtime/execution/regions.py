@@ -97,7 +97,7 @@ class Region:
         self.payload = list(map(_payload, self.collectives, bound))
         self.what = f"segment {segment.name} of {program.name}"
         # Whether `attempt` can be used: each site is called once and moves what takes no time beside a call,
-        # and nothing is used up by a run.
+        # nothing is used up by a run, and it may be made anew.
         sizes = (
             sum(t.nbytes for t in types)
             for c in self.collectives
@@ -108,6 +108,7 @@ class Region:
             and max(sizes) <= PROMPT
             and isinstance(self.loaded, LoadedAlone)
             and not segment.donated
+            and not segment.once
             and WHILE not in segment.module
         )
         if self.prompt:

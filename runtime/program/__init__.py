@@ -75,6 +75,8 @@ class Segment:
     carries. Segments of a pipeline's loop are: a chunk of a device's layers computes what all of them do.
     ``sites``: collectives of the program that the module calls itself, as custom calls (see
     `hlo_frontend.native`); ``main`` then takes a `CONTEXT` before its inputs, and all devices run it at once.
+    ``once``: a run must not be made anew with the same inputs, since it calls code of the user's, which may
+    have effects or a state.
     Segments are equal when their modules and types are: names and source lines are stripped before.
     """
 
@@ -87,6 +89,7 @@ class Segment:
     name: str = field(default="", compare=False)
     reproducible: bool = False
     sites: tuple[int, ...] = ()
+    once: bool = False
 
 
 @dataclass(frozen=True)
@@ -340,6 +343,7 @@ class _Printer:
             + (f" flops {segment.flops!r}" if segment.flops != -1.0 else "")
             + (" reproducible" if segment.reproducible else "")
             + _option("sites", segment.sites, _numbers)
+            + (" once" if segment.once else "")
             + f" module {self.module(segment.module)}"
         )
 

@@ -58,6 +58,7 @@ def chosen() -> dict[str, Callable[[], None]]:
         "beside a walk": partial(cases.test_native_and_walk_beside_each_other, mesh),
         "late": partial(late, mesh),
         "large": partial(large, mesh),
+        "code of the user's": partial(users_code, mesh),
     }
 
 
@@ -123,6 +124,40 @@ def large(mesh: Mesh) -> None:
             for shard in compiled(placed).addressable_shards:
                 np.testing.assert_array_equal(shard.data, 9)
     assert not alone.called
+
+
+def users_code(mesh: Mesh) -> None:
+    """A run that the caller's thread gives up is made anew, which would call the user's code again, with the
+    effects that it may have. JAX's own has none."""
+    from jaxlib.cpu import _lapack
+
+    n = len(mesh.devices)
+    _lapack.initialize()
+    handler = _lapack.registrations()["lapack_spotrf_ffi"]
+    jax.ffi.register_ffi_target("users_code", handler, platform="stretto")
+
+    def f(target: str, a: jax.Array) -> jax.Array:
+        results = [jax.ShapeDtypeStruct((1, 1), a.dtype), jax.ShapeDtypeStruct((), np.int32)]
+        root = jax.ffi.ffi_call(target, results)(a[:, :1], uplo=np.uint8(ord("L")))[0]
+        return jax.lax.psum(root, "x")
+
+    rows = np.full((n, 1), 9, np.float32)
+    spec = jax.sharding.PartitionSpec("x")
+    placed = jax.make_array_from_callback(
+        rows.shape, jax.sharding.NamedSharding(mesh, spec), rows.__getitem__
+    )
+    for target, runs in (("users_code", 0), ("lapack_spotrf_ffi", 2)):
+        whole = jax.shard_map(
+            partial(f, target), mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False
+        )
+        compiled = jax.jit(whole).lower(placed).compile()
+        compiled(placed).block_until_ready()
+        here = Region.run_here
+        with patch.object(Region, "run_here", autospec=True, side_effect=here) as alone:
+            for _ in range(2):
+                for shard in compiled(placed).addressable_shards:
+                    np.testing.assert_array_equal(shard.data, 3 * n)
+        assert alone.call_count == (runs if jax.process_count() == n else 0), target
 
 
 def main() -> int:

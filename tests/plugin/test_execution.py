@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -254,6 +255,26 @@ class TestCallbacks:
 
         outer = jax.jit(lambda a: jax.pure_callback(run, a, a) + 1)
         assert [float(outer(jnp.float32(k))) for k in range(3)] == [3, 5, 7]
+
+    def test_a_function_may_wait_for_a_program_of_another_thread(
+        self, devices: list[jax.Device]
+    ) -> None:
+        mesh = Mesh(np.array(devices), ("x",))
+        spec = PartitionSpec("x")
+        total = jax.jit(
+            jax.shard_map(
+                partial(lax.psum, axis_name="x"), mesh=mesh, in_specs=spec, out_specs=spec
+            )
+        )
+        rows = jax.device_put(np.ones((len(devices), 2), np.float32), NamedSharding(mesh, spec))
+        with ThreadPoolExecutor(1) as other:
+
+            def run(value: np.ndarray) -> np.ndarray:
+                return value + other.submit(lambda: np.asarray(total(rows))[0]).result(timeout=60)
+
+            outer = jax.jit(lambda a: jax.pure_callback(run, a, a) * 2)
+            for k in range(3):  # the first time it is compiled
+                assert outer(jnp.full(2, k, np.float32)).tolist() == [2 * (k + len(devices))] * 2
 
     def test_pure_callback(self) -> None:
         result = jax.jit(lambda a: jax.pure_callback(np.sin, a, a))(jnp.arange(4.0))

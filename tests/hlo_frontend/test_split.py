@@ -282,6 +282,94 @@ def test_between_a_gather_and_a_scatter_nothing_is_put_together(n: int, tiles: i
         np.testing.assert_array_equal(got.results[1][device], rows.T @ products[device])
 
 
+SEQUENCES = """
+  x = f32[2,6,5] parameter(0)
+  w = f32[5,7] parameter(1)
+  v = f32[7,5] parameter(2)
+  s = f32[2,ROWS,7] parameter(3)
+  g = f32[2,ROWS,5] all-gather(x), ALL, dimensions={1}
+  gm = f32[FLAT,5] reshape(g)
+  h = f32[FLAT,7] dot(gm, w), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  hs = f32[2,ROWS,7] reshape(h)
+  m = f32[2,ROWS,7] multiply(hs, s)
+  mm = f32[FLAT,7] reshape(m)
+  e = f32[FLAT,5] dot(mm, v), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  es = f32[2,ROWS,5] bitcast(e)
+  r = f32[2,6,5] reduce-scatter(es), ALL, dimensions={1}, to_apply=sum
+  gw = f32[5,7] dot(gm, mm), lhs_contracting_dims={0}, rhs_contracting_dims={0}
+  o = (f32[2,6,5], f32[5,7]) tuple(r, gw)
+  ROOT c = (f32[2,6,5], f32[5,7]) copy(o)
+"""
+
+
+@pytest.mark.parametrize(
+    ("n", "tiles", "pieces"),
+    [(2, 1, False), (2, 3, False), (4, 2, False), (2, 3, True), (4, 2, True)],
+)
+def test_rows_of_several_sequences(n: int, tiles: int, pieces: bool) -> None:
+    """Products have the rows of all sequences in one dimension, of which each device has several stretches.
+    One that sums over the rows reads them put together."""
+    text = SEQUENCES.replace("ROWS", str(6 * n)).replace("FLAT", str(12 * n))
+    module = partitioned(text, n)
+    ((_, _, region),) = regions(module)
+    assert names(region) == ({"g", "r"}, {"gm", "h", "hs", "m", "mm", "e", "es"})
+    chunked = split(module, tiles, pieces)
+    arguments = numbers(chunked.lowered().program)
+    program, got = ran(chunked, arguments)
+    assert not set(kinds(program)) & ({Kind.PERMUTE} if pieces else {Kind.ALL_GATHER})
+    assert len(program.collectives) == (2 * tiles if pieces else 2 * (n - 1) * tiles)
+    x, w, v, s = arguments
+    rows = np.concatenate(x, axis=1)
+    hidden = [(rows @ w[d]) * s[d] for d in range(n)]
+    total = sum(hidden[d] @ v[d] for d in range(n))
+    for device in range(n):
+        own = total[:, 6 * device : 6 * device + 6]
+        np.testing.assert_array_equal(got.results[0][device], own)
+        want = np.einsum("brk,brf->kf", rows, hidden[device])
+        np.testing.assert_array_equal(got.results[1][device], want)
+
+
+# The places of an expert, from all devices, in one dimension; a device has one expert.
+ONE_EXPERT = """
+  x = f32[2,4,5] parameter(0)
+  w = f32[5,6] parameter(1)
+  b = f32[8,6] parameter(2)
+  v = f32[6,5] parameter(3)
+  a = f32[2,4,5] all-to-all(x), channel_id=1, replica_groups={{0,1}}, dimensions={0}
+  s = f32[8,5] reshape(a)
+  h = f32[8,6] dot(s, w), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  m = f32[8,6] multiply(h, b)
+  e = f32[8,5] dot(m, v), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  BACK
+"""
+APART = """u = f32[2,4,5] reshape(e)
+  ROOT r = f32[2,4,5] all-to-all(u), channel_id=1, replica_groups={{0,1}}, dimensions={0}"""
+TOGETHER = "ROOT r = f32[8,5] all-to-all(e), channel_id=1, replica_groups={{0,1}}, dimensions={0}"
+
+
+@pytest.mark.parametrize("tiles", [2, 4])
+@pytest.mark.parametrize("back", [APART, TOGETHER])
+def test_places_of_one_expert(tiles: int, back: str) -> None:
+    """Tokens go to an expert and back, a few places of each device at a time."""
+    module = partitioned(ONE_EXPERT.replace("BACK", back), 2)
+    ((_, _, region),) = regions(module)
+    assert names(region)[0] == {"a", "r"}
+    chunked = split(module, tiles)
+    arguments = numbers(chunked.lowered().program)
+    program, got = ran(chunked, arguments)
+    assert kinds(program) == {Kind.ALL_TO_ALL: 2 * tiles}
+    x, w, b, v = arguments
+    made = []
+    for owner in range(2):
+        tokens = np.concatenate([x[0][owner], x[1][owner]])
+        made.append(((tokens @ w[owner]) * b[owner]) @ v[owner])
+    for device in range(2):
+        want = np.stack([made[owner][4 * device : 4 * device + 4] for owner in range(2)])
+        np.testing.assert_array_equal(
+            got.results[0][device], want.reshape(got.results[0][device].shape)
+        )
+
+
 def test_parts_are_one_segment_on_other_numbers() -> None:
     policy = OverlapPolicy(table(1e6), least_gain=-1.0)
     module = split(partitioned(LAYER.replace("ROWS", "16"), 4), 4)

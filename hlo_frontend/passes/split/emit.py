@@ -12,6 +12,9 @@ first one is there.
 
 Even regions. All devices compute the same parts one after the other; each collective is made for each part.
 
+Where a part is several stretches of rows (`rules.Cut`), arrays from outside are seen with these as a
+dimension of their own.
+
 Values that are read outside of the region, or inside it as a whole, are put together: parts are written into
 one array in the order in which they are computed. Arrays from outside that are read in parts are sliced.
 """
@@ -32,6 +35,7 @@ from ..bytes.steps import part_of
 from .instructions import Maker
 from .places import Places
 from .regions import Region
+from .rules import Cut
 
 
 class Part:
@@ -68,7 +72,7 @@ class _Split:
         self.pieces = pieces and bool(region.groups)
         self.count = tiles if pieces else self.size * tiles
         self.parts = self._parts()
-        self.sliced: dict[tuple[Part, Value, int], Value] = {}
+        self.sliced: dict[tuple[Part, Value, Cut], Value] = {}
         self.used = region.read_whole(self.editor)
         self.table = self._table()
 
@@ -108,9 +112,9 @@ class _Split:
         """The tiles of the others arrive one by one."""
         (operand,) = node.operands
         result = node.results[0]
-        dimension = self.region.dimensions[result]
+        cut = self.region.dimensions[result]
         made: list[Node] = []
-        tiles = self._tiles(node, operand, dimension, made)
+        tiles = self._tiles(node, operand, cut.dimension, made)
         for part in self.parts:
             value = tiles[part.tile]
             if self.pieces:
@@ -118,7 +122,7 @@ class _Split:
             elif part.distance:
                 value = self._permuted(node, part, value, -part.distance, made)
             part.values[result] = value
-        self._put_together(node, result, dimension, made)
+        self._put_together(node, result, cut, made)
         self._replace(node, made)
 
     def _tiles(self, node: Node, value: Value, dimension: int, made: list[Node]) -> list[Value]:
@@ -163,7 +167,7 @@ class _Split:
         terms: list[list[Value]] = [[] for _ in range(self.size)]
         for part in self.parts:
             maker = Maker(node.instruction, f"{node.instruction.name}.{part.name}")
-            value = self._read(part, node.operands[0], dimension, maker)
+            value = self._read(part, node.operands[0], Cut(dimension), maker)
             made += maker.nodes
             if self.pieces:
                 value = self._piece(node, part, value, made)
@@ -205,78 +209,85 @@ class _Split:
 
     def _each(self, node: Node) -> None:
         """The node once for each part."""
-        cut = self.region.cuts[node]
+        split = self.region.cuts[node]
         made: list[Node] = []
         for part in self.parts:
             maker = Maker(node.instruction, f"{node.instruction.name}.{part.name}")
             operands = [
                 value if own is None else self._read(part, value, own, maker)
-                for value, own in zip(node.operands, cut.operands, strict=True)
+                for value, own in zip(node.operands, split.operands, strict=True)
             ]
             made += maker.nodes
             if node.collective is not None:
                 types = [
-                    part_of(v.type, d, self.count)
-                    for v, d in zip(node.results, cut.along, strict=True)
+                    part_of(v.type, cut.dimension, self.count)
+                    for v, cut in zip(node.results, split.results, strict=True)
                     if v.type is not None
                 ]
                 made.append(_collective(node, part, operands, types))
                 results = made[-1].results
             else:
                 copy = Maker(node.instruction, f"{node.instruction.name}.{part.name}")
-                results = copy.part(node, cut, self.count, operands)
+                results = copy.part(node, split.batch, self.count, operands)
                 made += copy.nodes
             part.values |= zip(node.results, results, strict=True)
-        for result, dimension in zip(node.results, cut.along, strict=True):
-            self._put_together(node, result, dimension, made)
+        for result, cut in zip(node.results, split.results, strict=True):
+            self._put_together(node, result, cut, made)
         self._replace(node, made)
 
-    def _read(self, part: Part, value: Value, dimension: int, maker: Maker) -> Value:
+    def _read(self, part: Part, value: Value, cut: Cut, maker: Maker) -> Value:
         """A part of a value as a node of the region reads it."""
         plain = value.barrier is None and not value.order
-        if plain and self.region.dimensions.get(value.root) == dimension:
+        if plain and self.region.dimensions.get(value.root) == cut:
             return part.values[value.root]
         if plain:
-            cheap = maker.cheap_part(value, dimension, self.count)
+            cheap = maker.cheap_part(value, cut.dimension, self.count)
             if cheap is not None:
                 return cheap
         assert value.type is not None
-        size = value.type.shape[dimension]
         key = Value(value.type) if not plain else value.root
-        found = self.sliced.get((part, key, dimension)) if plain else None
+        found = self.sliced.get((part, key, cut)) if plain else None
         if found is None:
-            if self.pieces:
-                tiled = self._tiled(value, dimension, self.count, maker)
-                one = maker.slice_at(tiled, dimension + 1, self._start(part), 1)
-                found = maker.add("reshape", part_of(value.type, dimension, self.count), [one])
+            stretches = self._stretches(cut)
+            if stretches > 1:
+                tiled = self._tiled(value, cut.dimension, stretches, self.count, maker)
+                one = maker.slice_at(tiled, cut.dimension + 1, self._start(part), 1)
+                found = maker.add("reshape", part_of(value.type, cut.dimension, self.count), [one])
             else:
-                rows = size // self.count
-                found = maker.slice_at(value, dimension, self._start(part, rows), rows)
-            self.sliced[part, key, dimension] = found
+                rows = value.type.shape[cut.dimension] // self.count
+                found = maker.slice_at(value, cut.dimension, self._start(part, rows), rows)
+            self.sliced[part, key, cut] = found
         return found
 
-    def _tiled(self, value: Value, dimension: int, tiles: int, maker: Maker) -> Value:
-        """An array of so many tiles of each device, seen as `_tiled_type` says."""
+    def _stretches(self, cut: Cut) -> int:
+        """Of how many stretches of the dimension a part is made, with others between them."""
+        return cut.outer * (self.size if self.pieces else 1)
+
+    def _tiled(
+        self, value: Value, dimension: int, stretches: int, tiles: int, maker: Maker
+    ) -> Value:
+        """An array seen as `_tiled_type` says."""
         assert value.type is not None
-        return maker.add("reshape", _tiled_type(value.type, dimension, self.size, tiles), [value])
+        return maker.add("reshape", _tiled_type(value.type, dimension, stretches, tiles), [value])
 
     def _start(self, part: Part, rows: int = 1) -> Value:
         """Where a part lies in an array of which each part has so many rows."""
         return self.places.at(self.table, part.number, rows)
 
-    def _put_together(self, node: Node, result: Value, dimension: int, made: list[Node]) -> None:
+    def _put_together(self, node: Node, result: Value, cut: Cut, made: list[Node]) -> None:
         """Have a value as a whole, where something reads it so."""
         if result not in self.used:
             return
         assert result.type is not None
         whole: Value | None = None
+        dimension, stretches = cut.dimension, self._stretches(cut)
         for part in self.parts:
             maker = Maker(node.instruction, f"{node.instruction.name}.put.{part.name}")
             size = result.type.shape[dimension]
             value = part.values[result]
-            if self.pieces:
-                own = self._tiled(value, dimension, 1, maker)
-                type = _tiled_type(result.type, dimension, self.size, self.count)
+            if stretches > 1:
+                own = self._tiled(value, dimension, stretches, 1, maker)
+                type = _tiled_type(result.type, dimension, stretches, self.count)
                 into = maker.zeros(type) if whole is None else whole
                 whole = maker.put_at(into, own, dimension + 1, self._start(part))
             else:
@@ -285,7 +296,7 @@ class _Split:
                 whole = maker.put_at(into, value, dimension, start)
             made += maker.nodes
         assert whole is not None
-        if self.pieces:
+        if stretches > 1:
             maker = Maker(node.instruction, f"{node.instruction.name}.put")
             whole = maker.add("reshape", result.type, [whole])
             made += maker.nodes
@@ -296,14 +307,14 @@ class _Split:
         self.editor.remove(node)
 
 
-def _tiled_type(type: TensorType, dimension: int, devices: int, tiles: int) -> TensorType:
-    """The type with the dimension of its rows as three: devices, tiles of a device, and rows of a tile."""
+def _tiled_type(type: TensorType, dimension: int, stretches: int, tiles: int) -> TensorType:
+    """The type with the dimension of its rows as three: stretches, tiles of a stretch, and rows of a tile."""
     before, rows, after = (
         type.shape[:dimension],
         type.shape[dimension],
         type.shape[dimension + 1 :],
     )
-    return TensorType(type.dtype, (*before, devices, tiles, rows // (devices * tiles), *after))
+    return TensorType(type.dtype, (*before, stretches, tiles, rows // (stretches * tiles), *after))
 
 
 def _collective(

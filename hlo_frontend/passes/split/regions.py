@@ -26,8 +26,7 @@ from stretto.collectives.types import ELEMENT_TYPES
 from ...edit import Editor
 from ...flops import flops
 from ...values import BlockGraph, Node, NodeKind, Value, result_shape
-from ..bytes.batches import Batch
-from .rules import backward, forward, is_heavy, sizes
+from .rules import Cut, Split, backward, can_be, divides, forward, is_heavy
 
 Groups = tuple[tuple[int, ...], ...]
 
@@ -36,14 +35,14 @@ Groups = tuple[tuple[int, ...], ...]
 class Region:
     """``groups``: those of a rotated region, empty for an even one. ``cuts``: its nodes, with collectives in
     an even one. ``sources``: its all-gathers, ``sinks``: its reduce-scatters, each by position.
-    ``dimensions``: of each array that is cut, along which dimension.
+    ``dimensions``: how each array is cut that is.
     """
 
     groups: Groups
-    cuts: dict[Node, Batch] = field(default_factory=dict)
+    cuts: dict[Node, Split] = field(default_factory=dict)
     sources: list[Node] = field(default_factory=list)
     sinks: list[Node] = field(default_factory=list)
-    dimensions: dict[Value, int] = field(default_factory=dict)
+    dimensions: dict[Value, Cut] = field(default_factory=dict)
 
     @property
     def size(self) -> int:
@@ -61,22 +60,22 @@ class Region:
 
     def divides(self, parts: int) -> bool:
         """Whether everything that is cut has that many equal parts."""
-        if any(size % parts for node, cut in self.cuts.items() for size in sizes(node, cut)):
+        if not all(can_be(node, cut, parts) for node, cut in self.cuts.items()):
             return False
-        gathered = (result_shape(n)[self.dimensions[n.results[0]]] for n in self.sources)
-        scattered = (n.operands[0].type.shape[_along(n)] for n in self.sinks if n.operands[0].type)
-        return not any(size % parts for size in (*gathered, *scattered))
+        ends = [(n.results[0].type, n) for n in self.sources]
+        ends += [(n.operands[0].type, n) for n in self.sinks]
+        return all(type is not None and divides(type, _along(n), parts) for type, n in ends)
 
     def read_whole(self, editor: Editor) -> set[Value]:
         """The cut values that something reads as a whole."""
         found: set[Value] = set()
-        for value, dimension in self.dimensions.items():
+        for value, cut in self.dimensions.items():
             for use in editor.uses(value):
-                cut = None if use.node is None else self.cuts.get(use.node)
-                own = None if cut is None else cut.operands[use.position]
+                split = None if use.node is None else self.cuts.get(use.node)
+                own = None if split is None else split.operands[use.position]
                 if use.node in self.sinks:
-                    own = dimension
-                if own != dimension or use.value.barrier is not None or use.value.order:
+                    own = cut
+                if own != cut or use.value.barrier is not None or use.value.order:
                     found.add(value)
         return found
 
@@ -97,9 +96,10 @@ class Region:
         )
 
 
-def _along(node: Node) -> int:
+def _along(node: Node) -> Cut:
+    """How the whole array of a gather or a scatter is cut: a stretch for each device."""
     assert node.collective is not None
-    return node.collective.dimension
+    return Cut(node.collective.dimension)
 
 
 def regions_of(block: BlockGraph, num_devices: int) -> list[Region]:
@@ -117,12 +117,11 @@ def regions_of(block: BlockGraph, num_devices: int) -> list[Region]:
                 taken.update(region.cuts, region.sources, region.sinks)
     for node in block.nodes:
         if node not in taken and _is_even(node) and _is_free(editor, node):
-            grown = [
-                _Growth(editor, (), taken).even(node, d) for d in range(len(result_shape(node)))
-            ]
+            grown = [_Growth(editor, (), taken).even(node, cut) for cut in _even_cuts(node)]
+            # Where several are as large, one that has four parts, along the first dimension.
             largest = max(
                 (r for regions in grown for r in regions if node in r.cuts),
-                key=lambda r: (len(r.collectives), r.flops),
+                key=lambda r: (len(r.collectives), r.flops, r.divides(4)),
                 default=None,
             )
             if largest is not None:
@@ -158,6 +157,15 @@ def _is_even(node: Node) -> bool:
     return c.kind is Kind.ALL_TO_ALL and not c.tuple_form
 
 
+def _even_cuts(node: Node) -> Iterator[Cut]:
+    """The ways to cut the result of a collective of an even region."""
+    c = node.collective
+    assert c is not None
+    for dimension in range(len(result_shape(node))):
+        # Rows for each member, where these are one dimension.
+        yield Cut(dimension, len(c.groups[0]) if dimension == c.dimension else 1)
+
+
 def _is_free(editor: Editor, node: Node) -> bool:
     """Whether data alone puts a node in its place, and not the program that starts it itself."""
     if node.is_started:
@@ -176,7 +184,7 @@ class _Growth:
         self.region = Region(groups)
         # Whether fewer parts than this would do: a cut must stand at least this.
         self.parts = self.region.size if groups else 2
-        self._up: list[tuple[Value, int]] = []
+        self._up: list[tuple[Value, Cut]] = []
         self._down: list[Value] = []
 
     def rotated(self, seed: Node) -> list[Region]:
@@ -191,12 +199,12 @@ class _Growth:
             self._grow()
         return self._selected()
 
-    def even(self, seed: Node, dimension: int) -> list[Region]:
-        """Grown from a collective whose result is cut along ``dimension``."""
-        cut = self._even_cut(seed, dimension)
-        if cut is None:
+    def even(self, seed: Node, cut: Cut) -> list[Region]:
+        """Grown from a collective whose result is cut so."""
+        split = self._even_cut(seed, cut)
+        if split is None:
             return []
-        self._assign(seed, cut)
+        self._assign(seed, split)
         self._grow()
         return self._selected()
 
@@ -226,16 +234,18 @@ class _Growth:
             return False
         return _is_free(self.editor, node) and (c.kind is Kind.ALL_GATHER or _is_summed(node, c))
 
-    def _even_cut(self, node: Node, dimension: int) -> Batch | None:
+    def _even_cut(self, node: Node, cut: Cut) -> Split | None:
         c = node.collective
         if self.region.groups or c is None or not _is_even(node) or not _is_free(self.editor, node):
             return None
-        shape = result_shape(node)
-        if node in self.taken or shape[dimension] < 2 or c.dimension == dimension:
+        if node in self.taken or result_shape(node)[cut.dimension] < 2:
             return None
-        return Batch((dimension,), (dimension,))
+        # A part has rows for each member of the group.
+        if c.dimension == cut.dimension and cut.outer % len(c.groups[0]):
+            return None
+        return Split((cut,), (cut,))
 
-    def _reach_up(self, value: Value, dimension: int) -> None:
+    def _reach_up(self, value: Value, cut: Cut) -> None:
         """Take in what makes a value that is cut, if it can be made in parts."""
         node, root = value.root.node, value.root
         if (
@@ -249,18 +259,18 @@ class _Growth:
             return
         if node.kind is NodeKind.COLLECTIVE:
             if self._fits(node) and node.collective is not None:
-                if node.collective.kind is Kind.ALL_GATHER and _along(node) == dimension:
+                if node.collective.kind is Kind.ALL_GATHER and _along(node) == cut:
                     self._source(node)
                 return
-            cut = self._even_cut(node, dimension)
+            found = self._even_cut(node, cut)
         else:
-            cut = backward(node, dimension, self.parts)
-        if cut is not None:
-            self._assign(node, cut)
+            found = backward(node, cut, self.parts)
+        if found is not None:
+            self._assign(node, found)
 
     def _reach_down(self, value: Value) -> None:
         """Take in the readers of a cut array that can work in parts."""
-        dimension = self.region.dimensions[value]
+        cut = self.region.dimensions[value]
         for use in self.editor.uses(value):
             node = use.node
             if node is None or use.value.barrier is not None or use.value.order:
@@ -269,25 +279,25 @@ class _Growth:
                 continue
             if node.kind is NodeKind.COLLECTIVE:
                 if self._fits(node) and node.collective is not None:
-                    if node.collective.kind is Kind.REDUCE_SCATTER and _along(node) == dimension:
+                    if node.collective.kind is Kind.REDUCE_SCATTER and _along(node) == cut:
                         self._sink(node)
                     continue
-                cut = self._even_cut(node, dimension)
+                found = self._even_cut(node, cut)
             else:
-                cut = forward(node, use.position, dimension, self.parts)
-            if cut is not None:
-                self._assign(node, cut)
+                found = forward(node, use.position, cut, self.parts)
+            if found is not None:
+                self._assign(node, found)
 
-    def _assign(self, node: Node, cut: Batch) -> None:
+    def _assign(self, node: Node, split: Split) -> None:
         if node in self.taken or not _is_free(self.editor, node):
             return
-        if any(size % self.parts for size in sizes(node, cut)):
+        if not can_be(node, split, self.parts):
             return
-        self.region.cuts[node] = cut
-        for result, dimension in zip(node.results, cut.along, strict=True):
-            self.region.dimensions[result] = dimension
+        self.region.cuts[node] = split
+        for result, cut in zip(node.results, split.results, strict=True):
+            self.region.dimensions[result] = cut
             self._down.append(result)
-        for operand, own in zip(node.operands, cut.operands, strict=True):
+        for operand, own in zip(node.operands, split.operands, strict=True):
             if own is not None:
                 self._up.append((operand, own))
 
@@ -339,9 +349,9 @@ class _Growth:
                 assert operand.root.node is not None
                 yield operand.root.node
 
-    def _is_read_in_parts(self, value: Value, dimension: int) -> bool:
+    def _is_read_in_parts(self, value: Value, cut: Cut | None) -> bool:
         plain = value.barrier is None and not value.order
-        return plain and self.region.dimensions.get(value.root) == dimension
+        return plain and cut is not None and self.region.dimensions.get(value.root) == cut
 
     def _absorb(self, nodes: list[Node], kept: set[Node], ends: set[Node]) -> None:
         """Add what only nodes of the region read, part by part."""
@@ -353,7 +363,7 @@ class _Growth:
                 use.node in kept
                 and use.node in self.region.cuts
                 and self._is_read_in_parts(
-                    use.value, _or_none(self.region.cuts[use.node].operands[use.position])
+                    use.value, self.region.cuts[use.node].operands[use.position]
                 )
                 for use in uses
             ):
@@ -369,7 +379,7 @@ class _Growth:
         chosen = (kept - ends) | {n for n in ends if near(n, above) or near(n, below)}
         region = Region(
             old.groups,
-            {node: cut for node, cut in old.cuts.items() if node in chosen},
+            {node: split for node, split in old.cuts.items() if node in chosen},
             sorted((n for n in old.sources if near(n, below)), key=lambda n: n.position),
             sorted((n for n in old.sinks if near(n, above)), key=lambda n: n.position),
         )
@@ -390,10 +400,6 @@ def _connected(
                 more |= less
                 part.update(dict.fromkeys(less, more))
     return list({id(nodes): nodes for nodes in part.values()}.values())
-
-
-def _or_none(dimension: int | None) -> int:
-    return -1 if dimension is None else dimension
 
 
 def _reached(

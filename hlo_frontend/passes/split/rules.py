@@ -1,35 +1,115 @@
 """Which nodes compute part after part: what the table of independent dimensions (`passes.bytes.batches`) says
 of an op, asked from the cut of one array.
 
-An array is *cut* along a dimension into equal parts. A node can be split along a batch of its op: the parts
-of its results are the results of the same op on parts of its operands, and no sum runs over the cut.
+An array is *cut* along a dimension into equal parts (`Cut`). A node can be split along a batch of its op: the
+parts of its results are the results of the same op on parts of its operands, and no sum runs over the cut.
+
+Where rows of several sequences become one dimension, `[batch, rows, width]` reshaped to
+`[batch * rows, width]`, a part of the rows of each sequence is no longer one stretch of rows, but as many as
+there are sequences. So a cut has a number of stretches. Ops that are independent along a dimension work on
+any of its rows; only reshapes and bitcasts lead from one number of stretches to another.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from math import prod
+from typing import NamedTuple
+
+from stretto.collectives.types import TensorType
 
 from ...ops import op_of
-from ...values import Node, NodeKind, operand_shape
-from ..bytes.batches import Batch, batches
+from ...values import Node, NodeKind
+from ..bytes.batches import Batch, batches, memory_order
 
 # What lies between collectives and products, beside elementwise ops. Others end a region.
 _BETWEEN = frozenset(
     {"bitcast", "broadcast", "concatenate", "dot", "dynamic-slice", "dynamic-update-slice", "pad"}
     | {"reduce", "reshape", "reverse", "slice", "transpose"}
 )
+_RESHAPES = ("bitcast", "reshape")
 
 
-def forward(node: Node, position: int, dimension: int, parts: int) -> Batch | None:
-    """The batch of a node of which operand ``position`` is cut along ``dimension``, None if there is none."""
-    found = (b for b in _batches(node, parts) if b.operands[position] == dimension)
-    return next(found, None)
+class Cut(NamedTuple):
+    """How an array is cut: ``dimension`` is seen as ``[outer, parts, rows]``, and part p has all that is at
+    place p of the middle one."""
+
+    dimension: int
+    outer: int = 1
 
 
-def backward(node: Node, dimension: int, parts: int) -> Batch | None:
-    """The batch of a node whose results are cut along ``dimension``, None if there is none."""
-    found = (b for b in _batches(node, parts) if set(b.results) == {dimension})
-    return next(found, None)
+class Split(NamedTuple):
+    """How a node is split. ``operands``: None for those that are needed whole."""
+
+    operands: tuple[Cut | None, ...]
+    results: tuple[Cut, ...]
+
+    @property
+    def batch(self) -> Batch:
+        """The dimensions alone."""
+        return Batch(
+            tuple([None if cut is None else cut.dimension for cut in self.operands]),
+            tuple([cut.dimension for cut in self.results]),
+        )
+
+
+def forward(node: Node, position: int, cut: Cut, parts: int) -> Split | None:
+    """How a node can be split whose operand ``position`` is cut so, None if it cannot. ``parts``: the least
+    number of them."""
+    if not _has_rule(node):
+        return None
+    if node.instruction.opcode in _RESHAPES:
+        to = _reshaped(node, cut, parts, back=False)
+        return None if to is None else Split((cut,), (to,))
+    found = (b for b in _batches(node, parts) if b.operands[position] == cut.dimension)
+    return _split(next(found, None), cut.outer)
+
+
+def backward(node: Node, cut: Cut, parts: int) -> Split | None:
+    """How a node can be split whose results are cut so, None if it cannot."""
+    if not _has_rule(node):
+        return None
+    if node.instruction.opcode in _RESHAPES:
+        given = _reshaped(node, cut, parts, back=True)
+        return None if given is None else Split((given,), (cut,))
+    found = (b for b in _batches(node, parts) if set(b.results) == {cut.dimension})
+    return _split(next(found, None), cut.outer)
+
+
+def _split(batch: Batch | None, outer: int) -> Split | None:
+    if batch is None:
+        return None
+    operands = tuple([None if d is None else Cut(d, outer) for d in batch.operands])
+    return Split(operands, tuple([Cut(d, outer) for d in batch.along]))
+
+
+def _reshaped(node: Node, cut: Cut, parts: int, back: bool) -> Cut | None:
+    """How the result of a reshape or bitcast is cut where its operand is cut so, or the other way (``back``).
+
+    In memory an array is ``[before, parts, after]``, with all dimensions before the cut, and its ``outer``,
+    in ``before``. The cut of the other shape is along the dimension in which that number is reached.
+    """
+    instruction = node.instruction
+    types = node.operands[0].type, node.results[0].type
+    if types[0] is None or types[1] is None or types[0].dtype != types[1].dtype:
+        return None
+    orders = [list(range(len(t.shape))) for t in types if t is not None]
+    if instruction.opcode == "bitcast":
+        shapes = instruction.operands[0].shape, instruction.shape
+        orders = [memory_order(s, len(o)) for s, o in zip(shapes, orders, strict=True)]
+    (given, into), (other, out) = zip(types, orders, strict=True)
+    if back:
+        (given, into), (other, out) = (other, out), (given, into)
+    assert given is not None and other is not None
+    if not given.size:
+        return None
+    before = prod(given.shape[d] for d in into[: into.index(cut.dimension)]) * cut.outer
+    ahead = 1
+    for d in out:
+        if before % ahead == 0 and other.shape[d] % (before // ahead * parts) == 0:
+            return Cut(d, before // ahead)
+        ahead *= other.shape[d]
+    return None
 
 
 def is_heavy(node: Node) -> bool:
@@ -37,12 +117,14 @@ def is_heavy(node: Node) -> bool:
     return node.kind is NodeKind.COMPUTE and node.instruction.opcode in ("dot", "convolution")
 
 
-def _batches(node: Node, parts: int) -> Iterator[Batch]:
+def _has_rule(node: Node) -> bool:
     opcode = node.instruction.opcode
     if node.kind is not NodeKind.COMPUTE or node.has_side_effect:
-        return iter(())
-    if opcode not in _BETWEEN and not op_of(opcode).elementwise:
-        return iter(())
+        return False
+    return opcode in _BETWEEN or op_of(opcode).elementwise
+
+
+def _batches(node: Node, parts: int) -> Iterator[Batch]:
     operands = [v.type for v in node.operands if v.type is not None]
     results = [v.type for v in node.results if v.type is not None and v.type.size]
     plain = (len(operands), len(results)) == (len(node.operands), len(node.results))
@@ -51,8 +133,13 @@ def _batches(node: Node, parts: int) -> Iterator[Batch]:
     return batches(node.instruction, operands, results, parts)
 
 
-def sizes(node: Node, cut: Batch) -> Sequence[int]:
-    """The sizes of the cut dimensions: all must be a multiple of the number of parts."""
-    given = [operand_shape(node, i)[d] for i, d in enumerate(cut.operands) if d is not None]
-    made = [v.type.shape[d] for v, d in zip(node.results, cut.along, strict=True) if v.type]
-    return given + made
+def divides(type: TensorType, cut: Cut, parts: int) -> bool:
+    """Whether an array cut so has that many equal parts."""
+    return type.shape[cut.dimension] % (cut.outer * parts) == 0
+
+
+def can_be(node: Node, split: Split, parts: int) -> bool:
+    """Whether everything that is cut at a node has that many equal parts."""
+    given = [(v.type, cut) for v, cut in zip(node.operands, split.operands, strict=True) if cut]
+    made = [(v.type, cut) for v, cut in zip(node.results, split.results, strict=True)]
+    return all(t is not None and divides(t, cut, parts) for t, cut in (*given, *made))

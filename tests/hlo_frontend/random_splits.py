@@ -60,6 +60,7 @@ def random_program(
     over = mesh(n)
     kind = rng.choice(["gather", "scatter", "both", "sums", "loop"])
     turned = bool(rng.integers(2))  # rows last
+    sequences = int(rng.choice([1, 1, 2, 3]))  # each with rows of all devices
     between = rng.choice(["none", "bias", "norm", "convert", "square"])
     several, pieces = bool(rng.integers(2)), bool(rng.integers(2))
 
@@ -76,11 +77,19 @@ def random_program(
         return h * h if between == "square" else h
 
     def gathered(x: jax.Array) -> jax.Array:
+        if sequences > 1:
+            several = x.reshape(sequences, rows, x.shape[-1])
+            whole = lax.all_gather(several, "x", axis=1, tiled=True)
+            return whole.reshape(-1, x.shape[-1])
         if turned:
             return lax.all_gather(x.T, "x", axis=1, tiled=True).T
         return lax.all_gather(x, "x", axis=0, tiled=True)
 
     def scattered(y: jax.Array) -> jax.Array:
+        if sequences > 1:
+            several = y.reshape(sequences, n * rows, y.shape[-1])
+            own = lax.psum_scatter(several, "x", scatter_dimension=1, tiled=True)
+            return own.reshape(-1, y.shape[-1])
         if turned:
             return lax.psum_scatter(y.T, "x", scatter_dimension=1, tiled=True).T
         return lax.psum_scatter(y, "x", scatter_dimension=0, tiled=True)
@@ -106,7 +115,11 @@ def random_program(
         )[0]
 
     last = width if kind in ("loop", "both") else out
-    arguments = [number(n * rows, width), number(n, width, hidden), number(n, hidden, last)]
+    arguments = [
+        number(n * sequences * rows, width),
+        number(n, width, hidden),
+        number(n, hidden, last),
+    ]
     specs = (P("x"), P("x"), P("x"))
     return manual(f, over, specs, P("x")), over, specs, arguments, (tiles, pieces)
 
@@ -199,7 +212,8 @@ def main() -> int:
             error.add_note(f"seed {seed}")
             raise
     print(f"{len(seeds)} programs, {count} of them with regions that were split: all equal")
-    for shape, tiles in (((1, 2), 2), ((2, 2), 4), ((1, 4), 2)):
+    # Of eight devices each has one expert: its five places are split.
+    for shape, tiles in (((1, 2), 2), ((2, 2), 4), ((1, 4), 2), ((1, 8), 5)):
         routings = Routings(*shape, tiles)
         for seed in seeds:
             routings.judge(seed)

@@ -370,6 +370,34 @@ def test_places_of_one_expert(tiles: int, back: str) -> None:
         )
 
 
+def test_an_exchange_of_the_rows_that_are_cut_stays_whole() -> None:
+    """Rows that lie behind one another go to one device: a part of them is not a part for each device."""
+    module = partitioned(
+        """
+  x = f32[8,5] parameter(0)
+  w = f32[5,6] parameter(1)
+  v = f32[6,4] parameter(2)
+  d = f32[8,6] dot(x, w), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  a = f32[8,6] all-reduce(d), ALL, to_apply=sum
+  e = f32[8,4] dot(a, v), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  ROOT r = f32[8,4] all-to-all(e), channel_id=2, replica_groups={{0,1}}, dimensions={0}
+""",
+        2,
+    )
+    ((_, _, region),) = regions(module)
+    assert names(region) == ({"a"}, {"d", "e"})
+    chunked = split(module, 2)
+    arguments = numbers(chunked.lowered().program)
+    program, got = ran(chunked, arguments)
+    assert kinds(program) == {Kind.ALL_REDUCE: 2, Kind.ALL_TO_ALL: 1}
+    x, w, v = arguments
+    a = sum(x[d] @ w[d] for d in range(2))
+    rows = [np.split(a @ v[d], 2) for d in range(2)]
+    for device in range(2):
+        want = np.concatenate([rows[source][device] for source in range(2)])
+        np.testing.assert_array_equal(got.results[0][device], want)
+
+
 def test_parts_are_one_segment_on_other_numbers() -> None:
     policy = OverlapPolicy(table(1e6), least_gain=-1.0)
     module = split(partitioned(LAYER.replace("ROWS", "16"), 4), 4)

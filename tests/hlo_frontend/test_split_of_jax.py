@@ -23,10 +23,17 @@ def test_random_programs(seeds: range) -> None:
     assert sum(judge_random(seed) for seed in seeds) >= 3
 
 
-def test_random_routings() -> None:
-    routings = Routings(2, 2, 4)
+@pytest.mark.parametrize(
+    ("shape", "tiles"),
+    [
+        pytest.param((2, 2), 4, id="an expert at a time"),
+        pytest.param((1, 8), 5, id="a place of one expert at a time"),
+    ],
+)
+def test_random_routings(shape: tuple[int, int], tiles: int) -> None:
+    routings = Routings(*shape, tiles)
     assert routings.regions == 1
-    for seed in range(8):
+    for seed in range(8 if tiles == 4 else 4):
         routings.judge(seed)
 
 

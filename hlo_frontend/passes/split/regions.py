@@ -30,6 +30,9 @@ from .rules import Cut, Split, backward, can_be, divides, forward, is_heavy
 
 Groups = tuple[tuple[int, ...], ...]
 
+# Of the numbers of parts that are tried, those of which others are multiples.
+_FACTORS = (2, 3, 5, 7)
+
 
 @dataclass(eq=False)
 class Region:
@@ -182,7 +185,7 @@ class _Growth:
         self.editor = editor
         self.taken = taken
         self.region = Region(groups)
-        # Whether fewer parts than this would do: a cut must stand at least this.
+        # What is cut must have so many equal parts at least.
         self.parts = self.region.size if groups else 2
         self._up: list[tuple[Value, Cut]] = []
         self._down: list[Value] = []
@@ -204,6 +207,8 @@ class _Growth:
         split = self._even_cut(seed, cut)
         if split is None:
             return []
+        rows = result_shape(seed)[cut.dimension] // cut.outer
+        self.parts = next((n for n in _FACTORS if rows % n == 0), _FACTORS[0])
         self._assign(seed, split)
         self._grow()
         return self._selected()

@@ -90,6 +90,7 @@ class Control:
         self._next_watch = 0.0
         self._listeners: list[Callable[[StrettoError], None]] = []
         self._lock = threading.Lock()
+        self._posting = threading.Lock()
         self._left: dict[int, tuple[float, tuple[Snapshot, ...]]] = {}
         self._reported: tuple[int, int] | None = None
         self._deadline = float("inf")
@@ -300,9 +301,10 @@ class Control:
 
     def _post(self) -> bool:
         """Say how far the runs have come, if that is news."""
-        posts = self._runs.posts()
-        if posts and self.error is None:
-            self._link.send({"type": "runs", "sets": posts})
+        with self._posting:  # what is said last is sent before the goodbye
+            posts = self._runs.posts()
+            if posts and self.error is None:
+                self._link.send({"type": "runs", "sets": posts})
         return bool(posts)
 
     def _streams(self) -> tuple[Snapshot, ...]:

@@ -175,8 +175,7 @@ class Hub:
                 self._left.add(rank)
                 self._tell({"type": "left", "rank": rank, "streams": message["streams"]})
                 self._answer(rank, None)
-                if len(self._left) == len(self._peers):
-                    self._tell({"type": "all left"})
+                self._release()
             case "fail":
                 self._break(message["kind"], message["rank"], message["text"])
             case "overdue" if not self._broken and self._overdue is None:
@@ -229,6 +228,12 @@ class Hub:
             )
         if text is not None:
             self._break("mismatch", -1, text)
+        self._release()
+
+    def _release(self) -> None:
+        """Let the ranks go once all have left, unless their last runs may contradict each other."""
+        if len(self._left) == len(self._peers) and self._accounts is None and not self._broken:
+            self._tell({"type": "all left"})
 
     def _answer(self, rank: int, state: State | None) -> None:
         if self._overdue:

@@ -8,6 +8,7 @@ node. The list of nodes stays topological, and positions follow it. Values of ot
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -58,7 +59,8 @@ class Editor:
         for node in self.block.nodes:
             found.update(node.order)
             for value in node.operands:
-                found.update(value.comes_after())
+                if value.order or value.barrier is not None:
+                    found.update(value.comes_after())
                 if value.type is None and value.node is not None:
                     found.add(value.node)
         for result in self.block.results:
@@ -72,13 +74,14 @@ class Editor:
     def uses(self, value: Value) -> Sequence[Use]:
         """The uses of an array, in the block as it was after the last commit."""
         if self._uses is None:
-            self._uses = {}
+            found: dict[Value, list[Use]] = defaultdict(list)
             for node in self.block.nodes:
                 for i, operand in enumerate(node.operands):
                     if operand.type is not None:
-                        self._uses.setdefault(operand.root, []).append(Use(node, i, operand))
+                        found[operand.root].append(Use(node, i, operand))
             for i, result in enumerate(self.block.results):
-                self._uses.setdefault(result.root, []).append(Use(None, i, result))
+                found[result.root].append(Use(None, i, result))
+            self._uses = found
         return self._uses.get(value.root, ())
 
     def replace(self, old: Value, new: Value) -> None:
@@ -145,8 +148,12 @@ class Editor:
 
 
 def _resolve(node: Node, resolver: _Resolver) -> None:
-    node.operands = [resolver.value(v) for v in node.operands]
-    node.order = resolver.order(node.order)
+    for value in node.operands:
+        if resolver.may_change(value):
+            node.operands = [resolver.value(v) for v in node.operands]
+            break
+    if node.order:
+        node.order = resolver.order(node.order)
     if node.selector is not None:
         node.selector = resolver.value(node.selector)
 
@@ -160,7 +167,18 @@ class _Resolver:
         self._values: dict[Value, Value] = {}
         self._barriers: set[Barrier] = set()
 
+    def may_change(self, value: Value) -> bool:
+        """Whether another value may stand in for it: most stay, and need no closer look."""
+        return (
+            value.root in self._replaced
+            or bool(value.order)
+            or value.barrier is not None
+            or value.type is None
+        )
+
     def value(self, value: Value) -> Value:
+        if not self.may_change(value):
+            return value
         if value not in self._values:
             self._values[value] = self._resolved(value)
         return self._values[value]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from graphlib import CycleError, TopologicalSorter
 from typing import Any
 
@@ -41,7 +41,15 @@ LOGICAL_IDS = {"partition-id": "partition", "replica-id": "replica"}
 class Instruction:
     """An instruction: its proto, and its operands and called computations as objects."""
 
-    __slots__ = ("called", "computation", "control_predecessors", "opcode", "operands", "proto")
+    __slots__ = (
+        "_has_side_effect",
+        "called",
+        "computation",
+        "control_predecessors",
+        "opcode",
+        "operands",
+        "proto",
+    )
 
     def __init__(self, proto: Any, computation: Computation) -> None:
         self.proto = proto
@@ -50,6 +58,7 @@ class Instruction:
         self.operands: tuple[Instruction, ...] = ()
         self.control_predecessors: tuple[Instruction, ...] = ()
         self.called: tuple[Computation, ...] = ()
+        self._has_side_effect: bool | None = None  # until somebody asks
 
     @property
     def name(self) -> str:
@@ -62,11 +71,13 @@ class Instruction:
     @property
     def has_side_effect(self) -> bool:
         """Whether it does something besides giving results, itself or in what it calls."""
-        return (
-            self.proto.custom_call_has_side_effect
-            or op_of(self.opcode).stateful
-            or any(called.has_side_effect for called in self.called)
-        )
+        if self._has_side_effect is None:
+            self._has_side_effect = (
+                self.proto.custom_call_has_side_effect
+                or op_of(self.opcode).stateful
+                or any(called.has_side_effect for called in self.called)
+            )
+        return self._has_side_effect
 
     @property
     def source(self) -> str:
@@ -278,7 +289,13 @@ def leaf_types(shape: Any, where: Instruction) -> tuple[TensorType | None, ...]:
         raise where.unsupported(f"element type {kind} is not supported")
     if any(shape.is_dynamic_dimension):
         raise where.unsupported("dynamic dimensions are not supported; pad to a static shape")
-    return (TensorType(PRIMITIVE_TYPES[kind], tuple(shape.dimensions)),)
+    return (_type(kind, tuple(shape.dimensions)),)
+
+
+@lru_cache(maxsize=1024)
+def _type(kind: int, shape: tuple[int, ...]) -> TensorType:
+    """Programs have few types, and many values of each."""
+    return TensorType(PRIMITIVE_TYPES[kind], shape)
 
 
 def leaf_count(shape: Any) -> int:

@@ -43,6 +43,7 @@ from stretto.runtime.program import (
 from .aliases import find_aliases
 from .carve import AwaitStep, BlockPlan, RuntimeStep, SegmentPlan
 from .graph import LOGICAL_IDS, Computation
+from .likeness import Likeness
 from .offsets import share
 from .passes.rotate import STREAMS
 from .reproducible import marked
@@ -68,11 +69,12 @@ def lower(
     to the number of the program's segment for each segment plan. Segments that differ only in offsets get
     these as inputs (see `offsets`).
     """
-    share(plan)
+    likeness = Likeness()
+    share(plan, likeness)
     owned = {plan.parameters[i] for i in donated}
     state = _State(Streams() if streams else None)
     emitted = _emit(state, plan, owned, is_entry=True)
-    pool = SegmentPool()
+    pool = SegmentPool(likeness)
     finisher = _Finisher(state, pool, {} if homes is None else homes)
     body = finisher.block(emitted.block)
     program = Program(

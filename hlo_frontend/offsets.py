@@ -10,13 +10,15 @@ Invariant: offsets lie within bounds, so nothing is clamped. Which segments are 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Hashable, Sequence
 
 from stretto.collectives.types import TensorType
 
 from .builder import fill, shape_of
 from .carve import BlockPlan, SegmentPlan
 from .graph import Instruction
+from .likeness import Likeness
 from .schema import HloInstructionProto, LiteralProto
 from .segments import ModuleBuilder
 from .values import Node, NodeKind, Value, operand_shape, result_shape
@@ -30,19 +32,19 @@ Row = tuple[int, ...]
 Starts = tuple[int | None, ...]
 
 
-def share(plan: BlockPlan) -> None:
-    """Give equal segments of a block, and of those inside it, their offsets as inputs."""
+def share(plan: BlockPlan, likeness: Likeness) -> None:
+    """Give equal segments of a block, and of those inside it, their offsets as inputs. ``likeness``: by which
+    plans of its module are compared."""
     for inner in plan.blocks.values():
         for block in inner:
-            share(block)
-    groups: dict[bytes, list[tuple[SegmentPlan, dict[Node, Starts]]]] = {}
-    for step in plan.steps:
-        if isinstance(step, SegmentPlan) and not step.offsets:
-            starts = {node: found for node in step.nodes if (found := _starts(node)) is not None}
-            if starts:
-                module = ModuleBuilder().plan(step, without_offsets=starts)
-                key = module.SerializeToString(deterministic=True)
-                groups.setdefault(key, []).append((step, starts))
+            share(block, likeness)
+    groups: dict[Hashable, list[tuple[SegmentPlan, dict[Node, Starts]]]] = {}
+    for step, starts in _candidates(plan):
+        key = likeness.key(step, starts)
+        if key is None:
+            module = ModuleBuilder().plan(step, without_offsets=starts)
+            key = module.SerializeToString(deterministic=True)
+        groups.setdefault(key, []).append((step, starts))
     vectors: dict[Row, Value] = {}
     changed: set[SegmentPlan] = set()
     for members in groups.values():
@@ -69,13 +71,33 @@ def share(plan: BlockPlan) -> None:
         _make(plan, vectors, changed)
 
 
+def _candidates(plan: BlockPlan) -> list[tuple[SegmentPlan, dict[Node, Starts]]]:
+    """The segments with slices or pads, and these, but for those of which too few have the same opcodes: to
+    build their modules would take longer."""
+    found: list[tuple[SegmentPlan, dict[Node, Starts]]] = []
+    alike: Counter[tuple[str, ...]] = Counter()
+    for step in plan.steps:
+        if isinstance(step, SegmentPlan) and not step.offsets:
+            starts = {node: at for node in step.nodes if (at := _starts(node)) is not None}
+            if starts:
+                found.append((step, starts))
+                alike[_opcodes(step)] += 1
+    return [one for one in found if alike[_opcodes(one[0])] >= LEAST_SHARED]
+
+
+def _opcodes(step: SegmentPlan) -> tuple[str, ...]:
+    return tuple([node.instruction.opcode for node in step.nodes])
+
+
 def _starts(node: Node) -> Starts | None:
     """The offsets of a plain slice or pad; None for other nodes."""
+    if node.instruction.opcode not in ("slice", "pad"):
+        return None
     proto = node.instruction.proto
     if node.instruction.opcode == "slice":
         plain = all(d.stride in (0, 1) for d in proto.slice_dimensions)
         starts: Starts = tuple(d.start for d in proto.slice_dimensions)
-    elif node.instruction.opcode == "pad":
+    else:
         dimensions = proto.padding_config.dimensions
         plain = all(
             d.interior_padding == 0 and min(d.edge_padding_low, d.edge_padding_high) >= 0
@@ -87,8 +109,6 @@ def _starts(node: Node) -> Starts | None:
                 dimensions, operand_shape(node), result_shape(node), strict=True
             )
         )
-    else:
-        return None
     told = any(at is not None for at in starts) and max(result_shape(node), default=0) < _MOST
     moves = operand_shape(node) != result_shape(node)
     small = max(operand_shape(node), default=0) < _MOST

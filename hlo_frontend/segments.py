@@ -7,7 +7,7 @@ exceptions in `_move`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from itertools import count
 from typing import Any
 
@@ -23,15 +23,12 @@ from .carve import SegmentPlan
 from .flops import arithmetic, flops_of
 from .graph import Computation, Instruction
 from .imported import with_aliases
+from .likeness import Likeness, begin_at_zero, drop_what_says_nothing
 from .schema import TOKEN, TUPLE, HloModuleProto, ShapeProto
 from .values import Barrier, Node, NodeKind, Value, operand_shape
 
-# Ops whose backend_config is part of what they compute.
-_KEEPS_CONFIG = frozenset({"custom-call"})
 # Targets of custom calls of which it is known that they compute and do nothing else: LAPACK's, XLA's `TopK`.
 _PURE = ("lapack_", "TopK")
-# Ops whose frontend attributes the importer needs.
-_KEEPS_ATTRIBUTES = frozenset({"custom-call", "call"})
 # Ops whose result is their operand: nothing inside a segment is asynchronous.
 _HANDED_ON = frozenset({"copy", "copy-start", "copy-done", "async-update", "async-done"})
 
@@ -39,14 +36,25 @@ _HANDED_ON = frozenset({"copy", "copy-start", "copy-done", "async-update", "asyn
 class SegmentPool:
     """Makes segments, each distinct one once."""
 
-    def __init__(self) -> None:
+    def __init__(self, likeness: Likeness) -> None:
+        """``likeness``: by which plans of their module are compared."""
         self.segments: list[Segment] = []
         self._index: dict[tuple[bytes, tuple[tuple[int, int], ...]], int] = {}
+        self._likeness = likeness
+        self._alike: dict[tuple[Hashable, tuple[tuple[int, int], ...]], int] = {}
 
     def add(self, plan: SegmentPlan, aliases: Mapping[int, int]) -> int:
         """Index of the plan's segment; input i of ``aliases`` is donated to output aliases[i]."""
-        builder = ModuleBuilder()
-        hlo = builder.plan(plan)
+        key = self._likeness.key(plan)
+        if key is None:
+            return self._build(plan, aliases)
+        alike = key, tuple(sorted(aliases.items()))
+        if alike not in self._alike:
+            self._alike[alike] = self._build(plan, aliases)
+        return self._alike[alike]
+
+    def _build(self, plan: SegmentPlan, aliases: Mapping[int, int]) -> int:
+        hlo = ModuleBuilder().plan(plan)
         name = segment_name(plan)
         instructions = [node.instruction for node in plan.nodes]
         inputs = [v.type for v in plan.inputs if v.type is not None]
@@ -252,27 +260,19 @@ class ModuleBuilder:
             return self._bitcast(instruction, operands[0])
         proto = self._to.copy(instruction, operands)
         opcode = instruction.opcode
-        for field in ("metadata", "sharding", "statistics_viz", "original_value"):
-            proto.ClearField(field)
+        drop_what_says_nothing(proto, opcode)
         if instruction.called:
             del proto.called_computation_ids[:]
             proto.called_computation_ids.extend(self._computations[c] for c in instruction.called)
-        if opcode not in _KEEPS_CONFIG:
-            proto.ClearField("backend_config")
-            proto.ClearField("backend_config_payload")
-        elif proto.backend_config_payload.WhichOneof("one_of") == "id":
+        if proto.backend_config_payload.WhichOneof("one_of") == "id":
             payloads = instruction.computation.module.proto.payloads
             proto.backend_config_payload.value = payloads[proto.backend_config_payload.id]
-        if opcode not in _KEEPS_ATTRIBUTES:
-            proto.ClearField("frontend_attributes")
         if opcode == "fusion":
             proto.opcode = "call"
             proto.ClearField("fusion_kind")
         elif opcode == "async-start":
             proto.opcode = "call"
             proto.shape.CopyFrom(instruction.shape.tuple_shapes[1])
-        elif opcode == "parameter":
-            proto.shape.ClearField("layout")
         return proto
 
     def _node(self, node: Node) -> None:
@@ -284,7 +284,7 @@ class ModuleBuilder:
         else:
             made = self._move(node.instruction, operands)
         if node in self._without_offsets:
-            _begin_at_zero(made, self._without_offsets[node])
+            begin_at_zero(made, self._without_offsets[node])
         shape = node.instruction.shape
         parts = self._untuple(made, shape) if shape.element_type == TUPLE else [made]
         self._values |= zip(node.results, parts, strict=True)
@@ -462,15 +462,3 @@ class ModuleBuilder:
             made[instruction] = operands[0] if handed_on else self._move(instruction, operands)
         self._to.finish(made[computation.root if root is None else computation.root.operands[root]])
         return self._to.id
-
-
-def _begin_at_zero(proto: Any, starts: Sequence[int | None]) -> None:
-    """Make the offset of a slice or pad 0 in dimensions in which ``starts`` has a number."""
-    for slice, start in zip(proto.slice_dimensions, starts, strict=False):
-        if start is not None:
-            slice.limit -= start
-            slice.start = 0
-    for pad, start in zip(proto.padding_config.dimensions, starts, strict=False):
-        if start is not None:
-            pad.edge_padding_high += start
-            pad.edge_padding_low = 0

@@ -156,16 +156,18 @@ class Node:
     selector: Value | None = None
     is_started: bool = False
 
-    def before(self) -> Iterator[tuple[Node, Value | None]]:
+    def before(self) -> list[tuple[Node, Value | None]]:
         """The nodes that must run right before it, each with the operand that it produces, or with None if it
         only comes before."""
+        found: list[tuple[Node, Value | None]] = []
         for value in self.operands:
-            if value.node is not None and value.node.kind is not NodeKind.CHEAP:
-                yield value.node, value
-            for other in value.comes_after():
-                yield other, None
-        for other in self.order:
-            yield other, None
+            node = value.root._node
+            if node is not None and node.kind is not NodeKind.CHEAP:
+                found.append((node, value))
+            if value.order or value.barrier is not None:
+                found += [(other, None) for other in value.comes_after()]
+        found += [(other, None) for other in self.order]
+        return found
 
     @property
     def is_runtime(self) -> bool:
@@ -175,7 +177,7 @@ class Node:
     @property
     def has_side_effect(self) -> bool:
         """Whether it must run even if nobody reads its results."""
-        return self.is_runtime or self.instruction.has_side_effect
+        return self.kind in _RUNTIME or self.instruction.has_side_effect
 
 
 _RUNTIME = (NodeKind.COLLECTIVE, NodeKind.LOOP, NodeKind.BRANCH)

@@ -28,53 +28,63 @@ def order(block: BlockGraph, least_flops: float = LEAST_FLOPS) -> Ordered:
 
     ``least_flops``: see `unread`.
     """
-    levels = _earliest(block.nodes)
-    _put_off(block.nodes, levels)
+    runtime = {node for node in block.nodes if node.is_runtime}
+    gaps = _gaps(block.nodes, runtime)
+    levels = _earliest(gaps)
+    _put_off(gaps, levels, _floating(block.nodes))
     parts, valid = divide(block, levels, least_flops)
-    nodes = sorted(
-        block.nodes,
-        key=lambda node: (
-            block.phases.get(node, 0),
-            levels[node],
-            node.is_runtime,
-            parts.get(node, (0, 0)),
-            node.position,
-        ),
-    )
+    phases = block.phases
+    keys = [
+        (phases.get(node, 0), levels[node], node in runtime, parts.get(node, (0, 0)), node.position)
+        for node in block.nodes
+    ]
+    nodes = [block.nodes[i] for i in sorted(range(len(keys)), key=keys.__getitem__)]
     return Ordered(nodes, parts, valid)
 
 
-def _gap(before: Node, after: Node, value: Value | None) -> int:
-    """How many levels ``after`` must be below ``before``. ``value``: the operand that ``before`` gives it.
-
-    Runtime nodes with order alone between them may share a level, in which they start by position.
-    """
-    reads = value is not None and value.type is not None
-    return int(before.is_runtime and (reads or not after.is_runtime))
+# Nodes in topological order, each with those right before it and how many levels it must be below them.
+_Gaps = list[tuple[Node, list[tuple[Node, int]]]]
 
 
-def _earliest(nodes: Sequence[Node]) -> Levels:
-    levels: Levels = {}
+def _gaps(nodes: Sequence[Node], runtime: set[Node]) -> _Gaps:
+    """Runtime nodes with order alone between them may share a level, in which they start by position."""
+    found: _Gaps = []
     for node in nodes:
+        waits = node not in runtime  # for what it only comes after, too
+        gaps = [
+            (
+                before,
+                int(
+                    before in runtime and (waits or (value is not None and value.type is not None))
+                ),
+            )
+            for before, value in node.before()
+        ]
+        found.append((node, gaps))
+    return found
+
+
+def _earliest(gaps: _Gaps) -> Levels:
+    levels: Levels = {}
+    for node, above in gaps:
         level = 0
-        for before, value in node.before():
-            level = max(level, levels[before] + _gap(before, node, value))
+        for before, gap in above:
+            least = levels[before] + gap
+            level = max(level, least)
         levels[node] = level
     return levels
 
 
-def _put_off(nodes: Sequence[Node], levels: Levels) -> None:
-    floating = _floating(nodes)
+def _put_off(gaps: _Gaps, levels: Levels, floating: set[Node]) -> None:
     latest: dict[Node, int] = {}
-
-    def bound(first: Node, level: int) -> None:
-        latest[first] = min(latest.get(first, level), level)
-
-    for node in reversed(nodes):
+    for node, above in reversed(gaps):
+        level = levels[node]
         if node in floating:
-            levels[node] = max(levels[node], latest.get(node, levels[node]))
-        for before, value in node.before():
-            bound(before, levels[node] - _gap(before, node, value))
+            level = levels[node] = max(level, latest.get(node, level))
+        for before, gap in above:
+            most = level - gap
+            if latest.get(before, most) >= most:
+                latest[before] = most
 
 
 # Parameters up to this size (loop counters, offsets) do not count.

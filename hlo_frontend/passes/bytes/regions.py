@@ -40,6 +40,8 @@ from .windows import all_windows, own_windows
 
 # The most nodes of a region.
 _LARGEST = 512
+# Where a region ends.
+_ENDS = frozenset({"dynamic-slice", "scatter"})
 # How much more than before may be sent, where a dimension is filled up.
 _TOLERANCE = 1.1
 # Collectives whose results are the same on all members of a group.
@@ -54,7 +56,10 @@ def cut_regions(editor: Editor, nodes: Sequence[Node], context: Context) -> dict
         return found
     facts: dict[tuple[tuple[int, ...], ...], _Facts] = {}
     taken: set[Node] = set()
+    ends = _before_ends(editor.block)
     for node in gathers:
+        if not any(value in ends for value in node.results):
+            continue
         collective = node.collective
         assert collective is not None
         where = places(collective)
@@ -71,6 +76,18 @@ def cut_regions(editor: Editor, nodes: Sequence[Node], context: Context) -> dict
         taken.update(plan.batch)
         taken.update(plan.ends)
         found |= dict.fromkeys(plan.gathers, Rewritten(plan.said))
+    return found
+
+
+def _before_ends(block: BlockGraph) -> set[Value]:
+    """The values behind which compute leads to a slice or a scatter, where regions end. Few gathers give
+    such values, and a search takes much longer than this."""
+    found: set[Value] = set()
+    for node in reversed(block.nodes):
+        if node.kind is not NodeKind.COMPUTE:
+            continue
+        if node.instruction.opcode in _ENDS or not found.isdisjoint(node.results):
+            found.update([value.root for value in node.operands])
     return found
 
 

@@ -10,6 +10,7 @@ from jaxlib.mlir import ir
 from . import stablehlo
 
 _CALL, _ELEMENT = "stablehlo.custom_call", "stablehlo.get_tuple_element"
+_CUSTOM_CALL = b"custom_call"  # how bytecode names it
 # What the importer says beside the layouts. The first is no part of the StableHLO that plugins read; XLA's
 # importer says by it that nothing is tiled.
 _OF_IMPORTER = ("result_tilings", "result_layout", "xla_shape")
@@ -24,7 +25,8 @@ def with_aliases(module: bytes, aliases: Mapping[int, int]) -> bytes:
     """
     with stablehlo.parsed(module) as tree:
         function = stablehlo.main(tree)
-        _untuple_custom_calls(tree)
+        if _CUSTOM_CALL in module:  # else there is no need to look at every operation
+            _untuple_custom_calls(tree)
         with tree.context:
             for name in list(tree.operation.attributes):
                 if name.startswith("mhlo."):

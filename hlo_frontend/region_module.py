@@ -375,7 +375,7 @@ def _merged(text: str, segments: Sequence[Segment], numbers: Sequence[int]) -> b
             for function in functions:
                 function.operation.detach_from_parent()
                 module.body.append(function)
-        for operation in stablehlo.operations(module):
+        for operation in stablehlo.operations(module) if small else ():
             if operation.name == "func.call":
                 callee = ir.FlatSymbolRefAttr(operation.attributes["callee"]).value
                 if callee in small:

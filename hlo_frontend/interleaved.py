@@ -62,8 +62,9 @@ class Scheduled:
     layers of one of its ``chunks`` keep, in ``rows`` rows of the new one. ``left``: bytes that backward runs
     leave for runs of weights. ``moved``, ``back`` and ``taken``: as in `Interleaved`. ``runs``: for each
     device, a letter for each iteration of the new loop: F runs forwards, B backwards, W weights, and a dot
-    does not. ``rounds``: why gradients are equal to those of the written step only up to rounding, or an
-    empty string. ``why``: why it is left as it is written.
+    does not; ``numbers`` and ``own_chunks``: of which of the program's microbatches and through which of the
+    device's chunks, -1 where it does not. ``rounds``: why gradients are equal to those of the written step
+    only up to rounding, or an empty string. ``why``: why it is left as it is written.
     """
 
     name: str
@@ -88,6 +89,8 @@ class Scheduled:
     moved: int = 0
     back: int = 0
     taken: int = 0
+    numbers: tuple[tuple[int, ...], ...] = ()
+    own_chunks: tuple[tuple[int, ...], ...] = ()
 
     def describe(self) -> str:
         """A sentence for people."""

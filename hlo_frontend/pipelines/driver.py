@@ -199,13 +199,14 @@ def _step(
         sizes = step.forward.stages, step.forward.microbatches, chunks
         slots = SCHEDULES[schedule](*sizes[: 3 if chunks > 1 else 2])
     made, new = merged(module, step, slots, num_partitions)
-    runs = check_merged(made, new, step, num_partitions)
+    drawn = check_merged(made, new, step, num_partitions)
     trips = step.forward.trips + step.backward.trips
     return made, Scheduled(
         forward.name, "", schedule, backward.name, new.loop, step.forward.stages,
         step.forward.microbatches, trips, slots.iterations, slots.alive, kept_bytes(step),
-        step.forward.trips, slots.rows, new.left, runs, _rounds(step, new.left),
+        step.forward.trips, slots.rows, new.left, drawn.runs, _rounds(step, new.left),
         chunks=chunks, row=kept_bytes(step, chunks), moved=new.moved, back=new.back, taken=new.parts,
+        numbers=drawn.numbers, own_chunks=drawn.own_chunks,
     )  # fmt: skip
 
 

@@ -31,9 +31,19 @@ Run = tuple[int, int]  # microbatch, virtual stage
 ROW, LEFT, MICROBATCH, FIRST = 3, 4, 5, 6
 
 
-def check(module: bytes, names: Names, step: Training, num_devices: int) -> tuple[str, ...]:
-    """Prove that the new loop does what the written ones do; gives what each device does in each iteration,
-    as in `Scheduled`. Raises `Refusal`."""
+@dataclass(frozen=True)
+class Drawn:
+    """What each device does in each iteration of the new loop: ``runs``, ``numbers`` and ``own_chunks`` of
+    `Scheduled`."""
+
+    runs: tuple[str, ...]
+    numbers: tuple[tuple[int, ...], ...]
+    own_chunks: tuple[tuple[int, ...], ...]
+
+
+def check(module: bytes, names: Names, step: Training, num_devices: int) -> Drawn:
+    """Prove that the new loop does what the written ones do; gives what each device does in each iteration.
+    Raises `Refusal`."""
     parsed = Module.parse(module)
     entry = flatten(parsed.entry, CollectiveReader(1, num_devices))
     loop = next(n for n in entry.nodes if n.instruction.name == names.loop)
@@ -59,7 +69,7 @@ def check(module: bytes, names: Names, step: Training, num_devices: int) -> tupl
                 instruction = next(i for i in parsed.entry.instructions if i.name == replay.loop)
                 block = flatten(instruction.called[0], reader, in_loop=True)
                 _check_replay(forward, block, replay, pipeline, own)
-        return checker.letters()
+        return checker.drawn()
 
 
 @dataclass(eq=False)
@@ -162,15 +172,18 @@ class _Checker:
         """The microbatches that a device runs through a virtual stage, in their order."""
         return [m for at, (m, v) in sorted(runs.items()) if (at.device, v) == (device, stage)]
 
-    def letters(self) -> tuple[str, ...]:
+    def drawn(self) -> Drawn:
         """For each device, what it does in each iteration."""
-        rows = [
-            ["."] * len(self.origins.iterations) for _ in range(self.followed.forward.num_devices)
-        ]
+        size = self.followed.forward.num_devices, len(self.origins.iterations)
+        letters = [["."] * size[1] for _ in range(size[0])]
+        microbatches, chunks = np.full(size, -1), np.full(size, -1)
         for runs, letter in ((self.runs, "F"), (self.runs_back, "B"), (self.runs_weights, "W")):
-            for at in runs:
-                rows[at.device][at.iteration] = letter
-        return tuple("".join(row) for row in rows)
+            for at, (m, v) in runs.items():
+                letters[at.device][at.iteration] = letter
+                microbatches[at.device, at.iteration] = self.step.order[m]
+                chunks[at.device, at.iteration] = v // self.stages
+        numbers, own = (tuple(map(tuple, t.tolist())) for t in (microbatches, chunks))
+        return Drawn(tuple("".join(row) for row in letters), numbers, own)
 
     def _numbered(self, node: Node, device: int, stage: int) -> dict[Execution, Run]:
         """The runs of a device, each with its microbatch and virtual stage."""

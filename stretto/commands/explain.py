@@ -109,7 +109,7 @@ def explain_program(
     by_name = {(c.name, str(c.kind)): c for c in program.collectives}
     later = _awaited_later(program)
     called = {program.collectives[i].name for s in program.segments for i in s.sites}
-    runs = {s.loop: s.runs for s in compiled.interleaved if isinstance(s, Scheduled)}
+    scheduled = {s.loop: s for s in compiled.interleaved if isinstance(s, Scheduled)}
     return {
         "name": program.name,
         "replicas": program.num_replicas,
@@ -127,13 +127,22 @@ def explain_program(
             for entry in _entries(compiled.schedule, by_name, tokens, [])
         ],
         "compute": asdict(work(program)),
-        "loops": [
-            asdict(loop) | {"runs": runs.get(loop.name, ())} for loop in compiled.valid.loops
-        ],
+        "loops": [asdict(loop) | _runs(scheduled.get(loop.name)) for loop in compiled.valid.loops],
         "interleaved": [asdict(i) | {"text": i.describe()} for i in compiled.interleaved],
         "rewrites": [asdict(rewrite) for rewrite in compiled.rewrites],
         "splits": [asdict(c) | {"text": c.describe()} for c in getattr(compiled, "splits", ())],
         "walked": dict(getattr(compiled, "walked", ())),
+    }
+
+
+def _runs(scheduled: Scheduled | None) -> dict[str, Any]:
+    """What devices do in the loop of a schedule; no other loop has ``runs``."""
+    if scheduled is None:
+        return {"runs": ()}
+    return {
+        "runs": scheduled.runs,
+        "microbatches": scheduled.numbers,
+        "chunks": scheduled.own_chunks,
     }
 
 

@@ -496,6 +496,10 @@ def test_explain_says_what_is_alive(monkeypatch):
     drawn = svg(explained["loops"], ["" for _ in explained["loops"]])
     assert [drawn.count(f'class="{kind}"') for kind in "FB"] == [12, 12]
     assert drawn.count("iteration 4, forwards") == 2
+    # The gradient of the scan goes through microbatches from last to first, and so does the new loop.
+    assert "device 0, iteration 0, forwards, microbatch 3<" in drawn
+    assert "device 2, iteration 3, backwards, microbatch 3<" in drawn
+    assert "fill-opacity" not in drawn
 
 
 def test_explain_says_what_chunks_take(monkeypatch):
@@ -512,3 +516,5 @@ def test_explain_says_what_chunks_take(monkeypatch):
     assert "bytes of weights are moved before it" in text
     drawn = svg(explained["loops"], ["" for _ in explained["loops"]])
     assert [drawn.count(f'class="{kind}"') for kind in "FB"] == [16, 16]
+    assert [drawn.count(f'fill-opacity="{shade}"') for shade in ("1.00", "0.35")] == [16, 16]
+    assert "device 0, iteration 2, forwards, microbatch 3, chunk 1<" in drawn

@@ -29,13 +29,14 @@ from typing import Any
 
 import numpy as np
 
-from ..builder import array_shape, resized, tuple_shape
+from ..builder import array_shape, resized
 from ..graph import Instruction, Module, leaf_types
-from .chunk import LayerRun, again, entry_of, stacks_of, start_of
+from .chunk import again, entry_of
 from .constants import Constant
 from .emit import Builder, Editor, slice_of
-from .parts import Kept, Pipeline, Recomputed
-from .pieces import Pieces, instructions_of
+from .merged_runs import SCALAR, Runs, chosen
+from .parts import Pipeline
+from .pieces import Pieces
 from .refusal import Refusal, about
 from .rewrite import (
     check_same,
@@ -48,11 +49,8 @@ from .rewrite import (
 )
 from .sameness import Sameness
 from .slots import NONE, Rooms, Slots
-from .split import split
 from .training import Training, dependents, summed_alone, unchanging
 from .weights import Weights, permute
-
-SCALAR = "s32"
 
 
 @dataclass(frozen=True)
@@ -163,13 +161,6 @@ class _Merged:
         self.stage_of = np.zeros(num_devices, np.int32)
         for group in self.there.groups:
             self.stage_of[list(group)] = range(len(group))
-        kept = sorted({w.leaf for w in self.back.kept})
-        self.stacks = [i for i in kept if i in self.there.layers.stacked]
-        self.begun = [i for i in kept if i in self.there.layers.passed]
-        self.cut = {i: w.leaf for i, w in self.back.weights.items() if isinstance(w, Recomputed)}
-        self.left: dict[int, Instruction] = {}
-        if slots.splits:
-            self.left = split(self.back.layers, list(self.back.sums), list(self.cut)).left
 
     # Values of the entry computation.
 
@@ -269,16 +260,14 @@ class _Merged:
         whole, whole_back = (p.layers.loop.shape.tuple_shapes for p in (there, back))
         self.passed = {i: whole[i] for i in there.layers.passed}
         self.passed_back = {i: whole_back[i] for i in back.layers.passed}
-        count = self.slots.rows
-        self.bank_shapes = {
-            i: resized(whole[i], [count, self.size, *whole[i].dimensions[1:]]) for i in self.stacks
-        } | {i: resized(whole[i], [count, 1, *whole[i].dimensions]) for i in self.begun}
-        self.given_shapes = [instructions_of(v)[0].shape for v in self.given]
-        self.sum_shapes = {i: whole_back[i] for i in back.sums}
-        rows_left = [self.slots.left, back.layers.count]
-        self.left_shapes = {
-            key: resized(v.shape, [*rows_left, *v.shape.dimensions]) for key, v in self.left.items()
-        }
+        self.runs = Runs(
+            self.editor, self.step, self.slots, self.passed, self.passed_back,
+            {i: v.shape for i, v in self.held.items()},
+            {i: v.shape for i, v in self.held_back.items()},
+            {v: self._at_entry(v).shape for v in self.others}, self.device.shape, self.given,
+            self.turned,
+        )  # fmt: skip
+        runs = self.runs
         waits = {
             "waits": (self.slots.waits, self.passed),
             "waits back": (self.slots.waits_back, self.passed_back),
@@ -287,13 +276,13 @@ class _Merged:
             "counter": [entry.constant(0)],
             "received": [entry.zeros(s) for s in self.passed.values()],
             "received back": [entry.zeros(s) for s in self.passed_back.values()],
-            "banks": [entry.zeros(s) for s in self.bank_shapes.values()],
-            "ends": [entry.zeros(self._by_microbatch(s)) for s in self.passed.values()],
-            "ends back": [entry.zeros(self._by_microbatch(s)) for s in self.passed_back.values()],
-            "given": [entry.zeros(self._by_microbatch(s)) for s in self.given_shapes],
+            "banks": [entry.zeros(s) for s in runs.bank_shapes.values()],
+            "ends": [entry.zeros(runs.by_microbatch(s)) for s in self.passed.values()],
+            "ends back": [entry.zeros(runs.by_microbatch(s)) for s in self.passed_back.values()],
+            "given": [entry.zeros(runs.by_microbatch(s)) for s in runs.given_shapes],
             "turned": [entry.zeros(s) for s in self.turned.values()],
-            "sums": [entry.zeros(s) for s in self.sum_shapes.values()],
-            "left": [entry.zeros(s) for s in self.left_shapes.values()],
+            "sums": [entry.zeros(s) for s in runs.sum_shapes.values()],
+            "left": [entry.zeros(s) for s in runs.left_shapes.values()],
             **{
                 name: [
                     entry.zeros(resized(s, [rooms.count + 1, *s.dimensions]))
@@ -329,16 +318,9 @@ class _Merged:
         entry.stand_in(results)
         return Names(
             done.name, *names, tuple(self.pieces.taken_in), len(self.held), len(self.held_back),
-            len(self.bank_shapes), len(self.turned) + len(self.given), self._bytes_left(),
+            len(runs.bank_shapes), len(self.turned) + len(self.given), runs.bytes_left,
             (replay, replay_back), self.chunks, self.mover.moved, self.mover.back, self.mover.taken,
         )  # fmt: skip
-
-    def _bytes_left(self) -> int:
-        types = [t for s in self.left_shapes.values() for t in leaf_types(s, self.back.loop)]
-        return sum(t.nbytes for t in types if t is not None)
-
-    def _by_microbatch(self, shape: Any) -> Any:
-        return resized(shape, [self.count, *shape.dimensions])
 
     def _while(self, b: Builder, carried: Any, body: Builder, trips: int) -> Any:
         """A loop whose carry begins with a counter."""
@@ -354,8 +336,8 @@ class _Merged:
 
     def _body(self, carried: Any) -> tuple[Builder, tuple[str, str, str, str, str]]:
         slots = self.slots
-        takes_in, forward, backward = self.pieces.takes_in(), self._forward(), self._backward()
-        turns = self._turns()
+        takes_in, runs = self.pieces.takes_in(), self.runs
+        forward, backward, turns = runs.forward(), runs.backward(), runs.turns()
         b = self.editor.computation("schedule.body")
         b.metadata = self.there.loop.proto.metadata
         now = self.carry.named(b.elements(b.parameter(carried)))
@@ -373,7 +355,7 @@ class _Merged:
             at(np.vectorize(lambda n, p=p: p.layers.first_slice(n, self.size))(own))
             for p, own in zip((self.there, self.back), starts, strict=True)
         )
-        runs, runs_back = slots.forward != NONE, slots.backward != NONE
+        there, back = slots.forward != NONE, slots.backward != NONE
         k, k_back = at(np.maximum(slots.forward, 0)), at(np.maximum(slots.backward, 0))
 
         def come(name: str, received: Sequence[Any], rooms: Rooms | None) -> list[Any]:
@@ -402,11 +384,11 @@ class _Merged:
         for n, known in self.step.known.items():
             number = b.lookup(known, [b.convert(device, array_shape(SCALAR)), k])
             taken[n] = b.convert(number, self.there.loop.shape.tuple_shapes[n])
-        enters = b.is_one(at(runs & (virtual == 0)))
+        enters = b.is_one(at(there & (virtual == 0)))
         name_in, xs = takes_in(b, enters, taken, device, received)
         zero = b.constant(0)
-        name, made = _chosen(
-            b, b.is_one(at(runs)), forward,
+        name, made = chosen(
+            b, b.is_one(at(there)), forward,
             [at(starts[0]), first, at(slots.puts), zero, k, *xs, *now["held"]],
             [*now["banks"], *now["ends"]],
             list(self.passed.values()),
@@ -417,7 +399,7 @@ class _Merged:
         received = added(
             self.back, come("waits back", now["received back"], slots.waits_back), last - virtual
         )
-        begins = b.is_one(at(runs_back & (virtual == last)))
+        begins = b.is_one(at(back & (virtual == last)))
         name_turn, made = turns(
             b, begins, [k_back, device, *ends, *now["others"]],
             [*now["given"], *now["turned"]], received,
@@ -426,8 +408,8 @@ class _Merged:
         given = made[len(dys) : len(dys) + len(now["given"])]
         turned = made[len(dys) + len(given) :]
         kept = now["left"] if slots.splits else now["sums"]
-        name_back, made = _chosen(
-            b, b.is_one(at(runs_back)), backward,
+        name_back, made = chosen(
+            b, b.is_one(at(back)), backward,
             [at(starts[1]), first_back, at(slots.takes), at(slots.leaves), k_back, *dys,
              *now["held back"], *banks],
             [*now["ends back"], *kept], list(self.passed_back.values()),
@@ -438,8 +420,8 @@ class _Merged:
         if slots.splits:
             left, runs_weights = sums, slots.weights != NONE
             k_weights = at(np.maximum(slots.weights, 0))
-            name_weights, sums = _chosen(
-                b, b.is_one(at(runs_weights)), self._weights(),
+            name_weights, sums = chosen(
+                b, b.is_one(at(runs_weights)), runs.weights(),
                 [zero, zero, at(slots.finishes), at(slots.resumes), k_weights, *now["held back"],
                  *banks, *left], now["sums"], [],
             )  # fmt: skip
@@ -456,187 +438,6 @@ class _Merged:
         }  # fmt: skip
         b.finish(b.tuple([v for name in self.carry.names for v in following[name]]))
         return b, (name_in, name, name_turn, name_back, name_weights)
-
-    def _forward(self) -> Builder:
-        """A run forwards: gives the layers' values, the banks and what the last stages give."""
-        layers, scalar = self.there.layers, array_shape(SCALAR)
-        held = {i: v.shape for i, v in self.held.items()}
-        stacks = {i: self.bank_shapes[i] for i in self.stacks}
-        run = LayerRun(
-            self.editor, layers, self.size, self.passed | held, stacks, (), (), self.stacks
-        )
-        ends = [self._by_microbatch(s) for s in self.passed.values()]
-        b = self.editor.computation("schedule.forward")
-        shapes = [scalar] * 5 + [*self.passed.values(), *held.values()]
-        values = b.elements(b.parameter(tuple_shape([*shapes, *self.bank_shapes.values(), *ends])))
-        start, first, row, _, k, *rest = values
-        keys = [*self.passed, *held]
-        parts = dict(zip(keys, rest, strict=False))
-        banks = dict(zip(self.bank_shapes, rest[len(keys) :], strict=False))
-        ends = rest[len(keys) + len(banks) :]
-        zero = b.constant(0)
-        for i in self.begun:
-            banks[i] = put(b, banks[i], parts[i], [row, zero])
-        done = run.emit(b, parts | {i: banks[i] for i in self.stacks}, start, first, row)
-        banks |= {i: done[i] for i in self.stacks}
-        ys = [done[i] for i in self.passed]
-        ends = [put(b, e, y, [k]) for e, y in zip(ends, ys, strict=True)]
-        b.finish(b.tuple([*ys, *banks.values(), *ends]))
-        return b
-
-    def _backward(self) -> Builder:
-        """A run backwards: gives the layers' values, what the last stages give, and the sums, or what is left
-        for runs of weights."""
-        layers, before, scalar = self.back.layers, self.back.again, array_shape(SCALAR)
-        size, kept, cut = self.size, self._kept_by_position(), self.cut
-        held = {i: v.shape for i, v in self.held_back.items()}
-        own = {i: s for i, s in held.items() if i >= 0}
-        own |= {i: self.bank_shapes[leaf] for i, leaf in kept.items()}
-        first_run = None
-        if before is not None:
-            whole = before.layers.loop.shape.tuple_shapes
-            given = {i: held[again(i)] for i in [*before.weights, *before.shared]}
-            given |= {i: whole[i] for i in before.inputs}
-            leaves = sorted(set(cut.values()))
-            first_run = LayerRun(
-                self.editor,
-                before.layers,
-                size,
-                given,
-                stacks_of(before.layers, leaves, size),
-                (),
-                (),
-            )
-            own |= {i: first_run.stacks[leaf] for i, leaf in cut.items()}
-        gives = self.left_shapes if self.slots.splits else self.sum_shapes
-        stacks = gives if self.slots.splits else stacks_of(layers, list(self.back.sums), size)
-        run = LayerRun(
-            self.editor, layers, size, self.passed_back | own, stacks, list(kept), list(cut), (),
-            self.left,
-        )  # fmt: skip
-        b = self.editor.computation("schedule.backward")
-        ends = [self._by_microbatch(s) for s in self.passed_back.values()]
-        shapes = [scalar] * 5 + [*self.passed_back.values(), *held.values()]
-        shapes += [*self.bank_shapes.values(), *ends, *gives.values()]
-        start, first, row, to, k, *rest = b.elements(b.parameter(tuple_shape(shapes)))
-        left = iter(rest)
-        parts = {i: next(left) for i in [*self.passed_back, *held]}
-        banks = {i: next(left) for i in self.bank_shapes}
-        ends = [next(left) for _ in ends]
-        sums = {i: next(left) for i in gives}
-        parts |= {i: banks[leaf] for i, leaf in kept.items()}
-        if self.slots.splits:
-            parts |= sums
-        if before is not None and first_run is not None:
-            begin = {i: entry_of(b, banks[w.leaf], [row, b.constant(0)])
-                     for i, w in before.inputs.items()}  # fmt: skip
-            begin |= {i: parts[again(i)] for i in [*before.weights, *before.shared]}
-            made = first_run.emit(b, begin, start_of(b, before.layers, first, size), first, row)
-            parts |= {i: made[leaf] for i, leaf in cut.items()}
-        done = run.emit(b, {i: p for i, p in parts.items() if i >= 0}, start, first, row, to)
-        dxs = [done[i] for i in self.passed_back]
-        ends = [put(b, e, dx, [k]) for e, dx in zip(ends, dxs, strict=True)]
-        if self.slots.splits:
-            sums = {i: done[i] for i in gives}
-        else:
-            sums = {i: self._more(b, s, done[i], first) for i, s in sums.items()}
-        b.finish(b.tuple([*dxs, *ends, *sums.values()]))
-        return b
-
-    def _more(self, b: Builder, total: Any, given: Any, first: Any) -> Any:
-        """A sum of gradients with those that a chunk gives, the first of which is slice ``first``."""
-        if self.chunks == 1:
-            return b.add("add", total.shape, [total, given])
-        starts = [first, *[b.constant(0)] * (len(total.shape.dimensions) - 1)]
-        own = b.dynamic_slice(total, starts, list(given.shape.dimensions))
-        return b.update(total, b.add("add", own.shape, [own, given]), starts)
-
-    def _kept_by_position(self) -> dict[int, int]:
-        """For each operand of the layers backwards that layers forwards keep, its stack there."""
-        return {i: w.leaf for i, w in self.back.weights.items() if isinstance(w, Kept)}
-
-    def _weights(self) -> Builder:
-        """A run of weights: gives the sums."""
-        layers, scalar = self.back.layers, array_shape(SCALAR)
-        kept = self._kept_by_position()
-        held = {i: v.shape for i, v in self.held_back.items()}
-        own = {i: s for i, s in held.items() if i >= 0}
-        own |= {i: self.bank_shapes[leaf] for i, leaf in kept.items()} | self.left_shapes
-        stacks = stacks_of(layers, list(self.back.sums), layers.count)
-        run = LayerRun(
-            self.editor, layers, layers.count, own, stacks, list(kept), (), given=self.left
-        )
-        b = self.editor.computation("schedule.weights")
-        shapes = [scalar] * 5 + [*held.values(), *self.bank_shapes.values()]
-        shapes += [*self.left_shapes.values(), *self.sum_shapes.values()]
-        start, first, row, to, _, *rest = b.elements(b.parameter(tuple_shape(shapes)))
-        left = iter(rest)
-        parts = {i: next(left) for i in held}
-        banks = {i: next(left) for i in self.bank_shapes}
-        parts |= {i: next(left) for i in self.left_shapes}
-        sums = {i: next(left) for i in self.sum_shapes}
-        parts |= {i: banks[leaf] for i, leaf in kept.items()}
-        done = run.emit(b, {i: p for i, p in parts.items() if i >= 0}, start, first, row, to)
-        b.finish(b.tuple([b.add("add", s.shape, [s, done[i]]) for i, s in sums.items()]))
-        return b
-
-    def _turns(self) -> Any:
-        """A function that emits the input of a stage backwards: on the last one, what the backward pass
-        begins with, for the microbatch whose forward run has ended; the received values on others. What turns
-        leave for the loop behind, and their sums, go with it."""
-        passed = list(self.passed_back.values())
-        scalar, b = array_shape(SCALAR), self.editor.computation("schedule.turns")
-        ends = [self._by_microbatch(s) for s in self.passed.values()]
-        others = [self._at_entry(v).shape for v in self.others]
-        kept = [*map(self._by_microbatch, self.given_shapes), *self.turned.values()]
-        shapes = [scalar, self.device.shape, *ends, *others, *kept]
-        k, device, *rest = b.elements(b.parameter(tuple_shape(shapes)))
-        ys = {
-            i: entry_of(b, end, [k]) for i, end in zip(self.passed, rest, strict=False)
-        }  # fmt: skip
-        held = dict(zip(self.others, rest[len(ends) :], strict=False))
-        found = {i: self._begun(b, i, k, ys, held) for i in self.step.begins}
-        old = rest[len(ends) + len(others) :]
-        stacks, sums = old[: len(self.given)], old[len(self.given) :]
-        if self.step.turn is not None:
-            begun, added, given = self.step.turn.emit(b, k, device, ys, held, self.given)
-            found |= {i: shaped(b, v, self.passed_back[i]) for i, v in begun.items()}
-            stacks = [put(b, s, v, [k]) for s, v in zip(stacks, given, strict=True)]
-            sums = [b.add("add", s.shape, [s, added[c]])
-                    for c, s in zip(self.turned, sums, strict=True)]  # fmt: skip
-        b.finish(b.tuple([*(found[i] for i in self.passed_back), *stacks, *sums]))
-        other = self.editor.computation("schedule.goes_on")
-        other.finish(other.tuple(other.elements(other.parameter(tuple_shape([*passed, *kept])))))
-
-        def emit(
-            caller: Builder, begins: Any, arguments: Sequence[Any], kept: Sequence[Any],
-            received: Sequence[Any],
-        ) -> tuple[str, list[Any]]:  # fmt: skip
-            given = [caller.tuple([*arguments, *kept]), caller.tuple([*received, *kept])]
-            shape = tuple_shape([*passed, *(v.shape for v in kept)])
-            chosen = caller.conditional(begins, [b, other], given, shape)
-            return chosen.name, caller.elements(chosen)
-
-        return emit
-
-    def _begun(
-        self, b: Builder, i: int, k: Any, ys: Mapping[int, Any], held: Mapping[Instruction, Any]
-    ) -> Any:
-        """What microbatch ``k`` begins with in the backward pass, at position ``i`` of its layers' carry,
-        where that is computed between the loops."""
-        begin, shape = self.step.begins[i], self.passed_back[i]
-        if begin.rows is None:
-            return b.zeros(shape)
-        leaves = {}
-        for (leaf, _), (value, plus) in begin.given.items():
-            if leaf in leaves:
-                raise Refusal("the head reads more than one row of what the last stage gave")
-            row = self.there.loop.shape.tuple_shapes[leaf]
-            y = shaped(b, ys[value], resized(row, [1, *row.dimensions[1:]]))
-            leaves[leaf] = without_sign_of_zero(b, y) if plus else y
-        slot = b.lookup(np.array(begin.slots, np.int32), [k])
-        block = shaped(b, begin.rows.emit(b, slot, held, leaves), shape)
-        return without_sign_of_zero(b, block) if begin.plus else block
 
     # Behind the loop.
 
@@ -683,21 +484,6 @@ class _Merged:
         found = dict(zip(pieces.needed, carry.named(entry.elements(done))["old"], strict=True))
         names = Replay(done.name, tuple(y.name for y in given), tuple(y.name for y in ys))
         return [found.get(n, i) for n, i in enumerate(init)], names
-
-
-def _chosen(
-    b: Builder, working: Any, runs: Builder, arguments: Sequence[Any], kept: Sequence[Any],
-    gives: Sequence[Any],
-) -> tuple[str, list[Any]]:  # fmt: skip
-    """Run a computation of ``arguments`` and ``kept``, which gives values of the shapes ``gives``, and
-    ``kept`` anew; if not ``working``, zeros, and ``kept`` as it is."""
-    rests = b.editor.computation("schedule.rests")
-    same = rests.elements(rests.parameter(tuple_shape([v.shape for v in kept])))
-    rests.finish(rests.tuple([*(rests.zeros(s) for s in gives), *same]))
-    shape = tuple_shape([*gives, *(v.shape for v in kept)])
-    given = [b.tuple([*arguments, *kept]), b.tuple(kept)]
-    chosen = b.conditional(working, [runs, rests], given, shape)
-    return chosen.name, b.elements(chosen)
 
 
 def kept_bytes(step: Training, chunks: int = 1) -> int:

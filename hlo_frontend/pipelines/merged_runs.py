@@ -1,0 +1,276 @@
+"""The computations of one run in the loop of a step, which `merged` makes: forwards, backwards, of weights,
+and the turn of a microbatch on the last stage.
+
+Each is a computation of numbers (the first layer and slice, rows, the microbatch), then what a run reads,
+then what it adds to and hands on. A run that a device does not make is a branch beside it (`chosen`), which
+hands that on as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ..builder import array_shape, resized, tuple_shape
+from ..graph import Instruction, leaf_types
+from .chunk import LayerRun, again, entry_of, stacks_of, start_of
+from .emit import Builder, Editor
+from .parts import Kept, Recomputed
+from .pieces import instructions_of
+from .refusal import Refusal
+from .rewrite import put, shaped, without_sign_of_zero
+from .slots import Slots
+from .split import split
+from .training import Training
+
+SCALAR = "s32"
+
+
+class Runs:
+    """The computations of a step's runs, and the shapes of what they keep.
+
+    ``passed`` and ``passed_back``: by position in the carry of the layers, the shapes of what goes from stage
+    to stage. ``held`` and ``held_back``: those of the layers' operands that do not change, with the keys of
+    `chunk`; ``others``: those of what turns read from before the loops; ``device``: that of the device's id.
+    ``given`` and ``turned``: what turns leave for the loop behind, and the shapes of what they add up.
+    ``bank_shapes``, ``given_shapes``, ``sum_shapes``, ``left_shapes``: of the banks, of ``given`` for a
+    microbatch, of the sums of gradients, and of what backward runs leave for those of weights.
+    """
+
+    def __init__(
+        self, editor: Editor, step: Training, slots: Slots, passed: Mapping[int, Any],
+        passed_back: Mapping[int, Any], held: Mapping[int, Any], held_back: Mapping[int, Any],
+        others: Mapping[Instruction, Any], device: Any, given: Sequence[Any],
+        turned: Mapping[int, Any],
+    ) -> None:  # fmt: skip
+        self.editor, self.step, self.slots = editor, step, slots
+        self.there, self.back = step.forward, step.backward
+        self.passed, self.passed_back = dict(passed), dict(passed_back)
+        self.held, self.held_back = dict(held), dict(held_back)
+        self.others, self.device = others, device
+        self.given, self.turned = given, turned
+        self.chunks, self.size = slots.chunks, self.there.layers.count // slots.chunks
+        kept = sorted({w.leaf for w in self.back.kept})
+        self.stacks = [i for i in kept if i in self.there.layers.stacked]
+        self.begun = [i for i in kept if i in self.there.layers.passed]
+        self.cut = {i: w.leaf for i, w in self.back.weights.items() if isinstance(w, Recomputed)}
+        self.left: dict[int, Instruction] = {}
+        if slots.splits:
+            self.left = split(self.back.layers, list(self.back.sums), list(self.cut)).left
+        whole, whole_back = (p.layers.loop.shape.tuple_shapes for p in (self.there, self.back))
+        count = slots.rows
+        self.bank_shapes = {
+            i: resized(whole[i], [count, self.size, *whole[i].dimensions[1:]]) for i in self.stacks
+        } | {i: resized(whole[i], [count, 1, *whole[i].dimensions]) for i in self.begun}
+        self.given_shapes = [instructions_of(v)[0].shape for v in given]
+        self.sum_shapes = {i: whole_back[i] for i in self.back.sums}
+        rows_left = [slots.left, self.back.layers.count]
+        self.left_shapes = {
+            key: resized(v.shape, [*rows_left, *v.shape.dimensions]) for key, v in self.left.items()
+        }
+
+    @property
+    def bytes_left(self) -> int:
+        types = [t for s in self.left_shapes.values() for t in leaf_types(s, self.back.loop)]
+        return sum(t.nbytes for t in types if t is not None)
+
+    def by_microbatch(self, shape: Any) -> Any:
+        return resized(shape, [self.there.microbatches, *shape.dimensions])
+
+    def forward(self) -> Builder:
+        """A run forwards: gives the layers' values, the banks and what the last stages give."""
+        layers, scalar = self.there.layers, array_shape(SCALAR)
+        held = self.held
+        stacks = {i: self.bank_shapes[i] for i in self.stacks}
+        run = LayerRun(
+            self.editor, layers, self.size, self.passed | held, stacks, (), (), self.stacks
+        )
+        ends = [self.by_microbatch(s) for s in self.passed.values()]
+        b = self.editor.computation("schedule.forward")
+        shapes = [scalar] * 5 + [*self.passed.values(), *held.values()]
+        values = b.elements(b.parameter(tuple_shape([*shapes, *self.bank_shapes.values(), *ends])))
+        start, first, row, _, k, *rest = values
+        keys = [*self.passed, *held]
+        parts = dict(zip(keys, rest, strict=False))
+        banks = dict(zip(self.bank_shapes, rest[len(keys) :], strict=False))
+        ends = rest[len(keys) + len(banks) :]
+        zero = b.constant(0)
+        for i in self.begun:
+            banks[i] = put(b, banks[i], parts[i], [row, zero])
+        done = run.emit(b, parts | {i: banks[i] for i in self.stacks}, start, first, row)
+        banks |= {i: done[i] for i in self.stacks}
+        ys = [done[i] for i in self.passed]
+        ends = [put(b, e, y, [k]) for e, y in zip(ends, ys, strict=True)]
+        b.finish(b.tuple([*ys, *banks.values(), *ends]))
+        return b
+
+    def backward(self) -> Builder:
+        """A run backwards: gives the layers' values, what the last stages give, and the sums, or what is left
+        for runs of weights."""
+        layers, before, scalar = self.back.layers, self.back.again, array_shape(SCALAR)
+        size, kept, cut = self.size, self._kept_by_position(), self.cut
+        held = self.held_back
+        own = {i: s for i, s in held.items() if i >= 0}
+        own |= {i: self.bank_shapes[leaf] for i, leaf in kept.items()}
+        first_run = None
+        if before is not None:
+            whole = before.layers.loop.shape.tuple_shapes
+            given = {i: held[again(i)] for i in [*before.weights, *before.shared]}
+            given |= {i: whole[i] for i in before.inputs}
+            leaves = sorted(set(cut.values()))
+            first_run = LayerRun(
+                self.editor,
+                before.layers,
+                size,
+                given,
+                stacks_of(before.layers, leaves, size),
+                (),
+                (),
+            )
+            own |= {i: first_run.stacks[leaf] for i, leaf in cut.items()}
+        gives = self.left_shapes if self.slots.splits else self.sum_shapes
+        stacks = gives if self.slots.splits else stacks_of(layers, list(self.back.sums), size)
+        run = LayerRun(
+            self.editor, layers, size, self.passed_back | own, stacks, list(kept), list(cut), (),
+            self.left,
+        )  # fmt: skip
+        b = self.editor.computation("schedule.backward")
+        ends = [self.by_microbatch(s) for s in self.passed_back.values()]
+        shapes = [scalar] * 5 + [*self.passed_back.values(), *held.values()]
+        shapes += [*self.bank_shapes.values(), *ends, *gives.values()]
+        start, first, row, to, k, *rest = b.elements(b.parameter(tuple_shape(shapes)))
+        left = iter(rest)
+        parts = {i: next(left) for i in [*self.passed_back, *held]}
+        banks = {i: next(left) for i in self.bank_shapes}
+        ends = [next(left) for _ in ends]
+        sums = {i: next(left) for i in gives}
+        parts |= {i: banks[leaf] for i, leaf in kept.items()}
+        if self.slots.splits:
+            parts |= sums
+        if before is not None and first_run is not None:
+            begin = {i: entry_of(b, banks[w.leaf], [row, b.constant(0)])
+                     for i, w in before.inputs.items()}  # fmt: skip
+            begin |= {i: parts[again(i)] for i in [*before.weights, *before.shared]}
+            made = first_run.emit(b, begin, start_of(b, before.layers, first, size), first, row)
+            parts |= {i: made[leaf] for i, leaf in cut.items()}
+        done = run.emit(b, {i: p for i, p in parts.items() if i >= 0}, start, first, row, to)
+        dxs = [done[i] for i in self.passed_back]
+        ends = [put(b, e, dx, [k]) for e, dx in zip(ends, dxs, strict=True)]
+        if self.slots.splits:
+            sums = {i: done[i] for i in gives}
+        else:
+            sums = {i: self._more(b, s, done[i], first) for i, s in sums.items()}
+        b.finish(b.tuple([*dxs, *ends, *sums.values()]))
+        return b
+
+    def _more(self, b: Builder, total: Any, given: Any, first: Any) -> Any:
+        """A sum of gradients with those that a chunk gives, the first of which is slice ``first``."""
+        if self.chunks == 1:
+            return b.add("add", total.shape, [total, given])
+        starts = [first, *[b.constant(0)] * (len(total.shape.dimensions) - 1)]
+        own = b.dynamic_slice(total, starts, list(given.shape.dimensions))
+        return b.update(total, b.add("add", own.shape, [own, given]), starts)
+
+    def _kept_by_position(self) -> dict[int, int]:
+        """For each operand of the layers backwards that layers forwards keep, its stack there."""
+        return {i: w.leaf for i, w in self.back.weights.items() if isinstance(w, Kept)}
+
+    def weights(self) -> Builder:
+        """A run of weights: gives the sums."""
+        layers, scalar = self.back.layers, array_shape(SCALAR)
+        kept = self._kept_by_position()
+        held = self.held_back
+        own = {i: s for i, s in held.items() if i >= 0}
+        own |= {i: self.bank_shapes[leaf] for i, leaf in kept.items()} | self.left_shapes
+        stacks = stacks_of(layers, list(self.back.sums), layers.count)
+        run = LayerRun(
+            self.editor, layers, layers.count, own, stacks, list(kept), (), given=self.left
+        )
+        b = self.editor.computation("schedule.weights")
+        shapes = [scalar] * 5 + [*held.values(), *self.bank_shapes.values()]
+        shapes += [*self.left_shapes.values(), *self.sum_shapes.values()]
+        start, first, row, to, _, *rest = b.elements(b.parameter(tuple_shape(shapes)))
+        left = iter(rest)
+        parts = {i: next(left) for i in held}
+        banks = {i: next(left) for i in self.bank_shapes}
+        parts |= {i: next(left) for i in self.left_shapes}
+        sums = {i: next(left) for i in self.sum_shapes}
+        parts |= {i: banks[leaf] for i, leaf in kept.items()}
+        done = run.emit(b, {i: p for i, p in parts.items() if i >= 0}, start, first, row, to)
+        b.finish(b.tuple([b.add("add", s.shape, [s, done[i]]) for i, s in sums.items()]))
+        return b
+
+    def turns(self) -> Any:
+        """A function that emits the input of a stage backwards: on the last one, what the backward pass
+        begins with, for the microbatch whose forward run has ended; the received values on others. What turns
+        leave for the loop behind, and their sums, go with it."""
+        passed = list(self.passed_back.values())
+        scalar, b = array_shape(SCALAR), self.editor.computation("schedule.turns")
+        ends = [self.by_microbatch(s) for s in self.passed.values()]
+        others = list(self.others.values())
+        kept = [*map(self.by_microbatch, self.given_shapes), *self.turned.values()]
+        shapes = [scalar, self.device, *ends, *others, *kept]
+        k, device, *rest = b.elements(b.parameter(tuple_shape(shapes)))
+        ys = {
+            i: entry_of(b, end, [k]) for i, end in zip(self.passed, rest, strict=False)
+        }  # fmt: skip
+        held = dict(zip(self.others, rest[len(ends) :], strict=False))
+        found = {i: self._begun(b, i, k, ys, held) for i in self.step.begins}
+        old = rest[len(ends) + len(others) :]
+        stacks, sums = old[: len(self.given)], old[len(self.given) :]
+        if self.step.turn is not None:
+            begun, added, given = self.step.turn.emit(b, k, device, ys, held, self.given)
+            found |= {i: shaped(b, v, self.passed_back[i]) for i, v in begun.items()}
+            stacks = [put(b, s, v, [k]) for s, v in zip(stacks, given, strict=True)]
+            sums = [b.add("add", s.shape, [s, added[c]])
+                    for c, s in zip(self.turned, sums, strict=True)]  # fmt: skip
+        b.finish(b.tuple([*(found[i] for i in self.passed_back), *stacks, *sums]))
+        other = self.editor.computation("schedule.goes_on")
+        other.finish(other.tuple(other.elements(other.parameter(tuple_shape([*passed, *kept])))))
+
+        def emit(
+            caller: Builder, begins: Any, arguments: Sequence[Any], kept: Sequence[Any],
+            received: Sequence[Any],
+        ) -> tuple[str, list[Any]]:  # fmt: skip
+            given = [caller.tuple([*arguments, *kept]), caller.tuple([*received, *kept])]
+            shape = tuple_shape([*passed, *(v.shape for v in kept)])
+            chosen = caller.conditional(begins, [b, other], given, shape)
+            return chosen.name, caller.elements(chosen)
+
+        return emit
+
+    def _begun(
+        self, b: Builder, i: int, k: Any, ys: Mapping[int, Any], held: Mapping[Instruction, Any]
+    ) -> Any:
+        """What microbatch ``k`` begins with in the backward pass, at position ``i`` of its layers' carry,
+        where that is computed between the loops."""
+        begin, shape = self.step.begins[i], self.passed_back[i]
+        if begin.rows is None:
+            return b.zeros(shape)
+        leaves = {}
+        for (leaf, _), (value, plus) in begin.given.items():
+            if leaf in leaves:
+                raise Refusal("the head reads more than one row of what the last stage gave")
+            row = self.there.loop.shape.tuple_shapes[leaf]
+            y = shaped(b, ys[value], resized(row, [1, *row.dimensions[1:]]))
+            leaves[leaf] = without_sign_of_zero(b, y) if plus else y
+        slot = b.lookup(np.array(begin.slots, np.int32), [k])
+        block = shaped(b, begin.rows.emit(b, slot, held, leaves), shape)
+        return without_sign_of_zero(b, block) if begin.plus else block
+
+
+def chosen(
+    b: Builder, working: Any, runs: Builder, arguments: Sequence[Any], kept: Sequence[Any],
+    gives: Sequence[Any],
+) -> tuple[str, list[Any]]:  # fmt: skip
+    """Run a computation of ``arguments`` and ``kept``, which gives values of the shapes ``gives``, and
+    ``kept`` anew; if not ``working``, zeros, and ``kept`` as it is."""
+    rests = b.editor.computation("schedule.rests")
+    same = rests.elements(rests.parameter(tuple_shape([v.shape for v in kept])))
+    rests.finish(rests.tuple([*(rests.zeros(s) for s in gives), *same]))
+    shape = tuple_shape([*gives, *(v.shape for v in kept)])
+    given = [b.tuple([*arguments, *kept]), b.tuple(kept)]
+    made = b.conditional(working, [runs, rests], given, shape)
+    return made.name, b.elements(made)

@@ -90,8 +90,6 @@ cdef enum:
     _CONTEXT = -4
     # From one look at a launch to the next, in nanoseconds, once others had this core in between for a while.
     _LOOK = 50000
-    # `stop` waits for so many milliseconds for a call that does not return.
-    _PATIENCE_MS = 1000
 
 cdef struct call_t:
     int kind
@@ -321,17 +319,16 @@ cdef class Launches:
         names = {_LATER: "", _GROUP: "ncclGroupEnd", _CONTEXT: "cuCtxSetCurrent"}
         return names[l.failed], l.error, l.communicator
 
-    def stop(self) -> None:
-        """Make no call any more, and ask for no state. Waits for a second for a call that does not return: then an
-        abort has to end it."""
+    def stop(self, double patience=1.0) -> None:
+        """Make no call any more, and ask for no state. Waits for so many seconds for a call that does not return: then
+        an abort has to end it."""
         cdef launches_t* l = self._all
-        cdef int waited = 0
+        cdef double until = launches_now() + patience
         with nogil:
             launches_be(&l.stopped, 1)
             while pthread_mutex_trylock(&l.calling) != 0:
-                if waited == _PATIENCE_MS:
+                if launches_now() > until:
                     break
                 launches_sleep(1000000)
-                waited += 1
             else:
                 pthread_mutex_unlock(&l.calling)

@@ -9,7 +9,7 @@ have no key.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Container, Hashable, Mapping, Sequence
 from typing import Any
 
 from .carve import SegmentPlan
@@ -54,6 +54,18 @@ def begin_at_zero(proto: Any, offsets: Sequence[int | None]) -> None:
         if offset is not None:
             pad.edge_padding_high += pad.edge_padding_low
             pad.edge_padding_low = 0
+
+
+def entering(
+    barrier: Barrier, there: Container[Value], inside: Container[Value], opened: Container[Value]
+) -> dict[Value, Value]:
+    """What enters an optimization barrier now, by root. ``there``: the values that the module has so far;
+    ``inside``: inputs of the segment and results of its nodes; ``opened``: what went through it before."""
+    return {
+        v.root: v
+        for v in barrier.operands
+        if v.type is not None and v.root in there and v.root in inside and v.root not in opened
+    }
 
 
 class Likeness:
@@ -177,14 +189,7 @@ class _Reading:
                 self._inside = set(self._plan.inputs)
                 for node in self._plan.nodes:
                     self._inside.update(node.results)
-            known = {
-                v.root: v
-                for v in barrier.operands
-                if v.type is not None
-                and v.root in self._numbers
-                and v.root in self._inside
-                and v.root not in opened
-            }
+            known = entering(barrier, self._numbers, self._inside, opened)
             if root not in known:
                 return self._numbers[root]
             self._said.append(("barrier", *[self._leaf(v) for v in known.values()]))

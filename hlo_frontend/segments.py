@@ -23,7 +23,7 @@ from .carve import SegmentPlan
 from .flops import arithmetic, flops_of
 from .graph import Computation, Instruction
 from .imported import with_aliases
-from .likeness import Likeness, begin_at_zero, drop_what_says_nothing
+from .likeness import Likeness, begin_at_zero, drop_what_says_nothing, entering
 from .schema import TOKEN, TUPLE, HloModuleProto, ShapeProto
 from .values import Barrier, Node, NodeKind, Value, operand_shape
 
@@ -377,14 +377,7 @@ class ModuleBuilder:
         """
         opened = self._barriers.setdefault(barrier, {})
         if root not in opened:
-            known = {
-                v.root: v
-                for v in barrier.operands
-                if v.type is not None
-                and v.root in self._values
-                and v.root in self._inside
-                and v.root not in opened
-            }
+            known = entering(barrier, self._values, self._inside, opened)
             if root not in known:
                 return self._values[root]
             parts = [self._leaf(v) for v in known.values()]

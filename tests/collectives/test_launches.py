@@ -156,7 +156,7 @@ def test_nothing_is_called_once_stopped() -> None:
         said.append("returned")
 
     def stop() -> None:
-        launches.stop()
+        launches.stop(WAIT)  # for longer than this test may be kept from its core
         said.append("stopped")
         stopped.set()
 

@@ -17,6 +17,7 @@ import platform
 import re
 import threading
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import cache
 from importlib.metadata import version
 from io import BytesIO
@@ -39,14 +40,16 @@ from ..errors import CompileError, StrettoError
 from ..program import CONTEXT, Segment, calls_back
 from .code_room import CodeRoom
 from .engine import Column, Joined
+from .in_place import in_place
 
 Array = Any
 _STATUS = re.compile(r"^([A-Z_]{2,}): ", re.ASCII)
 # XLA compiles a loop whose carries are small into one kernel, with dots as plain loops; in larger ones its
 # libraries make the dots, with other roundings on some processors (AVX2 without AVX-512, AVX, SSE4).
 _BY_SIZE = "small-while-loop-hoisting"
-# Loops of pipelines put what layers keep into arrays that go through conditionals. Without this XLA copies
-# these whole in each branch: a step run as 1F1B takes twice the processor time, one interleaved four times.
+# Loops of pipelines put what layers keep into arrays that go through conditionals. Without this, and without
+# `in_place`, XLA copies these whole in each branch: a step run as 1F1B takes twice the processor time, one
+# interleaved four times.
 _IN_PLACE = [("xla_cpu_copy_insertion_use_region_analysis", True)]
 # Calls with this attribute are to be one kernel each (`hlo_frontend.one_kernel`).
 _ONE_KERNEL, _ATTRIBUTES = b"xla_cpu_small_call", "mhlo.frontend_attributes"
@@ -586,6 +589,14 @@ class XlaCpuEngine(XlaEngine):
     def __init__(self, num_devices: int) -> None:
         self._cores = self.callers = to_compute_on()
         super().__init__(xla_client.make_cpu_client(num_devices=num_devices), num_devices)
+
+    def compile_on(
+        self, segment: Segment, name: str, devices: Any, options: Any,
+        host_callbacks: Sequence[Any] = (),
+    ) -> Any:  # fmt: skip
+        if segment.reproducible:  # as the segments of a pipeline's loop are
+            segment = replace(segment, module=in_place(segment.module))
+        return super().compile_on(segment, name, devices, options, host_callbacks)
 
     def register_handler(self, target: str, handler: object) -> None:
         """See `stretto.runtime.engines.engine.CallingEngine`. It is the process's, whatever the client."""

@@ -51,6 +51,7 @@ setup(
         Extension(
             "stretto.collectives._native",
             ["collectives/_native.pyx"],
+            depends=["collectives/_giving_way.pxi"],
             # A product and a sum are rounded one by one, as NumPy does.
             extra_compile_args=["-O3", "-ffp-contract=off"],
         ),
@@ -58,6 +59,7 @@ setup(
         Extension(
             "stretto.collectives._launches",
             ["collectives/_launches.pyx"],
+            depends=["collectives/_giving_way.pxi"],
             extra_compile_args=["-pthread"],
             extra_link_args=["-pthread"],
         ),

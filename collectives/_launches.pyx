@@ -20,16 +20,11 @@ cdef extern from *:
     #include <pthread.h>
     #include <semaphore.h>
     #include <time.h>
-    #include <sched.h>
 
     static double launches_now(void) {
         struct timespec t;
         clock_gettime(CLOCK_MONOTONIC, &t);
         return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
-    }
-    static void launches_sleep(long nanoseconds) {
-        struct timespec t = {0, nanoseconds};
-        nanosleep(&t, NULL);
     }
     static int launches_state(int* state) { return __atomic_load_n(state, __ATOMIC_ACQUIRE); }
     static void launches_be(int* state, int now) { __atomic_store_n(state, now, __ATOMIC_RELEASE); }
@@ -53,9 +48,7 @@ cdef extern from *:
     int pthread_mutex_destroy(pthread_mutex_t*) noexcept nogil
     int pthread_create(pthread_t*, void*, void* (*)(void*) noexcept nogil, void*) noexcept nogil
     int pthread_detach(pthread_t) noexcept nogil
-    int sched_yield() noexcept nogil
-    double launches_now() noexcept nogil
-    void launches_sleep(long nanoseconds) noexcept nogil
+    double now "launches_now"() noexcept nogil
     int launches_state(int*) noexcept nogil
     void launches_be(int*, int) noexcept nogil
     bint launches_take(int*, int, int) noexcept nogil
@@ -88,8 +81,11 @@ cdef enum:
     _LATER = -2
     _GROUP = -3
     _CONTEXT = -4
-    # From one look at a launch to the next, in nanoseconds, once others had this core in between for a while.
-    _LOOK = 50000
+
+# Seconds of a wait before it sleeps between two looks.
+cdef double ATTENTIVE = 200e-6
+
+include "_giving_way.pxi"
 
 cdef struct call_t:
     int kind
@@ -276,22 +272,21 @@ cdef class Launches:
         """Wait, for so long at most, until what was put is on its streams or has failed. Whether it is. One thread at a
         time waits."""
         cdef launches_t* l = self._all
-        cdef double began, now
+        cdef double began, waited
         if launches_state(&l.where) == _OVER:
             return True
         with nogil:
             if launches_take(&l.where, _PUT, _BEGUN):
                 launch(l)
-            began = 0.0
+            began = now()
             while not settled(l):
-                now = launches_now()
-                began = began or now
-                if now > began + seconds:
+                waited = now() - began
+                if waited > seconds:
                     break
-                if now < began + 2e-4:
-                    sched_yield()
+                if waited < ATTENTIVE:
+                    give_way()
                 else:
-                    launches_sleep(_LOOK)
+                    stretto_sleep(5 * SHORTEST)
         return launches_state(&l.where) == _OVER
 
     def state(self, uintptr_t communicator):
@@ -323,12 +318,12 @@ cdef class Launches:
         """Make no call any more, and ask for no state. Waits for so many seconds for a call that does not return: then
         an abort has to end it."""
         cdef launches_t* l = self._all
-        cdef double until = launches_now() + patience
+        cdef double until = now() + patience
         with nogil:
             launches_be(&l.stopped, 1)
             while pthread_mutex_trylock(&l.calling) != 0:
-                if launches_now() > until:
+                if now() > until:
                     break
-                launches_sleep(1000000)
+                stretto_sleep(1e-3)
             else:
                 pthread_mutex_unlock(&l.calling)

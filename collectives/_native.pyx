@@ -99,21 +99,10 @@ cdef extern from *:
     typedef int (*mpi_message)(void*, int, uintptr_t, int, int, uintptr_t, void*);
     typedef int (*mpi_testall)(int, void*, int*, void*);
 
-    static void stretto_sleep(double seconds) {
-        static __thread int precise = 0;
-        struct timespec t = {0, (long)(seconds * 1e9)};
-    #ifdef __linux__
-        if (!precise) prctl(PR_SET_TIMERSLACK, 1, 0, 0, 0);
-    #endif
-        precise = 1;
-        nanosleep(&t, NULL);
-    }
     """
     ctypedef int (*mpi_message)(void*, int, uintptr_t, int, int, uintptr_t, void*) noexcept nogil
     ctypedef int (*mpi_testall)(int, void*, int*, void*) noexcept nogil
-    void stretto_sleep(double seconds) noexcept nogil
     double until_then "stretto_until"
-    int sched_yield() noexcept nogil
     ctypedef struct ffi_extension:
         int32_t type
     ctypedef struct ffi_version:
@@ -910,13 +899,14 @@ cdef const char* MPI_FAILED = b"MPI failed in a collective that compiled code ca
 cdef mpi_t mpi
 memset(&mpi, 0, sizeof(mpi))
 
+include "_giving_way.pxi"
+
 # Polls between two looks at the clock; what `send_off` gives where the thread may wait no longer.
 cdef enum:
     POLLS = 8
     LATE = 2
 # As in `waiting`: a sleep is this part of the time waited so far, within these bounds in seconds.
-cdef double PART = 0.1, SHORTEST = 10e-6, LONGEST = 500e-6
-cdef double TAKEN = 500e-6, AS_LONG = 8.0  # of `waiting`
+cdef double PART = 0.1, LONGEST = 500e-6
 
 
 def use_mpi(uintptr_t isend, uintptr_t irecv, uintptr_t testall, uintptr_t byte, int request_bytes, int status_bytes) -> None:
@@ -1053,23 +1043,6 @@ cdef bint drive(table_t* table) noexcept nogil:
         release(table.api, site, futures, count)
         free(futures)
         k = 0
-
-
-cdef double taken_until = 0.0
-
-
-cdef void give_way() noexcept nogil:
-    """`waiting.give_way`."""
-    global taken_until
-    cdef double began = now()
-    cdef double took
-    if began < taken_until:
-        stretto_sleep(SHORTEST)
-        return
-    sched_yield()
-    took = now() - began
-    if took > TAKEN:
-        taken_until = began + AS_LONG * took
 
 
 cdef void relax(table_t* table, double since) noexcept nogil:

@@ -23,6 +23,7 @@ from .cuda import cuda
 from .gpus import Joined
 from .nccl import BYTE, IN_PROGRESS, nccl
 from .ops import Collective, Kind
+from .taking_part import check_pair, takes_part
 from .types import TensorType
 
 if TYPE_CHECKING:
@@ -174,7 +175,13 @@ class BoundOnGpus:
         elif len(buffers) == len(self._local):
             members, cleared = self._members, self._cleared
         else:
-            members = {i: self._members[i] for i in self._present(buffers)}
+            kind, local = self.collective.kind, self._local
+            members = {
+                i: self._members[i]
+                for group, here in self._groups
+                if takes_part(kind, group, local, buffers)
+                for i in here
+            }
             cleared = buffers.keys() - members.keys()
         for i, member in members.items():
             if member.before:
@@ -203,20 +210,6 @@ class BoundOnGpus:
 
         return rest
 
-    def _present(self, buffers: Mapping[int, Buffers]) -> list[int]:
-        """Members of the groups that are there."""
-        present: list[int] = []
-        for group, here in self._groups:
-            found = [i for i in here if i in buffers]
-            if found and len(found) < len(here):
-                missing = sorted(set(here).difference(found))
-                raise RuntimeError(
-                    f"devices {sorted(found)} of group {list(group)} take part in this "
-                    f"{self.collective.kind}, but devices {missing} do not"
-                )
-            present += found
-        return present
-
     def _permuted(self, buffers: Mapping[int, Buffers], skip: frozenset[int]) -> dict[int, _Member]:
         """What the local devices do in a permute, those excepted that receive nothing and send nothing."""
         types, steps = self.collective.operands, {i: ([], []) for i in buffers}  # type: ignore[var-annotated]
@@ -224,11 +217,8 @@ class BoundOnGpus:
         made = self._all.get(everyone, {})
         received = set()
         for k, source, target in self._pairs:
-            both = source in self._local and target in self._local
-            if both and (source in buffers) != (target in buffers):
-                raise RuntimeError(
-                    f"of {source} -> {target}, only one device takes part in this permute"
-                )
+            if source in self._local and target in self._local:
+                check_pair(source, target, buffers)
             if k in skip:
                 continue
             for n, type in enumerate(types):

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from .bound_on_gpus import Buffers
 from .cuda import cuda
 from .ops import Collective, Kind
+from .taking_part import check_pair, takes_part
 
 if TYPE_CHECKING:
     from .communicator import BoundCollective
@@ -279,7 +280,8 @@ class BoundOnDevices:
         collective = self.collective
         if collective.kind is Kind.PERMUTE:
             for k, (source, target) in enumerate(collective.pairs):
-                self._check_pair(source, target, present)
+                if source in self._devices and target in self._devices:
+                    check_pair(source, target, present)
                 if k in skip or not {source, target} & present:
                     continue
                 for n, type in enumerate(collective.operands):
@@ -288,8 +290,8 @@ class BoundOnDevices:
                     yield _Move(source, target, whole, there, 1, type.nbytes)
             return
         for group in collective.groups:
-            here = self._check_group(group, present)
-            if not here:
+            here = self._devices.keys() & group
+            if not here or not takes_part(collective.kind, group, here, present):
                 continue
             senders = group[:1] if collective.kind is Kind.BROADCAST else group
             for j, source in enumerate(senders):
@@ -324,24 +326,6 @@ class BoundOnDevices:
             )
             made = _Place(_Memory.RESULT, n, put * width, pitch)
             yield _Move(source, target, given, made, rows, width)
-
-    def _check_pair(self, source: int, target: int, present: frozenset[int]) -> None:
-        both = source in self._devices and target in self._devices
-        if both and (source in present) != (target in present):
-            raise RuntimeError(
-                f"of {source} -> {target}, only one device takes part in this permute"
-            )
-
-    def _check_group(self, group: tuple[int, ...], present: frozenset[int]) -> frozenset[int]:
-        """The local members of a group, if it takes part."""
-        local = self._devices.keys() & group
-        missing = local - present
-        if missing and len(missing) < len(local):
-            raise RuntimeError(
-                f"devices {sorted(local - missing)} of group {list(group)} take part in this "
-                f"{self.collective.kind}, but devices {sorted(missing)} do not"
-            )
-        return frozenset() if missing else frozenset(local)
 
     def before(self, plan: Plan, device: int, buffers: Mapping[int, Buffers], stream: int) -> None:
         """Enqueue what a local device copies and clears ahead of the messages."""

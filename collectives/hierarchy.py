@@ -26,6 +26,7 @@ from .local import local_collective
 from .native import ALONE, Peers
 from .ops import Collective, Kind
 from .point_to_point import BoundPermute, BoundReceive, BoundSend, Done, Mailboxes, Transfer, zeros
+from .taking_part import takes_part
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -221,17 +222,8 @@ class BoundGroups:
     def _plan_for(self, present: frozenset[int]) -> list[Step]:
         """The plan for those groups that are there."""
         if present not in self._plans:
-            groups = []
-            for group in self._groups:
-                local = self._local.intersection(group)
-                missing = sorted(local - present)
-                if not missing:
-                    groups.append(group)
-                elif len(missing) < len(local):
-                    raise RuntimeError(
-                        f"devices {sorted(local & present)} of group {list(group)} take part in this "
-                        f"{self.collective.kind}, but devices {missing} do not"
-                    )
+            kind, local = self.collective.kind, self._local
+            groups = [g for g in self._groups if takes_part(kind, g, local, present)]
             self._plans[present] = self._plan(groups)
         return self._plans[present]
 

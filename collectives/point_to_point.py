@@ -21,6 +21,7 @@ import numpy as np
 from .communicator import PROMPT
 from .memory import pool
 from .ops import Collective, Kind
+from .taking_part import check_pair
 from .types import TensorType
 
 if TYPE_CHECKING:
@@ -228,10 +229,7 @@ class BoundPermute(_PointToPoint):
         receives: list[tuple[Array, int]] = []
         for k, source, target, source_at, target_at in self.pairs:
             if source_at == target_at:
-                if (source in operands) != (target in operands):
-                    raise RuntimeError(
-                        f"of {source} -> {target}, only one device takes part in this permute"
-                    )
+                check_pair(source, target, operands)
                 if source in operands and k not in skip:
                     results[target] = [pool.copy(array) for array in operands[source]]
             elif k in skip:

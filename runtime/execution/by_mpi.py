@@ -12,20 +12,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from stretto.collectives.bound_on_gpus import Buffers
 from stretto.collectives.gpu_mpi import BoundOnDevices, Plan
 from stretto.collectives.staging import Staging, await_all
-from stretto.collectives.types import TensorType
 
-from ..engines.engine import StreamedEngine
 from ..program import Start
 from .call import Call
 from .context import Context
 from .frame import Frame, named
-from .on_gpus import UnderWay, abandon, arrived, landed
 from .stream import Event
+from .under_way import Borrower, UnderWay, abandon
 
 if TYPE_CHECKING:
     from ..engines.cuda_loans import Mark
@@ -59,7 +57,7 @@ class Moving:
         return self._finish()
 
 
-class ByMpi:
+class ByMpi(Borrower):
     """The calls of one collective that MPI makes on the GPUs' memory."""
 
     def __init__(
@@ -71,22 +69,14 @@ class ByMpi:
         staging: Staging,
         deferred: bool,
     ) -> None:
-        self._context, self._call, self._bound, self._staging = context, call, bound, staging
-        self._inputs, self._deferred = start.inputs, deferred
-        self._operands = [context.program.slot_types[slot] for slot in start.inputs]
-        self._results = [context.program.slot_types[slot] for slot in start.outputs]
-        self._loans = cast("StreamedEngine", context.engine).loans
-        scratch = [TensorType("u8", (bound.scratch,))] if bound.scratch else []
-        self._rooms = self._loans.rooms([*self._results, *scratch], context.ordinals)
+        super().__init__(context, start, call, deferred, bound.scratch)
+        self._bound, self._staging = bound, staging
 
     def enqueue(self, frame: Frame) -> Moving:
         """Put a call onto the streams, and MPI's part onto the executor's. Raises errors of CUDA."""
-        context, call, bound, loans = self._context, self._call, self._bound, self._loans
+        context, call, bound = self._context, self._call, self._bound
         logical, count = context.logical, len(self._results)
-        columns = [
-            landed(context, frame.registers[slot], type)
-            for slot, type in zip(self._inputs, self._operands, strict=True)
-        ]
+        columns = self._columns(frame)
         calls: dict[int, UnderWay] = {}
         buffers: dict[int, Buffers] = {}
         options = call.skips(frame.iteration)
@@ -95,10 +85,8 @@ class ByMpi:
             plan = bound.plan({logical[p]: None for p in frame.active}, **options)
             with self._staging.lock:
                 for position in frame.active:
-                    ordinal, stream = context.ordinals[position], self._stream(position)
-                    lent = [column[position] for column in columns]
-                    under_way = UnderWay(loans, ordinal, lent, self._rooms.take(ordinal))
-                    calls[position] = under_way
+                    stream = self._stream(position)
+                    calls[position] = under_way = self._borrow(columns, position)
                     buffers[logical[position]] = under_way.buffers(stream, stream, count)
                     under_way.flush()
                 marks = self._before(plan, buffers, frame.active)
@@ -176,4 +164,4 @@ class ByMpi:
         except BaseException as error:
             abandon(calls)
             raise named(error, self._call.what) from error
-        return arrived(self._context, calls, self._results, self._deferred)
+        return self._arrived(calls)

@@ -35,9 +35,10 @@ from .by_mpi import ByMpi, Moving
 from .call import Call, describe
 from .context import Context
 from .frame import Frame, Hosted, Operation, named
-from .on_gpus import Enqueued, OnGpus
+from .on_gpus import OnGpus
 from .staged import Staged, can_be_staged
 from .stream import Task
+from .under_way import Enqueued
 
 _log = logging.getLogger("stretto")
 

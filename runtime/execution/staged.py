@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -23,12 +23,11 @@ from stretto.collectives.pieces import Piece
 from stretto.collectives.staging import Block, Staging, await_all, pinned
 from stretto.collectives.types import TensorType
 
-from ..engines.engine import StreamedEngine
 from ..program import Start
 from .call import Call
 from .context import Context
 from .frame import Frame, named
-from .on_gpus import Enqueued, UnderWay, abandon, arrived, landed, tell
+from .under_way import Borrower, Enqueued, UnderWay, abandon, tell
 
 if TYPE_CHECKING:
     from ..engines.cuda_loans import Mark
@@ -59,7 +58,7 @@ class _Copies:
         return [view(begin + at, t.shape, t.numpy) for t, at in zip(types, places, strict=True)]
 
 
-class Staged:
+class Staged(Borrower):
     """The calls of one collective that go through the host's memory."""
 
     def __init__(
@@ -71,12 +70,8 @@ class Staged:
         staging: Staging,
         deferred: bool,
     ) -> None:
-        self._context, self._call, self._pieces, self._staging = context, call, pieces, staging
-        self._inputs, self._deferred = start.inputs, deferred
-        self._operands = [context.program.slot_types[slot] for slot in start.inputs]
-        self._results = [context.program.slot_types[slot] for slot in start.outputs]
-        self._loans = cast("StreamedEngine", context.engine).loans
-        self._rooms = self._loans.rooms(self._results, context.ordinals)
+        super().__init__(context, start, call, deferred)
+        self._pieces, self._staging = pieces, staging
         self._nbytes = 0
         # Offsets in the page-locked memory of the arrays of each piece.
         self._given = [self._places(piece.collective.operands) for piece, _ in pieces]
@@ -92,10 +87,7 @@ class Staged:
     def enqueue(self, frame: Frame) -> Enqueued:
         """Put a call onto the streams, and what the host does onto the executor's. Raises errors of CUDA."""
         context, call, staging = self._context, self._call, self._staging
-        columns = [
-            landed(context, frame.registers[slot], type)
-            for slot, type in zip(self._inputs, self._operands, strict=True)
-        ]
+        columns = self._columns(frame)
         calls: dict[int, UnderWay] = {}
         copies: dict[int, _Copies] = {}
         try:
@@ -104,10 +96,7 @@ class Staged:
                 device = self._loans.device(context.ordinals[frame.active[0]])
                 block = pinned.take(self._nbytes * len(frame.active), device, staging.check)
                 for k, position in enumerate(frame.active):
-                    lent = [column[position] for column in columns]
-                    ordinal = context.ordinals[position]
-                    under_way = UnderWay(self._loans, ordinal, lent, self._rooms.take(ordinal))
-                    calls[position] = under_way
+                    calls[position] = under_way = self._borrow(columns, position)
                     copies[position] = self._copy(under_way, block, k * self._nbytes)
                 # From here to the task nothing may wait for a stream, as what loads code or takes memory may:
                 # these streams go on when the task says so.
@@ -125,7 +114,7 @@ class Staged:
         marks = [under_way.mark for under_way in calls.values() if under_way.mark is not None]
         pinned.give_back(block, marks)
         watched.add_callback(partial(tell, watched, call.lane.failed))
-        return Enqueued(partial(arrived, context, calls, self._results, self._deferred))
+        return Enqueued(partial(self._arrived, calls))
 
     def _copy(self, under_way: UnderWay, block: Block, begin: int) -> _Copies:
         """Queue the copies from one device, to a block from ``begin`` on, and those back to it behind what

@@ -13,7 +13,7 @@ Whatever is enqueued must be enqueued in the same order by all processes of a gr
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -47,13 +47,25 @@ Step = Callable[[Buffers, int], None]
 Launch = Callable[[Buffers, int], tuple[int, ...]]
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Member:
-    """A local member of a group, and what it enqueues: copies, then calls of NCCL, then copies."""
+    """A local member of a group, and what it enqueues: copies, then calls of NCCL, then copies.
 
-    before: Sequence[Step]
-    during: Sequence[Launch]
-    after: Sequence[Step]
+    ``size``: of the group; ``comm``: its communicator; ``scratch``: bytes of scratch memory.
+    """
+
+    size: int = 1
+    comm: int = 0
+    scratch: int = 0
+    before: list[Step] = field(default_factory=list)
+    during: list[Launch] = field(default_factory=list)
+    after: list[Step] = field(default_factory=list)
+
+    def place(self, nbytes: int) -> int:
+        """A place in scratch memory."""
+        start = self.scratch
+        self.scratch = -(-(start + nbytes) // 256) * 256
+        return start
 
 
 def bind(joined: Joined, collective: Collective, host: BoundCollective) -> BoundOnGpus | None:
@@ -84,18 +96,6 @@ def is_supported(collective: Collective) -> bool:
     return True
 
 
-class _Scratch:
-    """Places in a device's scratch memory."""
-
-    def __init__(self) -> None:
-        self.nbytes = 0
-
-    def place(self, nbytes: int) -> int:
-        start = self.nbytes
-        self.nbytes = -(-(start + nbytes) // 256) * 256
-        return start
-
-
 class BoundOnGpus:
     """A collective bound to NCCL, for the local devices.
 
@@ -121,18 +121,15 @@ class BoundOnGpus:
         self._all = communicators
         owner, process = joined.owner, joined.gpus.process
         self._local = {i for i, at in owner.items() if at == process}
-        scratch = _Scratch()
         self._groups = [
             (group, [i for i in group if i in self._local])
             for group in collective.groups
             if self._local.intersection(group)
         ]
         self._members = {
-            i: self._member(group, group.index(i), scratch)
-            for group, here in self._groups
-            for i in here
+            i: self._member(group, group.index(i)) for group, here in self._groups for i in here
         }
-        self.scratch = scratch.nbytes
+        self.scratch = max((m.scratch for m in self._members.values()), default=0)
         self._what = str(collective.kind)
         self._cleared = self._local - self._members.keys()  # results of those in no group
         self._pairs = [
@@ -212,7 +209,7 @@ class BoundOnGpus:
 
     def _permuted(self, buffers: Mapping[int, Buffers], skip: frozenset[int]) -> dict[int, _Member]:
         """What the local devices do in a permute, those excepted that receive nothing and send nothing."""
-        types, steps = self.collective.operands, {i: ([], []) for i in buffers}  # type: ignore[var-annotated]
+        types, members = self.collective.operands, {i: _Member() for i in buffers}
         everyone = tuple(sorted(self._joined.owner))
         made = self._all.get(everyone, {})
         received = set()
@@ -223,19 +220,23 @@ class BoundOnGpus:
                 continue
             for n, type in enumerate(types):
                 if source == target and source in buffers:
-                    steps[source][0].append(self._copies(n, n, type.nbytes))
+                    members[source].before.append(self._copies(n, n, type.nbytes))
                     continue
                 if source in buffers:
                     to = everyone.index(target)
-                    steps[source][1].append(self._sends(made[source], to, type.nbytes, operand=n))
+                    members[source].during.append(
+                        self._sends(made[source], to, type.nbytes, operand=n)
+                    )
                 if target in buffers:
                     at = everyone.index(source)
-                    steps[target][1].append(self._receives(made[target], at, type.nbytes, result=n))
+                    members[target].during.append(
+                        self._receives(made[target], at, type.nbytes, result=n)
+                    )
             received.add(target)
         for i in buffers.keys() - received:
             for n, type in enumerate(types):
-                steps[i][0].append(self._clears(n, type.nbytes))
-        return {i: _Member(before, during, ()) for i, (before, during) in steps.items()}
+                members[i].before.append(self._clears(n, type.nbytes))
+        return members
 
     def _clears(self, n: int, nbytes: int) -> Step:
         return lambda b, stream: self._driver.clear(b.results[n], nbytes, stream)
@@ -265,43 +266,33 @@ class BoundOnGpus:
 
         return receives
 
-    def _member(self, group: tuple[int, ...], rank: int, scratch: _Scratch) -> _Member:
-        """What one member of a group enqueues. Members of a process share the plan of scratch memory's size,
-        not the memory: each device has its own."""
+    def _member(self, group: tuple[int, ...], rank: int) -> _Member:
+        """What one member of a group enqueues."""
         collective, size = self.collective, len(group)
-        before: list[Step] = []
-        during: list[Launch] = []
-        after: list[Step] = []
         if size == 1:
-            before += [self._copies(n, n, t.nbytes) for n, t in enumerate(collective.operands)]
-            return _Member(before, during, after)
-        comm = self._all[group][group[rank]]
-        mine = _Scratch()
+            return _Member(
+                before=[self._copies(n, n, t.nbytes) for n, t in enumerate(collective.operands)]
+            )
+        member = _Member(size, self._all[group][group[rank]])
         types = list(zip(collective.operands, collective.results, strict=False))
-        match collective.kind:
-            case Kind.ALL_REDUCE:
-                for n, (type, _) in enumerate(types):
-                    during.append(self._reduces(n, type, comm))
-            case Kind.BROADCAST:
-                for n, (type, _) in enumerate(types):
-                    during.append(self._broadcasts(n, type.nbytes, comm))
-            case Kind.ALL_GATHER:
-                for n, (type, _) in enumerate(types):
-                    self._gather(n, type, size, comm, mine, during, after)
-            case Kind.REDUCE_SCATTER:
-                for n, (type, result) in enumerate(types):
-                    self._scatter(n, type, result, size, comm, mine, before, during)
-            case Kind.ALL_TO_ALL if collective.tuple_form:
-                for peer, (type, result) in enumerate(types):
-                    during.append(self._sends(comm, peer, type.nbytes, operand=peer))
-                    during.append(self._receives(comm, peer, result.nbytes, result=peer))
-            case Kind.ALL_TO_ALL:
-                for n, (type, _) in enumerate(types):
-                    self._exchange(n, type, size, comm, mine, before, during, after)
-            case _:
-                raise NotImplementedError(f"{collective.kind} over NCCL")
-        scratch.nbytes = max(scratch.nbytes, mine.nbytes)
-        return _Member(before, during, after)
+        for n, (type, result) in enumerate(types):
+            match collective.kind:
+                case Kind.ALL_REDUCE:
+                    member.during.append(self._reduces(n, type, member.comm))
+                case Kind.BROADCAST:
+                    member.during.append(self._broadcasts(n, type.nbytes, member.comm))
+                case Kind.ALL_GATHER:
+                    self._gather(n, type, member)
+                case Kind.REDUCE_SCATTER:
+                    self._scatter(n, type, result, member)
+                case Kind.ALL_TO_ALL if collective.tuple_form:  # part n goes to member n
+                    member.during.append(self._sends(member.comm, n, type.nbytes, operand=n))
+                    member.during.append(self._receives(member.comm, n, result.nbytes, result=n))
+                case Kind.ALL_TO_ALL:
+                    self._exchange(n, type, member)
+                case _:
+                    raise NotImplementedError(f"{collective.kind} over NCCL")
+        return member
 
     def _reduces(self, n: int, type: TensorType, comm: int) -> Launch:
         rest = (type.size, *self._codes(type), comm)
@@ -322,90 +313,56 @@ class BoundOnGpus:
         rows = prod(type.shape[: self.collective.dimension])
         return rows, type.nbytes // rows // parts
 
-    def _gather(
-        self,
-        n: int,
-        type: TensorType,
-        size: int,
-        comm: int,
-        scratch: _Scratch,
-        during: list[Launch],
-        after: list[Step],
-    ) -> None:
-        nbytes = type.nbytes
-        rest = (nbytes, BYTE, 0, comm)
+    def _gather(self, n: int, type: TensorType, member: _Member) -> None:
+        nbytes, size = type.nbytes, member.size
+        rest = (nbytes, BYTE, 0, member.comm)
         rows, width = self._rows(type, 1)
         if rows == 1:
-            during.append(
+            member.during.append(
                 lambda b, stream: (ALL_GATHER, b.operands[n], b.results[n], *rest, stream)
             )
             return
-        at, copy_rows = scratch.place(size * nbytes), self._driver.copy_rows
-        during.append(lambda b, stream: (ALL_GATHER, b.operands[n], b.scratch + at, *rest, stream))
+        at, copy_rows = member.place(size * nbytes), self._driver.copy_rows
+        member.during.append(
+            lambda b, stream: (ALL_GATHER, b.operands[n], b.scratch + at, *rest, stream)
+        )
 
         def interleave(b: Buffers, stream: int) -> None:
             for j in range(size):
                 to, source = b.results[n] + j * width, b.scratch + at + j * nbytes
                 copy_rows(to, size * width, source, width, width, rows, stream)
 
-        after.append(interleave)
+        member.after.append(interleave)
 
-    def _scatter(
-        self,
-        n: int,
-        type: TensorType,
-        result: TensorType,
-        size: int,
-        comm: int,
-        scratch: _Scratch,
-        before: list[Step],
-        during: list[Launch],
-    ) -> None:
-        rest = (result.size, *self._codes(type), comm)
-        rows, width = self._rows(type, size)
+    def _scatter(self, n: int, type: TensorType, result: TensorType, member: _Member) -> None:
+        rest = (result.size, *self._codes(type), member.comm)
+        rows, width = self._rows(type, member.size)
         if rows == 1:
-            during.append(
+            member.during.append(
                 lambda b, stream: (REDUCE_SCATTER, b.operands[n], b.results[n], *rest, stream)
             )
             return
-        at = self._apart(n, result.nbytes, size, rows, width, scratch, before)
-        during.append(
+        at = self._apart(n, rows, width, member)
+        member.during.append(
             lambda b, stream: (REDUCE_SCATTER, b.scratch + at, b.results[n], *rest, stream)
         )
 
-    def _apart(
-        self,
-        n: int,
-        nbytes: int,
-        size: int,
-        rows: int,
-        width: int,
-        scratch: _Scratch,
-        before: list[Step],
-    ) -> int:
+    def _apart(self, n: int, rows: int, width: int, member: _Member) -> int:
         """Copy an operand's parts along the dimension into scratch memory, one behind the other."""
-        at, copy_rows = scratch.place(size * nbytes), self._driver.copy_rows
+        size, nbytes = member.size, rows * width
+        at, copy_rows = member.place(size * nbytes), self._driver.copy_rows
 
         def separate(b: Buffers, stream: int) -> None:
             for j in range(size):
                 to, source = b.scratch + at + j * nbytes, b.operands[n] + j * width
                 copy_rows(to, width, source, size * width, width, rows, stream)
 
-        before.append(separate)
+        member.before.append(separate)
         return at
 
-    def _exchange(
-        self,
-        n: int,
-        type: TensorType,
-        size: int,
-        comm: int,
-        scratch: _Scratch,
-        before: list[Step],
-        during: list[Launch],
-        after: list[Step],
-    ) -> None:
+    def _exchange(self, n: int, type: TensorType, member: _Member) -> None:
         """An all-to-all in array form: part j goes to member j, and what comes from it takes its place."""
+        size, comm, during = member.size, member.comm, member.during
         rows, width = self._rows(type, size)
         nbytes = rows * width
         if rows == 1:
@@ -413,8 +370,8 @@ class BoundOnGpus:
                 during.append(self._sends(comm, j, nbytes, operand=n, offset=j * nbytes))
                 during.append(self._receives(comm, j, nbytes, result=n, offset=j * nbytes))
             return
-        out = self._apart(n, nbytes, size, rows, width, scratch, before)
-        back, copy_rows = scratch.place(size * nbytes), self._driver.copy_rows
+        out = self._apart(n, rows, width, member)
+        back, copy_rows = member.place(size * nbytes), self._driver.copy_rows
         for j in range(size):
             during.append(self._sends(comm, j, nbytes, offset=out + j * nbytes))
             during.append(self._receives(comm, j, nbytes, offset=back + j * nbytes))
@@ -424,4 +381,4 @@ class BoundOnGpus:
                 to, source = b.results[n] + j * width, b.scratch + back + j * nbytes
                 copy_rows(to, size * width, source, width, width, rows, stream)
 
-        after.append(together)
+        member.after.append(together)

@@ -130,7 +130,9 @@ class Loans:
     def awaited(self, arrays: Sequence[Array], streams: set[int]) -> None:
         """Arrays that are there at the same time, for which these streams, and none else so far, wait."""
         if len(self._awaited) > _KNOWN:
-            still = [(n, known) for n, known in list(self._awaited.items()) if known[0]() is not None]
+            still = [
+                (n, known) for n, known in list(self._awaited.items()) if known[0]() is not None
+            ]
             self._awaited = dict(still)
         for array in arrays:
             self._awaited[id(array)] = ref(array), streams

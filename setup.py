@@ -51,7 +51,9 @@ setup(
         Extension(
             "stretto.collectives._native",
             ["collectives/_native.pyx"],
-            depends=["collectives/_giving_way.pxi"],
+            depends=[
+                str(p.relative_to(PLUGIN.parent)) for p in PLUGIN.parent.glob("collectives/*.pxi")
+            ],
             # A product and a sum are rounded one by one, as NumPy does.
             extra_compile_args=["-O3", "-ffp-contract=off"],
         ),

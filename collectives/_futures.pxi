@@ -1,0 +1,130 @@
+# Futures and errors.
+
+cdef void* new_error(const ffi_api* api, const char* message) noexcept nogil:
+    cdef ffi_error_args args
+    memset(&args, 0, sizeof(args))
+    args.size, args.message, args.code = sizeof(args), message, FFI_INTERNAL
+    return api.error_create(&args)
+
+
+cdef void drop_error(const ffi_api* api, void* error) noexcept nogil:
+    cdef ffi_future_args args  # of the same form
+    if error != NULL:
+        args.size, args.next, args.future = sizeof(args), NULL, error
+        api.error_destroy(&args)
+
+
+cdef void finish(const ffi_api* api, void* future) noexcept nogil:
+    """Run the device behind a future, here, until it waits again or has ended."""
+    cdef ffi_future_args args
+    args.size, args.next, args.future = sizeof(args), NULL, future
+    drop_error(api, api.future_set_available(&args))
+
+
+cdef void fail(const ffi_api* api, void* future, const char* message) noexcept nogil:
+    cdef ffi_future_error_args args
+    args.size, args.next, args.future = sizeof(args), NULL, future
+    args.error = new_error(api, message)
+    drop_error(api, api.future_set_error(&args))
+
+
+cdef void finish_timed(const ffi_api* api, void* future, site_t* site) noexcept nogil:
+    cdef double began = now()
+    finish(api, future)
+    # Threads may write this at once: it is an estimate.
+    site.compute += 0.125 * (now() - began - site.compute)
+
+
+# Devices whose future is to be finished by whichever thread has time.
+
+cdef struct ready_t:
+    const ffi_api* api
+    void* future
+    site_t* site
+
+cdef enum:
+    QUEUE = 4096
+
+cdef struct queue_t:
+    pthread_mutex_t mutex
+    pthread_cond_t filled
+    ready_t items[QUEUE]
+    int first
+    int count
+    int idle
+    int helpers
+
+cdef queue_t queue
+memset(&queue, 0, sizeof(queue))
+pthread_mutex_init(&queue.mutex, NULL)
+pthread_cond_init(&queue.filled, NULL)
+
+
+cdef void* help(void* unused) noexcept nogil:
+    cdef ready_t item
+    pthread_mutex_lock(&queue.mutex)
+    while True:
+        while queue.count == 0:
+            queue.idle += 1
+            pthread_cond_wait(&queue.filled, &queue.mutex)
+            queue.idle -= 1
+        item = queue.items[queue.first]
+        queue.first = (queue.first + 1) % QUEUE
+        queue.count -= 1
+        pthread_mutex_unlock(&queue.mutex)
+        finish_timed(item.api, item.future, item.site)
+        pthread_mutex_lock(&queue.mutex)
+
+
+def start_helpers(int count) -> None:
+    """Have at least ``count`` threads that run devices side by side."""
+    cdef pthread_t thread
+    while queue.helpers < count:
+        if pthread_create(&thread, NULL, &help, NULL) != 0:
+            return
+        pthread_detach(thread)
+        queue.helpers += 1
+
+
+cdef bint hand_over(const ffi_api* api, void* future, site_t* site) noexcept nogil:
+    """Leave a device to the helpers; False where there are none, or too many are waiting."""
+    cdef bint taken = False
+    cdef ready_t* item
+    pthread_mutex_lock(&queue.mutex)
+    if queue.helpers > 0 and queue.count < QUEUE:
+        item = &queue.items[(queue.first + queue.count) % QUEUE]
+        item.api, item.future, item.site = api, future, site
+        queue.count += 1
+        taken = True
+        if queue.idle > 0:
+            pthread_cond_signal(&queue.filled)
+    pthread_mutex_unlock(&queue.mutex)
+    return taken
+
+
+cdef bint take(ready_t* item) noexcept nogil:
+    cdef bint found = False
+    pthread_mutex_lock(&queue.mutex)
+    if queue.count > 0:
+        item[0] = queue.items[queue.first]
+        queue.first = (queue.first + 1) % QUEUE
+        queue.count -= 1
+        found = True
+    pthread_mutex_unlock(&queue.mutex)
+    return found
+
+
+cdef void release(const ffi_api* api, site_t* site, void** futures, int count) noexcept nogil:
+    """Go on with these members; the caller's own goes on when this returns."""
+    cdef int k
+    cdef ready_t item
+    if site.compute > SIDE_BY_SIDE and queue.helpers > 0:
+        for k in range(count):
+            if not hand_over(api, futures[k], site):
+                finish_timed(api, futures[k], site)
+        # The caller's own device is one more: it leaves the helpers their share.
+        while queue.count > queue.helpers and take(&item):
+            finish_timed(item.api, item.future, item.site)
+        return
+    for k in range(count):
+        finish_timed(api, futures[k], site)

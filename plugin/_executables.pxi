@@ -245,13 +245,26 @@ cdef class LoadedExecutable(Handle):
                 if buffer.external_references or not self.may_donate(options, i):
                     row[i] = self.copy(buffer.value)
             arguments.append(row)
-        results, issued = self.run(arguments)
+        try:
+            results, issued = self.run(arguments)
+        except BaseException:
+            # Of a function that it called, perhaps: then it has taken what is donated.
+            self.delete_donated(args, arguments)
+            raise
+        self.delete_donated(args, None)
+        self.deliver(args, results, issued)
+        return 0
+
+    cdef int delete_donated(self, PJRT_LoadedExecutable_Execute_Args* args, list rows) except -1:
+        """Delete the buffers that are donated; with ``rows``, the values given to a run, those that it took."""
+        cdef size_t d, i
+        cdef void** handles
+        cdef PJRT_ExecuteOptions* options = <PJRT_ExecuteOptions*>args.options
         for d in range(args.num_devices):
             handles = (<void***>args.argument_lists)[d]
             for i in self.donated:
-                if self.may_donate(options, i):
+                if self.may_donate(options, i) and (rows is None or rows[d][i].is_deleted):
                     (<Buffer>(<handle_t*>handles[i]).owner).delete()
-        self.deliver(args, results, issued)
         return 0
 
     cdef int deliver(self, PJRT_LoadedExecutable_Execute_Args* args, list results, issued) except -1:

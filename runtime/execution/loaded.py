@@ -151,7 +151,8 @@ class LoadedProgram:
         """Run it: ``arguments[k][i]`` is parameter i for ``local[k]``; gives outputs in the same form.
 
         Returns at once. Donated arguments are deleted. Raises what the engine refuses at once and
-        `DeletedError`; later errors arrive at the outputs.
+        `DeletedError`; later errors arrive at the outputs. What a function raised that a program of one
+        device has called in this thread is raised here, as on JAX's CPU backend: libraries' tests rely on it.
         """
         return self.execute_with_completion(arguments)[0]
 
@@ -236,35 +237,33 @@ class LoadedProgram:
 
         As a walk in the caller's thread does, it waits for the functions where the results are there: then
         the engine has called them in this thread. A function may wait for programs that other threads run,
-        so it does not keep the turn.
+        so it does not keep the turn. Raises what such a function raised, see `execute`.
         """
         dispatcher, run = self.dispatcher, self._calling
         if run is None or not dispatcher.take_turn():
             return None
         dispatcher.end_turn()
-        error: BaseException | None = None
-        frame: Frame | None = None
         try:
             results, end = run(ordinal, arrays)
             counted(results, len(self.output_types))
-            if results and all(map(self._engine.is_ready, results)):
-                try:
-                    end.block_until_ready()
-                except Exception:
-                    pass  # the end is in the frame: `Execution.finish` tells its error
-                else:
-                    return results
-            frame = self.walker.new_frame()
-            frame.ends.append(end)
-            for slot, array in zip(self.program.body.results, results, strict=True):
-                frame.registers[slot] = [array]
         except BaseException as raised:
             segment = self.program.single_segment
             what = segment.name if segment is not None and segment.name else 0
-            error = named(raised, f"segment {what} of {self.program.name}")
+            raise named(raised, f"segment {what} of {self.program.name}") from raised
+        if results and all(map(self._engine.is_ready, results)):
+            try:
+                end.block_until_ready()
+            except Exception:
+                pass  # the end is in the frame: `Execution.finish` tells its error
+            else:
+                return results
+        frame = self.walker.new_frame()
+        frame.ends.append(end)
+        for slot, array in zip(self.program.body.results, results, strict=True):
+            frame.registers[slot] = [array]
         execution = Execution(self, [], None, dispatcher.next_run())
         dispatcher.admit(execution)
-        execution.finish(frame, error)
+        execution.finish(frame, None)
         event = execution.end
         ended = event.done and event.error is None
         return Issued(self._values_of(execution), None if ended else event)
@@ -432,12 +431,17 @@ class LoadedProgram:
             columns.append(column)
         execution = Execution(self, columns, failed)
         outputs = self._values_of(execution)
-        if idle and issued and not self.communicates and not self._may_never_end:
+        here = idle and issued and not self.communicates and not self._may_never_end
+        if here:
             self.dispatcher.walk_here(execution)
         else:
             self.dispatcher.enqueue(execution)
         if self.donates:
             self._delete_donated(arguments)
+        if here and failed is None and self.has_host_callbacks and len(self.local) == 1:
+            raised = execution.event.error
+            if raised is not None:
+                raise raised
         event = execution.end if self.has_host_callbacks else execution.event
         return outputs, None if event.done and event.error is None else event
 

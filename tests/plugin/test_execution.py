@@ -1,9 +1,9 @@
-"""Running programs on one device and on several: results, donation, callbacks, errors, what JAX asks."""
+"""Running programs on one device and on several: results, donation, callbacks, what JAX asks."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import SimpleNamespace
@@ -168,67 +168,6 @@ class TestDonation:
         result = f(argument)
         assert argument.is_deleted()
         np.testing.assert_array_equal(np.asarray(result), np.arange(8.0) + 28)
-
-
-class TestErrors:
-    @pytest.fixture(autouse=True)
-    def _healthy_tokens(self, devices: list[jax.Device]) -> Iterator[None]:
-        """JAX keeps the token of each device's last program with callbacks, and with it its error."""
-        yield
-        f = jax.jit(lambda a: jax.pure_callback(np.sin, a, a))
-        mesh = _mesh(devices)
-        spec = PartitionSpec("x")
-        g = jax.jit(shard_map(f, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
-        jax.block_until_ready(g(np.zeros(len(devices), np.float32)))
-        jax.effects_barrier()
-
-    def test_a_failing_callback_reaches_the_array(self) -> None:
-        def fail(_: object) -> object:
-            raise ValueError("the reason")
-
-        def f(a: jax.Array) -> jax.Array:
-            return jax.pure_callback(fail, a, a) + 1
-
-        with pytest.raises(Exception, match="the reason"):
-            jax.block_until_ready(jax.jit(f)(1.0))
-
-    def test_and_what_is_computed_from_it(self, devices: list[jax.Device]) -> None:
-        def fail(_: object) -> object:
-            raise ValueError("the reason")
-
-        mesh = _mesh(devices)
-
-        @jax.jit
-        @partial(
-            shard_map,
-            mesh=mesh,
-            in_specs=PartitionSpec("x"),
-            out_specs=PartitionSpec(),
-            check_vma=False,
-        )
-        def f(a: jax.Array) -> jax.Array:
-            return lax.psum(jax.pure_callback(fail, a, a), "x")
-
-        with pytest.raises(Exception, match="the reason"):
-            jax.block_until_ready(f(jnp.arange(4.0)) + 1)
-
-    def test_a_deleted_argument(self) -> None:
-        argument = jnp.arange(3.0)
-        argument.delete()
-        with pytest.raises((RuntimeError, ValueError), match="deleted"):
-            jax.jit(lambda a: a + 1)(argument)
-
-    def test_too_many_devices(self, devices: list[jax.Device]) -> None:
-        with pytest.raises(ValueError, match="devices"):
-            jax.make_mesh((len(devices) + 1,), ("x",), devices=devices)
-
-    def test_work_goes_on_after_an_error(self) -> None:
-        def fail(_: object) -> object:
-            raise ValueError("the reason")
-
-        with pytest.raises(Exception, match="the reason"):
-            jax.block_until_ready(jax.jit(lambda a: jax.pure_callback(fail, a, a))(1.0))
-        assert float(jax.jit(lambda a: a + 1)(1.0)) == 2
 
 
 class TestCallbacks:

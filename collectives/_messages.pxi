@@ -28,7 +28,7 @@ def use_mpi(uintptr_t isend, uintptr_t irecv, uintptr_t testall, uintptr_t byte,
 
 cdef inline char* at(place_t* place, group_t* group, wire_t* wire) noexcept nogil:
     if place.where == STAGE:
-        return wire.stage + place.offset
+        return wire.stage.bytes + place.offset
     if place.where == OPERAND:
         return <char*>group.operands[place.index] + place.offset
     return <char*>group.results[place.index] + place.offset
@@ -65,7 +65,7 @@ cdef int post(table_t* table, wire_t* wire) noexcept nogil:
         message = &round.message[k]
         call = mpi.irecv if k < round.receives else mpi.isend
         if call(
-            wire.stage + message.offset, <int>message.nbytes, mpi.byte, message.peer, wire.tag, table.comm,
+            wire.stage.bytes + message.offset, <int>message.nbytes, mpi.byte, message.peer, wire.tag, table.comm,
             <char*>wire.requests + k * mpi.request_bytes,
         ) != 0:
             return -1
@@ -230,13 +230,12 @@ cdef void fail_all(table_t* table, const char* message) noexcept nogil:
     free(waiting)
 
 
-cdef wire_t* new_wire(int tag, object planned, site_t* site) except NULL:
+cdef wire_t* new_wire(int tag, object planned, site_t* site, stage_t* stage) except NULL:
     cdef wire_t* wire = <wire_t*>calloc(1, sizeof(wire_t))
     cdef round_t* round
     cdef int k, n, most = 0
-    stage, before, rounds, after = planned
-    wire.tag = tag
-    wire.stage = <char*>calloc(stage + 1, 1)
+    _, before, rounds, after = planned
+    wire.tag, wire.stage = tag, stage
     wire.before, wire.rounds, wire.after = len(before), len(rounds), len(after)
     wire.first, wire.last = new_actions(before, site), new_actions(after, site)
     wire.round = <round_t*>calloc(len(rounds) + 1, sizeof(round_t))
@@ -277,7 +276,6 @@ cdef void free_wire(wire_t* wire) noexcept:
     free(wire.round)
     free(wire.first)
     free(wire.last)
-    free(wire.stage)
     free(wire.requests)
     free(wire.statuses)
     free(wire)

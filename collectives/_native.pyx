@@ -239,9 +239,15 @@ cdef struct round_t:
     message_t* message
     action_t* action
 
+# Memory that messages leave from and come to, of one wire or of several in turns.
+cdef struct stage_t:
+    char* bytes
+    int64_t size
+    stage_t* next
+
 # Of a group that several processes are in: what is done here. See `wires.Wire`.
 cdef struct wire_t:
-    char* stage
+    stage_t* stage
     int tag
     int before
     int rounds
@@ -300,6 +306,7 @@ cdef struct table_t:
     int ended
     site_t* sites
     int num_sites
+    stage_t* stages
     char* failure  # NULL, or why all who come are turned away
     bint late  # the run was given up, to be resumed
     bint resumed
@@ -504,16 +511,20 @@ cdef class Table:
     ``Table(devices)`` for so many devices, whose positions are 0, 1, …. `add` describes the sites, `address`
     a part of what each device's code takes as its first argument. Before each run `begin`, then `wait`.
     Where other processes take part, ``comm`` is MPI's handle of their communicator, and ``patience`` for how many
-    seconds a wait for them keeps a core busy.
+    seconds a wait for them keeps a core busy. ``resumed``: runs may be given up and resumed, for which each
+    site keeps what it has sent and received. Else sites take turns with the memory for it (`stages`).
     """
 
     cdef table_t table
     cdef list _names
+    cdef dict _stages  # address of a `stage_t` by the local members of its wires, or by its wire's number
+    cdef bint _resumed
     cdef int _wires
 
-    def __cinit__(self, int devices, uintptr_t comm=0, double patience=0.0):
+    def __cinit__(self, int devices, uintptr_t comm=0, double patience=0.0, bint resumed=False):
         self.table.devices = devices
         self.table.comm, self.table.patience = comm, patience
+        self._resumed, self._stages = resumed, {}
         pthread_mutex_init(&self.table.mutex, NULL)
         pthread_cond_init(&self.table.over, NULL)
         self._names = []
@@ -566,13 +577,39 @@ cdef class Table:
                 group.sources[m] = members.index(sources[position]) if position in sources else -1
                 site.group_of[position], site.index_of[position] = g, m
             if wires is not None and wires[g] is not None:
-                group.wire = new_wire(wires[g][0], wires[g][1], site)
+                tag, planned = wires[g]
+                group.wire = new_wire(tag, planned, site, self._stage(members, planned[0]))
                 self._wires += 1
         free(table.pending)
         table.pending = <pending_t*>calloc(self._wires + 1, sizeof(pending_t))
         encoded = name.encode()
         self._names.append(encoded)
         site.name = <char*>encoded
+
+    cdef stage_t* _stage(self, list members, int64_t size) except NULL:
+        """Memory for the next wire. A device is in one site at a time, and is let go of once its results are
+        there: wires with the same local members are never under way at the same time."""
+        cdef stage_t* stage
+        key = self._wires if self._resumed else tuple(sorted(members))
+        if key not in self._stages:
+            stage = <stage_t*>calloc(1, sizeof(stage_t))
+            stage.next, self.table.stages = self.table.stages, stage
+            self._stages[key] = <uintptr_t>stage
+        stage = <stage_t*><uintptr_t>self._stages[key]
+        if stage.bytes == NULL or stage.size < size:
+            free(stage.bytes)
+            stage.bytes, stage.size = <char*>calloc(size + 1, 1), size
+        return stage
+
+    @property
+    def stages(self) -> list:
+        """Bytes of each piece of memory that messages between processes leave from and come to."""
+        cdef stage_t* stage = self.table.stages
+        sizes = []
+        while stage != NULL:
+            sizes.append(stage.size)
+            stage = stage.next
+        return sizes[::-1]
 
     @property
     def address(self) -> int:
@@ -712,7 +749,12 @@ cdef class Table:
 
     def __dealloc__(self):
         cdef table_t* table = &self.table
+        cdef stage_t* stage
         cdef int s, g
+        while table.stages != NULL:
+            stage, table.stages = table.stages, table.stages.next
+            free(stage.bytes)
+            free(stage)
         for s in range(table.num_sites):
             for g in range(table.sites[s].num_groups):
                 free(table.sites[s].groups[g].members)

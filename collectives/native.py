@@ -96,14 +96,19 @@ ALONE = Peers()
 
 
 def table_of(
-    collectives: Sequence[Collective], position: Mapping[int, int], peers: Peers = ALONE
+    collectives: Sequence[Collective],
+    position: Mapping[int, int],
+    peers: Peers = ALONE,
+    *,
+    resumed: bool = False,
 ) -> Table:
     """The table of these sites for devices whose positions are by logical id ``position``.
 
-    Members of groups that are none of them are other processes' devices, by ``peers``. Raises ``ValueError``
-    for a collective that is refused or whose parts do not fit.
+    Members of groups that are none of them are other processes' devices, by ``peers``. ``resumed``: whether
+    runs may be given up and resumed. Raises ``ValueError`` for a collective that is refused or whose parts
+    do not fit.
     """
-    table = Table(len(position), peers.comm, peers.patience)
+    table = Table(len(position), peers.comm, peers.patience, resumed)
     tag = peers.first_tag
     for collective in collectives:
         why = refusal(collective)

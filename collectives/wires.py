@@ -1,9 +1,10 @@
 """What compiled code does in a collective that several processes take part in, planned beforehand.
 
 `plan` gives the `Wire` of one group in one process: the local members' operands are packed into a stage, a
-piece of memory of the collective's own; messages between stages, in rounds; the results are unpacked. The
-compiled handler (`_native`) follows it. All processes of the group make their plans of the same collective,
-group and ``owner``, so that their messages match: there is at most one between two processes in a round.
+piece of memory that collectives take turns with; messages between stages, in rounds; the results are
+unpacked. The compiled handler (`_native`) follows it. All processes of the group make their plans of the same
+collective, group and ``owner``, so that their messages match: there is at most one between two processes in a
+round.
 
 Operands are reduced in one order on all processes: first those of each process, in the group's order, then
 those of the processes, in ascending order; with more than `FEW` processes pairwise, neighbours first.

@@ -129,9 +129,7 @@ class Region:
         """A table, and what each device's code is given first."""
         context, partitions = self.context, self.context.program.num_partitions
         positions = {id: i for i, id in enumerate(context.logical)}
-        self.table = table_of(
-            self.collectives, positions, self.peers, resumed=self.prompt
-        )
+        self.table = table_of(self.collectives, positions, self.peers, resumed=self.prompt)
         self.first = [
             context.engine.put(
                 np.array(

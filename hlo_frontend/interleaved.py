@@ -56,7 +56,8 @@ class Scheduled:
 
     ``name``: its loop of the forward pass, ``backward`` that of the backward pass, and ``loop`` the new one
     in their place. ``before``: the iterations of both written loops together; ``after``: those of the new
-    one. ``alive``: for each stage, the most microbatches that wait for their backward run at a time, each as
+    one, in some of which a device makes no run; ``longest``: how many runs one after the other it takes.
+    ``alive``: for each stage, the most microbatches that wait for their backward run at a time, each as
     often as there are chunks of layers in which it waits. ``kept``: bytes that layers of a device keep of one
     microbatch for the backward pass, in ``rows_before`` rows of the written loops; ``row``: those that the
     layers of one of its ``chunks`` keep, in ``rows`` rows of the new one. ``left``: bytes that backward runs
@@ -76,6 +77,7 @@ class Scheduled:
     microbatches: int = 0
     before: int = 0
     after: int = 0
+    longest: int = 0
     alive: tuple[int, ...] = ()
     kept: int = 0
     rows_before: int = 0
@@ -98,7 +100,7 @@ class Scheduled:
         if self.why:
             return f"{where} is not run as {self.schedule}: {self.why}"
         written = (self.stages - 1) / (self.microbatches + self.stages - 1)
-        bubble = sum(row.count(".") for row in self.runs) / (len(self.runs) * self.after)
+        bubble = 1 - max(self.after - row.count(".") for row in self.runs) / self.longest
         alive = ", ".join(map(str, self.alive))
         rounds = ""
         if self.rounds:

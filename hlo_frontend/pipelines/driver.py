@@ -14,7 +14,7 @@ from . import recognize as pipelines
 from .chains import Followed
 from .emit import Editor
 from .inline import inlined
-from .merged import kept_bytes, merged
+from .merged import merged
 from .merged_verify import check as check_merged
 from .partitioned import Whys, localized
 from .parts import Part, Pipeline
@@ -23,7 +23,7 @@ from .refusal import Refusal, about
 from .rewrite import rewritten
 from .slots import SCHEDULES
 from .timetable import Timetable, timetable
-from .training import Training, owner_of, training
+from .training import Training, kept_bytes, owner_of, training
 from .verify import check
 
 
@@ -203,7 +203,8 @@ def _step(
     trips = step.forward.trips + step.backward.trips
     return made, Scheduled(
         forward.name, "", schedule, backward.name, new.loop, step.forward.stages,
-        step.forward.microbatches, trips, slots.iterations, slots.alive, kept_bytes(step),
+        step.forward.microbatches, trips, slots.iterations, round(slots.length(1, 1, 1)), slots.alive,
+        kept_bytes(step),
         step.forward.trips, slots.rows, new.left, drawn.runs, _rounds(step, new.left),
         chunks=chunks, row=kept_bytes(step, chunks), moved=new.moved, back=new.back, taken=new.parts,
         numbers=drawn.numbers, own_chunks=drawn.own_chunks,

@@ -11,7 +11,8 @@ rows as microbatches are alive at a time; it is written and read in place.
 (`rows`).
 - Gradients are added to their sums in the backward run, in the order of the microbatches as it is written.
   Where stages have several chunks of layers, a run is of one chunk, with its slices of the sums. The ring of
-  stages is closed then, and weights change places before the loop, as when a loop is interleaved (`weights`).
+  stages is closed then, weights change places before the loop, as when a loop is interleaved (`weights`), and
+  what a run gives is sent in the next iteration (`Slots.delay`).
   Where a schedule has runs of weights, that is done there, in a third conditional, and the backward run
   leaves what it needs (`split`).
 - What the last stages of both passes give is put away by microbatch. Behind the loop, the rest of both
@@ -30,7 +31,7 @@ from typing import Any
 import numpy as np
 
 from ..builder import array_shape, resized
-from ..graph import Instruction, Module, leaf_types
+from ..graph import Instruction, Module
 from .chunk import again, entry_of
 from .constants import Constant
 from .emit import Builder, Editor, slice_of
@@ -276,6 +277,10 @@ class _Merged:
             "counter": [entry.constant(0)],
             "received": [entry.zeros(s) for s in self.passed.values()],
             "received back": [entry.zeros(s) for s in self.passed_back.values()],
+            **{
+                name: [entry.zeros(s) for s in shapes.values()] if self.slots.delay > 1 else []
+                for name, shapes in (("leaves", self.passed), ("leaves back", self.passed_back))
+            },
             "banks": [entry.zeros(s) for s in runs.bank_shapes.values()],
             "ends": [entry.zeros(runs.by_microbatch(s)) for s in self.passed.values()],
             "ends back": [entry.zeros(runs.by_microbatch(s)) for s in self.passed_back.values()],
@@ -429,8 +434,12 @@ class _Merged:
         if slots.chunks > 1:
             pairs += [(g[-1], g[0]) for g in self.there.groups]
         pairs.sort()
-        sent = [permute(b, y, pairs) for y in ys]
-        sent_back = [permute(b, dx, sorted((t, s) for s, t in pairs)) for dx in dxs]
+        leaves, leaves_back = ys, dxs
+        if slots.delay > 1:
+            leaves, leaves_back = now["leaves"], now["leaves back"]
+            now |= {"leaves": ys, "leaves back": dxs}
+        sent = [permute(b, y, pairs) for y in leaves]
+        sent_back = [permute(b, dx, sorted((t, s) for s, t in pairs)) for dx in leaves_back]
         following = {
             **now, "counter": [b.add("add", array_shape(SCALAR), [counter, b.constant(1)])],
             "received": sent, "received back": sent_back, "banks": banks, "ends": ends,
@@ -484,15 +493,3 @@ class _Merged:
         found = dict(zip(pieces.needed, carry.named(entry.elements(done))["old"], strict=True))
         names = Replay(done.name, tuple(y.name for y in given), tuple(y.name for y in ys))
         return [found.get(n, i) for n, i in enumerate(init)], names
-
-
-def kept_bytes(step: Training, chunks: int = 1) -> int:
-    """Bytes that a device's layers, or those of one of its chunks, keep of one microbatch for the backward
-    pass."""
-    layers = step.forward.layers
-    total = 0
-    for i in {w.leaf for w in step.backward.kept}:
-        types = leaf_types(layers.loop.shape.tuple_shapes[i], layers.loop)
-        own = sum(t.nbytes for t in types if t is not None)
-        total += own // chunks if i in layers.stacked else own
-    return total

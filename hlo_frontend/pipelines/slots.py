@@ -1,8 +1,8 @@
 """The schedules of a step of training: which microbatch each stage runs in each iteration of the one loop.
 
-An iteration of a stage is one run: of the forward pass, of the backward pass, or none. What is sent in an
-iteration is there in the next one. Stages wait for each other only where one takes what the other sent, so an
-iteration without a run takes no time of its own, and runs need not take equally long.
+An iteration of a stage is one run: of the forward pass, of the backward pass, or none. What it gives is sent
+at its end and is there in the next one. Stages wait for each other only where one takes what the other sent,
+so an iteration without a run takes no time of its own, and runs need not take equally long.
 
 1F1B: stage s of P runs microbatch m forwards in iteration ``2 m + s`` and backwards in ``2 m + 2 P - 1 -
 s``. So its runs alternate, the last stage turns a microbatch round at once, ``P - s`` microbatches are
@@ -21,8 +21,14 @@ chunk ``v // P`` of stage ``v % P``. A microbatch goes R times round the ring of
 back. Microbatches go in groups of P, as many as can be: a stage runs chunk 0 of all of a group, then chunk
 1, and backwards likewise from the last chunk on, so that each chunk takes microbatches in their order. Stage
 s goes forwards until ``2 (P - s - 1) + (R - 1) P + 1`` runs are under way, then backwards and forwards in
-turns (Narayanan et al., arXiv 2104.04473, section 2.2). With M >= P the loop has 2 (R M + P - 1) iterations
-of 1/R of the work each.
+turns (Narayanan et al., arXiv 2104.04473, section 2.2). With M >= P the longest way through all runs is
+R M + P - 1 runs forwards and as many backwards, of 1/R of the work each.
+
+A device waits at the beginning of an iteration for what its neighbours sent for it. In this schedule values
+are needed later than the iteration behind the one that made them, often, and a device that waited for them
+then would go at the pace of the slower one of two that run forwards and backwards. So here a value is sent
+in the iteration behind (``delay``), where its sender is as soon as it has made it, and is there in the one
+after that. The loop has some more iterations, in which devices do nothing and so lose nothing.
 
 Microbatches are numbered here in the order in which they go through the backward pass as it is written.
 """
@@ -37,6 +43,7 @@ import numpy as np
 from .timetable import groups
 
 NONE = -1
+_DELAY = 2  # of interleaved 1F1B
 
 Key = tuple[int, int]  # microbatch, virtual stage
 
@@ -61,7 +68,8 @@ class Slots:
     ``leaves`` and ``resumes``: the rows in which a backward run leaves what one of weights needs, ``left`` of
     them; there are none where a backward run does all, and no runs of weights. ``waits`` and
     ``waits_back``: where what is received in both directions waits, None where none does. ``chunk``: the
-    chunk that is run, of ``chunks``.
+    chunk that is run, of ``chunks``. ``delay``: how many iterations it takes until what a run gives has come
+    to the neighbour; with 2 it is sent in the one behind the run.
     """
 
     forward: np.ndarray
@@ -78,6 +86,7 @@ class Slots:
     waits_back: Rooms | None
     chunk: np.ndarray
     chunks: int = 1
+    delay: int = 1
 
     @property
     def splits(self) -> bool:
@@ -101,6 +110,35 @@ class Slots:
         ended = np.cumsum(last != NONE, axis=1)
         ended = np.concatenate([np.zeros_like(ended[:, :1]), ended[:, :-1]], axis=1)
         return tuple(int(n) for n in np.max(begun - ended, axis=1))
+
+    def length(self, forward: float, backward: float, weights: float = 0.0) -> float:
+        """How long the loop takes where runs take so long, and messages no time.
+
+        At the beginning of an iteration, for one direction after the other, a device waits for the message
+        that is due, and for the neighbour to which it sent one to have come as far as to receive it. With a
+        delay, messages are sent behind these waits, else at the end of an iteration.
+        """
+        ring = np.arange(self.stages)
+        kinds = ((self.forward, forward), (self.backward, backward), (self.weights, weights))
+        taken = np.zeros(self.forward.shape)
+        for table, time in kinds:
+            taken[table != NONE] = time
+        virtual = self.chunk * self.stages + ring[:, None]
+        ways = ((self.forward, self.stages * self.chunks - 1, 1), (self.backward, 0, -1))
+        now = np.zeros(self.stages)
+        sent: dict[tuple[int, int], np.ndarray] = {}  # by direction and iteration
+        for t in range(self.iterations):
+            for table, ends, way in ways:
+                made = t - self.delay
+                for stage in ring if made >= 0 else ():
+                    if table[stage, made] != NONE and virtual[stage, made] != ends:
+                        pair = [stage, (stage + way) % self.stages]
+                        now[pair] = np.maximum(now[pair], sent[way, t - 1][pair].max())
+                sent[way, t] = now.copy()
+            now += taken[:, t]
+            if self.delay == 1:
+                sent |= {(way, t): now.copy() for _, _, way in ways}
+        return float(now.max())
 
 
 def one_forward_one_backward(stages: int, microbatches: int) -> Slots:
@@ -164,7 +202,7 @@ def interleaved(stages: int, microbatches: int, chunks: int) -> Slots:
     most = [2 * (stages - s - 1) + (chunks - 1) * max(sizes) + 1 for s in range(stages)]
     rows = None
     while rows is None:
-        rows = _in_order(stages, chunks, there, back, most)
+        rows = _in_order(stages, chunks, there, back, most, _DELAY)
         most = [n + 1 for n in most]
     tables = [
         np.array([[r[1] if r and r[0] == kind else NONE for r in row] for row in rows], np.int32)
@@ -172,7 +210,7 @@ def interleaved(stages: int, microbatches: int, chunks: int) -> Slots:
     ]
     chunk = np.array([[r[2] if r else 0 for r in row] for row in rows], np.int32)
     forward, backward, weights = tables
-    return _slots(forward, backward, weights, chunk, chunks)
+    return _slots(forward, backward, weights, chunk, chunks, _DELAY)
 
 
 def _ranges(sizes: list[int]) -> Iterator[tuple[int, int]]:
@@ -183,15 +221,16 @@ def _ranges(sizes: list[int]) -> Iterator[tuple[int, int]]:
 
 
 def _in_order(
-    stages: int, chunks: int, there: list[Key], back: list[Key], most: list[int]
+    stages: int, chunks: int, there: list[Key], back: list[Key], most: list[int], delay: int
 ) -> list[list[tuple[int, int, int] | None]] | None:
     """What each stage does in each iteration: kind of run, microbatch and chunk. Runs are made in these
-    orders, as soon as they can be; None if ``most`` of them under way at a time are too few."""
+    orders, as soon as they can be; None if ``most`` of them under way at a time are too few. ``delay``: as of
+    `Slots`."""
     count = [[0, 0] for _ in range(stages)]  # of runs forwards and backwards
     rows: list[list[tuple[int, int, int] | None]] = [[] for _ in range(stages)]
     ends: dict[tuple[int, int, int], int] = {}  # by kind, microbatch and virtual stage
     last = stages * chunks - 1
-    t = 0
+    t = idle = 0
     while any(b < len(back) for _, b in count):
         made: list[tuple[int, int, int] | None] = []
         for stage, (f, b) in enumerate(count):
@@ -199,16 +238,17 @@ def _in_order(
             if f < len(there) and f - b < most[stage]:
                 m, chunk = there[f]
                 v = chunk * stages + stage
-                if not v or ends.get((0, m, v - 1), t) < t:
+                if not v or ends.get((0, m, v - 1), t) + delay <= t:
                     run = 0, m, chunk
             elif b < len(back):
                 m, chunk = back[b]
                 v = chunk * stages + stage
-                turned = (0, m, v) if v == last else (1, m, v + 1)
-                if ends.get((0, m, v), t) < t and ends.get(turned, t) < t:
+                come = v == last or ends.get((1, m, v + 1), t) + delay <= t
+                if come and ends.get((0, m, v), t) < t:
                     run = 1, m, chunk
             made.append(run)
-        if not any(made):
+        idle = 0 if any(made) else idle + 1
+        if idle > delay:
             return None
         for stage, run in enumerate(made):
             rows[stage].append(run)
@@ -221,7 +261,7 @@ def _in_order(
 
 def _slots(
     forward: np.ndarray, backward: np.ndarray, weights: np.ndarray,
-    chunk: np.ndarray | None = None, chunks: int = 1,
+    chunk: np.ndarray | None = None, chunks: int = 1, delay: int = 1,
 ) -> Slots:  # fmt: skip
     """Give each run of a microbatch forwards a row on its stage until the last run that reads it, and what is
     received one until it is needed."""
@@ -235,7 +275,8 @@ def _slots(
     leaves, resumes, left = _rows(back, own) if splits else (puts * 0, puts * 0, 0)
     return Slots(
         forward, backward, weights, puts, takes, finishes, rows, leaves, resumes, left,
-        _rooms(forward, chunk, chunks, 1), _rooms(backward, chunk, chunks, -1), chunk, chunks,
+        _rooms(forward, chunk, chunks, 1, delay), _rooms(backward, chunk, chunks, -1, delay), chunk, chunks,
+        delay,
     )  # fmt: skip
 
 
@@ -271,7 +312,7 @@ def _again(begins: np.ndarray, puts: np.ndarray, reads: np.ndarray) -> np.ndarra
     return found
 
 
-def _rooms(runs: np.ndarray, chunk: np.ndarray, chunks: int, way: int) -> Rooms | None:
+def _rooms(runs: np.ndarray, chunk: np.ndarray, chunks: int, way: int, delay: int) -> Rooms | None:
     """Where what comes from the virtual stage before (``way`` is 1) or behind (-1) waits; None if nothing
     does."""
     stages = len(runs)
@@ -283,7 +324,7 @@ def _rooms(runs: np.ndarray, chunk: np.ndarray, chunks: int, way: int) -> Rooms 
         sent = made.get((m, v - way))
         if sent is not None:
             number = m * chunks + v // stages
-            arrives[v % stages, sent + 1] = needed[v % stages, t] = number
+            arrives[v % stages, sent + delay] = needed[v % stages, t] = number
     if np.array_equal(arrives, needed):
         return None
     stores, fetches, count = _rows(arrives, needed)

@@ -25,7 +25,7 @@ import numpy as np
 
 from stretto.collectives.ops import Reduction
 
-from ..graph import Instruction
+from ..graph import Instruction, leaf_types
 from ..passes.valid.trace import is_transfer
 from ..values import Node
 from .chains import Execution, Followed
@@ -304,3 +304,15 @@ def _given(
     if len(found) != 1:
         raise Refusal("what the last stage gives is collected in more than one way")
     return found.pop()
+
+
+def kept_bytes(step: Training, chunks: int = 1) -> int:
+    """Bytes that a device's layers, or those of one of its chunks, keep of one microbatch for the backward
+    pass."""
+    layers = step.forward.layers
+    total = 0
+    for i in {w.leaf for w in step.backward.kept}:
+        types = leaf_types(layers.loop.shape.tuple_shapes[i], layers.loop)
+        own = sum(t.nbytes for t in types if t is not None)
+        total += own // chunks if i in layers.stacked else own
+    return total

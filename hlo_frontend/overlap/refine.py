@@ -4,6 +4,9 @@ of one, while that lowers the predicted time and a budget of tasks lasts.
 It finds plans that `buckets` does not make, whose buckets are all about equally long. An example is the body
 of a loop with a small first bucket, which the iteration waits for, and a large one behind it.
 
+Joining two saves one latency, and at most the cuts in compute where one of them starts and is awaited. Where
+that is less than the least step it is not tried: of a long step of unrolled layers no join is.
+
 Invariant: the work is bounded by a count of tasks, not by time, so that all ranks decide alike.
 """
 
@@ -11,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from math import inf
 
 from .bounds import least_merged_seconds
 from .buckets import (
@@ -28,6 +32,8 @@ from .model import Graph
 
 # The share of its time by which a step must improve a schedule.
 LEAST_STEP = 1e-3
+# Kernels that a collective cuts in two: the one in which it starts, and the one in which it is awaited.
+CUTS = 2.0
 
 
 def refine(
@@ -41,7 +47,7 @@ def refine(
     """The buckets after all steps that lower the predicted time.
 
     ``scheduler``: a quick one. ``memory_limit``: in bytes. ``budget``: how many tasks may be scheduled in
-    all. Buckets that a lower bound excludes are not scheduled.
+    all. Buckets that a lower bound excludes count like those that are scheduled.
     """
     above = ancestors(graph)
     least = least_merged_seconds(graph)
@@ -52,10 +58,12 @@ def refine(
         enough = best.order.timeline.seconds * (1.0 - LEAST_STEP)
         if least > enough:
             break
-        for groups in _neighbours(graph, best, costs, above):
+        for groups, saved in _neighbours(graph, best, costs, above):
             budget -= len(graph.tasks)
             if budget < 0:
                 return best
+            if best.order.timeline.seconds - saved > enough:
+                continue
             tried, members = merge(graph, groups, costs)
             if max(tried.stream_seconds(), default=0.0) > enough:
                 continue
@@ -72,8 +80,9 @@ def refine(
 
 def _neighbours(
     graph: Graph, found: Bucketed, costs: CostTable, above: list[int]
-) -> Iterator[list[tuple[int, ...]]]:
-    """Sets of buckets that are one step away, as groups of tasks of ``graph`` that form no cycle."""
+) -> Iterator[tuple[list[tuple[int, ...]], float]]:
+    """Sets of buckets that are one step away, as groups of tasks of ``graph`` that form no cycle, and the most
+    seconds that each saves."""
     begin = found.order.timeline.begin
     queues: dict[object, list[tuple[int, ...]]] = {}
     pairs = zip(found.graph.tasks, found.members, strict=True)
@@ -92,10 +101,10 @@ def _neighbours(
             if is_worth_copies(graph, joined, costs) and are_apart(joined, above):
                 plan = sorted([*but(one, other), joined])
                 if _is_acyclic(graph, plan):
-                    yield plan
+                    yield plan, graph.tasks[one[0]].latency_s + CUTS * costs.compute.launch_s
     for group in groups:
         for left in (group[:-1], group[1:]):
-            yield sorted([*but(group), *([left] if len(left) > 1 else [])])
+            yield sorted([*but(group), *([left] if len(left) > 1 else [])]), inf
 
 
 def _is_acyclic(graph: Graph, groups: Sequence[tuple[int, ...]]) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from overlap_support import (
     DOT,
@@ -18,11 +19,12 @@ from overlap_support import (
     table,
 )
 
-from stretto.hlo_frontend.overlap.buckets import merge, plan
+from stretto.hlo_frontend.overlap.buckets import Bucketed, merge, plan
 from stretto.hlo_frontend.overlap.kernels import build
 from stretto.hlo_frontend.overlap.model import Graph
+from stretto.hlo_frontend.overlap.refine import refine
 from stretto.hlo_frontend.overlap.replay import replay, unscheduled
-from stretto.hlo_frontend.overlap.search import IssueOrder
+from stretto.hlo_frontend.overlap.search import IssueOrder, search
 
 GATHERS = f"""
     %x = f32[8,8] parameter(0)
@@ -158,3 +160,25 @@ def test_a_graph_without_buckets_is_the_same_graph() -> None:
     merged, members = merge(graph, [], table())
     assert [t.before for t in merged.tasks] == [t.before for t in graph.tasks]
     assert members == [(i,) for i in range(len(graph.tasks))]
+
+
+@pytest.mark.parametrize(
+    ("latency_s", "launch_s", "schedules"), [(1.0, 0.0, 1), (1e-3, 0.0, 0), (1e-3, 1e-2, 1)]
+)
+def test_joins_that_save_less_than_the_least_step_are_not_scheduled(
+    latency_s: float, launch_s: float, schedules: int
+) -> None:
+    """Of a program of some 5 s, with a schedule that no other beats: there is nothing but joins to try."""
+    costs = table(latency_s=latency_s, launch_s=launch_s)
+    graph = build(block(module(GATHERS + SUM_OF_THREE)), costs)
+    first = search(graph, launch_s=launch_s)
+    found = Bucketed(graph, first, [(task.index,) for task in graph.tasks])
+    scheduled: list[int] = []
+
+    def scheduler(tried: Graph) -> IssueOrder:
+        scheduled.append(sum(task.is_collective for task in tried.tasks))
+        return IssueOrder(first.steps, first.timeline)
+
+    budget = len(graph.tasks)  # for one step
+    refine(graph, found, costs, scheduler, float("inf"), budget)
+    assert scheduled == [2] * schedules

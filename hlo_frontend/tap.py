@@ -190,9 +190,7 @@ def _optimized_hlo(
     finally:
         _forget(beginning)
     if taken:
-        proto = HloModuleProto.FromString(taken[0])
-        proto.name = own_name
-        return proto.SerializeToString()
+        return HloModuleProto(name=own_name).SerializeToString() + taken[0][len(beginning) :]
     if failure is None:
         raise UnsupportedError("XLA compiled the module without running the hook that takes HLO")
     text = str(failure).replace(unique, own_name)

@@ -10,6 +10,7 @@ import ctypes
 import hashlib
 import logging
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache, cached_property
 from importlib.metadata import version
 from typing import Any
@@ -118,9 +119,7 @@ class Executable(_capi.Executable):  # type: ignore[misc]
     @cached_property
     def module_digest(self) -> bytes:
         """A digest of the module: where it was written does not make it another program."""
-        with stablehlo.parsed(self._source) as parsed:
-            module = parsed.operation.get_asm(enable_debug_info=False)
-        return hashlib.sha256(module.encode()).digest()
+        return _digest(self._source)
 
     @cached_property
     def fingerprint_text(self) -> Text:
@@ -210,6 +209,12 @@ class LoadedExecutable(_capi.LoadedExecutable):  # type: ignore[misc]
         return proto.SerializeToString()
 
 
+def _digest(source: bytes) -> bytes:
+    with stablehlo.parsed(source) as parsed:
+        module = parsed.operation.get_asm(enable_debug_info=False)
+    return hashlib.sha256(module.encode()).digest()
+
+
 def compile_module(maker: Maker, source: bytes, options: bytes) -> CompiledModule:
     """Take a StableHLO module through XLA and the front end."""
     num_replicas, num_partitions, _ = _counts(options)
@@ -240,14 +245,15 @@ def compile_and_load(client: Client, source: bytes, options: bytes) -> LoadedExe
     if entry is None:
         return _compile_here(client, source, options, device_ids, host_callbacks)
     taken = entry.take()
-    if taken is not None:
-        return _take(client, taken, source, options, device_ids)
-    made, digest = None, b""
-    try:
-        found = _compile_here(client, source, options, device_ids)
-        made, digest = found.executable.to_store(), found.executable.module_digest
-    finally:
-        entry.end(made, digest)
+    with garbage.kept():
+        if taken is not None:
+            return _take(client, taken, source, options, device_ids)
+        made, digest = None, b""
+        try:
+            found = _compile_here(client, source, options, device_ids)
+            made, digest = found.executable.to_store(), found.executable.module_digest
+        finally:
+            entry.end(made, digest)
     return found
 
 
@@ -261,8 +267,21 @@ def _compile_here(
     with garbage.kept():
         compiled = compile_module(client, source, options)
         _warn(client, compiled)
-        loaded = _onto(client, compiled, device_ids, host_callbacks)
-    executable = Executable(client, compiled, lambda: loaded.compiled, options, source=source)
+        if compiled.source is None:
+            loaded, digest = _onto(client, compiled, device_ids, host_callbacks), b""
+        else:  # while the engine compiles, which leaves Python alone
+            with ThreadPoolExecutor(1, thread_name_prefix="stretto-digest") as pool:
+                digested = pool.submit(_digest, source)
+                loaded = _onto(client, compiled, device_ids, host_callbacks)
+            digest = digested.result()
+    executable = Executable(
+        client,
+        compiled,
+        lambda: loaded.compiled,
+        options,
+        source=source,
+        module_digest=digest,
+    )
     return LoadedExecutable(client, executable, loaded, device_ids)
 
 

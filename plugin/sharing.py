@@ -29,7 +29,7 @@ from stretto.runtime.engines.engine import RestoringEngine
 from stretto.runtime.errors import StrettoError
 from stretto.runtime.job.host_folder import Entry
 
-from . import executable_codec
+from . import executable_codec, garbage
 from .client import Client
 from .executable_codec import StoredExecutable
 from .target import measured
@@ -60,13 +60,17 @@ class Shared:
         if data is None:
             return None
         try:
-            (length,) = _LENGTH.unpack_from(data)
-            begins = _LENGTH.size + length
-            stored = executable_codec.from_bytes(data[_LENGTH.size : begins], self._client.target)
-            module_digest, reports = pickle.loads(data[begins:])
+            with garbage.kept():
+                return self._read(data)
         except (StrettoError, ValueError, struct.error, pickle.UnpicklingError, EOFError) as error:
             _log.warning("a program that another rank compiled is compiled again: %s", error)
             return None
+
+    def _read(self, data: bytes) -> Taken:
+        (length,) = _LENGTH.unpack_from(data)
+        begins = _LENGTH.size + length
+        stored = executable_codec.from_bytes(data[_LENGTH.size : begins], self._client.target)
+        module_digest, reports = pickle.loads(data[begins:])
         compiled = replace(stored.compiled, **reports)
         return Taken(replace(stored, compiled=compiled), module_digest)
 

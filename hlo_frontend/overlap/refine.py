@@ -81,8 +81,8 @@ def refine(
 def _neighbours(
     graph: Graph, found: Bucketed, costs: CostTable, above: list[int]
 ) -> Iterator[tuple[list[tuple[int, ...]], float]]:
-    """Sets of buckets that are one step away, as groups of tasks of ``graph`` that form no cycle, and the most
-    seconds that each saves."""
+    """Sets of buckets that are one step away, as groups of tasks of ``graph`` that form no cycle, and the
+    most seconds that each saves."""
     begin = found.order.timeline.begin
     queues: dict[object, list[tuple[int, ...]]] = {}
     pairs = zip(found.graph.tasks, found.members, strict=True)

@@ -28,6 +28,7 @@ NAMES = (
     "chunked",
     "interleave",
     "schedules",
+    "schedules_simulated",
 )
 
 

@@ -110,11 +110,11 @@ class Work:
         return DISPATCH + (0.0 if table is None else float(table[device, iteration]))
 
 
-def heavy_runs(program: Program, loop: Loop) -> list[Run]:
-    """The runs in a loop that do a quarter of its arithmetic or more, in their order."""
+def heavy_runs(program: Program, loop: Loop, count: int) -> list[Run]:
+    """The ``count`` runs in a loop with most arithmetic, in their order."""
     runs = [i for i in loop.body.instructions if isinstance(i, Run)]
-    most = max(program.segments[r.segment].flops for r in runs)
-    return [r for r in runs if program.segments[r.segment].flops >= most / 4]
+    most = sorted(runs, key=lambda r: -program.segments[r.segment].flops)[:count]
+    return [run for run in runs if run in most]
 
 
 def working(stages: int, microbatches: int) -> np.ndarray:
@@ -136,11 +136,10 @@ def of_stages(module: CompiledModule, stages: int, microbatches: int, chunks: in
         (report,) = scheduled
         letters = np.array([list(row) for row in report.runs])
         (loop,) = (i for i in loops(module) if i.trip_count == report.after)
-        runs = heavy_runs(module.program, loop)
         apart = report.left > 0
-        assert len(runs) == 1 + apart, [module.program.segments[r.segment].name for r in runs]
+        runs = heavy_runs(module.program, loop, 1 + apart)
         own = {"F": 1.0, "B": 1.0 if apart else 2.0}
-        if len(runs) > 1:
+        if apart:
             heavy[id(runs[1])] = (letters == "W") * FORWARD
         heavy[id(runs[0])] = sum((letters == k) * t for k, t in own.items()) * FORWARD / chunks
         return Work(heavy)
@@ -149,10 +148,8 @@ def of_stages(module: CompiledModule, stages: int, microbatches: int, chunks: in
         leaves = [m + stages - 1 for m in enters]
         there = timetable(stages, chunks, enters, leaves, microbatches + stages - 1).working > 0
     for loop, table, time in zip(loops(module), (there, there[::-1]), (1.0, 2.0), strict=True):
-        runs = heavy_runs(module.program, loop)
-        flops = [module.program.segments[run.segment].flops for run in runs]
-        for run, own in zip(runs, flops, strict=True):
-            heavy[id(run)] = table * time * FORWARD / chunks * own / sum(flops)
+        (run,) = heavy_runs(module.program, loop, 1)
+        heavy[id(run)] = table * time * FORWARD / chunks
     return Work(heavy)
 
 
@@ -189,7 +186,7 @@ def with_head(stages: int, microbatches: int, head_on: str) -> list[float]:
     heavy: dict[int, np.ndarray] = {}
     for n, loop in enumerate(loops(module)):
         # Forwards a stage comes before the head, backwards behind it.
-        run_of_stage = heavy_runs(program, loop)[-n]
+        run_of_stage = heavy_runs(program, loop, 2)[-n]
         for run in (i for i in instructions(loop.body) if isinstance(i, Run)):
             table = (of_stage if run is run_of_stage else of_head)[:, :: -1 if n else 1]
             heavy[id(run)] = table * program.segments[run.segment].flops / FLOPS * FORWARD

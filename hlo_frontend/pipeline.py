@@ -30,6 +30,7 @@ from .passes import bytes as fewer_bytes
 from .passes import pseudo_tokens, rotate, unread, valid
 from .passes import split as chunks
 from .passes.order import order
+from .passes.split.same import shardings_of
 from .started import with_starts
 from .values import BlockGraph, Node
 
@@ -51,8 +52,8 @@ class Source:
     """A serialized ``HloModuleProto`` for one device, and how it is to be lowered.
 
     ``starts``: whether starts and dones of collectives are where the program has them. Equal modules give
-    equal programs in all processes. ``splits``: which regions are split into parts (`passes.split`), None if
-    the table of costs is to decide.
+    equal programs in all processes. ``splits``: what is split into parts or computed by shares
+    (`passes.split`), None if the table of costs is to decide.
     """
 
     hlo: bytes = field(repr=False)
@@ -62,7 +63,7 @@ class Source:
     valid: valid.ValidPolicy = valid.ValidPolicy()  # noqa: RUF009 (frozen)
     rewrites: bool = False
     starts: bool = False
-    splits: tuple[chunks.Decision, ...] | None = ()
+    splits: tuple[chunks.Decision | chunks.Shared, ...] | None = ()
 
     def ordered(self, block: BlockGraph) -> unread.Ordered:
         """The default order of a block."""
@@ -162,13 +163,14 @@ def _split(c: Compilation) -> None:
     """Needs the collectives that `_bytes` leaves. Leaves transfers of parts in the place of some collectives,
     and copies of the compute around them for each part; what was decided is in ``splits``."""
     counts = c.source.num_replicas, c.source.num_partitions
+    shardings = shardings_of(c.module, c.source.num_replicas)
     given = c.source.splits
     if given is not None:
         c.splits = chunks.Choice(given)
     elif c.overlap is not None:
         policy = policy_for(c.source, c.module, c.overlap)
-        c.splits = chunks.choose(c.entry, policy, c.donated, c.source.ordered, counts, c.unsplit)
-    chunks.apply(c.entry, c.splits.decisions, *counts)
+        c.splits = chunks.choose(policy, c.donated, c.source.ordered, counts, c.unsplit, shardings)
+    chunks.apply(c.entry, c.splits.decisions, *counts, shardings)
 
 
 def _schedule(c: Compilation) -> None:

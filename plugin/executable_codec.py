@@ -18,7 +18,7 @@ from typing import Any
 
 from stretto.collectives.order import Schedule
 from stretto.hlo_frontend.compile import CompiledModule, PartitionedModule
-from stretto.hlo_frontend.passes.split import Decision
+from stretto.hlo_frontend.passes.split import Decision, Shared
 from stretto.hlo_frontend.passes.valid import ValidPolicy
 from stretto.runtime.errors import InvalidProgramError, StrettoError
 from stretto.runtime.program import codec as program_codec
@@ -110,6 +110,14 @@ def from_bytes(data: bytes, here: Mapping[str, str]) -> StoredExecutable:
         raise InvalidProgramError(f"the serialized executable cannot be read: {error}") from error
 
 
+def _decided(block: int, region: int, *parts: int) -> Decision | Shared:
+    """A decision from its fields."""
+    if not parts:
+        return Shared(int(block), int(region))
+    tiles, pieces = parts
+    return Decision(int(block), int(region), int(tiles), bool(pieces))
+
+
 def _sections(body: memoryview) -> list[bytes]:
     sections, position = [], 0
     while position < len(body):
@@ -129,10 +137,7 @@ def _read(about: Mapping[str, Any], sections: list[bytes]) -> StoredExecutable:
     if "source" in about:
         how = dict(about["source"])
         how["valid"] = ValidPolicy(**how["valid"])
-        how["splits"] = tuple(
-            Decision(int(block), int(region), int(tiles), bool(pieces))
-            for block, region, tiles, pieces in how["splits"]
-        )
+        how["splits"] = tuple([_decided(*fields) for fields in how["splits"]])
         source = PartitionedModule(hlo, **how)
     kinds = tuple(about["input_memory_kinds"]), tuple(about["output_memory_kinds"])
     if (len(kinds[0]), len(kinds[1])) != (len(program.inputs), len(program.outputs)):

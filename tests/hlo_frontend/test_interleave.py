@@ -29,9 +29,10 @@ from stretto.hlo_frontend.compile import CompiledModule, CompileSpec, compile_hl
 from stretto.hlo_frontend.graph import Module
 from stretto.hlo_frontend.passes.valid import ValidPolicy
 from stretto.hlo_frontend.pipelines import driver
-from stretto.hlo_frontend.pipelines.sameness import Class, Sameness, parts
+from stretto.hlo_frontend.pipelines.sameness import Class, Sameness
 from stretto.hlo_frontend.pipelines.timetable import ENTERS, groups, timetable
 from stretto.hlo_frontend.pipelines.weights import moves
+from stretto.hlo_frontend.shardings import parts
 from stretto.runtime import options
 
 LAYERS = 6  # of a device: 1, 2 and 3 chunks

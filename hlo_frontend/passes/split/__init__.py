@@ -4,6 +4,9 @@ An all-gather before a product holds all of it up, and a reduce-scatter behind a
 no order of the two hides one behind the other. Here both are cut along a dimension that nothing couples.
 
 - `rules`: which nodes compute part after part, by the table of `passes.bytes.batches`.
+- `apart`: combined collectives become one for each array.
+- `shares`: which all-reduces can become reduce-scatters and all-gathers, and what between these each device
+  computes of its own rows alone; `same`, `least_cut`: what that rests on; `own`: makes it.
 - `regions`: what lies around collectives and can be split.
 - `emit`, `instructions`: makes the parts.
 - `choose`: decides by the planner and the table of costs; `alone`: a region by itself;
@@ -16,7 +19,7 @@ behind. No sum over a contracted dimension is split. If the programs of ranks di
 them as they are written (`runtime.execution.negotiation`).
 """
 
-from .apply import Decision, apply, digest
+from .apply import Decision, Shared, apply, digest
 from .choose import Choice, Chosen, choose
 
-__all__ = ["Choice", "Chosen", "Decision", "apply", "choose", "digest"]
+__all__ = ["Choice", "Chosen", "Decision", "Shared", "apply", "choose", "digest"]

@@ -1,4 +1,8 @@
-"""Splits the regions of a program as it was decided."""
+"""Changes a program as it was decided: regions in parts first, then what is computed by shares.
+
+Collectives of several operands are taken apart before anything is looked for, in programs in which
+something is decided.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +11,15 @@ from dataclasses import dataclass
 from hashlib import sha256
 
 from ...values import BlockGraph, all_blocks
+from .apart import take_apart
 from .emit import split
+from .own import compute_own
 from .places import Places
 from .regions import Region, regions_of
+from .same import Sameness
+from .shares import shares_of
+
+Shardings = Sequence[bytes | None]
 
 
 @dataclass(frozen=True)
@@ -23,28 +33,65 @@ class Decision:
     pieces: bool = False
 
 
-def found(entry: BlockGraph, num_devices: int) -> list[tuple[int, BlockGraph, list[Region]]]:
-    """The blocks of a program in which there are regions, with their numbers."""
-    blocks = list(enumerate(all_blocks(entry)))
-    with_regions = ((n, b, regions_of(b, num_devices)) for n, b in blocks)
-    return [(n, b, regions) for n, b, regions in with_regions if regions]
+@dataclass(frozen=True)
+class Shared:
+    """That a region of `shares.shares_of` is computed by shares: one of those that the program has with its
+    regions split."""
+
+    block: int
+    region: int
+
+
+Found = list[tuple[int, BlockGraph, list[Region]]]
+
+
+def found(entry: BlockGraph, num_devices: int) -> Found:
+    """The blocks of a program in which there are regions, with their numbers. Combined collectives are taken
+    apart, in place."""
+    blocks = _blocks(entry)
+    return [(n, b, regions) for n, b in blocks if (regions := regions_of(b, num_devices))]
+
+
+def found_shares(entry: BlockGraph, num_devices: int, shardings: Shardings) -> Found:
+    """The same of what can be computed by shares. ``shardings``: see `same.Sameness`."""
+    blocks = _blocks(entry)
+    same = Sameness(entry, shardings)
+    return [(n, b, regions) for n, b in blocks if (regions := shares_of(b, num_devices, same))]
+
+
+def _blocks(entry: BlockGraph) -> list[tuple[int, BlockGraph]]:
+    blocks = list(all_blocks(entry))
+    for block in blocks:
+        take_apart(block)
+    return list(enumerate(blocks))
 
 
 def apply(
-    entry: BlockGraph, decisions: Sequence[Decision], num_replicas: int, num_partitions: int
+    entry: BlockGraph,
+    decisions: Sequence[Decision | Shared],
+    num_replicas: int,
+    num_partitions: int,
+    shardings: Shardings = (),
 ) -> None:
-    """Split the regions of a program, in place."""
-    if not decisions:
-        return
-    by_block: dict[int, list[Decision]] = {}
-    for decision in decisions:
-        by_block.setdefault(decision.block, []).append(decision)
-    for number, block, regions in found(entry, num_replicas * num_partitions):
-        places = Places(block, num_replicas, num_partitions)
-        for decision in by_block.get(number, ()):
-            split(block, regions[decision.region], decision.tiles, places, decision.pieces)
+    """Change a program as it was decided, in place. ``shardings``: of its parameters."""
+    counts = num_replicas, num_partitions
+    shared = [d for d in decisions if isinstance(d, Shared)]
+    parted = [d for d in decisions if isinstance(d, Decision)]
+    places: dict[int, Places] = {}
+    if parted:
+        for number, block, regions in found(entry, num_replicas * num_partitions):
+            own = places.setdefault(number, Places(block, *counts))
+            for one in parted:
+                if one.block == number:
+                    split(block, regions[one.region], one.tiles, own, one.pieces)
+    if shared:
+        for number, block, regions in found_shares(entry, num_replicas * num_partitions, shardings):
+            own = places.setdefault(number, Places(block, *counts))
+            for share in shared:
+                if share.block == number:
+                    compute_own(block, regions[share.region], own)
 
 
-def digest(decisions: Sequence[Decision]) -> bytes:
+def digest(decisions: Sequence[Decision | Shared]) -> bytes:
     """Equal only for equal decisions; empty if there are none."""
     return sha256(repr(tuple(decisions)).encode()).digest() if decisions else b""

@@ -7,22 +7,27 @@ than one of the forms that gain. All times count a launch for each collective th
 what parts take beyond their share of the whole (`overhead`), in loops as often as they run. Splits stay if
 the program takes `OverlapPolicy.least_gain` less time, and no more than ``memory_factor`` of the memory.
 
+Where all-reduces, or the parts of them, could be reduce-scatters and all-gathers (`shares`), the program is
+planned once more with these, in parts and whole. The fastest of these programs is taken.
+
 Invariant: decisions follow from the program's text and the table of costs alone.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from ...overlap.apply import Order, OverlapPolicy, Planned, plan
 from ...overlap.evaluate import seconds_of
 from ...trips import trip_count
 from ...values import BlockGraph, NodeKind, all_nodes
 from .alone import alone
-from .apply import Decision, apply, found
+from .apply import Decision, Shardings, Shared, apply, found, found_shares
 from .emit import split
-from .overhead import overhead
+from .overhead import overhead, overhead_of_shares
 from .places import Places
 from .regions import Region
 
@@ -31,6 +36,8 @@ _TILES = (1, 2, 4, 8, 16)
 _OTHERS = (3, 5, 6, 7, 9, 10, 12)
 # A region must leave as many launches exposed as this to be worth a look.
 _LEAST_LAUNCHES = 2.0
+# What stands behind the name of a part (`emit.Part`).
+_PART = re.compile(r"\.part\d+of\d+$")
 # Nodes of a program beyond which regions are only split all together.
 _MOST_NODES = 4000
 
@@ -38,7 +45,8 @@ _MOST_NODES = 4000
 @dataclass(frozen=True)
 class Chosen:
     """What was decided for a collective. ``parts``: how many it was split into, 1 if it was not, then
-    ``why``. ``before`` and ``after``: predicted seconds of its region by itself, 0 if nobody looked."""
+    ``why``. ``before`` and ``after``: predicted seconds of its region by itself, 0 if nobody looked.
+    ``shared``: whether it has become a reduce-scatter and all-gathers."""
 
     name: str
     source: str
@@ -46,26 +54,31 @@ class Chosen:
     before: float = 0.0
     after: float = 0.0
     why: str = ""
+    shared: bool = False
 
     def describe(self) -> str:
         """What follows the name in a sentence."""
+        took = f"{self.after * 1e3:.3g} ms instead of {self.before * 1e3:.3g} ms"
+        own = "becomes a reduce-scatter and an all-gather, between which each device computes its own rows"
         if self.parts > 1:
-            return (
-                f"is split into {self.parts} parts: with what depends on it {self.after * 1e3:.3g} ms "
-                f"instead of {self.before * 1e3:.3g} ms"
-            )
+            more = f"; each {own}" if self.shared else ""
+            return f"is split into {self.parts} parts: with what depends on it {took}{more}"
+        if self.shared:
+            return f"{own}: the program takes {took}"
         return f"is not split: {self.why}"
 
 
 @dataclass(frozen=True)
 class Choice:
     """The decisions for a program, and what is to be told of its collectives. ``before`` and ``after``:
-    predicted seconds of the program without and with the decisions."""
+    predicted seconds of the program without and with the decisions; ``overhead``: those of ``after`` that are
+    beyond the plan."""
 
-    decisions: tuple[Decision, ...] = ()
+    decisions: tuple[Decision | Shared, ...] = ()
     told: tuple[Chosen, ...] = ()
     before: float = 0.0
     after: float = 0.0
+    overhead: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -113,19 +126,75 @@ class _Candidate:
 
 
 def choose(
-    entry: BlockGraph,
     policy: OverlapPolicy,
     donated: Sequence[int],
     ordered: Order,
     counts: tuple[int, int],
     again: Callable[[], BlockGraph],
+    shardings: Shardings = (),
 ) -> Choice:
-    """Decide for a program. ``entry`` stays as it is; ``again`` gives it anew, to be changed. ``counts``:
-    replicas and partitions. The others are those of `overlap.apply.plan`."""
+    """Decide for a program. ``again`` gives it anew, to be changed. ``counts``: replicas and partitions.
+    ``shardings``: of its parameters. The others are those of `overlap.apply.plan`."""
+    trial = _Trial(policy, donated, ordered, counts, again, shardings)
+    parted = best = _chosen(trial)
+    could: dict[str, Chosen] = {}
+    for base in dict.fromkeys((parted.decisions, ())):
+        shared = _shared(trial, parted, base)
+        if shared is None:
+            continue
+        could |= {told.name: told for told in shared.told if told.shared}
+        least = best.after if best.decisions else (1.0 - policy.least_gain) * shared.before
+        if shared.after < least:
+            best = shared
+    known = {told.name for told in best.told}
+    why = (
+        f"neither in parts nor as a reduce-scatter and an all-gather would the program take "
+        f"{policy.least_gain:.0%} less time, or it would need too much memory"
+    )
+    more = [Chosen(t.name, t.source, why=why) for t in could.values() if t.name not in known]
+    return replace(best, told=(*best.told, *more))
+
+
+def _shared(trial: _Trial, parted: Choice, base: tuple[Decision | Shared, ...]) -> Choice | None:
+    """What becomes of a program with ``base`` split, and then all computed by shares that can be; None if
+    nothing can. ``parted``: what was decided without shares. ``after`` is infinite where memory is too short.
+    """
+    number = trial.counts[0] * trial.counts[1]
+    entry = trial.made(base) if base else trial.entry
+    times = list(_times(entry))
+    shares = found_shares(entry, number, trial.shardings)
+    if not shares:
+        return None
+    policy = trial.policy
+    before, peak, _ = trial.whole
+    given = tuple(Shared(block, i) for block, _, regions in shares for i in range(len(regions)))
+    overhead = parted.overhead if base else 0.0
+    for block, graph, regions in shares:
+        own = (overhead_of_shares(region, graph, policy.costs) for region in regions)
+        overhead += times[block] * sum(own)
+    after, needs, _ = trial.planned((*base, *given))
+    after = after + overhead if needs <= policy.memory_factor * peak else float("inf")
+    sums = [node for _, _, regions in shares for region in regions for node in region.sources]
+    told = {t.name: t if base or t.parts == 1 else _left_whole(t) for t in parted.told}
+    for node in sums:
+        name = _PART.sub("", node.instruction.name)
+        known = told.get(name, Chosen(name, node.instruction.source, before=before, after=after))
+        told[name] = replace(known, shared=True)
+    return Choice((*base, *given), tuple(told.values()), before, after, overhead)
+
+
+def _left_whole(told: Chosen) -> Chosen:
+    why = "the program takes less time whole, with reduce-scatters and all-gathers for all-reduces"
+    return replace(told, parts=1, why=why)
+
+
+def _chosen(trial: _Trial) -> Choice:
+    """Which regions of a program are split."""
+    policy, counts = trial.policy, trial.counts
+    entry = trial.entry
     blocks = found(entry, counts[0] * counts[1])
     if not blocks:
         return Choice()
-    trial = _Trial(policy, donated, ordered, counts, again)
     times = dict(enumerate(_times(entry)))
     alike: dict[tuple[object, ...], _Candidate] = {}
     for number, block, regions in blocks:
@@ -133,12 +202,12 @@ def choose(
             key = number, region.signature()
             if key not in alike:
                 alike[key] = _Candidate(times=times[number])
-                _try_alone(alike[key], region, block, policy, ordered, counts)
+                _try_alone(alike[key], region, block, policy, trial.ordered, counts)
             alike[key].members.append((number, i, region))
     worth = [c for c in alike.values() if c.forms]
     before = after = 0.0
     if worth:
-        before, peak, exposed = trial.planned(())
+        before, peak, exposed = trial.whole
         after = before
         left = [c for c in worth if _is_exposed(c, exposed, policy.costs.compute.launch_s)]
         if left:
@@ -166,7 +235,8 @@ def choose(
         for _, _, region in c.members
         for node in region.collectives
     ]
-    return Choice(tuple(decisions), tuple(told), before, after)
+    overhead = sum(c.overhead for c in kept)
+    return Choice(tuple(decisions), tuple(told), before, after, overhead)
 
 
 def _times(block: BlockGraph, times: int = 1) -> Iterator[int]:
@@ -239,11 +309,19 @@ class _Trial:
     ordered: Order
     counts: tuple[int, int]
     again: Callable[[], BlockGraph]
+    shardings: Shardings = ()
 
-    def planned(self, decisions: Sequence[Decision]) -> tuple[float, int, dict[str, float]]:
-        """Seconds, peak memory in bytes, and how long each collective is exposed, by name."""
+    def made(self, decisions: Sequence[Decision | Shared]) -> BlockGraph:
+        """The program as it would be decided."""
         entry = self.again()
-        apply(entry, decisions, *self.counts)
+        apply(entry, decisions, *self.counts, self.shardings)
+        return entry
+
+    def planned(
+        self, decisions: Sequence[Decision | Shared]
+    ) -> tuple[float, int, dict[str, float]]:
+        """Seconds, peak memory in bytes, and how long each collective is exposed, by name."""
+        entry = self.made(decisions)
         made = plan(entry, self.policy, self.donated, self.ordered)
         if made is None:
             return 0.0, 0, {}
@@ -251,6 +329,16 @@ class _Trial:
         _exposed(made, 1.0, exposed)
         seconds = seconds_of(entry, made, self.policy.costs, self.ordered, tuple(self.donated))
         return seconds, _peak(made), exposed
+
+    @cached_property
+    def entry(self) -> BlockGraph:
+        """The program as it is, for looking at it."""
+        return self.made(())
+
+    @cached_property
+    def whole(self) -> tuple[float, int, dict[str, float]]:
+        """The same with no region split."""
+        return self.planned(())
 
 
 def _peak(planned: Planned) -> int:

@@ -28,11 +28,9 @@ from stretto.collectives.ops import Collective, Kind
 from stretto.collectives.types import TensorType
 
 from ...edit import Editor
-from ...graph import Instruction
-from ...schema import HloInstructionProto
-from ...values import BlockGraph, Node, NodeKind, Value
+from ...values import BlockGraph, Node, Value
 from ..bytes.steps import part_of
-from .instructions import Maker
+from .instructions import Maker, collective_like, name_of
 from .places import Places
 from .regions import Region
 from .rules import Cut
@@ -54,10 +52,10 @@ def split(
     """Split a region of the block into parts, in place. ``tiles``: tiles of the part of each device, or parts
     of an even region; what is cut must divide (`Region.divides`). ``places``: those of the block.
     ``pieces``: whether a rotated region is cut into pieces."""
-    _Split(block, region, tiles, places, pieces).apply()
+    Splitting(block, region, tiles, places, pieces).apply()
 
 
-class _Split:
+class Splitting:
     def __init__(
         self,
         block: BlockGraph,
@@ -328,20 +326,11 @@ def _collective(
     """A collective for one part; a permute if there are ``pairs``, else of the kind of ``node``."""
     old = node.collective
     assert old is not None
-    name = f"{old.name or node.instruction.name}.{part.name}"
+    name = f"{name_of(node)}.{part.name}"
     given = tuple(v.type for v in operands if v.type is not None)
     results = tuple(t for t in types if t is not None)
     new = replace(old, operands=given, results=results, name=name)
     if kind is Kind.PERMUTE:
         # Its cost is that of the link between the devices of the whole collective.
         new = Collective(kind, given, results, old.groups, pairs, name=name, source=old.source)
-    proto = HloInstructionProto()
-    proto.CopyFrom(node.instruction.proto)
-    proto.name = name
-    instruction = Instruction(proto, node.instruction.computation)
-    instruction.operands = node.instruction.operands
-    instruction.called = node.instruction.called
-    made = Node(NodeKind.COLLECTIVE, instruction, -1, list(operands))
-    made.collective = new
-    made.results = [Value(type, made, i) for i, type in enumerate(results)]
-    return made
+    return collective_like(node, new, operands)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from stretto.collectives.ops import Collective
 from stretto.collectives.types import TensorType
 
 from ...builder import array_shape, fill, shape_of
@@ -176,3 +177,23 @@ class Maker:
         numbers = self.constant([n for row in table for n in row], (len(table), count))
         row = self.slice_at(numbers, 0, device, 1)
         return self.add("reshape", flat, [row])
+
+
+def collective_like(node: Node, collective: Collective, operands: Sequence[Value]) -> Node:
+    """A node for a collective that comes from that of another node, with the source line of that node and the
+    name of the new collective."""
+    proto = HloInstructionProto()
+    proto.CopyFrom(node.instruction.proto)
+    proto.name = collective.name
+    instruction = Instruction(proto, node.instruction.computation)
+    instruction.operands = node.instruction.operands
+    instruction.called = node.instruction.called
+    made = Node(NodeKind.COLLECTIVE, instruction, -1, list(operands), collective=collective)
+    made.results = [Value(type, made, i) for i, type in enumerate(collective.results)]
+    return made
+
+
+def name_of(node: Node) -> str:
+    """The name of a node's collective."""
+    assert node.collective is not None
+    return node.collective.name or node.instruction.name

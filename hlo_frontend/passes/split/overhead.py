@@ -58,6 +58,13 @@ def overhead(
     return kernels + moved + written / cached
 
 
+def overhead_of_shares(region: Region, block: BlockGraph, costs: CostTable) -> float:
+    """Seconds that a region of a block takes longer for being computed by shares (see `own`): an all-reduce
+    was one transfer, now each gather is another one."""
+    gathers = len(region.read_whole(Editor(block)))
+    return gathers * _TRANSFER * costs.compute.launch_s
+
+
 def _turns(node: Node, costs: CostTable) -> float:
     """The launches for which a transfer of a collective waits for the core."""
     assert node.collective is not None

@@ -113,13 +113,13 @@ def regions_of(block: BlockGraph, num_devices: int) -> list[Region]:
     taken: set[Node] = set()
     found: list[Region] = []
     for node in block.nodes:
-        if node not in taken and _is_rotated(node, num_devices) and _is_free(editor, node):
+        if node not in taken and _is_rotated(node, num_devices) and is_free(editor, node):
             assert node.collective is not None
             for region in _Growth(editor, node.collective.groups, taken).rotated(node):
                 found.append(region)
                 taken.update(region.cuts, region.sources, region.sinks)
     for node in block.nodes:
-        if node not in taken and _is_even(node) and _is_free(editor, node):
+        if node not in taken and _is_even(node) and is_free(editor, node):
             grown = [_Growth(editor, (), taken).even(node, cut) for cut in _even_cuts(node)]
             # Where several are as large, one that has four parts, along the first dimension.
             largest = max(
@@ -141,10 +141,10 @@ def _is_rotated(node: Node, num_devices: int) -> bool:
     counts = {len(group) for group in c.groups}
     if len(counts) != 1 or counts == {1} or sum(map(len, c.groups)) != num_devices:
         return False
-    return c.kind is Kind.ALL_GATHER or _is_summed(node, c)
+    return c.kind is Kind.ALL_GATHER or is_summed(node, c)
 
 
-def _is_summed(node: Node, c: Collective) -> bool:
+def is_summed(node: Node, c: Collective) -> bool:
     type = ELEMENT_TYPES[c.operands[0].dtype]
     summed = c.reduction is Reduction.SUM and node.reducer is None
     return summed and c.operands[0].dtype != "pred" and type.bits >= 8
@@ -169,7 +169,7 @@ def _even_cuts(node: Node) -> Iterator[Cut]:
         yield Cut(dimension, len(c.groups[0]) if dimension == c.dimension else 1)
 
 
-def _is_free(editor: Editor, node: Node) -> bool:
+def is_free(editor: Editor, node: Node) -> bool:
     """Whether data alone puts a node in its place, and not the program that starts it itself."""
     if node.is_started:
         return False
@@ -237,11 +237,11 @@ class _Growth:
         rotates = c.kind in (Kind.ALL_GATHER, Kind.REDUCE_SCATTER) and len(c.operands) == 1
         if not rotates or c.groups != self.region.groups or node in self.taken:
             return False
-        return _is_free(self.editor, node) and (c.kind is Kind.ALL_GATHER or _is_summed(node, c))
+        return is_free(self.editor, node) and (c.kind is Kind.ALL_GATHER or is_summed(node, c))
 
     def _even_cut(self, node: Node, cut: Cut) -> Split | None:
         c = node.collective
-        if self.region.groups or c is None or not _is_even(node) or not _is_free(self.editor, node):
+        if self.region.groups or c is None or not _is_even(node) or not is_free(self.editor, node):
             return None
         if node in self.taken or result_shape(node)[cut.dimension] < 2:
             return None
@@ -294,7 +294,7 @@ class _Growth:
                 self._assign(node, found)
 
     def _assign(self, node: Node, split: Split) -> None:
-        if node in self.taken or not _is_free(self.editor, node):
+        if node in self.taken or not is_free(self.editor, node):
             return
         if not can_be(node, split, self.parts):
             return
@@ -338,7 +338,7 @@ class _Growth:
                     leads.add(node)
             kept |= leads
         found = []
-        for joined in _connected([*nodes, *region.sources, *region.sinks], kept | ends, above):
+        for joined in connected([*nodes, *region.sources, *region.sinks], kept | ends, above):
             own = joined & kept
             if any(is_heavy(node) for node in own):
                 self._absorb(nodes, own, ends)
@@ -393,7 +393,7 @@ class _Growth:
         return region if region.collectives else None
 
 
-def _connected(
+def connected(
     order: list[Node], among: set[Node], above: dict[Node, list[Node]]
 ) -> list[set[Node]]:
     """The parts of ``among`` between which no data flows, as ``above`` has it, by their first nodes."""

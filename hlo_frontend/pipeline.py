@@ -156,7 +156,8 @@ def _bytes(c: Compilation) -> None:
     """Needs the valid iterations: transfers with them stay as they are. Leaves collectives that send fewer
     bytes, and new nodes beside them."""
     if c.source.rewrites:
-        c.rewritten = fewer_bytes.rewrite(c.entry, c.source.num_replicas, c.source.num_partitions)
+        counts = c.source.num_replicas, c.source.num_partitions
+        c.rewritten = fewer_bytes.rewrite(c.entry, *counts, shardings_of(c.module, counts[0]))
 
 
 def _split(c: Compilation) -> None:

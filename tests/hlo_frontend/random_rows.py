@@ -1,7 +1,7 @@
 """Draws programs on the rows of spread arrays at random, and compares them rewritten with what is written.
 
     cd tests/hlo_frontend && XLA_FLAGS=--xla_force_host_platform_device_count=8 \\
-        python -m random_rows --count 500 [--seed 0]
+        python -m random_rows --count 500 [--seed 0] [--mesh 2 4 --axis y]
 
 Each is a chain of ops that XLA's partitioner gathers for: rows by number, updates of some rows, sorts, sums
 along either dimension, loops. Numbers are small integers, so that all orders of additions agree; zeros have
@@ -24,7 +24,7 @@ from interpreter import Interpreter
 from jax import lax
 from jax.sharding import NamedSharding
 
-ROWS, COLUMNS, DEVICES = 8, 12, 4
+ROWS, COLUMNS = 8, 12
 Op = Callable[..., jax.Array]
 
 
@@ -77,11 +77,12 @@ def arguments(rng: np.random.Generator) -> list[np.ndarray]:
     return [x, i, j, u]
 
 
-def compare(seed: int) -> tuple[str, str]:
-    """``equal`` or ``differs``, or ``stays`` if nothing was rewritten; and what was drawn."""
+def compare(seed: int, sizes: Sequence[int] = (4,), axis: str = "x") -> tuple[str, str]:
+    """Draw a program for arrays that are cut along one axis of a mesh of these sizes. Gives ``equal`` or
+    ``differs``, or ``stays`` if nothing was rewritten; and what was drawn."""
     rng = random.Random(seed)
     chain = [drawn(rng) for _ in range(rng.choice((1, 1, 2, 4)))]
-    rows, columns = P("x"), P(None, "x")
+    rows, columns = P(axis), P(None, axis)
     specs = [rng.choice((rows, rows, rows, columns)), rows, rows, rng.choice((rows, P()))]
     out = rng.choice((rows, rows, rows, columns))
 
@@ -90,13 +91,13 @@ def compare(seed: int) -> tuple[str, str]:
             x = op(x, *more)
         return x
 
-    over = mesh(DEVICES)
+    over = mesh(*sizes)
     given = arguments(np.random.default_rng(seed))
     placed = tuple(NamedSharding(over, s) for s in specs)
     function = jax.jit(
         f, in_shardings=placed, out_shardings=NamedSharding(over, out), keep_unused=True
     )
-    module = compiled(function, *given, num_devices=DEVICES)
+    module = compiled(function, *given, num_devices=over.devices.size)
     said = f"{', '.join(name for name, _ in chain)}; {specs} -> {out}"
     if not module.rewrites:
         return "stays", said
@@ -111,10 +112,12 @@ def main(given: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m random_rows", description=__doc__)
     parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--mesh", type=int, nargs="+", default=[4], help="the sizes of its axes")
+    parser.add_argument("--axis", default="x", choices="xyz", help="along which arrays are cut")
     options = parser.parse_args(given)
     found: Counter[str] = Counter()
     for seed in range(options.seed, options.seed + options.count):
-        outcome, said = compare(seed)
+        outcome, said = compare(seed, options.mesh, options.axis)
         found[outcome] += 1
         if outcome == "differs":
             print(f"{seed}: {said}", flush=True)

@@ -44,7 +44,8 @@ def program(f, arguments, out, over):  # type: ignore[no-untyped-def]
     specs = [spec for spec, _ in arguments]
     arrays = [array for _, array in arguments]
     placed = tuple(NamedSharding(over, s) for s in specs)
-    function = jax.jit(f, in_shardings=placed, out_shardings=NamedSharding(over, out))
+    results = jax.tree.map(lambda spec: NamedSharding(over, spec), out)
+    function = jax.jit(f, in_shardings=placed, out_shardings=results)
     module = compiled(function, *arrays, num_devices=over.devices.size)
 
     def judged() -> None:

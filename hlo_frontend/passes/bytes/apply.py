@@ -14,6 +14,8 @@ from ..order import order
 from .alone import leave_out_alone
 from .context import Context, Rewritten
 from .contributed import gather_own
+from .copied import use_copies
+from .copies import Copies
 from .device_values import DeviceValues
 from .ends import end_alone
 from .fourier import exchange
@@ -47,8 +49,14 @@ class RewriteReport:
     digest: bytes = b""
 
 
-def rewrite(entry: BlockGraph, num_replicas: int, num_partitions: int) -> RewriteReport:
-    """Rewrite the collectives of a program and of its loops and branches, in place."""
+def rewrite(
+    entry: BlockGraph,
+    num_replicas: int,
+    num_partitions: int,
+    parameters: Sequence[bytes | None] = (),
+) -> RewriteReport:
+    """Rewrite the collectives of a program and of its loops and branches, in place. ``parameters``: the
+    serialized sharding of each parameter of ``entry``, None where there is none, or there are replicas."""
     done: list[Rewrite] = []
     digests: list[bytes] = []
     context: Context | None = None
@@ -62,9 +70,13 @@ def rewrite(entry: BlockGraph, num_replicas: int, num_partitions: int) -> Rewrit
             continue
         if context is None:
             known = DeviceValues(entry, num_replicas, num_partitions)
-            context = Context(known, num_replicas * num_partitions)
+            num_devices = num_replicas * num_partitions
+            copies = Copies(entry, known, num_devices, parameters)
+            context = Context(known, num_devices, copies)
         slices = any(n.instruction.opcode == "dynamic-slice" for n in block.nodes)
-        found = _Block(block, collectives).rewrite(replace(context, has_slices=slices))
+        found = _Block(block, collectives).rewrite(
+            replace(context, has_slices=slices, tried=set(), crossed=set())
+        )
         if found is not None:
             done += found.rewrites
             digests.append(b"%d:" % number + found.digest)
@@ -92,6 +104,7 @@ def _each(
 _REWRITES: dict[str, Callable[[Editor, Sequence[Node], Context], Found]] = {
     "alone": _each(leave_out_alone),
     "merge": lambda editor, nodes, context: merge(editor, nodes),
+    "copied": use_copies,
     "contributed": _each(gather_own),
     "own": _each(take_own),
     "exchange": _each(exchange),
@@ -101,8 +114,9 @@ _REWRITES: dict[str, Callable[[Editor, Sequence[Node], Context], Found]] = {
     "narrow": _each(narrow),
 }
 
-# An array that is gathered along several dimensions loses one gather after the other.
-_REPEATED = frozenset({"own"})
+# An array that is gathered along several dimensions loses one gather after the other; what other devices have
+# is made of what was made so before.
+_REPEATED = frozenset({"copied", "own"})
 
 
 class _Block:

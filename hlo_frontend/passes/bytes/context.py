@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ...values import Node
+from .copies import Copies
 from .device_values import DeviceValues
 
 
@@ -12,12 +13,17 @@ from .device_values import DeviceValues
 class Context:
     """``known``: known values on every device. ``num_devices``: replicas times partitions of the program.
 
-    ``has_slices``: whether the block has dynamic slices at all.
+    ``copies``: which devices have the same. ``has_slices``: whether the block has dynamic slices at all.
+    ``tried``: nodes of the block that `copied` has looked at; ``crossed``: collectives whose operands it
+    reads instead of their results.
     """
 
     known: DeviceValues
     num_devices: int
+    copies: Copies
     has_slices: bool = True
+    tried: set[Node] = field(default_factory=set)
+    crossed: set[Node] = field(default_factory=set)
 
 
 @dataclass(frozen=True, eq=False)

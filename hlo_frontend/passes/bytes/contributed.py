@@ -20,14 +20,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from stretto.collectives.ops import Collective, Kind, Reduction
-from stretto.collectives.types import TensorType
 
 from ...edit import Editor
 from ...schema import LiteralProto
 from ...values import Barrier, Node, NodeKind, Value
 from .bounds import PART, At, placed_at
 from .context import Context, Rewritten
-from .cut import Slicer, constant, gathered, op
+from .cut import Slicer, gathered, op, plus_zero
 from .own_parts import Places, places
 from .rows import Rows
 
@@ -54,7 +53,7 @@ def gather_own(editor: Editor, node: Node, context: Context) -> Rewritten | None
     where = places(collective)
     if where is None or len(where.place) != context.num_devices:
         return None
-    rows = Rows(context.known, collective, where)
+    rows = Rows.of_group(context.known, where)
     found: dict[int, _Part] = {}
     for k, operand in enumerate(node.operands):
         part = _own(rows, operand, collective, where)
@@ -113,7 +112,7 @@ def _writes(rows: Rows, node: Node, collective: Collective, at: At) -> bool:
     gather = array.node.collective if array.node is not None else None
     if gather is None or gather.kind is not Kind.ALL_GATHER or gather.groups != collective.groups:
         return False
-    if not _changes_nothing(nothing, collective.reduction):
+    if not changes_nothing(nothing, collective.reduction):
         return False
     assert guard.type is not None
     without = rows.of(guard, (None,) * len(guard.type.shape))
@@ -125,7 +124,7 @@ def _writes(rows: Rows, node: Node, collective: Collective, at: At) -> bool:
     return bool((rows.missed(node, at) | ~rows.foreign).all())
 
 
-def _changes_nothing(value: Value, reduction: Reduction | None) -> bool:
+def changes_nothing(value: Value, reduction: Reduction | None) -> bool:
     """Whether a value is a constant that a reduction leaves out."""
     node = value.node
     if node is not None and node.instruction.opcode == "broadcast":
@@ -176,7 +175,7 @@ class _Own:
             more, own = self._with(own, part.written, part.dimension, str(collective.reduction))
             nodes += more
         elif own.type is not None and own.type.numpy.kind not in "iub":
-            more, own = self._plus_zero(own)
+            more, own = plus_zero(own, self._slicer.own, node.instruction)
             nodes += more
         instead = Node(NodeKind.COLLECTIVE, node.instruction, -1, [own], node.order)
         instead.collective = gathered(
@@ -209,13 +208,3 @@ class _Own:
         apart = own.view((), Barrier((own,), is_fence=False))
         both = op(combine, [base.results[0], apart], own.type, like)
         return [*nodes, base, both], both.results[0]
-
-    def _plus_zero(self, part: Value) -> tuple[list[Node], Value]:
-        assert part.type is not None
-        like, scalar = self._node.instruction, TensorType("u32", ())
-        many = constant(np.uint32(31), like)
-        shifted = op("shift-right-logical", [self._slicer.own, many], scalar, like)
-        zero = op("convert", shifted.results, TensorType(part.type.dtype, ()), like)
-        spread = op("broadcast", zero.results, part.type, like)
-        added = op("add", [part, spread.results[0]], part.type, like)
-        return [shifted, zero, spread, added], added.results[0]

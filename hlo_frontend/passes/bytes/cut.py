@@ -298,6 +298,17 @@ def constant(array: np.ndarray | np.int32 | np.uint32, like: Instruction) -> Val
     return node.results[0]
 
 
+def plus_zero(value: Value, own: Value, like: Instruction) -> tuple[list[Node], Value]:
+    """Nodes that add 0.0 to floats, as a sum with others' zeros does: it makes 0.0 of -0.0. Compilers do not
+    know that it is zero: it follows from ``own``, the device's id."""
+    type, scalar = _type(value), TensorType("u32", ())
+    shifted = op("shift-right-logical", [own, constant(np.uint32(31), like)], scalar, like)
+    zero = op("convert", shifted.results, TensorType(type.dtype, ()), like)
+    spread = op("broadcast", zero.results, type, like)
+    added = op("add", [value, spread.results[0]], type, like)
+    return [shifted, zero, spread, added], added.results[0]
+
+
 # Exchanges.
 
 

@@ -66,7 +66,7 @@ def cut_regions(editor: Editor, nodes: Sequence[Node], context: Context) -> dict
         if node in taken or where is None or len(where.place) != context.num_devices:
             continue
         if collective.groups not in facts:
-            rows = Rows(context.known, collective, where)
+            rows = Rows.of_group(context.known, where)
             facts[collective.groups] = _Facts.of(editor.block, collective.groups, rows)
         plan = _planned(editor, node, context, where, facts[collective.groups], taken)
         if plan is None:

@@ -6,7 +6,7 @@ constants, iotas, the devices' ids and what is computed from them; whatever else
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import product
 from math import prod
 
@@ -45,17 +45,20 @@ _FEW = 8
 
 
 class Rows:
-    """The bounds of values for the groups of a collective."""
+    """The bounds of values on each device, and in each part of those that are cut."""
 
-    def __init__(self, known: DeviceValues, collective: Collective, where: Places) -> None:
-        self._known, self._groups, self._parts = known, collective.groups, where.parts
-        self._members = np.zeros((len(where.place), where.parts), int)
-        for group in collective.groups:
-            for device in group:
-                self._members[device] = group
-        self._place = np.array([where.place[d] for d in range(len(where.place))])
+    def __init__(self, known: DeviceValues, parts: int, place: Sequence[int]) -> None:
+        """``parts``: how many parts `PART` tells apart. ``place``: the one that is each device's own."""
+        self._known, self._parts = known, parts
+        self._place = np.array(place)
+        self._others: dict[int, Rows] = {parts: self}
         self._found: dict[tuple[Value, At], Bounds] = {}
         self._zeros: dict[tuple[Value, At], np.ndarray] = {}
+
+    @classmethod
+    def of_group(cls, known: DeviceValues, where: Places) -> Rows:
+        """The parts that the members of each group of a collective have."""
+        return cls(known, where.parts, [where.place[d] for d in range(len(where.place))])
 
     @property
     def foreign(self) -> np.ndarray:
@@ -87,7 +90,7 @@ class Rows:
         if node is None or any(v.type is None for v in node.operands):
             return None
         if node.collective is not None:
-            return self._gathered(node, root.index, at, depth)
+            return self._moved(node, root.index, at, depth)
         if node.kind not in (NodeKind.COMPUTE, NodeKind.CHEAP) or len(node.results) != 1:
             return None
         opcode = node.instruction.opcode
@@ -163,23 +166,59 @@ class Rows:
             found = ARITHMETIC[reducer.root.opcode](found, one)
         return found
 
-    def _gathered(self, node: Node, index: int, at: At, depth: int) -> Bounds | None:
+    def _moved(self, node: Node, index: int, at: At, depth: int) -> Bounds | None:
         collective = node.collective
         assert collective is not None
-        if collective.kind is not Kind.ALL_GATHER or collective.groups != self._groups:
+        if collective.kind is Kind.PERMUTE:
+            return self._permuted(node, collective, index, at, depth)
+        sizes = {len(group) for group in collective.groups}
+        devices = len(self._place)
+        if collective.kind is not Kind.ALL_GATHER or len(sizes) != 1:
             return None
+        if len(collective.group_of) != devices:
+            return None
+        members = np.array([collective.group_of[d] for d in range(devices)])
+        count = members.shape[1]
         d = collective.dimension
         place, inside = at[d], list(at)
         size = collective.operands[index].shape[d]
-        inside[d] = place % size if isinstance(place, int) else None
-        given = self._of(node.operands[index].root, tuple(inside), depth)
-        devices, parts = self._members.shape
-        each = [np.broadcast_to(a, (devices, a.shape[1])) for a in given]
-        if place is PART:
-            return Bounds(*(a[self._members, 0] for a in each))
+        # Each member gives so many of the parts.
+        own, rest = divmod(self._parts, count)
         if isinstance(place, int):
-            return Bounds(*(a[self._members[:, place // size]] for a in each))
-        return either([Bounds(*(a[self._members[:, p]] for a in each)) for p in range(parts)])
+            inside[d] = place % size
+        elif (
+            place is not PART or rest or size % own or any(p is PART for p in at[:d] + at[d + 1 :])
+        ):
+            own, inside[d] = 0, None
+        rows = self.by(own) if place is PART and own else self
+        given = rows._of(node.operands[index].root, tuple(inside), depth)
+        each = [np.broadcast_to(a, (devices, a.shape[1])) for a in given]
+        if isinstance(place, int):
+            return Bounds(*(a[members[:, place // size]] for a in each))
+        if place is PART and own:
+            whole = [np.broadcast_to(a, (devices, own)) for a in each]
+            return Bounds(*(a[members].reshape(devices, self._parts) for a in whole))
+        return either([Bounds(*(a[members[:, p]] for a in each)) for p in range(count)])
+
+    def _permuted(
+        self, node: Node, collective: Collective, index: int, at: At, depth: int
+    ) -> Bounds | None:
+        devices = len(self._place)
+        source = {target: source for source, target in collective.pairs}
+        if collective.valid_iterations or len(source) != devices:
+            return None
+        given = self._of(node.operands[index].root, at, depth)
+        order = [source[d] for d in range(devices)]
+        return Bounds(*(np.broadcast_to(a, (devices, a.shape[1]))[order] for a in given))
+
+    def by(self, parts: int) -> Rows:
+        """The same in so many parts."""
+        if parts == self._parts:
+            return self
+        if parts not in self._others:
+            self._others[parts] = made = Rows(self._known, parts, self._place.tolist())
+            made._others = self._others
+        return self._others[parts]
 
     # Zeros.
 
@@ -222,24 +261,24 @@ class Rows:
         return None
 
     def missed(self, node: Node, at: At, depth: int = _DEPTH) -> np.ndarray:
-        """Whether none of a scatter's windows is at these places."""
+        """Whether none of a scatter's windows is at these places, or in the array at all."""
         numbers = node.instruction.proto.scatter_dimension_numbers
         type = node.results[0].type
         assert type is not None
-        nowhere = np.zeros((1, 1), bool)
+        outside = self.missing(node, None, depth)
         if PART not in at or numbers.input_batching_dims:
-            return nowhere
+            return outside
         d = at.index(PART)
         if type.shape[d] % self._parts or window_sizes(node)[d] != 1:
-            return nowhere
+            return outside
         if d not in numbers.scatter_dims_to_operand_dims:
-            return nowhere
+            return outside
         column = list(numbers.scatter_dims_to_operand_dims).index(d)
         at = column_at(node.operands[1], numbers.index_vector_dim, column)
         found = self._of(node.operands[1].root, at, depth)
         part = type.shape[d] // self._parts
         first = np.arange(self._parts, dtype=object)[None] * part
-        return np.asarray((found.high < first) | (found.low >= first + part), bool)
+        return outside | np.asarray((found.high < first) | (found.low >= first + part), bool)
 
     def _unwritten(self, node: Node, at: At) -> np.ndarray:
         """Whether an update leaves these places as they are."""
@@ -258,23 +297,30 @@ class Rows:
 
     # Rows.
 
-    def misses(self, node: Node, along: int) -> bool:
-        """Whether the windows of a scatter whose indices are in the parts of other devices, along one of
-        their dimensions, are all outside of the array, and so left out."""
+    def missing(self, node: Node, along: int | None, depth: int = _DEPTH) -> np.ndarray:
+        """Of each device, and each part of a scatter's indices ``along`` one of their dimensions (None: all
+        of them), whether its windows are all outside of the array, and so left out."""
         numbers = node.instruction.proto.scatter_dimension_numbers
         count = len(node.operands) // 2
         array, indices = (node.operands[k].type for k in (0, count))
         assert array is not None and indices is not None
-        if indices.shape[along] % self._parts or indices.dtype not in FOLLOWED:
-            return False
-        sizes = window_sizes(node)
         out = np.zeros((1, 1), bool)
+        if indices.dtype not in FOLLOWED:
+            return out
+        if along is not None and indices.shape[along] % self._parts:
+            return out
+        sizes = window_sizes(node)
+        cut: dict[int, int | Part] = {} if along is None else {along: PART}
         for column, d in enumerate(numbers.scatter_dims_to_operand_dims):
-            at = column_at(node.operands[count], numbers.index_vector_dim, column, {along: PART})
-            found = self.of(node.operands[count], at)
+            at = column_at(node.operands[count], numbers.index_vector_dim, column, cut)
+            found = self._of(node.operands[count].root, at, depth)
             last = array.shape[d] - sizes[d]
             out = out | np.asarray((found.high < 0) | (found.low > last), bool)
-        return bool((out | ~self.foreign).all())
+        return out
+
+    def misses(self, node: Node, along: int) -> bool:
+        """Whether this is so of the parts that other devices have."""
+        return bool((self.missing(node, along) | ~self.foreign).all())
 
     def within(self, indices: Value, column: int, size: int, along: int, vector: int) -> bool:
         """Whether the numbers in each device's part of indices, cut ``along`` one of their dimensions, are

@@ -4,7 +4,7 @@
 means it (integers of whole bytes, f32, f64, complex, pred) are reduced as they are. Floats below 32 bits are
 accumulated in f32 and rounded once, at the end; s2, u2, s4 and u4 are accumulated in s32 and wrap once.
 On pred, sum, max and or are "any", product, min and and are "all". Minimum and maximum give NaN where any
-operand is NaN.
+operand is NaN, and of 0.0 and -0.0 the first one, as XLA's CPU backend does.
 
 Arrays are worked through in blocks that stay in the cache, so no whole copy is ever made in a wider type.
 The order of the arrays is the order of the operations: equal inputs give equal bits.
@@ -22,21 +22,33 @@ from .types import ELEMENT_TYPES, ElementType
 
 # combine(arrays, out): arrays of one shape, any strides; ``out`` may be the first or second of them.
 Combine = Callable[[Sequence[np.ndarray], np.ndarray], None]
+# operation(first, second, out=out)
+Operation = Callable[..., object]
 
 _BLOCK = 1 << 14  # elements
 
-_ARITHMETIC: dict[Reduction, np.ufunc] = {
+
+def _minimum(first: np.ndarray, second: np.ndarray, out: np.ndarray) -> None:
+    # Of equal numbers NumPy gives the second one, as x86 does.
+    np.minimum(second, first, out=out)
+
+
+def _maximum(first: np.ndarray, second: np.ndarray, out: np.ndarray) -> None:
+    np.maximum(second, first, out=out)
+
+
+_ARITHMETIC: dict[Reduction, Operation] = {
     Reduction.SUM: np.add,
     Reduction.PRODUCT: np.multiply,
-    Reduction.MIN: np.minimum,
-    Reduction.MAX: np.maximum,
+    Reduction.MIN: _minimum,
+    Reduction.MAX: _maximum,
 }
-_BITWISE: dict[Reduction, np.ufunc] = {
+_BITWISE: dict[Reduction, Operation] = {
     Reduction.AND: np.bitwise_and,
     Reduction.OR: np.bitwise_or,
     Reduction.XOR: np.bitwise_xor,
 }
-_LOGICAL: dict[Reduction, np.ufunc] = {
+_LOGICAL: dict[Reduction, Operation] = {
     Reduction.SUM: np.logical_or,
     Reduction.PRODUCT: np.logical_and,
     Reduction.MIN: np.logical_and,
@@ -64,16 +76,16 @@ def combiner(dtype: str, reduction: Reduction) -> Combine:
         return _direct(_LOGICAL[reduction])
     is_integer = dtype[0] in "su"
     is_complex = dtype[0] == "c"
-    ufunc = (_ARITHMETIC | _BITWISE if is_integer else _ARITHMETIC).get(reduction)
-    if ufunc is None or (is_complex and reduction in (Reduction.MIN, Reduction.MAX)):
+    operation = (_ARITHMETIC | _BITWISE if is_integer else _ARITHMETIC).get(reduction)
+    if operation is None or (is_complex and reduction in (Reduction.MIN, Reduction.MAX)):
         raise NotImplementedError(
             f"reduction {reduction} is not defined on {dtype}: reduce another type and convert"
         )
     if is_integer:
-        return _direct(ufunc) if element.bits >= 8 else _widened(ufunc, np.dtype(np.int32))
+        return _direct(operation) if element.bits >= 8 else _widened(operation, np.dtype(np.int32))
     if is_narrow_float(element):
-        return _quiet(_widened(ufunc, np.dtype(np.float32)))
-    return _quiet(_direct(ufunc))
+        return _quiet(_widened(operation, np.dtype(np.float32)))
+    return _quiet(_direct(operation))
 
 
 def _quiet(combine: Combine) -> Combine:
@@ -86,11 +98,11 @@ def _quiet(combine: Combine) -> Combine:
     return quiet
 
 
-def _direct(ufunc: np.ufunc) -> Combine:
+def _direct(operation: Operation) -> Combine:
     def fold(arrays: Sequence[np.ndarray], out: np.ndarray) -> None:
-        ufunc(arrays[0], arrays[1], out=out)
+        operation(arrays[0], arrays[1], out=out)
         for array in arrays[2:]:
-            ufunc(out, array, out=out)
+            operation(out, array, out=out)
 
     def combine(arrays: Sequence[np.ndarray], out: np.ndarray) -> None:
         count = len(arrays)
@@ -104,7 +116,7 @@ def _direct(ufunc: np.ufunc) -> Combine:
     return combine
 
 
-def _widened(ufunc: np.ufunc, wide: np.dtype) -> Combine:
+def _widened(operation: Operation, wide: np.dtype) -> Combine:
     def combine(arrays: Sequence[np.ndarray], out: np.ndarray) -> None:
         if len(arrays) == 1:
             np.copyto(out, arrays[0], casting="unsafe")
@@ -119,7 +131,7 @@ def _widened(ufunc: np.ufunc, wide: np.dtype) -> Combine:
             np.copyto(accumulated, parts[0], casting="unsafe")
             for part in parts[1:]:
                 np.copyto(widened, part, casting="unsafe")
-                ufunc(accumulated, widened, out=accumulated)
+                operation(accumulated, widened, out=accumulated)
             np.copyto(target, accumulated, casting="unsafe")
 
         _in_blocks(block, arrays, out)

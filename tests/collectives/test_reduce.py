@@ -91,6 +91,22 @@ def test_partial_results_of_narrow_floats_may_be_wide():
     assert float(out[0]) == 258
 
 
+@pytest.mark.parametrize("dtype", ["f64", "f32", "f16", "bf16", "f8e5m2"])
+@pytest.mark.parametrize("reduction", [Reduction.MIN, Reduction.MAX])
+@pytest.mark.parametrize("size", [1, 7, 50_000])
+def test_of_zeros_the_first_is_the_minimum_and_the_maximum(dtype, reduction, size):
+    """As XLA's CPU backend has it."""
+    element = TensorType(dtype, ()).numpy
+    zero, minus = np.zeros(size).astype(element), (-np.zeros(size)).astype(element)
+    for arrays in ((zero, minus), (minus, zero), (zero, minus, minus), (minus, zero, zero)):
+        out = np.empty(size, element)
+        combiner(dtype, reduction)(arrays, out)
+        assert out.tobytes() == arrays[0].tobytes()
+        first, *rest = [array.copy() for array in arrays]
+        combiner(dtype, reduction)([first, *rest], first)
+        assert first.tobytes() == arrays[0].tobytes()
+
+
 @pytest.mark.parametrize("dtype", [d for d in DTYPES if is_float(d) and d != "f4e2m1fn"])
 @pytest.mark.parametrize("reduction", [Reduction.MIN, Reduction.MAX])
 def test_minimum_and_maximum_propagate_nan(dtype, reduction):

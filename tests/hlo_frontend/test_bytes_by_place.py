@@ -30,6 +30,11 @@ def given(*shape: int, dtype: str = "f4") -> np.ndarray:
     return array
 
 
+def zeros(*shape: int) -> np.ndarray:
+    """Of both signs."""
+    return np.where(np.random.default_rng(3).random(shape) < 0.5, 0.0, -0.0).astype("f4")
+
+
 def numbers(*shape: int, below: int = K) -> np.ndarray:
     return np.random.default_rng(1).integers(0, below, shape).astype("i4")
 
@@ -137,6 +142,18 @@ BY_NUMBER: dict[str, tuple] = {
     "maximum": (
         lambda x, i, u: x.at[rows(), i].max(u),
         [(X, given(B, K)), (X, numbers(B)), (X, given(B, 1)[:, 0])],
+    ),
+    "product": (
+        lambda x, i, u: x.at[rows(), i].mul(u),
+        [(X, given(B, K)), (X, numbers(B)), (X, given(B, 1)[:, 0])],
+    ),
+    "minimum of zeros": (
+        lambda x, i, u: x.at[rows(), i].min(u),
+        [(X, zeros(B, K)), (X, numbers(B)), (X, zeros(B, 2)[:, 1])],
+    ),
+    "maximum of zeros": (
+        lambda x, i, u: x.at[rows(), i].max(u),
+        [(X, zeros(B, K)), (X, numbers(B)), (X, zeros(B, 2)[:, 1])],
     ),
     "gradient of a determinant": (
         jax.grad(lambda a: jnp.linalg.det(a).sum()),

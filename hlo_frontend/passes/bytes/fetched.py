@@ -292,10 +292,42 @@ class Fetched:
         type = operand.type
         assert type is not None
         # XLA would write into the sum, and so add in another order.
-        apart = first.value.view((), Barrier((first.value,), is_fence=False))
-        both = self._put([op(str(reduction), [apart, second.value], type, self._like)])
+        terms = [first.value.view((), Barrier((first.value,), is_fence=False)), second.value]
+        extreme = reduction in (Reduction.MIN, Reduction.MAX)
+        if extreme and type.numpy.kind not in "iub":
+            pairs = zip(groups, chosen, strict=True)
+            swapped = [group.index(one) > group.index(two) for group, (one, two) in pairs]
+            both = self._extreme(self._in_turn(terms, swapped), reduction)
+        else:
+            both = self._put([op(str(reduction), terms, type, self._like)])
         of_two = all(len(group) == 2 for group in groups)
         return Found(both if of_two else self._plus_zero(both, reduction), True)
+
+    def _in_turn(self, terms: list[Value], swapped: Sequence[bool]) -> list[Value]:
+        """Two terms, the other way round on some devices."""
+        type = terms[0].type
+        assert type is not None
+        if len(set(swapped)) == 1:
+            return terms[::-1] if swapped[0] else terms
+        chosen = self._entry(np.array(swapped, np.int32), TensorType("pred", ()))
+        where = self._put([op("broadcast", [chosen], TensorType("pred", type.shape), self._like)])
+        turns = (terms[::-1], terms)
+        return [self._put([op("select", [where, *two], type, self._like)]) for two in turns]
+
+    def _extreme(self, terms: list[Value], reduction: Reduction | None) -> Value:
+        """The minimum or maximum of floats as collectives give it: of 0.0 and -0.0 the first one. The op
+        minimum gives -0.0."""
+        first, second = terms
+        type, like = second.type, self._like
+        assert type is not None
+        truth = TensorType("pred", type.shape)
+        direction = "LT" if reduction is Reduction.MIN else "GT"
+        beyond = op("compare", [second, first], truth, like, comparison_direction=direction)
+        nan = op("compare", [second, second], truth, like, comparison_direction="NE")
+        either = op("or", [beyond.results[0], nan.results[0]], truth, like)
+        return self._put(
+            [beyond, nan, either, op("select", [either.results[0], second, first], type, like)]
+        )
 
     def _plus_zero(self, value: Value, reduction: Reduction | None) -> Value:
         """A sum makes 0.0 of -0.0."""

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
-from weakref import ref
 
 from jax._src.interpreters import mlir
 from jaxlib import _jax
@@ -35,8 +34,8 @@ Array = Any
 _ZEROS = {"p": "false", "s": "0", "u": "0", "f": "0.0", "b": "0.0", "c": "(0.0,0.0)"}
 # Rooms up to this size are made several at once, so many that they have as many bytes: a run takes longer.
 _SMALL, _AT_ONCE = 1 << 16, 8
-# Arrays of which something is known until they are looked through: more than a step has.
-_KNOWN = 1 << 10
+# Deferred arrays of which marks are kept until they are looked through: more than a step has.
+_DEFERRED = 1 << 10
 # Names of segments that compute nothing.
 ROOM, ARRIVAL = "stretto_room", "stretto_arrival"
 
@@ -44,12 +43,11 @@ ROOM, ARRIVAL = "stretto_room", "stretto_arrival"
 class Mark:
     """A place on a stream: an event, which is used again when nobody refers to the mark."""
 
-    __slots__ = ("_driver", "_free", "event", "stream")
+    __slots__ = ("_driver", "_free", "event")
 
-    def __init__(self, driver: Cuda, device: int, free: list[int], stream: int) -> None:
+    def __init__(self, driver: Cuda, device: int, free: list[int]) -> None:
         self._driver = driver
         self._free = free
-        self.stream = stream
         try:
             self.event = free.pop()
         except IndexError:
@@ -88,8 +86,6 @@ class Loans:
         # Marks behind which deferred arrays are there, by address. That of an array that is gone makes a
         # stream wait for what has been done before.
         self._deferred: dict[int, Mark] = {}
-        # Streams that wait for an array already, by its identity. Rooms made at once share them.
-        self._awaited: dict[int, tuple[ref[Array], set[int]]] = {}
         self._spares: list[dict[TensorType, _Spare]] = [{} for _ in devices]
 
     def device(self, ordinal: int) -> int:
@@ -114,28 +110,13 @@ class Loans:
     def lend(self, array: Array, stream: int, queue: list[Queued]) -> int:
         """Have the stream wait for an array; gives its address. What is left of the wait comes into the
         queue, which is to come onto streams of the device next. This thread may use another one then."""
-        known = self._awaited.get(id(array))
-        streams = known[1] if known is not None and known[0]() is array else set()
-        if stream in streams:
-            return array.unsafe_buffer_pointer()
         # It would count as a reference to the array, which then cannot be donated: so it is dropped at once.
         _jax.buffer_to_dlpack_managed_tensor(array, stream=stream)
         address = array.unsafe_buffer_pointer()
         mark = self._deferred.get(address)
         if mark is not None:
             queue.append((WAIT, stream, mark.event))
-        streams.add(stream)
         return address
-
-    def awaited(self, arrays: Sequence[Array], streams: set[int]) -> None:
-        """Arrays that are there at the same time, for which these streams, and none else so far, wait."""
-        if len(self._awaited) > _KNOWN:
-            still = [
-                (n, known) for n, known in list(self._awaited.items()) if known[0]() is not None
-            ]
-            self._awaited = dict(still)
-        for array in arrays:
-            self._awaited[id(array)] = ref(array), streams
 
     def mark(self, ordinal: int, stream: int) -> Mark:
         """How far the stream has come, with what is on it now."""
@@ -146,7 +127,7 @@ class Loans:
 
     def mark_in(self, queue: list[Queued], ordinal: int, stream: int) -> Mark:
         """The same with what is in the queue so far."""
-        mark = Mark(self._driver, self._devices[ordinal], self._events[ordinal], stream)
+        mark = Mark(self._driver, self._devices[ordinal], self._events[ordinal])
         queue.append((RECORD, mark.event, stream))
         return mark
 
@@ -170,12 +151,11 @@ class Loans:
     ) -> list[Array]:
         """The same for arrays that are only given to runs, and to `lend`: the rooms themselves."""
         self.hold(ordinal, mark)
-        if len(self._deferred) > _KNOWN:
+        if len(self._deferred) > _DEFERRED:
             # Those that have passed are there for every stream.
             self._deferred = {at: m for at, m in self._deferred.items() if not m.passed()}
         for address in addresses:
             self._deferred[address] = mark
-        self.awaited(rooms, {mark.stream})
         return rooms
 
     def rooms(self, types: Sequence[TensorType], ordinals: Sequence[int]) -> Rooms:
@@ -217,9 +197,7 @@ class _Spare:
             except IndexError:  # other threads may take some, too
                 if self._segment is None:
                     self._segment = self._loans.segment(ROOM, self._types)
-                made = self._segment.run(self._ordinal, [])
-                self._loans.awaited(made, set())
-                self._rooms += made
+                self._rooms += self._segment.run(self._ordinal, [])
 
 
 class Rooms:

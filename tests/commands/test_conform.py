@@ -24,16 +24,17 @@ TESTS = Path(__file__).parents[1]
 LEFT_OUT = re.compile(r"types/(?!bf16|f32)")
 
 
-def failing(factory: Callable[[int], Engine]) -> set[str]:
-    failed = set()
+def failing(factory: Callable[[int], Engine]) -> dict[str, str]:
+    """What fails, and why."""
+    failed = {}
     for name, check in checks_of(factory).items():
         if not LEFT_OUT.match(name):
             try:
                 check()
             except Unsupported:
                 continue
-            except Exception:
-                failed.add(name)
+            except Exception as error:
+                failed[name] = str(error)
     return failed
 
 
@@ -53,7 +54,8 @@ def failing(factory: Callable[[int], Engine]) -> set[str]:
 def test_a_defect_is_found_by_the_check_that_is_about_it(
     defect: Callable[[int], Engine], check: str | None
 ) -> None:
-    assert failing(defect) == ({check} if check else set())
+    found = failing(defect)
+    assert found.keys() == ({check} if check else set()), found
 
 
 def conform(*arguments: str, **variables: str) -> tuple[int, dict[str, str], str]:

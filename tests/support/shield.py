@@ -6,6 +6,11 @@ import os
 import signal
 import subprocess
 import sys
+import time
+
+# Seconds for which the place of a rank that was killed is held: longer than the others take to end, and
+# shorter than tests wait.
+HELD = 30.0
 
 
 def behind_a_shield(script: str, *arguments: str, own_session: bool = False) -> None:
@@ -24,5 +29,7 @@ def behind_a_shield(script: str, *arguments: str, own_session: bool = False) -> 
     code = process.wait()
     if code == -signal.SIGKILL:
         os.write(2, f"shield: process {process.pid} was killed\n".encode())
-        signal.pause()  # until the launcher ends this, because another rank has ended
+        # Until the launcher ends this, because another rank has ended. On busy cores Hydra was seen to leave
+        # it for ever, though the other one had gone, with exit code 1.
+        time.sleep(HELD)
     os._exit(abs(code))

@@ -98,7 +98,6 @@ cdef extern from *:
     /* MPI's functions, by their addresses. Handles are integers or pointers, which calls pass alike. */
     typedef int (*mpi_message)(void*, int, uintptr_t, int, int, uintptr_t, void*);
     typedef int (*mpi_testall)(int, void*, int*, void*);
-
     """
     ctypedef int (*mpi_message)(void*, int, uintptr_t, int, int, uintptr_t, void*) noexcept nogil
     ctypedef int (*mpi_testall)(int, void*, int*, void*) noexcept nogil

@@ -30,7 +30,7 @@ from .passes import bytes as fewer_bytes
 from .passes import pseudo_tokens, rotate, unread, valid
 from .passes import split as chunks
 from .passes.order import order
-from .passes.split.same import shardings_of
+from .shardings import shardings_of
 from .started import with_starts
 from .values import BlockGraph, Node
 

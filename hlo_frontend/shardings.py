@@ -1,4 +1,4 @@
-"""Which part of an array a device holds, by a serialized ``OpSharding``."""
+"""Shardings of parameters, and which part of an array a device holds, by a serialized ``OpSharding``."""
 
 from __future__ import annotations
 
@@ -7,11 +7,22 @@ from typing import Any
 
 import numpy as np
 
+from .graph import Module
 from .schema import OpSharding
 
 _REPLICATED, _OTHER = 0, 3  # OpSharding.Type
 
 Part = tuple[int, ...]
+
+
+def shardings_of(module: Module, num_replicas: int) -> list[bytes | None]:
+    """The serialized sharding of each parameter of a module; None where it has none, or there are replicas,
+    of which shardings say nothing."""
+    parameters = module.entry.parameters
+    found = list(module.proto.spmd_parameters_shardings)
+    if len(found) != len(parameters):  # HLO text has shardings only on parameters
+        found = [p.proto.sharding or None for p in parameters]
+    return found if num_replicas == 1 else [None] * len(found)
 
 
 def parts(serialized: bytes) -> Callable[[int], Part] | None:

@@ -25,9 +25,9 @@ from stretto.hlo_frontend.passes.split import Decision, Shared
 from stretto.hlo_frontend.passes.split.apply import apply, found_shares
 from stretto.hlo_frontend.passes.split.least_cut import Network
 from stretto.hlo_frontend.passes.split.regions import Region
-from stretto.hlo_frontend.passes.split.same import shardings_of
 from stretto.hlo_frontend.pipeline import SETTLING, Compilation, run
 from stretto.hlo_frontend.schema import HloModuleProto, OpSharding
+from stretto.hlo_frontend.shardings import shardings_of
 from stretto.plugin.executable_codec import _decided
 
 
@@ -40,7 +40,7 @@ def shares(
     run(c, SETTLING)
     counts, shardings = (module.num_replicas, module.num_partitions), shardings_of(parsed, 1)
     apply(c.entry, parts, *counts)
-    blocks = found_shares(c.entry, module.num_partitions, shardings)
+    blocks = found_shares(c.entry, counts, shardings)
     return [(Shared(number, i), r) for number, _, rs in blocks for i, r in enumerate(rs)]
 
 

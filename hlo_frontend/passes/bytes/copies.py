@@ -64,6 +64,11 @@ class Copies:
         labels = self.of(value)
         return all(labels[d] == labels[other] for d, other in enumerate(source))
 
+    def alike(self, value: Value, groups: Sequence[Sequence[int]]) -> bool:
+        """Whether all devices of each group have the same."""
+        labels = self.of(value)
+        return all(len({labels[d] for d in group}) == 1 for group in groups)
+
     def of(self, value: Value) -> Labels:
         todo = [value.root]
         while todo:

@@ -6,7 +6,8 @@ no order of the two hides one behind the other. Here both are cut along a dimens
 - `rules`: which nodes compute part after part, by the table of `passes.bytes.batches`.
 - `apart`: combined collectives become one for each array.
 - `shares`: which all-reduces can become reduce-scatters and all-gathers, and what between these each device
-  computes of its own rows alone; `same`, `least_cut`: what that rests on; `own`: makes it.
+  computes of its own rows alone, by what is the same on all of them (`passes.bytes.copies`) and a least cut
+  (`least_cut`); `own`: makes it.
 - `regions`: what lies around collectives and can be split.
 - `emit`, `instructions`: makes the parts.
 - `choose`: decides by the planner and the table of costs; `alone`: a region by itself;

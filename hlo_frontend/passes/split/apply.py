@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from hashlib import sha256
 
 from ...values import BlockGraph, all_blocks
+from ..bytes.copies import Copies
+from ..bytes.device_values import DeviceValues
 from .apart import take_apart
 from .emit import split
 from .own import compute_own
 from .places import Places
 from .regions import Region, regions_of
-from .same import Sameness
 from .shares import shares_of
 
 Shardings = Sequence[bytes | None]
@@ -52,11 +53,12 @@ def found(entry: BlockGraph, num_devices: int) -> Found:
     return [(n, b, regions) for n, b in blocks if (regions := regions_of(b, num_devices))]
 
 
-def found_shares(entry: BlockGraph, num_devices: int, shardings: Shardings) -> Found:
-    """The same of what can be computed by shares. ``shardings``: see `same.Sameness`."""
-    blocks = _blocks(entry)
-    same = Sameness(entry, shardings)
-    return [(n, b, regions) for n, b in blocks if (regions := shares_of(b, num_devices, same))]
+def found_shares(entry: BlockGraph, counts: tuple[int, int], shardings: Shardings) -> Found:
+    """The same of what can be computed by shares. ``counts``: replicas and partitions. ``shardings``: of the
+    parameters, as `shardings.shardings_of` gives them."""
+    blocks, num_devices = _blocks(entry), counts[0] * counts[1]
+    copies = Copies(entry, DeviceValues(entry, *counts), num_devices, shardings)
+    return [(n, b, regions) for n, b in blocks if (regions := shares_of(b, num_devices, copies))]
 
 
 def _blocks(entry: BlockGraph) -> list[tuple[int, BlockGraph]]:
@@ -85,7 +87,7 @@ def apply(
                 if one.block == number:
                     split(block, regions[one.region], one.tiles, own, one.pieces)
     if shared:
-        for number, block, regions in found_shares(entry, num_replicas * num_partitions, shardings):
+        for number, block, regions in found_shares(entry, counts, shardings):
             own = places.setdefault(number, Places(block, *counts))
             for share in shared:
                 if share.block == number:

@@ -159,10 +159,9 @@ def _shared(trial: _Trial, parted: Choice, base: tuple[Decision | Shared, ...]) 
     """What becomes of a program with ``base`` split, and then all computed by shares that can be; None if
     nothing can. ``parted``: what was decided without shares. ``after`` is infinite where memory is too short.
     """
-    number = trial.counts[0] * trial.counts[1]
     entry = trial.made(base) if base else trial.entry
     times = list(_times(entry))
-    shares = found_shares(entry, number, trial.shardings)
+    shares = found_shares(entry, trial.counts, trial.shardings)
     if not shares:
         return None
     policy = trial.policy

@@ -115,12 +115,12 @@ def regions_of(block: BlockGraph, num_devices: int) -> list[Region]:
     for node in block.nodes:
         if node not in taken and _is_rotated(node, num_devices) and is_free(editor, node):
             assert node.collective is not None
-            for region in _Growth(editor, node.collective.groups, taken).rotated(node):
+            for region in _InParts(editor, node.collective.groups, taken).rotated(node):
                 found.append(region)
                 taken.update(region.cuts, region.sources, region.sinks)
     for node in block.nodes:
         if node not in taken and _is_even(node) and is_free(editor, node):
-            grown = [_Growth(editor, (), taken).even(node, cut) for cut in _even_cuts(node)]
+            grown = [_InParts(editor, (), taken).even(node, cut) for cut in _even_cuts(node)]
             # Where several are as large, one that has four parts, along the first dimension.
             largest = max(
                 (r for regions in grown for r in regions if node in r.cuts),
@@ -138,10 +138,13 @@ def _is_rotated(node: Node, num_devices: int) -> bool:
     c = node.collective
     if c is None or c.kind not in (Kind.ALL_GATHER, Kind.REDUCE_SCATTER) or len(c.operands) != 1:
         return False
+    return covers(c, num_devices) and (c.kind is Kind.ALL_GATHER or is_summed(node, c))
+
+
+def covers(c: Collective, num_devices: int) -> bool:
+    """Whether every device is in a group, and the groups are of one size, larger than one."""
     counts = {len(group) for group in c.groups}
-    if len(counts) != 1 or counts == {1} or sum(map(len, c.groups)) != num_devices:
-        return False
-    return c.kind is Kind.ALL_GATHER or is_summed(node, c)
+    return len(counts) == 1 and counts != {1} and sum(map(len, c.groups)) == num_devices
 
 
 def is_summed(node: Node, c: Collective) -> bool:
@@ -178,28 +181,63 @@ def is_free(editor: Editor, node: Node) -> bool:
     return not any(v.order or v.type is None for v in node.operands)
 
 
-class _Growth:
-    """The growth of one region. ``groups``: empty for an even one; ``taken``: nodes of other regions."""
+class Growth:
+    """The growth of a region. ``taken``: nodes of other regions; ``parts``: what is cut must have so many
+    equal parts at least. ``up`` and ``down``: values from which it has yet to go on, those of ``up`` with how
+    they are to be cut."""
+
+    def __init__(self, editor: Editor, region: Region, taken: set[Node], parts: int) -> None:
+        self.editor, self.region, self.taken, self.parts = editor, region, taken, parts
+        self.up: list[tuple[Value, Cut]] = []
+        self.down: list[Value] = []
+
+    def grow(self) -> None:
+        while self.up or self.down:
+            if self.up:
+                self.reach_up(*self.up.pop())
+            else:
+                self.reach_down(self.down.pop())
+
+    def reach_up(self, value: Value, cut: Cut) -> None:
+        """Take in what makes a value, if it can be cut so."""
+        raise NotImplementedError
+
+    def reach_down(self, value: Value) -> None:
+        """Take in the readers of a value that can take it as it is cut."""
+        raise NotImplementedError
+
+    def assign(self, node: Node, split: Split) -> None:
+        """Take a node in, if it can be."""
+        if node in self.taken or not is_free(self.editor, node):
+            return
+        if not can_be(node, split, self.parts):
+            return
+        self.region.cuts[node] = split
+        for result, cut in zip(node.results, split.results, strict=True):
+            self.region.dimensions[result] = cut
+            self.down.append(result)
+        for operand, own in zip(node.operands, split.operands, strict=True):
+            if own is not None:
+                self.up.append((operand, own))
+
+
+class _InParts(Growth):
+    """The growth of one region in parts. ``groups``: empty for an even one."""
 
     def __init__(self, editor: Editor, groups: Groups, taken: set[Node]) -> None:
-        self.editor = editor
-        self.taken = taken
-        self.region = Region(groups)
-        # What is cut must have so many equal parts at least.
-        self.parts = self.region.size if groups else 2
-        self._up: list[tuple[Value, Cut]] = []
-        self._down: list[Value] = []
+        region = Region(groups)
+        super().__init__(editor, region, taken, region.size if groups else 2)
 
     def rotated(self, seed: Node) -> list[Region]:
         """Grown from a gather or a scatter; those above scatters come first, so that dimensions which lead
         to one go before others."""
         if seed.collective is not None and seed.collective.kind is Kind.ALL_GATHER:
             self._source(seed)
-            self._grow()
+            self.grow()
         else:
             self._sink(seed)
-            self._up.append((seed.operands[0], _along(seed)))
-            self._grow()
+            self.up.append((seed.operands[0], _along(seed)))
+            self.grow()
         return self._selected()
 
     def even(self, seed: Node, cut: Cut) -> list[Region]:
@@ -209,22 +247,15 @@ class _Growth:
             return []
         rows = result_shape(seed)[cut.dimension] // cut.outer
         self.parts = next((n for n in _FACTORS if rows % n == 0), _FACTORS[0])
-        self._assign(seed, split)
-        self._grow()
+        self.assign(seed, split)
+        self.grow()
         return self._selected()
-
-    def _grow(self) -> None:
-        while self._up or self._down:
-            if self._up:
-                self._reach_up(*self._up.pop())
-            else:
-                self._reach_down(self._down.pop())
 
     def _source(self, node: Node) -> None:
         if node not in self.region.sources:
             self.region.sources.append(node)
             self.region.dimensions[node.results[0]] = _along(node)
-            self._down.append(node.results[0])
+            self.down.append(node.results[0])
 
     def _sink(self, node: Node) -> None:
         if node not in self.region.sinks:
@@ -250,8 +281,7 @@ class _Growth:
             return None
         return Split((cut,), (cut,))
 
-    def _reach_up(self, value: Value, cut: Cut) -> None:
-        """Take in what makes a value that is cut, if it can be made in parts."""
+    def reach_up(self, value: Value, cut: Cut) -> None:
         node, root = value.root.node, value.root
         if (
             value.barrier is not None
@@ -271,10 +301,9 @@ class _Growth:
         else:
             found = backward(node, cut, self.parts)
         if found is not None:
-            self._assign(node, found)
+            self.assign(node, found)
 
-    def _reach_down(self, value: Value) -> None:
-        """Take in the readers of a cut array that can work in parts."""
+    def reach_down(self, value: Value) -> None:
         cut = self.region.dimensions[value]
         for use in self.editor.uses(value):
             node = use.node
@@ -291,20 +320,7 @@ class _Growth:
             else:
                 found = forward(node, use.position, cut, self.parts)
             if found is not None:
-                self._assign(node, found)
-
-    def _assign(self, node: Node, split: Split) -> None:
-        if node in self.taken or not is_free(self.editor, node):
-            return
-        if not can_be(node, split, self.parts):
-            return
-        self.region.cuts[node] = split
-        for result, cut in zip(node.results, split.results, strict=True):
-            self.region.dimensions[result] = cut
-            self._down.append(result)
-        for operand, own in zip(node.operands, split.operands, strict=True):
-            if own is not None:
-                self._up.append((operand, own))
+                self.assign(node, found)
 
     # What stays of it.
 

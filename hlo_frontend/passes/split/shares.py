@@ -9,10 +9,10 @@ It is done with the parts of all-reduces as well: a part is scattered while the 
 gathered for what follows row by row.
 
 From all-reduces along data, through every cheap node for which there is a rule (`rules`) and whose operands
-are the same on all devices of a group (`same`), grows what can be computed by shares. Which of it is, the
-least cut decides (`least_cut`): all that another node reads whole must be gathered, a byte on the wire counts
-as much as 32 that are computed, and gathers should be few. So a gather stands where least is sent, and of
-the places where that is so, as far down as it can.
+are the same on all devices of a group (`bytes.copies`), grows what can be computed by shares. Which of it is,
+the least cut decides (`least_cut`): all that another node reads whole must be gathered, a byte on the wire
+counts as much as 32 that are computed, and gathers should be few. So a gather stands where least is sent, and
+of the places where that is so, as far down as it can.
 
 Invariant: what is found follows from the program's text alone.
 """
@@ -25,10 +25,10 @@ from stretto.collectives.ops import Kind
 
 from ...edit import Editor
 from ...values import BlockGraph, Node, Value, result_shape
+from ..bytes.copies import Copies
 from .least_cut import INFINITE, Network
-from .regions import Region, connected, is_free, is_summed
-from .rules import Cut, Split, backward, can_be, divides, forward, is_heavy
-from .same import Groups, Sameness
+from .regions import Groups, Growth, Region, connected, covers, is_free, is_summed
+from .rules import Cut, Split, backward, divides, forward, is_heavy
 
 # Smaller all-reduces stay: they are latency.
 _LEAST_BYTES = 1 << 15
@@ -38,7 +38,7 @@ _WIRE, _GATHER = 32, 1 << 21
 _MOST = 20000
 
 
-def shares_of(block: BlockGraph, num_devices: int, same: Sameness) -> list[Region]:
+def shares_of(block: BlockGraph, num_devices: int, copies: Copies) -> list[Region]:
     """What of a block can be computed by shares, as regions: ``sources`` are all-reduces, ``cuts`` the nodes
     of which each device computes its own rows. No two share a node."""
     if block.unread or block.phases or block.crossing or len(block.nodes) > _MOST:
@@ -52,7 +52,7 @@ def shares_of(block: BlockGraph, num_devices: int, same: Sameness) -> list[Regio
         assert node.collective is not None
         groups = node.collective.groups
         grown = [
-            _Growth(editor, groups, same.varying(groups), taken, num_devices).grown(node, d)
+            _Shares(editor, groups, copies, taken, num_devices).grown(node, d)
             for d in range(len(result_shape(node)))
         ]
         best = max(grown, key=lambda r: (len(r.sources), _nbytes(r)))
@@ -69,41 +69,26 @@ def _is_seed(node: Node, num_devices: int) -> bool:
     c = node.collective
     if c is None or c.kind is not Kind.ALL_REDUCE or len(c.operands) != 1:
         return False
-    counts = {len(group) for group in c.groups}
-    if len(counts) != 1 or counts == {1} or sum(map(len, c.groups)) != num_devices:
-        return False
-    return c.operands[0].nbytes >= _LEAST_BYTES and is_summed(node, c)
+    return covers(c, num_devices) and c.operands[0].nbytes >= _LEAST_BYTES and is_summed(node, c)
 
 
 def _nbytes(region: Region) -> int:
     return sum(v.type.nbytes for node in region.cuts for v in node.results if v.type is not None)
 
 
-class _Growth:
+class _Shares(Growth):
     """All that can be computed by shares, from one all-reduce."""
 
     def __init__(
-        self,
-        editor: Editor,
-        groups: Groups,
-        varying: set[Value],
-        taken: set[Node],
-        num_devices: int,
+        self, editor: Editor, groups: Groups, copies: Copies, taken: set[Node], num_devices: int
     ) -> None:
-        self.editor, self.varying, self.taken = editor, varying, taken
-        self.num_devices = num_devices
-        self.region = Region(groups)
-        self.parts = self.region.size
-        self._up: list[tuple[Value, Cut]] = []
-        self._down: list[Value] = []
+        region = Region(groups)
+        super().__init__(editor, region, taken, region.size)
+        self.copies, self.num_devices = copies, num_devices
 
     def grown(self, seed: Node, dimension: int) -> Region:
         self._sum(seed, Cut(dimension))
-        while self._up or self._down:
-            if self._up:
-                self._reach_up(*self._up.pop())
-            else:
-                self._reach_down(self._down.pop())
+        self.grow()
         return self.region
 
     def _sum(self, node: Node, cut: Cut) -> None:
@@ -112,9 +97,9 @@ class _Growth:
             return
         self.region.sources.append(node)
         self.region.dimensions[node.results[0]] = cut
-        self._down.append(node.results[0])
+        self.down.append(node.results[0])
 
-    def _reach_up(self, value: Value, cut: Cut) -> None:
+    def reach_up(self, value: Value, cut: Cut) -> None:
         node, root = value.root.node, value.root
         plain = value.barrier is None and not value.order
         if not plain or node is None or root in self.region.dimensions:
@@ -131,7 +116,7 @@ class _Growth:
         if not is_heavy(node):
             self._assign(node, backward(node, cut, self.parts))
 
-    def _reach_down(self, value: Value) -> None:
+    def reach_down(self, value: Value) -> None:
         cut = self.region.dimensions[value]
         for use in self.editor.uses(value):
             node = use.node
@@ -140,19 +125,11 @@ class _Growth:
                 self._assign(node, forward(node, use.position, cut, self.parts))
 
     def _assign(self, node: Node, split: Split | None) -> None:
-        if split is None or node in self.region.cuts or node in self.taken:
+        """Take a node in whose operands are the same on all devices of a group."""
+        if split is None or node in self.region.cuts:
             return
-        if any(value.root in self.varying for value in node.operands):
-            return
-        if not is_free(self.editor, node) or not can_be(node, split, self.parts):
-            return
-        self.region.cuts[node] = split
-        for result, cut in zip(node.results, split.results, strict=True):
-            self.region.dimensions[result] = cut
-            self._down.append(result)
-        for operand, own in zip(node.operands, split.operands, strict=True):
-            if own is not None:
-                self._up.append((operand, own))
+        if all(self.copies.alike(value, self.region.groups) for value in node.operands):
+            self.assign(node, split)
 
 
 def _cheapest(region: Region, editor: Editor) -> Region:

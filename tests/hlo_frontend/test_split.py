@@ -232,6 +232,29 @@ def test_what_arrives_is_added_in_the_order_of_the_devices() -> None:
         assert array[:, 0].tolist() == [1.0] * 6
 
 
+@pytest.mark.parametrize("dtype", ["f32", "f64", "s8", "u16", "s64", "c64"])
+def test_nothing_is_added_but_what_arrives(dtype: str) -> None:
+    """Of every type; and a sum of -0.0 alone keeps its sign."""
+    text = SCATTERED.replace("ROWS", "24").replace("add(d, c)", "multiply(d, c)")
+    text = text.replace("f32", dtype).replace("to_apply=sum", "to_apply=own")
+    own = f"own {{ a = {dtype}[] parameter(0)\n b = {dtype}[] parameter(1)\n"
+    more = f"{own} ROOT c = {dtype}[] add(a, b) }}\n"
+    chunked = split(partitioned(text, 4, more), 1)
+    arguments = numbers(chunked.lowered().program)
+    x, w, b = arguments
+    if dtype in ("f32", "f64"):
+        for row in b:
+            row[0] = -0.0
+        for array in (*x, *w):
+            array[:] = abs(array) + 1
+    _, got = ran(chunked, arguments)
+    total = sum((x[d] @ w[d] * b[d] for d in range(1, 4)), x[0] @ w[0] * b[0])
+    for device, array in enumerate(got.results[0]):
+        np.testing.assert_array_equal(array, total[6 * device : 6 * device + 6])
+        if dtype in ("f32", "f64"):
+            assert np.signbit(array[:, 0]).all()
+
+
 def test_narrow_floats_are_summed_in_f32() -> None:
     text = SCATTERED.replace("ROWS", "24").replace("f32", "bf16")
     more = (

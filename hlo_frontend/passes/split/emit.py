@@ -81,14 +81,14 @@ class Splitting:
         return [Part(f"part{k + 1}of{total}", k, d, t) for k, (d, t) in enumerate(places)]
 
     def _table(self) -> list[list[int]]:
-        """By device: the place of each part among all; then, by place, how far that is back."""
+        """By device: the place of each part among all; then its own place in its group."""
         if not self.region.groups or self.pieces:
             return [list(range(self.count))]
         place = {d: p for group in self.region.groups for p, d in enumerate(group)}
         n = self.size
         return [
             [(place[d] + part.distance) % n * self.tiles + part.tile for part in self.parts]
-            + [(place[d] - p) % n for p in range(n)]
+            + [place[d]]
             for d in sorted(place)
         ]
 
@@ -186,24 +186,37 @@ class Splitting:
         assert type is not None
         narrow = type.dtype.startswith(("f4", "f8", "f16", "bf16"))
         wide = TensorType("f32", type.shape) if narrow else type
-        if self.size > 2:
-            row = TensorType(type.dtype, (1, *type.shape))
-            stacked = maker.concatenated([maker.add("reshape", row, [t]) for t in terms], 0)
-            first = len(self.parts)
-            terms = [
-                maker.add(
-                    "reshape",
-                    type,
-                    [maker.slice_at(stacked, 0, self.places.at(self.table, first + place), 1)],
-                )
-                for place in range(self.size)
-            ]
-        total: Value | None = None
-        for term in terms:
-            added = maker.add("convert", wide, [term]) if narrow else term
-            total = added if total is None else maker.add("add", wide, [total, added])
-        assert total is not None
+        if narrow:
+            terms = [maker.add("convert", wide, [term]) for term in terms]
+        total = self._in_order(maker, terms, wide)
         return maker.add("convert", type, [total]) if narrow else total
+
+    def _in_order(self, maker: Maker, terms: Sequence[Value], type: TensorType) -> Value:
+        """The sum from place 0 on, where which place is a device's own is known only as it runs: devices at
+        places up to it are as many places back as that, those behind it more. So all terms are added, from the
+        last to the first, and then again, as -0.0, which changes no number, where it is not their turn. That
+        is one loop over elements; to put terms into one array and take them out in order is two copies.
+        """
+        if self.size == 2:
+            return maker.add("add", type, terms)  # the same both ways
+        own = self.places.at(self.table, len(self.parts))
+        one = TensorType("pred", ())
+        nothing = maker.add("negate", type, [maker.zeros(type)])
+        total = nothing
+        for direction in ("GE", "LT"):
+            for back in reversed(range(self.size)):
+                if back == 0 and direction == "LT":
+                    continue  # its own place is never before 0
+                turn = maker.add(
+                    "compare",
+                    one,
+                    [own, maker.constant([back], ())],
+                    comparison_direction=direction,
+                )
+                taken = maker.add("broadcast", TensorType("pred", type.shape), [turn])
+                term = maker.add("select", type, [taken, terms[back], nothing])
+                total = maker.add("add", type, [total, term])
+        return total
 
     def _each(self, node: Node) -> None:
         """The node once for each part."""

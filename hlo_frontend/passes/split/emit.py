@@ -193,9 +193,9 @@ class Splitting:
 
     def _in_order(self, maker: Maker, terms: Sequence[Value], type: TensorType) -> Value:
         """The sum from place 0 on, where which place is a device's own is known only as it runs: devices at
-        places up to it are as many places back as that, those behind it more. So all terms are added, from the
-        last to the first, and then again, as -0.0, which changes no number, where it is not their turn. That
-        is one loop over elements; to put terms into one array and take them out in order is two copies.
+        places up to it are as many places back as that, those behind it more. So all terms are added, from
+        the last to the first, and then again, as -0.0, which changes no number, where it is not their turn.
+        That is one loop over elements; to put terms into one array and take them out in order is two copies.
         """
         if self.size == 2:
             return maker.add("add", type, terms)  # the same both ways

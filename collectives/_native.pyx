@@ -499,6 +499,11 @@ include "_giving_way.pxi"
 include "_messages.pxi"
 
 
+def short_slices() -> None:
+    """See `waiting.short_slices`."""
+    stretto_short_slices()
+
+
 def handler() -> object:
     """The handler's address in a capsule, as ``jax.ffi.register_ffi_target`` takes it."""
     return PyCapsule_New(<void*>&_arrive, NULL, NULL)

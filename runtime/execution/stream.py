@@ -17,6 +17,8 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any
 
+from stretto.collectives.waiting import short_slices
+
 Task = Callable[[], Any]
 # Tasks that are prepared while the one before them runs.
 LOOK_AHEAD = 2
@@ -233,6 +235,7 @@ class Stream:
         return True
 
     def _work(self) -> None:
+        short_slices()  # it mostly sleeps, and somebody waits for it when it wakes up
         wake, turn = self._wake, self._turn
         while wake.get():
             with turn:

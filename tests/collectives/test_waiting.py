@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
+import platform
+import struct
+import sys
+import threading
 
 import pytest
 
@@ -190,7 +195,60 @@ def test_after_a_yield_that_others_used_waits_sleep(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(waiting.time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(waiting, "sched_yield", lambda: spend("yield", next(slices)))
     monkeypatch.setattr(waiting, "_sleep_precisely", lambda seconds: spend("sleep", 8e-3))
+    monkeypatch.setattr(waiting, "short_slices", lambda: None)  # not of the tests' own thread
     for _ in range(5):
         waiting.give_way()
     # The second yield took 2 ms, for eight times as long as which two sleeps of 8 ms last.
     assert did == ["yield", "yield", "sleep", "sleep", "yield"]
+
+
+def attributes() -> tuple[int, int, int]:
+    """Policy, nice value and slice of the calling thread, the slice in nanoseconds (sched_getattr(2))."""
+    number = {"x86_64": 315, "aarch64": 275}.get(platform.machine())
+    if sys.platform != "linux" or number is None:
+        pytest.skip("slices are Linux's")
+    attr = ctypes.create_string_buffer(48)
+    if ctypes.CDLL(None).syscall(number, 0, attr, 48, 0) != 0:
+        pytest.skip("sched_getattr is not permitted here")
+    _, policy, _, nice, _, slice_ns, _, _ = struct.unpack("IIQiIQQQ", attr.raw)
+    if slice_ns == 0:
+        pytest.skip("before Linux 6.12 threads have no slices of their own")
+    return policy, nice, slice_ns
+
+
+def test_one_thread_has_short_slices_and_is_else_as_before() -> None:
+    before = attributes()
+    found = []
+
+    def work() -> None:
+        for _ in range(2):
+            waiting.short_slices()
+            found.append(attributes())
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert found == [(*before[:2], 100_000)] * 2
+    assert attributes() == before
+
+
+@pytest.mark.parametrize(("took", "slice_ns"), [(1e-6, None), (100e-6, 100_000)])
+def test_a_thread_whose_core_others_want_has_short_slices(
+    monkeypatch: pytest.MonkeyPatch, took: float, slice_ns: int | None
+) -> None:
+    """``took``: seconds of a yield."""
+    before = attributes()
+    clock = iter((0.0, took))
+    monkeypatch.setattr(waiting, "_taken_until", 0.0)
+    monkeypatch.setattr(waiting.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(waiting, "sched_yield", lambda: None)
+    found = []
+
+    def work() -> None:
+        waiting.give_way()
+        found.append(attributes())
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert [slice for _, _, slice in found] == [slice_ns or before[2]]

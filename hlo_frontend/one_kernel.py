@@ -8,6 +8,10 @@ and whose calls are marked becomes one kernel. XLA itself marks loops that touch
 
 Such a kernel has neither libraries nor threads. So `prepare` admits only operations that XLA's own loops may
 have, on arrays of `MOST_BYTES`, and writes dots, which may be calls of a library, as products and sums.
+
+XLA ends the process when it makes a kernel of a function with a parameter that nothing reads, as its own
+simplification leaves behind: of an index that can only be 0, or of a constant that it folds into what is
+called. So a prepared function gives one more result, for which it reads an element of each parameter.
 """
 
 from __future__ import annotations
@@ -59,7 +63,8 @@ _EMITTED = _COMPUTE | _MOVE | _FLOW
 
 
 def prepare(module: ir.Module) -> bool:
-    """Whether a segment can be one kernel, and is better as one. Its dots are then written as sums."""
+    """Whether a segment can be one kernel, and is better as one. Then its dots are written as sums, and its
+    function has one more result, of s32, that nobody needs."""
     dots, count = [], 0
     for operation in stablehlo.operations(module):
         name = operation.name
@@ -73,26 +78,78 @@ def prepare(module: ir.Module) -> bool:
         elif name == "stablehlo.reduce" and _size(operation.operands[0]) > _MOST_REDUCED:
             return False
     function = stablehlo.main(module)
-    if count < FEWEST or not all(map(_is_small, function.arguments)):
+    arguments = list(function.arguments)
+    if count < FEWEST or not arguments or not all(_is_small(a) and _size(a) for a in arguments):
         return False
     for operation in dots:
         _write_as_sum(operation)
+    _read_all(function)
     return True
 
 
 def mark(call: Any) -> None:
     """Have a call of a prepared segment be one kernel.
 
-    XLA folds constants into what is called. Then their parameters have no use, and XLA ends the process when
-    it makes a kernel with such a parameter. So operands are behind barriers, which last until it has folded.
+    Its operands are behind barriers, so that XLA folds no constants into what is called.
     """
-    with ir.InsertionPoint(call), call.location:
-        for i, operand in enumerate(call.operands):
-            barrier = hlo.OptimizationBarrierOp([operand])
-            call.operands[i] = barrier.results[0]
     said = {"inlineable": "false", "xla_cpu_small_call": "true"}
     attributes = {key: ir.StringAttr.get(value) for key, value in said.items()}
-    call.attributes["mhlo.frontend_attributes"] = ir.DictAttr.get(attributes)
+    with ir.InsertionPoint(call), call.location:
+        made = ir.Operation.create(
+            "func.call",
+            results=[*(r.type for r in call.results), _scalar()],
+            operands=[hlo.OptimizationBarrierOp([operand]).results[0] for operand in call.operands],
+            attributes={
+                "callee": call.attributes["callee"],
+                "mhlo.frontend_attributes": ir.DictAttr.get(attributes),
+            },
+        )
+    for old, new in zip(call.results, made.results, strict=False):
+        old.replace_all_uses_with(new)
+    call.erase()
+
+
+def _read_all(function: Any) -> None:
+    """Add a result, a scalar of s32 to which an element of each argument contributes."""
+    block = function.entry_block
+    (returned,) = [o for o in block.operations if o.operation.name == "func.return"]
+    with function.context, function.location, ir.InsertionPoint(returned):
+        scalar = _scalar()
+        total: ir.Value | None = None
+        for argument in block.arguments:
+            word = _word(argument, scalar)
+            total = word if total is None else _made("xor", scalar, [total, word])
+        ir.Operation.create("func.return", operands=[*returned.operands, total])
+        old = ir.FunctionType(function.type)
+        new = ir.FunctionType.get(old.inputs, [*old.results, scalar])
+        function.attributes["function_type"] = ir.TypeAttr.get(new)
+    returned.operation.erase()
+
+
+def _scalar() -> ir.Type:
+    """The type of a scalar of s32."""
+    return ir.RankedTensorType.get([], ir.IntegerType.get_signless(32))
+
+
+def _word(argument: ir.Value, scalar: ir.Type) -> ir.Value:
+    """A scalar of s32 that follows from the bits of an array's first element."""
+    type_ = ir.RankedTensorType(argument.type)
+    rank = type_.rank
+    first = argument
+    if rank:
+        one = ir.RankedTensorType.get([1] * rank, type_.element_type)
+        bounds = {"start_indices": [0] * rank, "limit_indices": [1] * rank, "strides": [1] * rank}
+        cut = {key: _integers(value) for key, value in bounds.items()}
+        first = _made("slice", one, [argument], **cut)
+        first = _made("reshape", ir.RankedTensorType.get([], type_.element_type), [first])
+    element = type_.element_type
+    if isinstance(element, ir.ComplexType):
+        element = element.element_type
+        first = _made("real", ir.RankedTensorType.get([], element), [first])
+    if isinstance(element, ir.FloatType):  # conversions of what is too large are not all alike
+        bits = ir.RankedTensorType.get([], ir.IntegerType.get_signless(element.width))
+        first = _made("bitcast_convert", bits, [first])
+    return first if first.type == scalar else _made("convert", scalar, [first])
 
 
 def _is_small(value: ir.Value) -> bool:

@@ -375,9 +375,8 @@ def _merged(text: str, segments: Sequence[Segment], numbers: Sequence[int]) -> b
             for function in functions:
                 function.operation.detach_from_parent()
                 module.body.append(function)
-        for operation in stablehlo.operations(module) if small else ():
-            if operation.name == "func.call":
-                callee = ir.FlatSymbolRefAttr(operation.attributes["callee"]).value
-                if callee in small:
-                    one_kernel.mark(operation)
+        calls = [o for o in stablehlo.operations(module) if o.name == "func.call"] if small else []
+        for call in calls:
+            if ir.FlatSymbolRefAttr(call.attributes["callee"]).value in small:
+                one_kernel.mark(call)
         return stablehlo.bytecode(module)

@@ -257,3 +257,26 @@ def test_a_constant_operand_that_is_folded_away_within_leaves_a_kernel() -> None
     segment = Segment(part.inputs[:1], outputs, _merged(whole, [part], [0]))
     on, count = run(segment, [x])
     assert (on, count) == (False, 640)
+
+
+def test_an_index_that_can_only_be_0_leaves_a_kernel() -> None:
+    """XLA takes rows of all there are from the first one on, whatever the index says. The process ended."""
+
+    def f(x: Any, i: Any, j: Any) -> Any:
+        return jnp.sin(lax.dynamic_slice(x * 2, (i[0], j[0]), (4, 3)) + 1)
+
+    check(f, X, np.int32([2]), np.int32([1]))
+
+
+@pytest.mark.parametrize(
+    "dtype", ["bool", "int8", "uint16", "int32", "uint64", "float32", "float64", "complex64"]
+)
+def test_an_array_of_which_nothing_is_left_leaves_a_kernel(dtype: str) -> None:
+    """Of rows of which those are taken that are all overwritten."""
+
+    def f(x: Any, y: Any) -> Any:
+        rows = lax.dynamic_update_slice(y, x.astype(y.dtype), (0, 0))
+        return jnp.cos(jnp.sin((rows != 0).astype(jnp.float32) * 3) + 1)
+
+    with jax.enable_x64(True):
+        check(f, X, Y.astype(dtype))

@@ -47,6 +47,7 @@ from .search import LEAST_PASSES, IssueOrder, search
 from .shared_cores import replay_shared, timeline_of
 from .skew import substitute
 from .staged import GOOD_ENOUGH, Judge, LoopReport, stage, under_way
+from .structure import Structure
 from .uncombine import uncombine
 
 # The share of a block's own time, without the loops and branches inside it, that a plan must save.
@@ -204,12 +205,15 @@ def carve_planned(
     block: BlockGraph,
     planned: Planned | None,
     ordered: Callable[[BlockGraph], Sequence[Node | Await]] = order,
+    structure: Structure | None = None,
 ) -> BlockPlan:
-    """The block cut into segments as planned, and the blocks inside it."""
+    """The block cut into segments as planned, and the blocks inside it. ``structure`` is that of the block
+    around it."""
+    structure = structure or Structure()
     nodes: Sequence[Node | Await] = (
         ordered(block)
         if planned is None or planned.steps is None or planned.graph is None
-        else place(block, planned.graph, planned.steps)
+        else place(block, planned.graph, planned.steps, structure)
     )
     carved = carve(block, nodes)
     for node in block.nodes:
@@ -217,7 +221,8 @@ def carve_planned(
             inner = planned.inner.get(node) if planned else None
             plans = inner or (None,) * len(node.blocks)
             carved.blocks[node] = tuple(
-                carve_planned(b, p, ordered) for b, p in zip(node.blocks, plans, strict=True)
+                carve_planned(b, p, ordered, structure)
+                for b, p in zip(node.blocks, plans, strict=True)
             )
     return carved
 

@@ -1,7 +1,8 @@
 """The steps of a plan as an order of nodes, which `carve` cuts into segments.
 
-The kernels between two starts or waits become one segment. Its nodes stand in the module's order, so that
-equal layers give equal segments although the schedule may list their kernels differently.
+The kernels between two starts or waits become one segment. Its nodes stand in an order that follows from what
+they compute (`structure`), so that equal layers give equal segments although the schedule, and the module, may
+list their kernels differently.
 
 Nodes that only rename data (reshapes, slices, broadcasts) are no tasks of the plan. If a kernel reads
 through one, every segment that needs it computes it anew, so that no copy is passed between segments. If a
@@ -23,11 +24,15 @@ from ..carve import Await
 from ..values import BlockGraph, Node, NodeKind, Value, carried_results
 from .model import Graph, Op, Task
 from .replay import Phase, Step
+from .structure import Structure
 
 
-def place(block: BlockGraph, graph: Graph, steps: Sequence[Step]) -> list[Node | Await]:
-    """The block's nodes in the order of ``steps``, which are of ``graph``, a graph of the whole block."""
-    placer = _Placer(block, graph)
+def place(
+    block: BlockGraph, graph: Graph, steps: Sequence[Step], structure: Structure
+) -> list[Node | Await]:
+    """The block's nodes in the order of ``steps``, which are of ``graph``, a graph of the whole block.
+    ``structure`` orders the nodes of all segments of its module."""
+    placer = _Placer(block, graph, structure)
     for index, phase in steps:
         task = graph.tasks[index]
         if phase is Phase.WAIT:
@@ -42,8 +47,9 @@ def place(block: BlockGraph, graph: Graph, steps: Sequence[Step]) -> list[Node |
 class _Placer:
     """Collects segments, and the collectives, loops, branches and waits between them, in order."""
 
-    def __init__(self, block: BlockGraph, graph: Graph) -> None:
+    def __init__(self, block: BlockGraph, graph: Graph, structure: Structure) -> None:
         self.block = block
+        self.structure = structure
         self.items: list[set[Node] | Node | Await] = []
         self.logical: list[Node] = []
         self.last: set[Node] | None = None  # the last segment, open or not
@@ -102,8 +108,7 @@ class _Placer:
         ordered: list[Node | Await] = list(self.logical)
         for item in self.items:
             if isinstance(item, set):
-                nodes: list[Node] = sorted(item, key=lambda node: node.position)
-                ordered += nodes
+                ordered += self.structure.ordered(item)
             else:
                 ordered.append(item)
         return ordered

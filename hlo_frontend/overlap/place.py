@@ -1,8 +1,8 @@
 """The steps of a plan as an order of nodes, which `carve` cuts into segments.
 
-The kernels between two starts or waits become one segment. Its nodes stand in an order that follows from what
-they compute (`structure`), so that equal layers give equal segments although the schedule, and the module, may
-list their kernels differently.
+The kernels between two starts or waits become one segment. Its nodes stand in an order that follows from
+what they compute (`structure`), so that equal layers give equal segments although the schedule, and the
+module, may list their kernels differently.
 
 Nodes that only rename data (reshapes, slices, broadcasts) are no tasks of the plan. If a kernel reads
 through one, every segment that needs it computes it anew, so that no copy is passed between segments. If a

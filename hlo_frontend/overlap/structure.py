@@ -6,7 +6,8 @@ stand in another order read their inputs in another order, so that they are othe
 
 Nodes get a label for what they compute of what, down from the inputs, and by whom they are read, up from the
 results, and stand in the order of their labels as far as they do not need each other. Equal labels do not
-always mean equal structure; such nodes stand in the module's order, and at worst one more segment is compiled.
+always mean equal structure; such nodes stand in the module's order, and at worst one more segment is
+compiled.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Collection, Hashable, Sequence
 
 from ..likeness import Likeness
 from ..topological import topological
-from ..values import Node, NodeKind, Value
+from ..values import Node, NodeKind, Value, result_shape
 
 # Where these begin may be told when a segment runs (see `offsets`), so it is no part of the structure.
 _MOVED = ("slice", "pad")
@@ -53,9 +54,7 @@ class Structure:
             if value in plain
         }
         final = self._down(listed, sources, inside, told, up)
-        before = {
-            node: {other for other, _ in node.before() if other in inside} for node in listed
-        }
+        before = {node: {other for other, _ in node.before() if other in inside} for node in listed}
         return topological(before, key=lambda node: (final[node], node.position))
 
     def _down(
@@ -92,10 +91,10 @@ class Structure:
         return self._cheap[node]
 
     def _instruction(self, node: Node) -> int:
-        instruction = node.instruction
-        if instruction.opcode not in _MOVED:
-            return self._likeness.instruction(instruction)
-        return self._likeness.instruction(instruction, (0,) * len(node.results[0].type.shape))
+        moves = node.instruction.opcode in _MOVED
+        return self._likeness.instruction(
+            node.instruction, (0,) * len(result_shape(node)) if moves else ()
+        )
 
     def _label(self, what: Hashable) -> int:
         return self._labels.setdefault(what, len(self._labels))

@@ -124,7 +124,7 @@ def test_nodes_stand_behind_what_they_need():
     of, structure = twice(ORDERS[0]), Structure()
     named = {node.instruction.name: node for node in of.nodes}
     segments(of, structure)  # so that labels are known
-    for first, then in (("grown0", "half0"), ("half0", "tail0")):
+    for first, then in (("tail0", "half0"), ("half0", "tail0")):
         named[then].order = (named[first],)
         of.nodes.remove(named[then])
         of.nodes.insert(of.nodes.index(named[first]) + 1, named[then])
@@ -135,5 +135,5 @@ def test_nodes_stand_behind_what_they_need():
             assert all(other in seen for other, _ in node.before())
             seen.add(node)
         named[then].order = ()
-        of.nodes.sort(key=lambda node: [n for n in named].index(node.instruction.name))
+        of.nodes.sort(key=lambda node: list(named).index(node.instruction.name))
         number(of.nodes)

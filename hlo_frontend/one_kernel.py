@@ -11,7 +11,8 @@ have, on arrays of `MOST_BYTES`, and writes dots, which may be calls of a librar
 
 XLA ends the process when it makes a kernel of a function with a parameter that nothing reads, as its own
 simplification leaves behind: of an index that can only be 0, or of a constant that it folds into what is
-called. So a prepared function gives one more result, for which it reads an element of each parameter.
+called. So a function with parameters that may come to that gives one more result, for which it reads an
+element of each of them.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ _ELEMENTS = frozenset(
     {"pred", "s8", "s16", "s32", "s64", "u8", "u16", "u32", "u64", "f32", "f64", "c64", "c128"}
 )
 _DOT = "stablehlo.dot_general"
+_RENAMES = ("stablehlo.reshape", "stablehlo.optimization_barrier")
 
 
 def _named(names: str) -> frozenset[str]:
@@ -64,7 +66,7 @@ _EMITTED = _COMPUTE | _MOVE | _FLOW
 
 def prepare(module: ir.Module) -> bool:
     """Whether a segment can be one kernel, and is better as one. Then its dots are written as sums, and its
-    function has one more result, of s32, that nobody needs."""
+    function may have one more result, of s32, that nobody needs."""
     dots, count = [], 0
     for operation in stablehlo.operations(module):
         name = operation.name
@@ -87,8 +89,8 @@ def prepare(module: ir.Module) -> bool:
     return True
 
 
-def mark(call: Any) -> None:
-    """Have a call of a prepared segment be one kernel.
+def mark(call: Any, function: Any) -> None:
+    """Have a call of a prepared segment, which is ``function``, be one kernel.
 
     Its operands are behind barriers, so that XLA folds no constants into what is called.
     """
@@ -97,7 +99,7 @@ def mark(call: Any) -> None:
     with ir.InsertionPoint(call), call.location:
         made = ir.Operation.create(
             "func.call",
-            results=[*(r.type for r in call.results), _scalar()],
+            results=ir.FunctionType(function.type).results,
             operands=[hlo.OptimizationBarrierOp([operand]).results[0] for operand in call.operands],
             attributes={
                 "callee": call.attributes["callee"],
@@ -109,14 +111,38 @@ def mark(call: Any) -> None:
     call.erase()
 
 
+def _may_be_left(value: ir.Value) -> bool:
+    """Whether XLA may find that nothing depends on a value. What is simple it has found already, in the whole
+    program: what is left are numbers and arrays that only say where to look, and what is overwritten."""
+    return all(map(_may_be_dropped, value.uses))
+
+
+def _may_be_dropped(use: Any) -> bool:
+    owner, position = use.owner, use.operand_number
+    if owner.name in _RENAMES:
+        return _may_be_left(owner.results[position])
+    if owner.name == "stablehlo.dynamic_slice":
+        return position > 0
+    if owner.name == "stablehlo.dynamic_update_slice":
+        whole = _size(owner.operands[1]) == _size(owner.operands[0])
+        return position > 1 or (position == 0 and whole)
+    if owner.name == "stablehlo.gather":
+        return position == 1
+    computes = owner.name in _COMPUTE or owner.name in _MOVE
+    return computes and all(map(_may_be_left, owner.results))
+
+
 def _read_all(function: Any) -> None:
-    """Add a result, a scalar of s32 to which an element of each argument contributes."""
+    """Add a result, a scalar of s32 to which an element of each argument contributes that may be left."""
     block = function.entry_block
+    left = [argument for argument in block.arguments if _may_be_left(argument)]
+    if not left:
+        return
     (returned,) = [o for o in block.operations if o.operation.name == "func.return"]
     with function.context, function.location, ir.InsertionPoint(returned):
         scalar = _scalar()
         total: ir.Value | None = None
-        for argument in block.arguments:
+        for argument in left:
             word = _word(argument, scalar)
             total = word if total is None else _made("xor", scalar, [total, word])
         ir.Operation.create("func.return", operands=[*returned.operands, total])

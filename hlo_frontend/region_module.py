@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from jaxlib.mlir import ir
 
@@ -357,11 +358,11 @@ def _merged(text: str, segments: Sequence[Segment], numbers: Sequence[int]) -> b
         for operation in list(module.body.operations):
             if "private" in str(operation.attributes.get("sym_visibility", "")):
                 operation.operation.erase()
-        small = set[str]()
+        small: dict[str, Any] = {}
         for number, segment in zip(numbers, segments, strict=True):
             part = stablehlo.parse(segment.module, module.context)
             if not segment.reproducible and one_kernel.prepare(part):
-                small.add(f"{_prefix(number)}main")
+                small[f"{_prefix(number)}main"] = stablehlo.main(part)
             functions = [o for o in part.body.operations if o.operation.name == "func.func"]
             for function in functions:
                 old = ir.StringAttr(function.attributes["sym_name"]).value
@@ -377,6 +378,7 @@ def _merged(text: str, segments: Sequence[Segment], numbers: Sequence[int]) -> b
                 module.body.append(function)
         calls = [o for o in stablehlo.operations(module) if o.name == "func.call"] if small else []
         for call in calls:
-            if ir.FlatSymbolRefAttr(call.attributes["callee"]).value in small:
-                one_kernel.mark(call)
+            function = small.get(ir.FlatSymbolRefAttr(call.attributes["callee"]).value)
+            if function is not None:
+                one_kernel.mark(call, function)
         return stablehlo.bytecode(module)

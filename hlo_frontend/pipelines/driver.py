@@ -21,6 +21,7 @@ from .parts import Part, Pipeline
 from .pieces import Pieces
 from .refusal import Refusal, about
 from .rewrite import rewritten
+from .sameness import Sameness
 from .slots import SCHEDULES
 from .timetable import Timetable, timetable
 from .training import Training, kept_bytes, owner_of, training
@@ -192,7 +193,9 @@ def _step(
         if owner_of(backward, parts) is not forward:
             raise Refusal("it does not go back through the layers of the loop before it")
         pieces = Pieces(Editor(module), forward.pipeline(), ())
-        step = training(followed, forward, backward, pieces)
+        groups, reader = forward.pipeline().groups, CollectiveReader(num_replicas, num_partitions)
+        sameness = Sameness(module, groups, reader)
+        step = training(followed, forward, backward, pieces, sameness)
         count = step.forward.layers.count
         if count % chunks:
             raise Refusal(f"{count} layers of a device are not {chunks} equal chunks")

@@ -161,6 +161,19 @@ class Builder(builder.Builder):
         self.proto.instructions.extend(self._later)
 
 
+def fenced(
+    b: Builder, inner: Builder, k: Any, arguments: Sequence[Any], shapes: Sequence[Any]
+) -> list[Any]:
+    """The results of a computation, which a compiler does not mix with what is around it. ``k``: an s32
+    scalar that is not negative."""
+    rests = b.editor.computation("schedule.never")
+    rests.parameter(builder.tuple_shape([]))
+    rests.finish(rests.tuple([rests.zeros(s) for s in shapes]))
+    always = b.add("compare", array_shape("pred"), [k, b.constant(0)], comparison_direction="GE")
+    given = [b.tuple(arguments), b.tuple([])]
+    return b.elements(b.conditional(always, [inner, rests], given, builder.tuple_shape(shapes)))
+
+
 def _callers_last(computations: Sequence[Any]) -> list[Any]:
     """Computations, each behind those that it calls."""
     by_id = {c.id: c for c in computations}

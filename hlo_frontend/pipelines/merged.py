@@ -48,6 +48,7 @@ from .rewrite import (
     wanted_by_others,
     without_sign_of_zero,
 )
+from .rows import Held, Rows
 from .sameness import Sameness
 from .slots import NONE, Rooms, Slots
 from .training import Training, dependents, summed_alone, unchanging
@@ -193,6 +194,18 @@ class _Merged:
                 self._env[inner] = own
         return self.entry.clone([instruction], self._env)[instruction]
 
+    def _at_entry_as(self, held: Held, rows: Sequence[Rows]) -> Any:
+        """A value as the device itself or another stage has it."""
+        value, who = held
+        if not who:
+            return self._at_entry(value)
+        same, numbers = next(r.theirs[held] for r in rows if held in r.theirs)
+        env = {i: self._at_entry(i) for i in same}
+        for instruction, table in numbers.items():
+            number = self.entry.lookup(table, [self.entry.convert(self.device, array_shape(SCALAR))])
+            env[instruction] = self.entry.convert(number, instruction.shape)
+        return self.entry.clone([value], env)[value]
+
     def _constant(self, found: Constant, shape: Any) -> Any:
         """What the layers take, in the entry computation."""
         inner, inits = self._computed_by(found)
@@ -257,7 +270,8 @@ class _Merged:
         self.taken = [n for n in self.pieces.taken_in if n not in self.step.known]
         rows = [b.rows for b in self.step.begins.values() if b.rows is not None]
         turned = [] if self.step.turn is None else self.step.turn.held
-        self.others = list(dict.fromkeys([*(v for r in rows for v in r.held), *turned]))
+        given = [*(v for r in rows for v in r.given), *((v, 0) for v in turned)]
+        others = {v: self._at_entry_as(v, rows) for v in dict.fromkeys(given)}
         whole, whole_back = (p.layers.loop.shape.tuple_shapes for p in (there, back))
         self.passed = {i: whole[i] for i in there.layers.passed}
         self.passed_back = {i: whole_back[i] for i in back.layers.passed}
@@ -265,7 +279,7 @@ class _Merged:
             self.editor, self.step, self.slots, self.passed, self.passed_back,
             {i: v.shape for i, v in self.held.items()},
             {i: v.shape for i, v in self.held_back.items()},
-            {v: self._at_entry(v).shape for v in self.others}, self.device.shape, self.given,
+            {v: o.shape for v, o in others.items()}, self.device.shape, self.given,
             self.turned,
         )  # fmt: skip
         runs = self.runs
@@ -300,7 +314,7 @@ class _Merged:
             "held": list(self.held.values()),
             "held back": list(self.held_back.values()),
             "taken": [init[n].proto for n in self.taken],
-            "others": [self._at_entry(v) for v in self.others],
+            "others": list(others.values()),
         }
         self.carry = _Carry(start)
         carried = entry.tuple([v for values in start.values() for v in values])

@@ -21,6 +21,7 @@ from .parts import Kept, Recomputed
 from .pieces import instructions_of
 from .refusal import Refusal
 from .rewrite import put, shaped, without_sign_of_zero
+from .rows import Held
 from .slots import Slots
 from .split import split
 from .training import Training
@@ -42,7 +43,7 @@ class Runs:
     def __init__(
         self, editor: Editor, step: Training, slots: Slots, passed: Mapping[int, Any],
         passed_back: Mapping[int, Any], held: Mapping[int, Any], held_back: Mapping[int, Any],
-        others: Mapping[Instruction, Any], device: Any, given: Sequence[Any],
+        others: Mapping[Held, Any], device: Any, given: Sequence[Any],
         turned: Mapping[int, Any],
     ) -> None:  # fmt: skip
         self.editor, self.step, self.slots = editor, step, slots
@@ -217,11 +218,12 @@ class Runs:
             i: entry_of(b, end, [k]) for i, end in zip(self.passed, rest, strict=False)
         }  # fmt: skip
         held = dict(zip(self.others, rest[len(ends) :], strict=False))
-        found = {i: self._begun(b, i, k, ys, held) for i in self.step.begins}
+        found = {i: self._begun(b, i, k, device, ys, held) for i in self.step.begins}
         old = rest[len(ends) + len(others) :]
         stacks, sums = old[: len(self.given)], old[len(self.given) :]
         if self.step.turn is not None:
-            begun, added, given = self.step.turn.emit(b, k, device, ys, held, self.given)
+            own = {v: held[v, 0] for v in self.step.turn.held}
+            begun, added, given = self.step.turn.emit(b, k, device, ys, own, self.given)
             found |= {i: shaped(b, v, self.passed_back[i]) for i, v in begun.items()}
             stacks = [put(b, s, v, [k]) for s, v in zip(stacks, given, strict=True)]
             sums = [b.add("add", s.shape, [s, added[c]])
@@ -242,8 +244,9 @@ class Runs:
         return emit
 
     def _begun(
-        self, b: Builder, i: int, k: Any, ys: Mapping[int, Any], held: Mapping[Instruction, Any]
-    ) -> Any:
+        self, b: Builder, i: int, k: Any, device: Any, ys: Mapping[int, Any],
+        held: Mapping[Held, Any],
+    ) -> Any:  # fmt: skip
         """What microbatch ``k`` begins with in the backward pass, at position ``i`` of its layers' carry,
         where that is computed between the loops."""
         begin, shape = self.step.begins[i], self.passed_back[i]
@@ -257,7 +260,7 @@ class Runs:
             y = shaped(b, ys[value], resized(row, [1, *row.dimensions[1:]]))
             leaves[leaf] = without_sign_of_zero(b, y) if plus else y
         slot = b.lookup(np.array(begin.slots, np.int32), [k])
-        block = shaped(b, begin.rows.emit(b, slot, held, leaves), shape)
+        block = shaped(b, begin.rows.emit(b, slot, device, held, leaves), shape)
         return without_sign_of_zero(b, block) if begin.plus else block
 
 

@@ -10,6 +10,10 @@ there before both loops: a block of it is cut out, or all of it taken. Of that, 
 one kernel of with the rest is computed again, block by block: a product that is rounded before it is added
 to another gives other bits.
 
+Between the loops there may be sums over the stages: of the outputs, to which all stages but the last one give
+zeros, and of gradients of a head that all stages compute. The last stage computes what the others give too,
+where it can (see `members`).
+
 A dot whose rows are computed alone has the same terms in each of its sums. Whether an engine adds them up in
 the same order is the engine's: see `docs/pipelines.md`.
 """
@@ -17,19 +21,23 @@ the same order is the engine's: see `docs/pipelines.md`.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import reduce
 from math import prod
 from typing import Any
 
+import numpy as np
+
 from stretto.collectives.ops import Reduction
 
-from ..builder import resized
+from ..builder import array_shape, resized, tuple_shape
 from ..collectives import native_reduction
 from ..graph import Instruction
 from ..ops import op_of
 from ..passes.valid.known import keeps_order
 from ..schema import PRIMITIVE_CODES, TUPLE
-from .emit import Builder, needed_by
+from .emit import Builder, fenced, needed_by
+from .members import Members
 from .refusal import Refusal
 from .rewrite import without_sign_of_zero
 
@@ -46,7 +54,10 @@ class Block:
     shift: int = 0
 
 
-Key = tuple[Instruction, Block | None]  # a block of a value, or all of it
+Part = tuple[Instruction, Block | None]  # a block of a value, or all of it
+Key = tuple[Instruction, Block | None, int]  # the same, as stage ``who`` has it (`Members`)
+Held = tuple[Instruction, int]  # all of a value, as stage ``who`` has it
+Cut = tuple[list[Instruction], dict[Instruction, np.ndarray]]
 
 
 @dataclass(frozen=True)
@@ -55,22 +66,35 @@ class Rows:
 
     ``held``: values of the entry computation, which do not depend on the first loop. ``leaves``: results of
     that loop, by position, each with the shift of its row that is read: row ``s + shift`` for row s.
+    ``numbers``: those that other stages have, by device. ``theirs``: values that do not depend on the first
+    loop, of other stages, each with what it is computed from, as `Members.cut` gives it. ``sums``: the steps
+    that are sums over stages, and whether an engine that adds up in any order gives the same.
     """
 
     result: Key
     steps: dict[Key, tuple[Key, ...]]
     held: tuple[Instruction, ...]
     leaves: tuple[tuple[int, int], ...]
+    numbers: Mapping[Key, np.ndarray] = field(default_factory=dict)
+    theirs: Mapping[Held, Cut] = field(default_factory=dict)
+    sums: Mapping[Key, bool] = field(default_factory=dict)
+
+    @property
+    def given(self) -> list[Held]:
+        """What `emit` is to be given as ``held``."""
+        return [*((v, 0) for v in self.held), *self.theirs]
 
     @property
     def rounds(self) -> bool:
         """Whether an engine may round a row that is computed alone otherwise than as a part of the whole: a
         dot of another size is another kernel, and so may be a sum of products."""
-        return rounds(value for value, block in self.steps if block is not None)
+        if not all(self.sums.values()):
+            return True
+        return rounds(value for value, block, _ in self.steps if block is not None)
 
     def check(self, slots: Sequence[int]) -> None:
         """Raise `Refusal` if a block is beyond its value for one of these rows."""
-        for value, block in self.steps:
+        for value, block, _ in self.steps:
             if block is None:
                 continue
             length = value.shape.dimensions[block.axis]
@@ -81,15 +105,56 @@ class Rows:
                     )
 
     def emit(
-        self, b: Builder, row: Any, held: Mapping[Instruction, Any], leaves: Mapping[int, Any]
-    ) -> Any:
+        self, b: Builder, row: Any, device: Any, held: Mapping[Held, Any],
+        leaves: Mapping[int, Any],
+    ) -> Any:  # fmt: skip
         """Add the computation of row ``row``, a scalar of s32. ``leaves``: by position, the row that is read,
-        [1, …]. Gives the block of the result."""
+        [1, …]. Gives the block of the result.
+
+        What is summed up over stages is computed apart, as it is where something is sent in between.
+        """
         made: dict[Key, Any] = {}
+        for key in self.sums:
+            terms = list(dict.fromkeys(self.steps[key]))
+            values = [row, device, *held.values(), *leaves.values(), *made.values()]
+            inner = b.editor.computation("schedule.terms")
+            own = inner.elements(inner.parameter(tuple_shape([v.shape for v in values])))
+            its_held = dict(zip(held, own[2:], strict=False))
+            its_leaves = dict(zip(leaves, own[2 + len(held) :], strict=False))
+            its_made = dict(zip(made, own[2 + len(held) + len(leaves) :], strict=True))
+            self._emit(inner, own[0], own[1], its_held, its_leaves, terms, its_made)
+            inner.finish(inner.tuple([its_made[t] for t in terms]))
+            shapes = [its_made[t].shape for t in terms]
+            given = dict(zip(terms, fenced(b, inner, row, values, shapes), strict=True))
+            made[key] = reduce(
+                lambda one, other: b.add("add", one.shape, [one, other]),
+                [given[t] for t in self.steps[key]],
+            )
+        self._emit(b, row, device, held, leaves, [self.result], made)
+        return made[self.result]
+
+    def _emit(
+        self, b: Builder, row: Any, device: Any, held: Mapping[Held, Any],
+        leaves: Mapping[int, Any], wanted: Sequence[Key], made: dict[Key, Any],
+    ) -> None:  # fmt: skip
+        """Add to ``made`` what ``wanted`` need."""
+        needed: set[Key] = set()
+        stack = list(wanted)
+        while stack:
+            key = stack.pop()
+            if key not in made and key not in needed:
+                needed.add(key)
+                stack += self.steps[key]
         for key, operands in self.steps.items():
-            value, block = key
-            if block is None and not operands:
-                made[key] = b.copy(value, ()) if value.opcode == "constant" else held[value]
+            value, block, who = key
+            if key not in needed:
+                continue
+            if key in self.numbers:
+                number = b.lookup(self.numbers[key], [b.convert(device, array_shape("s32"))])
+                made[key] = b.convert(number, value.shape)
+            elif block is None and not operands:
+                constant = value.opcode == "constant"
+                made[key] = b.copy(value, ()) if constant else held[value, who]
             elif block is None:
                 made[key] = b.copy(value, [made[o] for o in operands])
             elif operands and operands[0][0] is value:
@@ -102,7 +167,6 @@ class Rows:
                 made[key] = made[operands[0]]
             else:
                 made[key] = _resized(b.copy(value, [made[o] for o in operands]), block)
-        return made[self.result]
 
 
 def _cut(b: Builder, whole: Any, block: Block, row: Any) -> Any:
@@ -144,38 +208,64 @@ def rounds(instructions: Iterable[Instruction]) -> bool:
     return bool(products and sums) or "reduce" in opcodes
 
 
-Alone = Callable[[Instruction, int], bool]
-
-
 def separated(
-    value: Instruction, loop: Instruction, depends: Collection[Instruction], alone: Alone
+    value: Instruction, loop: Instruction, depends: Collection[Instruction], members: Members
 ) -> Rows:
     """One row of ``value``, in the entry computation, along its first dimension.
 
     ``loop``: the loop before it. ``depends``: the instructions of the entry computation that depend on that
-    loop's results. ``alone``: whether an all-reduce adds only zeros to this operand, by position, on the last
-    stage: where outputs of that stage are given to all. Raises `Refusal`.
+    loop's results. ``members``: what its stages have. Raises `Refusal`.
     """
-    begin: Key = (value, Block(0, 1))
+    begin: Key = (value, Block(0, 1), 0)
     steps: dict[Key, tuple[Key, ...]] = {}
+    numbers: dict[Key, np.ndarray] = {}
+    theirs: dict[Held, Cut] = {}
+    sums: dict[Key, bool] = {}
     left = [begin]
+
+    def of(parts: Iterable[Part], who: int) -> tuple[Key, ...]:
+        """These as stage ``who`` has them."""
+        return tuple((v, block, 0 if who and members.same(v) else who) for v, block in parts)
+
+    def found(key: Key) -> tuple[Key, ...]:
+        value, block, who = key
+        if who:
+            number = members.number(value, who) if block is None else None
+            if number is not None:
+                numbers[key] = number
+                return ()
+            parts = _others(value, block, depends)
+            if parts is None:
+                theirs[value, who] = members.cut(value, who)
+            return of(parts or (), who)
+        summed = _summed(value) if value in depends and block is not None else None
+        if summed is not None:
+            operand = summed[0].operands[summed[1]]
+            if members.alone(*summed):
+                return ((operand, block, 0),)
+            terms = members.terms(*summed)
+            if terms is not None:
+                sums[key] = members.is_exact(operand, terms)
+                return tuple(of([(operand, block)], who)[0] for who in terms)
+        return of(_operands(value, block, loop, depends), 0)
+
     while left:
         key = left.pop()
         if key not in steps:
-            summed = _summed(key[0]) if key[0] in depends and key[1] is not None else None
-            if summed is not None and alone(*summed):
-                steps[key] = ((summed[0].operands[summed[1]], key[1]),)
-            else:
-                steps[key] = _operands(*key, loop, depends)
+            steps[key] = found(key)
             left += steps[key]
     place = {i: n for n, i in enumerate(value.computation.instructions)}
     # All of a value is there before a block of it is cut out.
     ordered = sorted(steps, key=lambda k: (place[k[0]], k[1] is not None))
-    held = [v for v, block in ordered if not steps[v, block] and v.opcode != "constant"
-            and (block is None)]  # fmt: skip
-    leaves = {(v.proto.tuple_index, block.shift) for v, block in ordered
+    held = [v for v, block, who in ordered if not steps[v, block, who] and v.opcode != "constant"
+            and block is None and not who]  # fmt: skip
+    leaves = {(v.proto.tuple_index, block.shift) for v, block, _ in ordered
               if block is not None and _is_leaf(v, loop) and v in depends}  # fmt: skip
-    return Rows(begin, {k: steps[k] for k in ordered}, tuple(held), tuple(sorted(leaves)))
+    in_order = {k: sums[k] for k in ordered if k in sums}
+    return Rows(
+        begin, {k: steps[k] for k in ordered}, tuple(held), tuple(sorted(leaves)), numbers, theirs,
+        in_order,
+    )  # fmt: skip
 
 
 def _summed(value: Instruction) -> tuple[Instruction, int] | None:
@@ -193,7 +283,7 @@ def _is_leaf(value: Instruction, loop: Instruction) -> bool:
 
 def _operands(
     value: Instruction, block: Block | None, loop: Instruction, depends: Collection[Instruction]
-) -> tuple[Key, ...]:
+) -> tuple[Part, ...]:
     """The blocks that a block needs; none for what is there before the loop."""
     if block is None:
         if value in depends:
@@ -222,6 +312,28 @@ def _operands(
     return rule(value, block)
 
 
+def _others(
+    value: Instruction, block: Block | None, depends: Collection[Instruction]
+) -> tuple[Part, ...] | None:
+    """The blocks that a block needs of a value that another stage has otherwise; None for a value that is
+    there before the loop."""
+    elementwise = op_of(value.opcode).elementwise
+    if block is None:
+        if elementwise and not value.shape.dimensions:
+            return tuple((o, None) for o in value.operands)
+        if value in depends:
+            raise _mixed(value)
+        return None
+    rule = _RULES.get(value.opcode)
+    if rule is None and elementwise:
+        rule = _elementwise
+    if value not in depends and (rule is None or not _is_fused(value)):
+        return ((value, None),)
+    if rule is None or value.shape.element_type == TUPLE:
+        raise _mixed(value)
+    return rule(value, block)
+
+
 def _is_fused(value: Instruction) -> bool:
     """Whether a block of a value that is there before the loop is computed again instead of being cut out."""
     op = op_of(value.opcode)
@@ -236,12 +348,12 @@ def _mixed(value: Instruction) -> Refusal:
     )
 
 
-def _elementwise(value: Instruction, block: Block) -> tuple[Key, ...]:
+def _elementwise(value: Instruction, block: Block) -> tuple[Part, ...]:
     rank = len(value.shape.dimensions)
     return tuple((o, block if len(o.shape.dimensions) == rank else None) for o in value.operands)
 
 
-def _broadcast(value: Instruction, block: Block) -> tuple[Key, ...]:
+def _broadcast(value: Instruction, block: Block) -> tuple[Part, ...]:
     (operand,) = value.operands
     where = list(value.proto.dimensions)
     if block.axis not in where:
@@ -249,18 +361,18 @@ def _broadcast(value: Instruction, block: Block) -> tuple[Key, ...]:
     return ((operand, Block(where.index(block.axis), block.unit, block.shift)),)
 
 
-def _reduce(value: Instruction, block: Block) -> tuple[Key, ...]:
+def _reduce(value: Instruction, block: Block) -> tuple[Part, ...]:
     operand, begin = value.operands
     kept = [d for d in range(len(operand.shape.dimensions)) if d not in value.proto.dimensions]
     return (operand, Block(kept[block.axis], block.unit, block.shift)), (begin, None)
 
 
-def _transpose(value: Instruction, block: Block) -> tuple[Key, ...]:
+def _transpose(value: Instruction, block: Block) -> tuple[Part, ...]:
     axis = value.proto.dimensions[block.axis]
     return ((value.operands[0], Block(axis, block.unit, block.shift)),)
 
 
-def _reshape(value: Instruction, block: Block) -> tuple[Key, ...]:
+def _reshape(value: Instruction, block: Block) -> tuple[Part, ...]:
     """A block stays one where the dimensions before it are as many elements, and those behind it fit."""
     if value.opcode == "bitcast" and not keeps_order(value):
         raise _mixed(value)
@@ -275,7 +387,7 @@ def _reshape(value: Instruction, block: Block) -> tuple[Key, ...]:
     raise _mixed(value)
 
 
-def _slice(value: Instruction, block: Block) -> tuple[Key, ...]:
+def _slice(value: Instruction, block: Block) -> tuple[Part, ...]:
     bounds = value.proto.slice_dimensions[block.axis]
     if bounds.stride != 1 or bounds.start % block.unit:
         raise _mixed(value)
@@ -283,13 +395,13 @@ def _slice(value: Instruction, block: Block) -> tuple[Key, ...]:
     return ((value.operands[0], Block(block.axis, block.unit, shift)),)
 
 
-def _concatenate(value: Instruction, block: Block) -> tuple[Key, ...]:
+def _concatenate(value: Instruction, block: Block) -> tuple[Part, ...]:
     if block.axis == value.proto.dimensions[0]:
         raise _mixed(value)
     return tuple((o, block) for o in value.operands)
 
 
-def _pad(value: Instruction, block: Block) -> tuple[Key, ...]:
+def _pad(value: Instruction, block: Block) -> tuple[Part, ...]:
     own = value.proto.padding_config.dimensions[block.axis]
     if own.interior_padding or own.edge_padding_low % block.unit:
         raise _mixed(value)
@@ -297,13 +409,13 @@ def _pad(value: Instruction, block: Block) -> tuple[Key, ...]:
     return (value.operands[0], Block(block.axis, block.unit, shift)), (value.operands[1], None)
 
 
-def _reverse(value: Instruction, block: Block) -> tuple[Key, ...]:
+def _reverse(value: Instruction, block: Block) -> tuple[Part, ...]:
     if block.axis in value.proto.dimensions:
         raise _mixed(value)
     return ((value.operands[0], block),)
 
 
-def _dot(value: Instruction, block: Block) -> tuple[Key, ...]:
+def _dot(value: Instruction, block: Block) -> tuple[Part, ...]:
     numbers = value.proto.dot_dimension_numbers
     left, right = value.operands
     batch = list(zip(numbers.lhs_batch_dimensions, numbers.rhs_batch_dimensions, strict=True))
@@ -322,7 +434,7 @@ def _dot(value: Instruction, block: Block) -> tuple[Key, ...]:
     return (left, None), (right, Block(free[axis], unit, shift))
 
 
-def _element(value: Instruction, block: Block) -> tuple[Key, ...]:
+def _element(value: Instruction, block: Block) -> tuple[Part, ...]:
     """An element of a tuple that is made in this computation."""
     source = needed_by(value)[0]
     if source is value.operands[0]:
@@ -330,7 +442,7 @@ def _element(value: Instruction, block: Block) -> tuple[Key, ...]:
     return ((source, block),)
 
 
-_RULES: dict[str, Callable[[Instruction, Block], tuple[Key, ...]]] = {
+_RULES: dict[str, Callable[[Instruction, Block], tuple[Part, ...]]] = {
     "bitcast": _reshape,
     "broadcast": _broadcast,
     "concatenate": _concatenate,

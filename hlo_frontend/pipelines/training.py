@@ -23,17 +23,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from stretto.collectives.ops import Reduction
-
 from ..graph import Instruction, leaf_types
 from ..passes.valid.trace import is_transfer
-from ..values import Node
 from .chains import Execution, Followed
 from .constants import Constants, behind
+from .members import Members
 from .parts import Part, Pipeline
 from .pieces import Pieces
 from .refusal import Refusal, about
 from .rows import Rows, separated
+from .sameness import Sameness
 from .turns import Turn, found
 
 
@@ -85,8 +84,11 @@ def owner_of(part: Part, parts: Sequence[Part]) -> Part:
     return next(p for p in parts if p.name == name)
 
 
-def training(followed: Followed, forward: Part, backward: Part, pieces: Pieces) -> Training:
-    """The step that two loops make. ``pieces``: of the forward loop. Raises `Refusal`."""
+def training(
+    followed: Followed, forward: Part, backward: Part, pieces: Pieces, sameness: Sameness
+) -> Training:
+    """The step that two loops make. ``pieces``: of the forward loop. ``sameness``: for its groups. Raises
+    `Refusal`."""
     there, back = forward.pipeline(), backward.pipeline()
     orders = {kept.order for kept in back.kept}
     if len(orders) > 1:
@@ -96,10 +98,11 @@ def training(followed: Followed, forward: Part, backward: Part, pieces: Pieces) 
         if there.sums:
             raise Refusal("what its layers give is summed up over microbatches in the forward pass")
         known = _known(followed, forward, pieces, order)
+    members = Members(followed, forward, sameness)
     begins: dict[int, Begin] = {}
     inside: list[int] = []
     for i in back.layers.passed:
-        begin = _begin(followed, forward, backward, i, order)
+        begin = _begin(followed, forward, backward, i, order, members)
         if begin is None:
             inside.append(i)
         else:
@@ -203,8 +206,9 @@ def _read(followed: Followed, part: Part) -> set[int]:
 
 
 def _begin(
-    followed: Followed, forward: Part, backward: Part, i: int, order: Sequence[int]
-) -> Begin | None:
+    followed: Followed, forward: Part, backward: Part, i: int, order: Sequence[int],
+    members: Members,
+) -> Begin | None:  # fmt: skip
     """What microbatches begin with in the backward pass, at position ``i`` of its layers' carry; None if it
     is computed within the loop."""
     value = backward.stage.operands[i]
@@ -239,41 +243,14 @@ def _begin(
         d for d in taken if d != 1
     ]:
         return None
-    nodes = {node.instruction: node for node in followed.entry.block.nodes}
-
-    def alone(summed: Instruction, operand: int) -> bool:
-        return summed in nodes and _is_alone(followed, forward, nodes[summed], operand)
-
-    rows = separated(result, forward.loop.instruction, dependents(forward.loop.instruction), alone)
+    loop = forward.loop.instruction
+    rows = separated(result, loop, dependents(loop), members)
     rows.check(slots)
     given = {
         (leaf, shift): _given(followed, forward, leaf, [s + shift for s in slots], order)
         for leaf, shift in rows.leaves
     }
     return Begin(rows, tuple(slots), first.made.plus, given)
-
-
-def _is_alone(followed: Followed, part: Part, node: Node, operand: int) -> bool:
-    """Whether an all-reduce of the entry adds zeros to what the last stages give it."""
-    collective, value = node.collective, node.operands[operand]
-    if (
-        collective is None
-        or collective.reduction is not Reduction.SUM
-        or value.type is None
-        or value.type.dtype[0] == "c"
-    ):
-        return False
-    rows = followed.forward.zero(followed.entry, value)
-    last = {group[-1] for group in part.groups}
-    found = [group for group in collective.groups if last & set(group)]
-    return (
-        rows is not None
-        and all(
-            d in last or bool(rows[d if len(rows) > 1 else 0]) for group in found for d in group
-        )
-        and all(len(last & set(group)) == 1 for group in found)
-        and last <= {d for group in found for d in group}
-    )
 
 
 def _given(

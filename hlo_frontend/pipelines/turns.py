@@ -33,7 +33,7 @@ from ..values import Node, Value
 from .chains import Execution, Followed
 from .chunk import entry_of
 from .constants import behind
-from .emit import Builder, slice_of
+from .emit import Builder, fenced, slice_of
 from .gradients import adds_up
 from .parts import Part
 from .pieces import instructions_of
@@ -389,7 +389,7 @@ class Turn:
         here = dict(zip(ys, own[2:], strict=False))
         before = dict(zip(held, own[2 + len(ys) :], strict=True))
         inner.finish(inner.tuple(self._there(inner, own[0], own[1], here, before, values)))
-        made = dict(zip(values, _fenced(b, inner, k, arguments, shapes), strict=True))
+        made = dict(zip(values, fenced(b, inner, k, arguments, shapes), strict=True))
         wanted = [*self.begins.values(), *self.sums.values()]
         arguments = [k, device, *(made[v] for v in values), *held.values()]
         inner = b.editor.computation("schedule.gradient")
@@ -397,7 +397,7 @@ class Turn:
         given = dict(zip(values, own[2:], strict=False))
         before = dict(zip(held, own[2 + len(values) :], strict=True))
         inner.finish(inner.tuple(self._back(inner, own[0], own[1], given, before, wanted)))
-        found = _fenced(b, inner, k, arguments, [i.shape for i in wanted])
+        found = fenced(b, inner, k, arguments, [i.shape for i in wanted])
         begins = dict(zip(self.begins, found, strict=False))
         sums = dict(zip(self.sums, found[len(begins) :], strict=True))
         return begins, sums, [made[v] for v in gives]
@@ -440,18 +440,6 @@ class Turn:
             back[read] = part
         b.clone(wanted, self.back.env(b, k, device, held, wanted, back))
         return [back[i] for i in wanted]
-
-
-def _fenced(
-    b: Builder, inner: Builder, k: Any, arguments: Sequence[Any], shapes: Sequence[Any]
-) -> list[Any]:
-    """The results of a computation, which a compiler does not mix with what is around it."""
-    rests = b.editor.computation("schedule.never")
-    rests.parameter(tuple_shape([]))
-    rests.finish(rests.tuple([rests.zeros(s) for s in shapes]))
-    always = b.add("compare", array_shape("pred"), [k, b.constant(0)], comparison_direction="GE")
-    given = [b.tuple(arguments), b.tuple([])]
-    return b.elements(b.conditional(always, [inner, rests], given, tuple_shape(shapes)))
 
 
 def found(

@@ -93,8 +93,49 @@ class Members:
         collective = None if node is None else node.collective
         return node if collective is not None and collective.reduction is Reduction.SUM else None
 
-    def terms(self, summed: Instruction, operand: int) -> tuple[int, ...] | None:
-        """For each member of an all-reduce's group, in its order, the stage that gives the same as it.
+    def gathered(self, value: Instruction) -> Instruction | None:
+        """What the last stage gave to all by an all-gather, of which ``value`` is that part."""
+        if value.opcode != "slice" or value.operands[0].opcode != "all-gather":
+            return None
+        whole = value.operands[0]
+        node = self.nodes.get(whole)
+        if node is None or node.collective is None or len(whole.operands) != 1:
+            return None
+        (given,), (axis,) = whole.operands, whole.proto.dimensions
+        size = given.shape.dimensions[axis]
+        bounds = value.proto.slice_dimensions[axis]
+        if list(value.shape.dimensions) != list(given.shape.dimensions) or bounds.start % size:
+            return None
+        return given if self._is_last(node, bounds.start // size) else None
+
+    @staticmethod
+    def scattered(value: Instruction) -> Instruction | None:
+        """What each stage gives to one of them, if that is what a reduce-scatter sums up for it."""
+        if value.opcode != "reduce-scatter" or value.operands[0].opcode != "pad":
+            return None
+        padded, (axis,) = value.operands[0], value.proto.dimensions
+        given = padded.operands[0]
+        own = list(padded.proto.padding_config.dimensions)
+        others = own[:axis] + own[axis + 1 :]
+        if list(given.shape.dimensions) != list(value.shape.dimensions) or any(
+            d.edge_padding_low or d.edge_padding_high for d in others
+        ):
+            return None
+        return given
+
+    def _is_last(self, node: Node, position: int) -> bool:
+        """Whether the last stages have this position in the groups of a collective over stages."""
+        assert node.collective is not None
+        groups = {frozenset(group): group for group in node.collective.groups}
+        found = [groups.get(frozenset(own), ()) for own in self.part.groups]
+        return all(
+            bool(group) and group[position] == own[-1]
+            for own, group in zip(self.part.groups, found, strict=True)
+        )
+
+    def terms(self, summed: Instruction, value: Instruction) -> tuple[int, ...] | None:
+        """For each member of the group of an all-reduce or reduce-scatter, in its order, the stage that gives
+        the same ``value`` to it.
 
         None if it is not a sum over the stages of each pipeline. Raises `Refusal` if the last stage cannot
         compute what another one gives.
@@ -102,18 +143,24 @@ class Members:
         node = self._sum(summed)
         if node is None or node.collective is None:
             return None
+        if summed.opcode == "reduce-scatter":
+            (axis,) = summed.proto.dimensions
+            low = summed.operands[0].proto.padding_config.dimensions[axis].edge_padding_low
+            size = summed.shape.dimensions[axis]
+            if low % size or not self._is_last(node, low // size):
+                return None
         own = {frozenset(group): group for group in self.part.groups}
         if not set(own) <= {frozenset(group) for group in node.collective.groups}:
             return None
         stages = self.part.groups[0]
         try:
-            _, tables = self._cut(summed.operands[operand])
+            _, tables = self._cut(value)
         except Refusal as refusal:
             raise Refusal(
                 "what the backward pass begins with is summed up over all stages by "
-                f"{summed.describe()}, and is not known to be computed from what all stages have: {refusal} "
-                "is of the stage's own. Give the outputs of the last stage to all by psum before the head, or "
-                "mask what a stage gives to the sum by where"
+                f"{summed.describe()}, and is not known to be computed from what all stages have: "
+                f"{refusal} is of the stage's own. Give the outputs of the last stage to all by psum before "
+                "the head, or mask what a stage gives to the sum by where"
             ) from None
         found: dict[tuple[int, ...], int] = {}
         whos = []
@@ -124,9 +171,7 @@ class Members:
         members = next(g for g in node.collective.groups if frozenset(g) == frozenset(stages))
         return tuple(whos[stages.index(d)] for d in members)
 
-    def _cut(
-        self, value: Instruction
-    ) -> tuple[list[Instruction], dict[Instruction, np.ndarray]]:
+    def _cut(self, value: Instruction) -> tuple[list[Instruction], dict[Instruction, np.ndarray]]:
         """What a value is computed from: what is the same on all stages, and numbers, [devices] each.
 
         Raises `Refusal` with what else it needs.
@@ -196,7 +241,9 @@ class Members:
             return True
         if len(terms) <= EXACT and not any(terms):
             return True
-        return terms.count(0) == 1 and all(self.gives_nothing(value, who) for who in set(terms) - {0})
+        return terms.count(0) == 1 and all(
+            self.gives_nothing(value, who) for who in set(terms) - {0}
+        )
 
     def gives_nothing(self, value: Instruction, who: int) -> bool:
         """Whether what a stage gives is zeros of any sign, or NaN."""

@@ -274,6 +274,27 @@ def _made_by(followed: Followed, part: Part) -> str:
     return "" if made.node is None else f", by {made.node.instruction.describe()}"
 
 
+def _added(followed: Followed, part: Part) -> str:
+    """A hint for a stage to whose input something is added that was computed between two loops."""
+    origins = followed.origins[part.loop]
+    for run in part.live:
+        for i in part.layers.passed:
+            made = origins.of(part.stage.operands[i], run)
+            if made.node is None or made.node.instruction.opcode != "add":
+                continue
+            for operand in made.node.operands:
+                begin = followed.of(part.loop, operand, made.at).begin
+                if begin is not None and begin.node is not None:
+                    return (
+                        f". On device {run.device} what is computed before the loop is added to what a stage "
+                        f"takes, by {made.node.instruction.describe()}. If that is the gradient of a head "
+                        "that all stages compute, a mask on the loss does not make it zeros, since 0 * x is "
+                        "NaN where x is: mask the outputs of all stages but the last with where before the "
+                        "head, or give those of the last stage to all by psum"
+                    )
+    return ""
+
+
 def _regular(followed: Followed, part: Part) -> Shape:
     """The groups of devices, and when microbatches enter and leave, which must be the same for all groups."""
     ways: dict[tuple[int, ...], list[tuple[int, int]]] = {}
@@ -286,9 +307,11 @@ def _regular(followed: Followed, part: Part) -> Shape:
         raise Refusal(
             "what a stage takes is not, bit for bit, what another one gave: something is done to it "
             f"between the loops over layers{_made_by(followed, part)}, or it is not a pipeline"
+            f"{_added(followed, part)}"
         )
     if len(set(devices)) != len(devices):
-        hint = "" if not part.given else (
+        hint = _added(followed, part)
+        hint = hint if hint or not part.given else (
             ". What its layers give on padding counts too, be it zeros that are computed: run a stage under "
             "lax.cond where it has a microbatch, or mask its input and its weights with where"
         )  # fmt: skip

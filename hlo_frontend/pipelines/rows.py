@@ -163,7 +163,7 @@ class Rows:
                 made[key] = leaves[value.proto.tuple_index]
             elif _summed(value) is not None:
                 made[key] = without_sign_of_zero(b, made[operands[0]])
-            elif value.opcode == "get-tuple-element":
+            elif value.opcode == "get-tuple-element" or operands[0][0] not in value.operands:
                 made[key] = made[operands[0]]
             else:
                 made[key] = _resized(b.copy(value, [made[o] for o in operands]), block)
@@ -238,15 +238,21 @@ def separated(
             if parts is None:
                 theirs[value, who] = members.cut(value, who)
             return of(parts or (), who)
-        summed = _summed(value) if value in depends and block is not None else None
-        if summed is not None:
-            operand = summed[0].operands[summed[1]]
-            if members.alone(*summed):
-                return ((operand, block, 0),)
-            terms = members.terms(*summed)
-            if terms is not None:
+        if value in depends and block is not None:
+            summed, operand = _summed(value), members.scattered(value)
+            if summed is not None:
+                operand = summed[0].operands[summed[1]]
+                if members.alone(*summed):
+                    return ((operand, block, 0),)
+            terms = None
+            if operand is not None:
+                terms = members.terms(value if summed is None else summed[0], operand)
+            if operand is not None and terms is not None:
                 sums[key] = members.is_exact(operand, terms)
                 return tuple(of([(operand, block)], who)[0] for who in terms)
+            operand = members.gathered(value)
+            if operand is not None:
+                return ((operand, block, 0),)
         return of(_operands(value, block, loop, depends), 0)
 
     while left:

@@ -56,8 +56,8 @@ class Class(IntEnum):
 
 
 class Sameness:
-    """For pipelines on ``groups`` of devices. ``reader``: reads groups of all-reduces, whose members all get
-    the same; without it, nothing is known of their results."""
+    """For pipelines on ``groups`` of devices. ``reader``: reads groups of all-reduces and all-gathers, whose
+    members all get the same; without it, nothing is known of their results."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class Sameness:
         opcode = instruction.opcode
         if opcode == "partition-id":
             return Class.BY_ID
-        if opcode == "all-reduce" and self._gives_all(instruction):
+        if opcode in ("all-gather", "all-reduce") and self._gives_all(instruction):
             return Class.SAME
         if opcode in _NEVER_SAME or any(c.needs_runtime for c in instruction.called):
             return Class.ANY
@@ -125,7 +125,7 @@ class Sameness:
         return Class(found)
 
     def _gives_all(self, instruction: Instruction) -> bool:
-        """Whether the devices of each pipeline are of one group of an all-reduce."""
+        """Whether the devices of each pipeline are of one group of a collective."""
         if self.reader is None:
             return False
         groups = replica_groups(instruction, self.reader.num_replicas, self.reader.num_partitions)

@@ -4,10 +4,10 @@
         python -m random_steps --count 500 --schedule 1f1b,zb_h1,interleaved_1f1b [--seed 0]
 
 Prints what was refused, with the reason, and what was not equal; a line for each step counts, for each
-schedule: ``equal`` bit for bit where the report promises that, ``may round`` where they are equal though the report on
-the step says that they need not be, ``rounds`` where they are not and it says so, ``differs`` where they are
-not though the report promises it, ``refused``. With ``--stacked`` the stages are one array, under `vmap`,
-which XLA partitions. A step is partitioned, and run as it is written, once for all schedules; with
+schedule: ``equal`` bit for bit where the report promises that, ``may round`` where they are equal though the
+report on the step says that they need not be, ``rounds`` where they are not and it says so, ``differs`` where
+they are not though the report promises it, ``refused``. With ``--stacked`` the stages are one array, under
+`vmap`, which XLA partitions. A step is partitioned, and run as it is written, once for all schedules; with
 ``interleaved_1f1b`` among them each device has a multiple of two layers. The suite runs some.
 """
 

@@ -21,14 +21,14 @@ from frontend_support import P, manual, mesh, shards
 from gpipe import by_hand, inputs, weights, where
 from interpreter import Interpreter
 from jax import lax
-from random_steps import Found, compare, compiled
+from random_steps import Found, Step, compare, compiled
 from training_steps import Draw, draw, program
 
 from stretto.commands.explain import explain, to_text
 from stretto.commands.hlo_input import compile_file
 from stretto.commands.schedule_svg import svg
 from stretto.hlo_frontend.graph import Module
-from stretto.hlo_frontend.pipelines import driver
+from stretto.hlo_frontend.pipelines import driver, members
 from stretto.hlo_frontend.pipelines.slots import NONE, SCHEDULES, Slots, _slots
 from stretto.pipelining import pipelined
 from stretto.runtime import options
@@ -306,6 +306,95 @@ def equal(function, module, over):
         np.testing.assert_array_equal(np.array(result), np.array(expected))
     whole = jax.tree.leaves(function(layers, inputs(3)))
     np.testing.assert_allclose(np.concatenate(found[1]), whole[1], rtol=2e-5, atol=2e-5)
+
+
+# A head that all stages compute, of what the last one gave to all.
+
+SHARED = {
+    "psum": Draw(shared="psum", loss="squares"),
+    "psum-alike": Draw(shared="psum", alike=True, loss="squares", stages=4, microbatches=5),
+    "psum-data": Draw(shared="psum", axes="dx", loss="squares", inside=True, collect="scan"),
+    "psum-tensors": Draw(shared="psum", axes="yx", loss="squares", alike=True),
+    "psum-cross": Draw(shared="psum", stages=3, mask="where"),
+    "gather": Draw(shared="gather", loss="squares", stages=3, inside=True),
+    "gather-cross": Draw(shared="gather", alike=True, collect="scan"),
+}
+
+
+@pytest.mark.parametrize("d", SHARED.values(), ids=SHARED)
+def test_a_head_that_all_stages_compute(d):
+    """What the backward pass begins with is summed up over stages; the last one computes it for all."""
+    found = judge(d)
+    (report,) = found.module.interleaved
+    assert report.alive[0] == min(d.stages, d.microbatches) == report.rows
+
+
+@pytest.mark.parametrize("schedule", ["zb_h1", "interleaved_1f1b"])
+def test_a_head_that_all_stages_compute_in_other_schedules(schedule):
+    how = {"interleave": 2} if schedule == "interleaved_1f1b" else {}
+    judge(Draw(shared="psum", loss="squares", microbatches=3), schedule, **how)
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+def test_what_other_stages_give_is_not_zeros(monkeypatch, stages):
+    """The loss is masked on other stages: their gradient is 0 * x, NaN where x is infinite, and is added."""
+
+    def large(d, head, h, wanted):
+        scale = np.ones(h.shape, np.float32)
+        scale[1, 0, 0] = 1e30
+        return jnp.sum((h * scale * scale) ** 2)
+
+    monkeypatch.setattr(training_steps, "loss_of", large)
+    d = Draw(shared="psum", loss="squares", stages=stages, microbatches=3)
+    step = Step(d)
+    last = step.written[step.paths.index("[1]['layers']['down']")][stages - 1]
+    assert np.isnan(last[-1, :, 0]).all() and not np.isinf(last).any()  # infinite without the zeros
+    judge(d)
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4])
+def test_a_sum_of_the_same_number_is_the_same_in_any_order(stages):
+    """`members.EXACT`: for all numbers of a binade, which are like those of any other."""
+    x = np.arange(1 << 23, 1 << 24, dtype=np.int64).astype(np.float32)
+
+    def sums(count: int) -> list[np.ndarray]:
+        if count == 1:
+            return [x]
+        return [a + b for n in range(1, count) for a in sums(n) for b in sums(count - n)]
+
+    first, *others = sums(stages)
+    assert stages <= members.EXACT and all(np.array_equal(first, other) for other in others)
+
+
+def test_sums_of_more_stages_may_round():
+    (report,) = compare(
+        Draw(shared="psum", alike=True, loss="squares", stages=5), "1f1b"
+    ).module.interleaved
+    assert (report.why, report.rounds) == ("", "a head is computed row by row")
+
+
+@pytest.mark.parametrize("collect", ["put", "scan"])
+def test_a_head_of_what_each_stage_gave(monkeypatch, collect):
+    """The gradient of the masked loss is not known to be zeros on other stages, and is added there."""
+    written = training_steps.outputs_of
+
+    def own(d, *given):
+        return written(replace(d, shared="none"), *given)
+
+    monkeypatch.setattr(training_steps, "outputs_of", own)
+    why = refused(Draw(loss="squares", collect=collect))
+    assert "the gradient of a head that all stages compute" in why and "0 * x is NaN" in why
+
+
+def test_a_head_with_weights_of_a_stage(monkeypatch):
+    """Another stage's part of the sum cannot be computed by the last one."""
+
+    def scaled(d, head, h, wanted):
+        own = lax.ppermute(head, "x", [(0, 1), (1, 0)])
+        return jnp.sum((h @ own) ** 2)
+
+    monkeypatch.setattr(training_steps, "loss_of", scaled)
+    assert "is of the stage's own" in refused(Draw(shared="psum", alike=True))
 
 
 # Steps that are refused, and stay as they are written.

@@ -8,7 +8,7 @@ taken. `program` writes it, for a device or, partitioned by XLA, for an array of
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -27,6 +27,9 @@ class Draw:
     cuts them from what the scan gives. ``inside``: whether the gradient is taken on each device.
     ``head``: where the loss is computed, ``behind`` the loop for all microbatches at once, or in it, on the
     last stage, under a ``cond`` or with its input masked by ``where``.
+    ``shared``: how all stages get the outputs of the last one, for a head behind the loop that all of them
+    compute: by ``psum`` or by ``gather``; empty where they do not. ``alike``: whether all then give the same
+    loss, and not zeros but on the last one.
     ``shift``: how stages hand on where they are one array, under `vmap`, by ``roll`` or by a concatenation
     and a ``where``; empty where the step is written for a device, with `ppermute`.
     """
@@ -49,6 +52,8 @@ class Draw:
     dtype: str = "float32"
     head: str = "behind"
     shift: str = ""
+    shared: str = ""
+    alike: bool = False
 
 
 def draw_stacked(rng: random.Random) -> Draw:
@@ -74,7 +79,7 @@ def draw_stacked(rng: random.Random) -> Draw:
 
 def draw(rng: random.Random) -> Draw:
     axes = rng.choice(["x", "x", "x", "dx", "xd", "xy", "yx"])
-    return Draw(
+    d = Draw(
         stages=rng.choice([2, 3, 4] if axes == "x" else [2]),
         microbatches=rng.choice([2, 3, 4, 5, 6, 8]),
         layers=rng.choice([2, 3, 4]),
@@ -93,6 +98,9 @@ def draw(rng: random.Random) -> Draw:
         dtype=rng.choice(["float32", "float32", "float32", "bfloat16"]),
         head=rng.choice(["behind", "cond", "cond", "where"]),
     )
+    if d.head == "behind":
+        d = replace(d, shared=rng.choice(["", "psum", "gather"]), alike=rng.random() < 0.5)
+    return d
 
 
 def layer(x: jax.Array, w: dict[str, jax.Array]) -> tuple[jax.Array, None]:
@@ -132,7 +140,7 @@ def outputs_of(
             y = run(jnp.where(working, x, 0), own)
         out = i - (d.stages - 1)
         last = (stage == d.stages - 1) & (out >= 0)
-        given = jnp.where(stage == d.stages - 1, y, 0)
+        given = y if d.shared else jnp.where(stage == d.stages - 1, y, 0)
         result = y
         if d.head != "behind":
             target = wanted[jnp.clip(out, 0, d.microbatches - 1)]
@@ -146,7 +154,7 @@ def outputs_of(
                 result = given = jnp.where(last, loss(jnp.where(last, y, 1)), 0)
         if d.collect == "put":
             put = outputs.at[jnp.clip(out, 0, d.microbatches - 1)].set(result)
-            outputs, given = jnp.where(last, put, outputs), None
+            outputs, given = jnp.where(out >= 0 if d.shared else last, put, outputs), None
         if d.metric:
             metric = metric + lax.stop_gradient(jnp.where(last, jnp.max(jnp.abs(y)), 0))
         return (lax.ppermute(y, "x", pairs), outputs, metric), given
@@ -155,7 +163,12 @@ def outputs_of(
     start = (jnp.zeros_like(xs[0]), outputs, jnp.zeros((), xs.dtype))
     trips = d.microbatches + d.stages - 1
     (_, outputs, metric), given = lax.scan(iteration, start, jnp.arange(trips))
-    return (outputs if d.collect == "put" else given[d.stages - 1 :]), metric
+    found = outputs if d.collect == "put" else given[d.stages - 1 :]
+    if d.shared == "psum":
+        found = lax.psum(jnp.where(stage == d.stages - 1, found, 0), "x")
+    elif d.shared == "gather":
+        found = lax.all_gather(found, "x")[-1]
+    return found, metric
 
 
 def loss_of(d: Draw, head: jax.Array, h: jax.Array, wanted: jax.Array) -> jax.Array:
@@ -182,6 +195,8 @@ def local(d: Draw, parameters: Any, tokens: jax.Array, wanted: jax.Array) -> Any
     outputs, metric = outputs_of(d, parameters["layers"], xs, parameters["head"], wanted)
     behind = d.head == "behind"
     loss = loss_of(d, parameters["head"], outputs, wanted) if behind else jnp.mean(outputs)
+    if d.shared and d.alike:
+        return loss / d.stages, metric
     return jnp.where(lax.axis_index("x") == d.stages - 1, loss, 0), metric
 
 

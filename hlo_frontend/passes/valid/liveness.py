@@ -363,10 +363,12 @@ class _Walk:
                 self.add_from(node, operand, tensors.full(len(operand.type.shape)), None)
 
     def _grouped(self, node: Node) -> None:
-        """A collective over groups: a live result of a member needs the operands of all members."""
+        """A collective over groups: a live result of a member needs the operands of all members, of an
+        all-gather those alone whose parts of it are live."""
         collective = node.collective
         assert collective is not None
         elementwise = collective.kind is Kind.ALL_REDUCE and node.reducer is None
+        gathers = collective.kind is Kind.ALL_GATHER and len(node.operands) == len(node.results)
         masks = [self.live.get(r) for r in node.results]
         arrays = [o for o in node.operands if o.type is not None]
         count = self.forward.num_devices
@@ -379,13 +381,15 @@ class _Walk:
             assert operand.type is not None
             rank = len(operand.type.shape)
             for j, mask in enumerate(masks):
-                if mask is None or (elementwise and i != j):
+                if mask is None or ((elementwise or gathers) and i != j):
                     continue
-                wide = mask if elementwise else rules.whole(mask, rank)
+                wide = mask if elementwise or gathers else rules.whole(mask, rank)
                 rows = np.broadcast_to(wide, (count, *wide.shape[1:]))
-                needed = np.zeros(rows.shape, bool)
+                needed = rows.copy()
                 for group in collective.groups:
                     needed[list(group)] = rows[list(group)].any(0)
+                if gathers:
+                    needed = _parts(needed, node, operand)
                 if self.of.explain:
                     self._explain_group(node, operand, needed, rows, node.results[j])
                 else:
@@ -543,3 +547,20 @@ _RULES = {
     NodeKind.LOOP: _Walk.loop_,
     NodeKind.BRANCH: _Walk.branch,
 }
+
+
+def _parts(mask: np.ndarray, node: Node, operand: Value) -> np.ndarray:
+    """Of each device's mask of what an all-gather gives, that of its own part."""
+    assert node.collective is not None and operand.type is not None
+    axis = node.collective.dimension
+    if mask.shape[1 + axis] == 1:
+        return mask
+    size = operand.type.shape[axis]
+    shape = list(mask.shape)
+    shape[1 + axis] = size
+    found = np.zeros(shape, bool)
+    for group in node.collective.groups:
+        for position, device in enumerate(group):
+            own = range(position * size, (position + 1) * size)
+            found[device] = mask[device].take(own, axis)
+    return found

@@ -239,9 +239,13 @@ class Forward:
         trace.known[node.results[0]] = ids % count if is_partition else ids // count
 
     def _collective(self, trace: Trace, node: Node, trips: int) -> None:
+        assert node.collective is not None
+        if node.collective.kind is Kind.REDUCE_SCATTER and self.follow_zeros:
+            rows = self._scattered_zeros(trace, node)
+            if rows.any():
+                trace.zero[node.results[0]] = rows
         if not is_transfer(node):
             return
-        assert node.collective is not None
         pairs = node.collective.pairs
         if node not in self.transfers:
             found = Transfer(node)
@@ -264,6 +268,34 @@ class Forward:
                 rows[target] = sent is not None and bool(sent[source if len(sent) > 1 else 0])
             if rows.any():
                 trace.zero[result] = rows
+
+    def _scattered_zeros(self, trace: Trace, node: Node) -> np.ndarray:
+        """The devices that a reduce-scatter gives sums of padding with zeros, as the gradient of one part of
+        an all-gather does."""
+        rows = np.zeros(self.num_devices, bool)
+        padded = node.operands[0].root.node
+        collective = node.collective
+        if (
+            len(node.operands) > 1
+            or padded is None
+            or padded.instruction.opcode != "pad"
+            or collective is None
+            or collective.reduction is not Reduction.SUM
+        ):
+            return rows
+        zero = self.zero(trace, padded.operands[1])
+        if zero is None or not zero.all():
+            return rows
+        (axis,) = node.instruction.proto.dimensions
+        (size,) = node.instruction.shape.dimensions[axis : axis + 1]
+        low = padded.instruction.proto.padding_config.dimensions[axis].edge_padding_low
+        high = padded.instruction.proto.padding_config.dimensions[axis].edge_padding_high
+        whole = padded.instruction.shape.dimensions[axis]
+        for group in collective.groups:
+            for position, device in enumerate(group):
+                begin = position * size
+                rows[device] = begin + size <= low or begin >= whole - high
+        return rows
 
     def _loop(self, trace: Trace, node: Node, trips: int) -> None:
         condition, body = node.blocks

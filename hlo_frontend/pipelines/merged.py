@@ -202,7 +202,9 @@ class _Merged:
         same, numbers = next(r.theirs[held] for r in rows if held in r.theirs)
         env = {i: self._at_entry(i) for i in same}
         for instruction, table in numbers.items():
-            number = self.entry.lookup(table, [self.entry.convert(self.device, array_shape(SCALAR))])
+            number = self.entry.lookup(
+                table, [self.entry.convert(self.device, array_shape(SCALAR))]
+            )
             env[instruction] = self.entry.convert(number, instruction.shape)
         return self.entry.clone([value], env)[value]
 

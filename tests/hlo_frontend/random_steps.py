@@ -157,7 +157,9 @@ def main() -> int:
             if found.verdict not in ("equal", "may round"):
                 lines = *found.whys, *found.differs
                 print(f"{seed}: {schedule} {found.verdict} {d}", *lines, sep="\n    ", flush=True)
-        print(f"{seed}:", *(f"{schedule} {dict(own)}" for schedule, own in counts.items()), flush=True)
+        print(
+            f"{seed}:", *(f"{schedule} {dict(own)}" for schedule, own in counts.items()), flush=True
+        )
     return int(any(own["differs"] for own in counts.values()))
 
 

@@ -400,16 +400,25 @@ def test_a_head_with_weights_of_a_stage(monkeypatch):
 # Steps that are refused, and stay as they are written.
 
 
-def test_outputs_with_something_of_another_stage():
+@pytest.mark.parametrize("own", [False, True])
+def test_outputs_with_something_of_another_stage(own):
+    """Which is the same on all of them, or what that stage alone has."""
+
     def local(w, xs):
         ys = pipelined(lambda w, x: jnp.tanh(x @ w["a"] + w["b"]), w, xs, "x")
-        more = lax.psum(jnp.where(lax.axis_index("x") == 0, ys, 0), "x")
+        first = ys * w["b"].sum() if own else ys
+        more = lax.psum(jnp.where(lax.axis_index("x") == 0, first, 0), "x")
         return jnp.sum((ys + more) ** 2)
 
-    mapped = jax.shard_map(local, mesh=mesh(2), in_specs=(P("x"), P()), out_specs=P())
-    function = jax.jit(jax.grad(mapped))
+    over = mesh(2)
+    mapped = jax.shard_map(local, mesh=over, in_specs=(P("x"), P()), out_specs=P())
+    function = jax.jit(jax.value_and_grad(mapped, argnums=(0, 1)))
     module = compiled(function, (weights(2 * 4), inputs(3)), 2, "1f1b")
-    assert any("are not separate in all-reduce" in report.why for report in module.interleaved)
+    if own:
+        assert any("is of the stage's own" in report.why for report in module.interleaved)
+    else:
+        assert module.interleaved[0].why == ""
+        equal(function, module, over)
 
 
 def test_a_head_that_mixes_microbatches(monkeypatch):

@@ -21,6 +21,7 @@ from stretto.hlo_frontend.overlap.apply import OverlapPolicy
 from stretto.hlo_frontend.overlap.costs import CostTable
 from stretto.hlo_frontend.passes.split import Decision
 from stretto.hlo_frontend.passes.split.apply import found
+from stretto.hlo_frontend.passes.split.overhead import overhead
 from stretto.hlo_frontend.passes.split.regions import Region
 from stretto.hlo_frontend.pipeline import SETTLING, Compilation, run
 from stretto.hlo_frontend.text import parse_hlo_text
@@ -648,6 +649,21 @@ def test_what_parts_cost_counts_in_each_iteration() -> None:
         assert c.splits.decisions
         seconds.append(c.splits.after)
     assert seconds[1] == pytest.approx(2 * seconds[0], rel=1e-4)
+
+
+@pytest.mark.parametrize(("rows", "again"), [(256, 1.0), (2048, 1 / 3 + 16.0)])
+def test_what_is_too_large_for_a_cache_is_read_and_written_from_memory(
+    rows: int, again: float
+) -> None:
+    """``again``: MiB that are read and written once more, a third of those of what a cache holds: a weight of
+    1 MiB, and twice a result of 1 or 8 MiB."""
+    module = large(rows, 512)
+    c = Compilation.of(module, Module.parse(module.hlo))
+    run(c, SETTLING)
+    ((_, block, (region,)),) = found(c.entry, 2)
+    costs = table(launch_s=0.0)
+    took = overhead(region, block, 1, False, costs)
+    assert took == pytest.approx(again * 2**20 / costs.compute.bytes_per_s)
 
 
 def test_more_tiles_where_messages_take_longest() -> None:

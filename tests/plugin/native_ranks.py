@@ -146,7 +146,7 @@ def users_code(mesh: Mesh) -> None:
     placed = jax.make_array_from_callback(
         rows.shape, jax.sharding.NamedSharding(mesh, spec), rows.__getitem__
     )
-    for target, runs in (("users_code", 0), ("lapack_spotrf_ffi", 2)):
+    for target, may in (("users_code", False), ("lapack_spotrf_ffi", True)):
         whole = jax.shard_map(
             partial(f, target), mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False
         )
@@ -154,10 +154,11 @@ def users_code(mesh: Mesh) -> None:
         compiled(placed).block_until_ready()
         here = Region.run_here
         with patch.object(Region, "run_here", autospec=True, side_effect=here) as alone:
-            for _ in range(2):
+            for _ in range(20):
                 for shard in compiled(placed).addressable_shards:
                     np.testing.assert_array_equal(shard.data, 3 * n)
-        assert alone.call_count == (runs if jax.process_count() == n else 0), target
+        # Where a peer is late the dispatch thread may still have its turn when the next run begins.
+        assert alone.called == (may and jax.process_count() == n), target
 
 
 def main() -> int:

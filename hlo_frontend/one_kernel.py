@@ -18,6 +18,7 @@ element of each of them.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 from math import prod
 from typing import Any
 
@@ -43,7 +44,6 @@ _ELEMENTS = frozenset(
     {"pred", "s8", "s16", "s32", "s64", "u8", "u16", "u32", "u64", "f32", "f64", "c64", "c128"}
 )
 _DOT = "stablehlo.dot_general"
-_RENAMES = ("stablehlo.reshape", "stablehlo.optimization_barrier")
 
 
 def _named(names: str) -> frozenset[str]:
@@ -80,8 +80,7 @@ def prepare(module: ir.Module) -> bool:
         elif name == "stablehlo.reduce" and _size(operation.operands[0]) > _MOST_REDUCED:
             return False
     function = stablehlo.main(module)
-    arguments = list(function.arguments)
-    if count < FEWEST or not arguments or not all(_is_small(a) and _size(a) for a in arguments):
+    if count < FEWEST or not all(_is_small(a) and _size(a) for a in function.arguments):
         return False
     for operation in dots:
         _write_as_sum(operation)
@@ -111,40 +110,48 @@ def mark(call: Any, function: Any) -> None:
     call.erase()
 
 
-def _may_be_left(value: ir.Value) -> bool:
-    """Whether XLA may find that nothing depends on a value. What is simple it has found already, in the whole
-    program: what is left are numbers and arrays that only say where to look, and what is overwritten."""
-    return all(map(_may_be_dropped, value.uses))
+def _kept(block: Any, kept: set[ir.Value]) -> set[ir.Value]:
+    """``kept`` with the values on which, for all that XLA finds, something depends that the block gives.
+
+    What is simple it has found already, in the whole program: what it may still find to be without use are
+    numbers and arrays that only say where to look, and what is overwritten as a whole.
+    """
+    for operation in reversed(list(block.operations)):
+        for region in operation.operation.regions:
+            for inner in region:
+                _kept(inner, kept)
+        kept.update(o for i, o in enumerate(operation.operands) if _keeps(operation, i, kept))
+    return kept
 
 
-def _may_be_dropped(use: Any) -> bool:
-    owner, position = use.owner, use.operand_number
-    if owner.name in _RENAMES:
-        return _may_be_left(owner.results[position])
-    if owner.name == "stablehlo.dynamic_slice":
-        return position > 0
-    if owner.name == "stablehlo.dynamic_update_slice":
-        whole = _size(owner.operands[1]) == _size(owner.operands[0])
-        return position > 1 or (position == 0 and whole)
-    if owner.name == "stablehlo.gather":
-        return position == 1
-    computes = owner.name in _COMPUTE or owner.name in _MOVE
-    return computes and all(map(_may_be_left, owner.results))
+def _keeps(operation: Any, position: int, kept: set[ir.Value]) -> bool:
+    """Whether an operand is kept, where these are of what follows."""
+    name, results = operation.operation.name, list(operation.results)
+    if name in _FLOW:
+        return True
+    if name == "stablehlo.optimization_barrier":
+        return results[position] in kept
+    if name in ("stablehlo.dynamic_slice", "stablehlo.gather") and position > 0:
+        return False
+    if name == "stablehlo.dynamic_update_slice":
+        whole = _size(operation.operands[1]) == _size(operation.operands[0])
+        if position > 1 or (position == 0 and whole):
+            return False
+    return any(result in kept for result in results)
 
 
 def _read_all(function: Any) -> None:
     """Add a result, a scalar of s32 to which an element of each argument contributes that may be left."""
     block = function.entry_block
-    left = [argument for argument in block.arguments if _may_be_left(argument)]
+    kept = _kept(block, set())
+    left = [argument for argument in block.arguments if argument not in kept]
     if not left:
         return
     (returned,) = [o for o in block.operations if o.operation.name == "func.return"]
     with function.context, function.location, ir.InsertionPoint(returned):
         scalar = _scalar()
-        total: ir.Value | None = None
-        for argument in left:
-            word = _word(argument, scalar)
-            total = word if total is None else _made("xor", scalar, [total, word])
+        words = [_word(argument, scalar) for argument in left]
+        total = reduce(lambda one, other: _made("xor", scalar, [one, other]), words)
         ir.Operation.create("func.return", operands=[*returned.operands, total])
         old = ir.FunctionType(function.type)
         new = ir.FunctionType.get(old.inputs, [*old.results, scalar])

@@ -268,6 +268,38 @@ def test_an_index_that_can_only_be_0_leaves_a_kernel() -> None:
     check(f, X, np.int32([2]), np.int32([1]))
 
 
+def results_of(f: Callable[..., Any], *arrays: Any) -> int:
+    """How many results the prepared function of a module has."""
+    with stablehlo.parsed(lowered(f, *arrays)) as module:
+        assert one_kernel.prepare(module)
+        return len(stablehlo.main(module).type.results)
+
+
+def test_only_what_may_be_left_is_read() -> None:
+    """Arrays that are updated in place would be copied to be read."""
+
+    def updated(x: Any, y: Any) -> Any:
+        return lax.dynamic_update_slice(x, jnp.sin(y[:2] * 2) + jnp.cos(y[2:]), (1, 0))
+
+    def looked_up(x: Any, table: Any, i: Any) -> Any:
+        return jnp.sin(lax.dynamic_slice(x * 2, (table[i[0]], 0), (2, 3)) + 1)
+
+    assert results_of(updated, X, Y) == 1
+    assert results_of(looked_up, X, np.arange(4), np.int32([1])) == 2
+    check(looked_up, X, np.arange(4, dtype=np.int32), np.int32([1]))
+
+
+def test_a_long_computation_of_an_index() -> None:
+    """Each step reads the one before it more than once: there are 2^200 ways through them."""
+
+    def f(x: Any, i: Any) -> Any:
+        for _ in range(100):
+            i = (i * i + (i ^ 3)) & 3
+        return jnp.sin(lax.dynamic_slice(x * 2, (i[0], 0), (2, 3)))
+
+    check(f, X, np.int32([1]))
+
+
 @pytest.mark.parametrize(
     "dtype", ["bool", "int8", "uint16", "int32", "uint64", "float32", "float64", "complex64"]
 )

@@ -8,6 +8,8 @@ import platform
 import struct
 import sys
 import threading
+from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 
@@ -202,53 +204,67 @@ def test_after_a_yield_that_others_used_waits_sleep(monkeypatch: pytest.MonkeyPa
     assert did == ["yield", "yield", "sleep", "sleep", "yield"]
 
 
-def attributes() -> tuple[int, int, int]:
-    """Policy, nice value and slice of the calling thread, the slice in nanoseconds (sched_getattr(2))."""
-    number = {"x86_64": 315, "aarch64": 275}.get(platform.machine())
-    if sys.platform != "linux" or number is None:
+# The numbers of sched_setattr(2) and sched_getattr(2).
+CALLS = {"x86_64": (314, 315), "aarch64": (274, 275)}
+ATTR = "IIQiIQQQ"  # its first version: size, policy, flags, nice value, priority, slice in nanoseconds, …
+
+
+def attributes() -> list[int]:
+    """Those of the calling thread."""
+    if sys.platform != "linux" or platform.machine() not in CALLS:
         pytest.skip("slices are Linux's")
-    attr = ctypes.create_string_buffer(48)
-    if ctypes.CDLL(None).syscall(number, 0, attr, 48, 0) != 0:
+    attr = ctypes.create_string_buffer(struct.calcsize(ATTR))
+    number = CALLS[platform.machine()][1]
+    if ctypes.CDLL(None).syscall(number, 0, attr, len(attr.raw), 0) != 0:
         pytest.skip("sched_getattr is not permitted here")
-    _, policy, _, nice, _, slice_ns, _, _ = struct.unpack("IIQiIQQQ", attr.raw)
-    if slice_ns == 0:
+    found = list(struct.unpack(ATTR, attr.raw))
+    if found[5] == 0:
         pytest.skip("before Linux 6.12 threads have no slices of their own")
-    return policy, nice, slice_ns
+    return found
+
+
+def in_a_thread_with_slices_of(slice_ns: int, work: Callable[[], None]) -> tuple[list, list]:
+    """What attributes a thread had before and after ``work``. A thread begins with those of the one that made
+    it, which may have waited for its core."""
+    found: list[list[int]] = []
+
+    def whole() -> None:
+        wanted = attributes()
+        wanted[0], wanted[5] = struct.calcsize(ATTR), slice_ns
+        ctypes.CDLL(None).syscall(
+            CALLS[platform.machine()][0],
+            0,
+            ctypes.create_string_buffer(struct.pack(ATTR, *wanted)),
+            0,
+        )
+        found.append(attributes())
+        work()
+        found.append(attributes())
+
+    attributes()  # skips in the test's own thread
+    thread = threading.Thread(target=whole)
+    thread.start()
+    thread.join()
+    before, after = found
+    assert before[5] == slice_ns
+    return before, after
 
 
 def test_one_thread_has_short_slices_and_is_else_as_before() -> None:
-    before = attributes()
-    found = []
-
-    def work() -> None:
-        for _ in range(2):
-            waiting.short_slices()
-            found.append(attributes())
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert found == [(*before[:2], 100_000)] * 2
-    assert attributes() == before
+    ours = attributes()
+    before, after = in_a_thread_with_slices_of(3_000_000, waiting.short_slices)
+    assert after == [*before[:5], 100_000, *before[6:]]
+    assert attributes() == ours
 
 
-@pytest.mark.parametrize(("took", "slice_ns"), [(1e-6, None), (100e-6, 100_000)])
+@pytest.mark.parametrize(("took", "slice_ns"), [(1e-6, 3_000_000), (100e-6, 100_000)])
 def test_a_thread_whose_core_others_want_has_short_slices(
-    monkeypatch: pytest.MonkeyPatch, took: float, slice_ns: int | None
+    monkeypatch: pytest.MonkeyPatch, took: float, slice_ns: int
 ) -> None:
     """``took``: seconds of a yield."""
-    before = attributes()
     clock = iter((0.0, took))
     monkeypatch.setattr(waiting, "_taken_until", 0.0)
-    monkeypatch.setattr(waiting.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(waiting, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
     monkeypatch.setattr(waiting, "sched_yield", lambda: None)
-    found = []
-
-    def work() -> None:
-        waiting.give_way()
-        found.append(attributes())
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert [slice for _, _, slice in found] == [slice_ns or before[2]]
+    _, after = in_a_thread_with_slices_of(3_000_000, waiting.give_way)
+    assert after[5] == slice_ns

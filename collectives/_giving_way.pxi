@@ -4,7 +4,6 @@
 cdef extern from *:
     """
     #include <sched.h>
-    #define STRETTO_SLICE 100000  /* nanoseconds, the least that Linux gives */
     #include <time.h>
     #ifdef __linux__
     #include <stdint.h>
@@ -12,6 +11,7 @@ cdef extern from *:
     #include <sys/syscall.h>
     #include <unistd.h>
     #endif
+    #define STRETTO_SLICE 100000  /* nanoseconds, the least that Linux gives */
 
     static void stretto_sleep(double seconds) {
         static __thread int precise = 0;

@@ -200,22 +200,17 @@ class Splitting:
         if self.size == 2:
             return maker.add("add", type, terms)  # the same both ways
         own = self.places.at(self.table, len(self.parts))
-        one = TensorType("pred", ())
         nothing = maker.add("negate", type, [maker.zeros(type)])
         total = nothing
-        for direction in ("GE", "LT"):
-            for back in reversed(range(self.size)):
-                if back == 0 and direction == "LT":
-                    continue  # its own place is never before 0
-                turn = maker.add(
-                    "compare",
-                    one,
-                    [own, maker.constant([back], ())],
-                    comparison_direction=direction,
-                )
-                taken = maker.add("broadcast", TensorType("pred", type.shape), [turn])
-                term = maker.add("select", type, [taken, terms[back], nothing])
-                total = maker.add("add", type, [total, term])
+        back = list(reversed(range(self.size)))
+        for direction, d in [("GE", d) for d in back] + [("LT", d) for d in back[:-1]]:
+            pair = [own, maker.constant([d], ())]
+            turn = maker.add(
+                "compare", TensorType("pred", ()), pair, comparison_direction=direction
+            )
+            taken = maker.add("broadcast", TensorType("pred", type.shape), [turn])
+            term = maker.add("select", type, [taken, terms[d], nothing])
+            total = maker.add("add", type, [total, term])
         return total
 
     def _each(self, node: Node) -> None:

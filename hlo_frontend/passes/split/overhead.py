@@ -17,7 +17,7 @@ launch for a run of kernels and for a collective that is handed to a stream. Par
 - An array that is put together is first filled with zeros, and then written a second time.
 
 Arrays that a core's cache holds are read and written again faster than from memory; larger ones are not. A
-product whose result of 22 MB was put together from eight parts took 9 ms longer there than whole.
+product whose result of 22 MB was put together from parts took 9 ms longer than whole.
 """
 
 from __future__ import annotations

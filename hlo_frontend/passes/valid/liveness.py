@@ -540,15 +540,6 @@ def _widened(mask: Mask) -> Mask:
     return None if mask is None else tensors.full(mask.ndim - 1)
 
 
-_RULES = {
-    NodeKind.COMPUTE: _Walk.compute,
-    NodeKind.LOGICAL_ID: _Walk.nothing,
-    NodeKind.COLLECTIVE: _Walk.collective,
-    NodeKind.LOOP: _Walk.loop_,
-    NodeKind.BRANCH: _Walk.branch,
-}
-
-
 def _parts(mask: np.ndarray, node: Node, operand: Value) -> np.ndarray:
     """Of each device's mask of what an all-gather gives, that of its own part."""
     assert node.collective is not None and operand.type is not None
@@ -564,3 +555,12 @@ def _parts(mask: np.ndarray, node: Node, operand: Value) -> np.ndarray:
             own = range(position * size, (position + 1) * size)
             found[device] = mask[device].take(own, axis)
     return found
+
+
+_RULES = {
+    NodeKind.COMPUTE: _Walk.compute,
+    NodeKind.LOGICAL_ID: _Walk.nothing,
+    NodeKind.COLLECTIVE: _Walk.collective,
+    NodeKind.LOOP: _Walk.loop_,
+    NodeKind.BRANCH: _Walk.branch,
+}

@@ -287,9 +287,9 @@ class Forward:
         if zero is None or not zero.all():
             return rows
         (axis,) = node.instruction.proto.dimensions
-        (size,) = node.instruction.shape.dimensions[axis : axis + 1]
-        low = padded.instruction.proto.padding_config.dimensions[axis].edge_padding_low
-        high = padded.instruction.proto.padding_config.dimensions[axis].edge_padding_high
+        size = node.instruction.shape.dimensions[axis]
+        padding = padded.instruction.proto.padding_config.dimensions[axis]
+        low, high = padding.edge_padding_low, padding.edge_padding_high
         whole = padded.instruction.shape.dimensions[axis]
         for group in collective.groups:
             for position, device in enumerate(group):

@@ -20,7 +20,7 @@ from stretto.collectives.types import TensorType
 
 from ..errors import CompileError, StrettoError
 from ..program import Segment
-from .xla_cpu import XlaEngine, translate
+from .xla import XlaEngine, translate
 
 
 def _config(name: str, runtime: str, **properties: str) -> str:

@@ -32,7 +32,7 @@ from jax.errors import JaxRuntimeError
 
 from ..errors import CompileError, StrettoError, UnsupportedError
 from ..program import Segment
-from .xla_cpu import XlaEngine
+from .xla import XlaEngine
 
 # Functions that jaxlib calls without looking whether they are there, by their places in ``PJRT_Api``. Without
 # one of them the process would crash.

@@ -27,7 +27,7 @@ from ..errors import StrettoError
 from . import cuda_stream
 from .cuda_loans import Loans
 from .cuda_target import CudaCompiler
-from .xla_cpu import XlaEngine
+from .xla import XlaEngine
 
 Array = Any
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from stretto.runtime.engines.xla_cpu import XlaCpuEngine, XlaSegment
+from stretto.runtime.engines.xla import XlaSegment
+from stretto.runtime.engines.xla_cpu import XlaCpuEngine
 from stretto.runtime.execution.executor import Executor
 from stretto.runtime.execution.value import Value
 from stretto.runtime.options import Options

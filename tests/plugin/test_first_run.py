@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from stretto.runtime.engines.xla_cpu import XlaEngine
+from stretto.runtime.engines.xla import XlaEngine
 
 
 def test_nothing_is_compiled_or_loaded_in_the_first_run(

@@ -17,6 +17,7 @@ from stretto.collectives.types import TensorType
 from stretto.engine_check import DONATED, DOUBLE, F32, check_engine
 from stretto.runtime.engines import code_room, engine, null, xla_cpu
 from stretto.runtime.engines.engine import create_engine
+from stretto.runtime.engines.xla import XlaSegment
 from stretto.runtime.engines.xla_cuda import chosen
 from stretto.runtime.errors import CompileError, StrettoError
 from stretto.runtime.program import Segment
@@ -178,7 +179,7 @@ def test_a_pass_that_goes_by_the_size_of_a_loop(xla) -> None:
     """XLA makes one call of a loop with small carries, except in segments that are to be reproducible.
 
     If it does so in neither, the pass has another name or is gone: find out with XLA_FLAGS=--xla_dump_to
-    what else XLA:CPU does to a loop by its size, and look at ``_BY_SIZE`` in ``xla_cpu.py``.
+    what else XLA:CPU does to a loop by its size, and look at ``_BY_SIZE`` in ``xla.py``.
     """
 
     def loop(x, w):
@@ -216,7 +217,7 @@ def test_conformance_finds_loops_that_are_not_reproducible() -> None:
 
 
 def test_private_names_of_jaxlib() -> None:
-    """If this fails, a jaxlib has changed what ``xla_cpu.py`` uses: read that file with it."""
+    """If this fails, a jaxlib has changed what ``xla.py`` or ``xla_cpu.py`` uses: read that file with it."""
     from jax._src.lib import xla_client
     from jaxlib import _jax
 
@@ -323,9 +324,9 @@ def test_copies_of_code_are_dropped_before_the_process_has_no_room_for_more(
     """Each copy takes three mappings of memory, of which Linux allows a process 65,530 (NetKet's tests on 8
     devices ended in XLA)."""
     room = code_room.CodeRoom()
-    monkeypatch.setattr(xla_cpu, "_room", room)
+    monkeypatch.setattr("stretto.runtime.engines.xla._room", room)
     assert code_room.mappings() > 0
-    made: list[xla_cpu.XlaSegment] = []
+    made: list[XlaSegment] = []
     # Those of the process depend on what else it collects meanwhile.
     monkeypatch.setattr(
         code_room,

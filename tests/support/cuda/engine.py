@@ -19,7 +19,8 @@ from jaxlib.mlir import ir
 
 from stretto.runtime.engines.cuda_loans import ARRIVAL, ROOM
 from stretto.runtime.engines.pjrt import PjrtEngine
-from stretto.runtime.engines.xla_cpu import XlaCpuEngine, XlaEngine
+from stretto.runtime.engines.xla import XlaEngine
+from stretto.runtime.engines.xla_cpu import XlaCpuEngine
 from stretto.runtime.engines.xla_cuda import XlaCudaEngine
 from stretto.runtime.errors import UnsupportedError
 from stretto.runtime.program import Segment

@@ -1,0 +1,69 @@
+"""Some programs drawn at random, on stretto as on JAX's CPU backend.
+
+STRETTO_TEST_ROUNDS: how many times as many programs (1). `random_programs` runs as many as one likes.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.mpi import run_ranks
+
+SCRIPT = Path(__file__).with_name("random_programs.py")
+DEVICES = 8
+ROUNDS = int(os.environ.get("STRETTO_TEST_ROUNDS", "1"))
+
+
+def environment(devices: int) -> dict[str, str]:
+    return {
+        "JAX_PLATFORMS": "stretto,cpu",
+        "STRETTO_LOCAL_DEVICES": str(devices),
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={DEVICES}",
+    }
+
+
+def check(done: subprocess.CompletedProcess[str], count: int, ranks: int = 1) -> None:
+    """Each rank ran them all, and most were no errors."""
+    assert done.returncode == 0, done.stdout + done.stderr
+    equal = [int(n) for n in re.findall(r"(\d+) equal", done.stdout)]
+    assert len(equal) == ranks and min(equal) > count / 2, done.stdout
+
+
+@pytest.mark.parametrize(
+    ("kind", "first", "count", "more"),
+    [
+        ("values", 0, 4, ()),
+        ("values", 5000, 2, ("--wide",)),
+        ("gradients", 0, 2, ()),
+        ("floats", 0, 2, ()),
+    ],
+)
+def test_in_one_process(kind: str, first: int, count: int, more: tuple[str, ...]) -> None:
+    count *= ROUNDS
+    command = [str(SCRIPT), kind, "--first", str(first), "--count", str(count), *more]
+    done = subprocess.run(
+        [sys.executable, *command],
+        env={**os.environ, **environment(DEVICES)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=100 + 10 * count,
+    )
+    check(done, count)
+
+
+@pytest.mark.mpi
+def test_on_ranks() -> None:
+    ranks, count = 2, 2 * ROUNDS
+    done = run_ranks(
+        ranks,
+        [str(SCRIPT), "values", "--first", "100", "--count", str(count)],
+        env=environment(DEVICES // ranks),
+        timeout=100 + 20 * count,
+    )
+    check(done, count, ranks)

@@ -38,6 +38,21 @@ def arithmetic(instructions: Iterable[Instruction]) -> int:
     return count
 
 
+def iterations(instructions: Iterable[Instruction]) -> int:
+    """How many iterations all loops make in one run, inner ones each time; -1 if that is not known."""
+    count = 0
+    for instruction in instructions:
+        inner = [iterations(called.instructions) for called in instruction.called]
+        times: int | None = 1
+        if instruction.opcode == "while":
+            times = annotated_trips(instruction)
+            inner.append(1)
+        if times is None or -1 in inner:
+            return -1
+        count += times * sum(inner)
+    return count
+
+
 def flops(instruction: Instruction) -> float:
     """Floating point operations of one run.
 

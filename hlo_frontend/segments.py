@@ -20,7 +20,7 @@ from stretto.runtime.program import Segment
 from . import stablehlo
 from .builder import Builder, array_shape, resized, shape_of, tuple_shape
 from .carve import SegmentPlan
-from .flops import arithmetic, flops_of
+from .flops import arithmetic, flops_of, iterations
 from .graph import Computation, Instruction
 from .imported import with_aliases
 from .likeness import Likeness, begin_at_zero, drop_what_says_nothing, entering
@@ -92,6 +92,7 @@ class SegmentPool:
                     flops=flops_of(instructions),
                     name=name,
                     once=any(map(_is_of_the_user, _instructions_of(hlo))),
+                    iterations=iterations(instructions),
                 )
             )
         return self._index[key]

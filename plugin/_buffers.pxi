@@ -174,9 +174,9 @@ cdef class Buffer(Handle):
 
     cdef object issued_array(self):
         """The engine's array, or None if it is not there yet or will never be."""
-        if self.array is None and not self.c.deleted and self.value.is_ready():
+        if self.array is None and not self.c.deleted:
             try:
-                self.array = self.value.array()
+                self.array = self.value.issued()
             except Exception:
                 return None
         return self.array
@@ -253,8 +253,96 @@ cdef class Buffer(Handle):
         return give(event)
 
 
-# Makes the ``Value`` of (engine array, type, memory); set by `install`.
+# Makes the ``Value`` of (engine array, type, memory); and the type of (code, shape). Set by `install`.
 cdef object make_value = None
+cdef object tensor_type = None
+
+# By element type and rank, then dimensions: the `ArrayType` of small arrays that came from the host, its NumPy
+# shape and dtype. No more than `KNOWN` of them.
+cdef dict small_types = {}
+cdef int from_host = names.index("PJRT_Client_BufferFromHostBuffer")
+cdef enum:
+    FEW_BYTES = 1024
+    FEW_DIMENSIONS = 8
+    KNOWN_TYPES = 4096
+
+
+cdef void* buffer_from_host(void* a) noexcept nogil:
+    if gone():
+        return NULL
+    with gil:
+        return call_from_host(<PJRT_Client_BufferFromHostBuffer_Args*>a)
+
+
+cdef void* call_from_host(PJRT_Client_BufferFromHostBuffer_Args* args) noexcept:
+    """Small dense arrays, such as the numbers of eager expressions, are copied here; others by the handler."""
+    cdef stretto_pending pending
+    cdef error_t* error = NULL
+    cdef bint done = False
+    if (
+        args.device_layout == NULL and args.num_dims <= FEW_DIMENSIONS and args.data != NULL
+        and (args.memory != NULL or (args.device != NULL and (<device_t*>args.device).default_memory != NULL))
+    ):
+        save(&pending)
+        try:
+            done = copy_small(args)
+        except BaseException as exception:
+            error = error_of(exception)
+        restore(&pending)
+        if done or error != NULL:
+            return error
+    return call_handler(from_host, args)
+
+
+cdef bint copy_small(PJRT_Client_BufferFromHostBuffer_Args* args) except -1:
+    """Whether the array is small and dense; then the caller has its buffer."""
+    cdef const int64_t* dimensions = <const int64_t*>args.dims
+    cdef const int64_t* strides = <const int64_t*>args.byte_strides
+    cdef Memory memory
+    cdef ArrayType type
+    cdef Buffer buffer
+    cdef bytes key = (<char*>dimensions)[:args.num_dims * sizeof(int64_t)] if args.num_dims else b""
+    cdef dict of_type = small_types.get(args.type)
+    cdef tuple found = of_type.get(key) if of_type is not None else None
+    cdef object host
+    cdef int64_t step
+    cdef size_t i
+    if found is None:
+        found = small_type(args.type, [dimensions[i] for i in range(args.num_dims)], key)
+    type = <ArrayType>found[0]
+    if type is None:
+        return False
+    if args.num_byte_strides:
+        step = <int64_t>found[2].itemsize
+        for i in reversed(range(args.num_dims)):
+            if strides[i] != step and dimensions[i] != 1:
+                return False
+            step *= dimensions[i]
+    memory = (
+        <Memory>(<handle_t*>args.memory).owner if args.memory != NULL
+        else <Memory>(<handle_t*>(<device_t*>args.device).default_memory).owner
+    )
+    host = ndarray(found[1], found[2], PyBytes_FromStringAndSize(<char*>args.data, type.nbytes)).copy()
+    buffer = Buffer.__new__(Buffer)
+    buffer.set(
+        None, memory.device.client.engine.put(host, type.type, memory.device.c.local_hardware_id), type, memory
+    )
+    Py_INCREF(buffer)
+    args.buffer = buffer.pointer
+    args.done_with_host_buffer = &always_ready
+    return True
+
+
+cdef tuple small_type(int code, list shape, bytes key):
+    """What is known of a type; without an `ArrayType` where the handler must see its arrays."""
+    cdef dict of_type
+    cdef object type = tensor_type(code, tuple(shape))
+    cdef bint small = 0 < type.nbytes <= FEW_BYTES and type.element.bits >= 8
+    found = (ArrayType(type) if small else None, type.shape, type.numpy)
+    if sum(map(len, small_types.values())) < KNOWN_TYPES:
+        of_type = small_types.setdefault(code, {})
+        of_type[key] = found
+    return found
 
 
 def make_buffer(value, ArrayType type not None, Memory memory not None):

@@ -16,6 +16,7 @@ Invariants:
 
 cimport cython
 from cpython.buffer cimport PyBuffer_FillInfo
+from cpython.bytes cimport PyBytes_FromStringAndSize
 from cpython.bytearray cimport PyByteArray_AS_STRING, PyByteArray_GET_SIZE
 from cpython.list cimport PyList_GET_ITEM
 from cpython.pycapsule cimport PyCapsule_New
@@ -36,6 +37,8 @@ from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy, memset
 
 from time import perf_counter as _perf_counter
+
+from numpy import ndarray
 
 from stretto.runtime.recording import rows as _rows
 from stretto.runtime.recording import trace_file as _trace_file
@@ -331,6 +334,7 @@ api.PJRT_Memory_Kind_Id = memory_kind_id
 api.PJRT_Memory_DebugString = memory_debug_string
 api.PJRT_Memory_ToString = memory_to_string
 api.PJRT_Memory_AddressableByDevices = memory_addressable_by_devices
+api.PJRT_Client_BufferFromHostBuffer = buffer_from_host
 api.PJRT_Buffer_ElementType = buffer_element_type
 api.PJRT_Buffer_Dimensions = buffer_dimensions
 api.PJRT_Buffer_UnpaddedDimensions = buffer_dimensions
@@ -358,20 +362,24 @@ api.PJRT_AsyncTrackingEvent_Destroy = destroy
 exported_table = &api
 
 
-def install(list functions not None, describe_exception, value_of_array, tell_event_later, run_on_a_thread):
+def install(
+    list functions not None, describe_exception, value_of_array, type_of, tell_event_later, run_on_a_thread
+):
     """Set the handlers, in the order of ``abi.ALL_FUNCTIONS``, and what the C face asks of Python.
 
     A handler takes the address of its arguments; None stands for a function that is not implemented.
     ``describe_exception(exception)`` gives a status code and a message as bytes;
-    ``value_of_array(array, type, memory)`` the ``Value`` of an engine's array; ``tell_event_later(event)``
+    ``value_of_array(array, type, memory)`` the ``Value`` of an engine's array; ``type_of(code, shape)`` the type
+    of an array of a PJRT_Buffer_Type; ``tell_event_later(event)``
     has an event completed when its values are computed; ``run_on_a_thread(function)`` calls a function
     that may wait.
     """
-    global handlers, describe, make_value, tell_later, run_elsewhere
+    global handlers, describe, make_value, tensor_type, tell_later, run_elsewhere
     if len(functions) != len(names):
         raise ValueError(f"{len(functions)} handlers for {len(names)} functions")
     handlers, describe = functions, describe_exception
-    make_value, tell_later, run_elsewhere = value_of_array, tell_event_later, run_on_a_thread
+    make_value, tensor_type = value_of_array, type_of
+    tell_later, run_elsewhere = tell_event_later, run_on_a_thread
 
 
 def capsule():

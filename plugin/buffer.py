@@ -81,7 +81,7 @@ def from_host_buffer(args: Any) -> None:
             return
         del host
     if 0 < type.nbytes <= SMALL:
-        # Most are the numbers of eager expressions: NumPy's copy is the faster one, and so is the engine's.
+        # NumPy's copy is the faster one, and so is the engine's. (Of those that are dense `_capi` makes it.)
         copied = host_array(args.data, type, strides).copy()
     else:
         copied = aligned_empty(type.shape, type.numpy)

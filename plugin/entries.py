@@ -25,4 +25,11 @@ MODULES = (buffer, client, cross_host, event, executable, profiler, shardings, t
 
 def install() -> None:
     """Give the handlers to the C table."""
-    _capi.install(handlers(), describe, client.value_of_array, later.add, completions.submit)
+    _capi.install(
+        handlers(),
+        describe,
+        client.value_of_array,
+        client.tensor_type,
+        later.add,
+        completions.submit,
+    )

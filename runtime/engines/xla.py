@@ -12,6 +12,7 @@ one device: row-major, sub-byte types one byte an element towards the host.
 
 from __future__ import annotations
 
+import ctypes
 import re
 import threading
 from collections.abc import Sequence
@@ -46,6 +47,8 @@ _IN_PLACE = [("xla_cpu_copy_insertion_use_region_analysis", True)]
 # Calls with this attribute are to be one kernel each (`hlo_frontend.one_kernel`).
 _ONE_KERNEL, _ATTRIBUTES = b"xla_cpu_small_call", "mhlo.frontend_attributes"
 _room = CodeRoom()
+# Bytes that are copied to another device sooner by the host than by XLA.
+_SMALL = 1 << 14
 # Transfer guards are about a program's own transfers. jaxlib checks those of the thread that calls, be it the
 # program's or one of ours, and of all threads.
 _guards, _ALLOW = _jax.guard_lib.thread_local_state, _jax.guard_lib.TransferGuardLevel.ALLOW
@@ -347,11 +350,14 @@ class XlaEngine:
         return [result_handler(type, self._shardings[ordinal]) for type in types]
 
     def put(self, host: np.ndarray, type: TensorType, ordinal: int) -> Array:
+        return self._put(host, aval(type), ordinal)
+
+    def _put(self, host: np.ndarray, type: core.ShapedArray, ordinal: int) -> Array:
         guards = _guards()
         before, guards.host_to_device = guards.host_to_device, _ALLOW
         try:
             return _jax.batched_device_put(
-                aval(type),
+                type,
                 self._shardings[ordinal],
                 [host],
                 self._device_lists[ordinal],
@@ -368,6 +374,10 @@ class XlaEngine:
         return view if view.flags.c_contiguous else np.ascontiguousarray(view)
 
     def copy(self, array: Array, ordinal: int) -> Array:
+        if self.host_memory and array.nbytes <= _SMALL and array.dtype.kind in "biufc":
+            small = self._copy_small(array, ordinal)
+            if small is not None:
+                return small
         guards = _guards()
         before, guards.device_to_device = guards.device_to_device, _ALLOW
         try:
@@ -382,6 +392,18 @@ class XlaEngine:
         finally:
             guards.device_to_device = before
         return copied
+
+    def _copy_small(self, array: Array, ordinal: int) -> Array | None:
+        """As `copy`, by way of the host, which takes a quarter of the time; None for what is not computed, or
+        failed."""
+        if not array.is_ready():
+            return None
+        try:
+            content = ctypes.string_at(self.pointer(array), array.nbytes)
+        except XlaError:
+            return None
+        host = np.frombuffer(content, array.dtype).reshape(array.shape)
+        return self._put(host, array.aval, ordinal)
 
     def is_ready(self, array: Array) -> bool:
         return array.is_ready()

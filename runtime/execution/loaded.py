@@ -28,6 +28,10 @@ from .stream import Event
 from .value import DeletedError, Landed, Promise, Value
 from .walk import Walker
 
+# Iterations that take no loop long: XLA runs one in the thread that calls only where an iteration has fewer
+# than 1,000 operations.
+FEW = 4096
+
 
 class LoadedProgram:
     """A program on its devices. ``local``: (logical id, ordinal) of those in this process, in order."""
@@ -61,10 +65,12 @@ class LoadedProgram:
         # The same for one device, where the segment calls back into Python; gives the run's end too.
         self._calling: Callable[[int, list[Any]], tuple[list[Any], Any]] | None = None
         self._must_agree = must_agree
-        # Engines run what they take for cheap in the thread that calls, and a loop may have no end. On
-        # several devices another thread calls, so that Ctrl-C ends the wait, as on JAX's CPU backend.
-        self._may_never_end = len(local) > 1 and any(
-            WHILE in segment.module for segment in program.segments
+        # Engines run what they take for cheap in the thread that calls, and a loop may have no end, or a far
+        # one. On several devices another thread calls, so that Ctrl-C ends the wait, as on JAX's CPU backend.
+        loops = [segment for segment in program.segments if WHILE in segment.module]
+        self._loops = len(local) > 1 and bool(loops)
+        self._may_never_end = self._loops and not all(
+            0 <= segment.iterations <= FEW for segment in loops
         )
         # How it is agreed on with the other processes that run it; None if there are none. While it is
         # measured, what does that stands here too.
@@ -76,7 +82,7 @@ class LoadedProgram:
         it would see a walk for each."""
         program, walker = self.program, self.walker
         self._single = self._calling = None
-        single = program.single_run
+        single, with_ids = program.single_run, program.run_with_ids
         self._may_be_region = (
             single is not None
             and bool(program.segments[single.segment].sites)
@@ -87,7 +93,7 @@ class LoadedProgram:
         if (
             program.single_segment is not None
             and self.local
-            and not self._may_never_end
+            and not self._loops
             and not self._must_agree
         ):
             instrument = self.dispatcher.instrument
@@ -105,6 +111,19 @@ class LoadedProgram:
                 self._single = instrument.around_call(
                     run, program, segment, self.dispatcher.next_run
                 )
+
+        elif (
+            with_ids is not None
+            and self.local
+            and not self._loops
+            and not self._must_agree
+            and not self.has_host_callbacks
+            and self.dispatcher.instrument is None
+            and not program.segments[with_ids.segment].sites
+        ):
+            loaded = walker.context.segments[with_ids.segment]
+            if not isinstance(loaded, LoadedTogether):
+                self._single = walker.with_ids(with_ids, loaded.run)
 
     def watch(self) -> None:
         """Report to the dispatcher's instrument, which has been exchanged, from now on."""

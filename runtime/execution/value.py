@@ -101,6 +101,19 @@ class Value:
         array = self._array
         return array if array is not None else self._issued()
 
+    def issued(self) -> Array | None:
+        """The engine array, if it has been issued; None while its run is under way or if that has failed, and
+        once it is deleted. Does not wait."""
+        array = self._array
+        if array is not None:
+            return array
+        other = self._other
+        if type(other) is Promise and not (other.event.done and other.error is None):
+            return None
+        if isinstance(other, BaseException) or other is _DELETED:
+            return None
+        return self._issued()
+
     def host_view(self) -> np.ndarray:
         """Content as a C-contiguous host array that must not be written to; waits for it.
 

@@ -21,6 +21,7 @@ from ..program import (
     Free,
     LogicalId,
     Loop,
+    Program,
     Run,
     Slot,
     Start,
@@ -371,20 +372,50 @@ class Walker:
         return duplicate
 
     def _logical_id(self, instruction: LogicalId) -> Operation:
-        partitions = self.program.num_partitions
         ids = Hosted(
-            np.array(
-                logical % partitions if instruction.kind == "partition" else logical // partitions,
-                np.uint32,
-            )
-            for logical in self.context.logical
+            _logical_id(self.program, instruction, logical) for logical in self.context.logical
         )
         slot = instruction.output
+        if slot not in self.program.lasting_ids:
 
-        def identify(frame: Frame) -> None:
-            frame.registers[slot] = ids
+            def identify(frame: Frame) -> None:
+                frame.registers[slot] = ids
 
-        return identify
+            return identify
+
+        arrays: list[Any] = []
+
+        def identify_arrays(frame: Frame) -> None:
+            if not arrays:
+                registers: list[Any] = [None] * len(frame.registers)
+                registers[slot] = ids
+                arrays.extend(self.land(registers, slot))
+            frame.registers[slot] = list(arrays)
+
+        return identify_arrays
+
+    def with_ids(
+        self, run: Run, segment: Callable[[int, list[Any]], list[Any]]
+    ) -> Callable[[int, list[Any]], list[Any]]:
+        """``f(ordinal, arguments)``: the segment of a program's `run_with_ids`, with the device's ids."""
+        program, context = self.program, self.context
+        order = [*program.body.parameters, *program.lasting_ids]
+        places = [order.index(slot) for slot in run.inputs]
+        ids = {
+            ordinal: [
+                self.engine.put(
+                    _logical_id(program, id_, logical), program.slot_types[slot], ordinal
+                )
+                for slot, id_ in program.lasting_ids.items()
+            ]
+            for ordinal, logical in zip(self.ordinals, context.logical, strict=True)
+        }
+
+        def call(ordinal: int, arguments: list[Any]) -> list[Any]:
+            given = arguments + ids[ordinal]
+            return segment(ordinal, [given[place] for place in places])
+
+        return call
 
     def _free(self, instruction: Free) -> Operation:
         slots = instruction.slots
@@ -404,3 +435,10 @@ def _at_once(operation: Operation) -> Attempt:
         operation(frame)
 
     return attempt
+
+
+def _logical_id(program: Program, which: LogicalId, logical: int) -> np.ndarray:
+    """The id of a logical device as a host array."""
+    partitions = program.num_partitions
+    id_ = logical % partitions if which.kind == "partition" else logical // partitions
+    return np.array(id_, np.uint32)

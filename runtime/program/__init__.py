@@ -42,6 +42,8 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import chain
 from typing import Any
 
 from stretto.collectives.ops import Collective, attributes, nested
@@ -77,6 +79,7 @@ class Segment:
     `hlo_frontend.native`); ``main`` then takes a `CONTEXT` before its inputs, and all devices run it at once.
     ``once``: a run must not be made anew with the same inputs, since it calls code of the user's, which may
     have effects or a state.
+    ``iterations``: how many its loops make in one run, those within others each time; -1 if not known.
     Segments are equal when their modules and types are: names and source lines are stripped before.
     """
 
@@ -90,6 +93,7 @@ class Segment:
     reproducible: bool = False
     sites: tuple[int, ...] = ()
     once: bool = False
+    iterations: int = -1
 
 
 @dataclass(frozen=True)
@@ -282,6 +286,44 @@ class Program:
         whole = run.inputs == self.body.parameters and run.outputs == self.body.results
         return run if whole else None
 
+    @cached_property
+    def lasting_ids(self) -> dict[Slot, LogicalId]:
+        """Logical ids that segments read and nothing else has: the same arrays serve all runs."""
+        found = {i.output: i for i in instructions(self.body) if isinstance(i, LogicalId)}
+        for instruction in instructions(self.body) if found else ():
+            match instruction:
+                case Run(donated=taken):
+                    pass
+                case Start(inputs=taken) | Loop(inputs=taken):
+                    pass
+                case Branch(selector=selector, inputs=inputs):
+                    taken = (selector, *chain.from_iterable(inputs))
+                case Copy(input=slot):
+                    taken = (slot,)
+                case _:
+                    continue
+            for slot in taken:
+                found.pop(slot, None)
+        for block in blocks(self.body) if found else ():
+            for slot in block.results:
+                found.pop(slot, None)
+        return found
+
+    @cached_property
+    def run_with_ids(self) -> Run | None:
+        """The run, where the program is one run of a segment, on its inputs and `lasting_ids`."""
+        runs = [i for i in self.body.instructions if isinstance(i, Run)]
+        if len(runs) != 1 or not all(
+            isinstance(i, Run | Free) or (isinstance(i, LogicalId) and i.output in self.lasting_ids)
+            for i in self.body.instructions
+        ):
+            return None
+        (run,) = runs
+        if run.valid or run.outputs != self.body.results or not self.lasting_ids:
+            return None
+        given = {*self.body.parameters, *self.lasting_ids}
+        return run if given.issuperset(run.inputs) else None
+
     @property
     def single_segment(self) -> Segment | None:
         """The segment of the `single_run`, where it calls no collectives."""
@@ -344,6 +386,7 @@ class _Printer:
             + (" reproducible" if segment.reproducible else "")
             + _option("sites", segment.sites, _numbers)
             + (" once" if segment.once else "")
+            + (f" iterations {segment.iterations}" if segment.iterations != -1 else "")
             + f" module {self.module(segment.module)}"
         )
 

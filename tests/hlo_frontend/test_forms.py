@@ -150,6 +150,7 @@ def test_asynchronous_compute_inside_of_a_segment(lines, factor, count):
     (segment,) = program(body, head=NESTED % lines).segments
     # The counter and what is added in each iteration, and the comparison of the loop.
     assert segment.arithmetic == 2 * (count + 2)
+    assert segment.iterations == 2
 
 
 def test_tuple_all_to_all_and_variadic_forms():

@@ -11,8 +11,10 @@ import pytest
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+import stretto
 from stretto.runtime.cores import usable
 from stretto.runtime.execution import compute
+from stretto.runtime.execution.dispatch import Dispatcher
 
 pytestmark = pytest.mark.usefixtures("on_stretto")
 
@@ -44,3 +46,45 @@ def test_devices_run_a_loop_on_threads(
         assert np.asarray(loop(rows)).tolist() == [1024, 1536, 1280, 2000]
     if len(usable()) > 1:
         assert shared == [N] * 3
+
+
+def nested(row: jax.Array) -> jax.Array:
+    return lax.fori_loop(0, 3, lambda _, a: lax.fori_loop(0, 5, lambda _, b: b * 2, a + 1), row)
+
+
+def until(row: jax.Array) -> jax.Array:
+    return lax.while_loop(lambda a: a[0] < 1000, lambda a: a * 2 + 1, row)
+
+
+@pytest.mark.parametrize(
+    ("loop", "iterations", "here"),
+    [(nested, 3 * (1 + 5), True), (until, -1, False), (lambda row: row + 1, 0, True)],
+    ids=["nested", "until", "none"],
+)
+def test_who_walks_a_loop(
+    devices: list[jax.Device],
+    monkeypatch: pytest.MonkeyPatch,
+    loop: Callable[[jax.Array], jax.Array],
+    iterations: int,
+    here: bool,
+) -> None:
+    """The caller walks a program whose loops end soon, as far as their trip counts say."""
+    queued: list[str] = []
+    enqueue = Dispatcher.enqueue
+    monkeypatch.setattr(
+        Dispatcher,
+        "enqueue",
+        lambda self, execution: (queued.append(type(execution).__name__), enqueue(self, execution)),
+    )
+    mesh, spec = Mesh(np.array(devices[:N]), ("x",)), PartitionSpec("x")
+    compiled = jax.jit(
+        jax.shard_map(loop, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    )
+    begin = np.array([1, 3, 5, 2000], np.int32)
+    rows = jax.make_array_from_callback(begin.shape, NamedSharding(mesh, spec), begin.__getitem__)
+    (segment,) = stretto.explain(compiled.lower(rows).compile()).program.segments
+    assert segment.iterations == iterations
+    expected = np.concatenate([np.asarray(loop(begin[i : i + 1])) for i in range(N)])
+    for _ in range(2):
+        np.testing.assert_array_equal(compiled(rows), expected)
+    assert bool(queued) != here

@@ -32,6 +32,28 @@ def _x64() -> object:
         yield
 
 
+@pytest.mark.parametrize("name", ["pred", "s8", "bf16", "f32", "c128"])
+def test_small_arrays_however_they_lie_in_memory(name: str) -> None:
+    host = _content(name, (4, 6, 2))
+    for seen in (
+        host,
+        host.T,
+        host[::2],
+        host[:, ::-1],
+        host[:, :, 1:],
+        host[:, 1:2].T,
+        host[1, 2],
+    ):
+        kept = seen.copy()
+        array = jax.device_put(seen)
+        others = jax.device_put(array, jax.devices("stretto")[1])
+        seen[...] = 0  # the arrays have what was there
+        np.testing.assert_array_equal(array, kept)
+        np.testing.assert_array_equal(others, kept)
+        assert others.devices() == {jax.devices("stretto")[1]}
+        seen[...] = kept
+
+
 @pytest.mark.parametrize("name", ELEMENT_TYPES)
 @pytest.mark.parametrize("shape", [(), (0,), (3,), (3, 4), (2, 0, 5)])
 def test_every_dtype_there_and_back(name: str, shape: tuple[int, ...]) -> None:

@@ -26,6 +26,7 @@ from support.handmade import (
 
 from stretto.collectives.hierarchy import create_communicator
 from stretto.collectives.ops import Collective, Kind
+from stretto.collectives.types import TensorType
 from stretto.runtime.errors import InvalidProgramError, RankFailed, StrettoError
 from stretto.runtime.execution.dispatch import MAX_QUEUED
 from stretto.runtime.execution.executor import Executor
@@ -281,6 +282,50 @@ def test_logical_ids_are_those_of_the_device() -> None:
     partitions, replicas = Rig(6).run(made)
     assert firsts(partitions) == [0, 1, 2, 0, 1, 2]
     assert firsts(replicas) == [0, 0, 0, 1, 1, 1]
+
+
+def with_id(results: tuple[int, ...]) -> Program:
+    """What a segment makes of (id, argument), and whatever else is asked for."""
+    body = block((0,), [LogicalId("partition", 1), Run(0, (1, 0), (2,)), Free((1,))], results)
+    return Program("with_id", 1, 3, (F32, U32, F32), (segment("add", (U32, F32)),), (), body)
+
+
+@pytest.mark.parametrize("watched", [False, True])
+def test_ids_that_segments_alone_read_are_put_once(watched: bool) -> None:
+    def rules(s: Segment, inputs: list[np.ndarray]) -> list[np.ndarray]:
+        return [10 * inputs[0].astype(np.float32) + inputs[1]]
+
+    rig = Rig(3, rules=rules, instrument=Recorder() if watched else None)
+    made = with_id((2,))
+    check(made)
+    loaded = rig.load(made)
+    ids: list[list[int]] = [[] for _ in range(3)]
+    put = rig.engine.put
+
+    def counting(host: np.ndarray, type: TensorType, ordinal: int) -> object:
+        if type == U32:
+            ids[ordinal].append(int(host))
+        return put(host, type, ordinal)
+
+    rig.engine.put = counting  # type: ignore[method-assign]
+    for first in range(3):
+        rows = loaded.execute(rig.arguments(loaded, [first, 1, 2]))
+        assert firsts([row[0].host_view() for row in rows]) == [first, 11.0, 22.0]
+    assert ids == ([[0], [1], [2]] if watched else [[], [], []])  # when it was loaded
+
+
+def test_ids_that_others_have_are_put_by_each_run() -> None:
+    given = with_id((2,))
+    for body in (
+        block((0,), [LogicalId("partition", 1), Run(0, (1, 0), (2,))], (1, 2)),
+        block((0,), [LogicalId("partition", 1), Run(0, (1, 0), (2,), (1,))], (2,)),
+        block((0,), [LogicalId("partition", 1), Run(0, (1, 0), (2,)), Copy(1, 3)], (2, 3)),
+    ):
+        made = replace(given, body=body, slot_types=(F32, U32, F32, U32))
+        assert not made.lasting_ids
+        assert made.run_with_ids is None
+    assert list(given.lasting_ids) == [1]
+    assert given.run_with_ids == Run(0, (1, 0), (2,))
 
 
 def ring(devices: int) -> Program:

@@ -31,6 +31,27 @@ def test_an_issued_value(engine: NullEngine) -> None:
     np.testing.assert_array_equal(value.host_view(), HOST)
 
 
+def test_what_is_issued_is_given_without_waiting(engine: NullEngine) -> None:
+    array = NullArray(engine, F32, 0, ready_at=2.0)
+    assert Value.of(engine, array, F32, 0).issued() is array
+    promise = Promise(Event())
+    value = Value(F32, 0, engine, None, promise)
+    assert value.issued() is None
+    promise.content = array
+    promise.event.set()
+    assert value.issued() is array
+    assert engine.clock.now == 0.0
+    landed = Value(F32, 0, engine, None, Landed(HOST)).issued()
+    np.testing.assert_array_equal(engine.host_view(landed), HOST)
+    failed = Promise(Event())
+    failed.error = StrettoError("no")
+    failed.event.set(error=failed.error)
+    assert Value(F32, 0, engine, None, failed).issued() is None
+    assert Value.failed(engine, StrettoError("no"), F32, 0).issued() is None
+    value.delete()
+    assert value.issued() is None
+
+
 def test_a_value_is_ready_when_the_engine_says_so(engine: NullEngine) -> None:
     value = Value.of(engine, NullArray(engine, F32, 0, ready_at=2.0), F32, 0)
     assert not value.is_ready()

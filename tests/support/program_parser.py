@@ -110,10 +110,22 @@ class _Parser:
         flops = self.option("flops", self.real, -1.0)
         reproducible = self.accept("reproducible")
         sites = self.option("sites", lambda: self.items(self.number), ())
+        once = self.accept("once")
+        iterations = self.option("iterations", self.number, -1)
         self.expect("module")
         module = self.module()
         return Segment(
-            inputs, outputs, module, donated, arithmetic, flops, name, reproducible, sites
+            inputs,
+            outputs,
+            module,
+            donated,
+            arithmetic,
+            flops,
+            name,
+            reproducible,
+            sites,
+            once,
+            iterations,
         )
 
     def module(self) -> bytes:

@@ -15,7 +15,10 @@ cdef void drop_error(const ffi_api* api, void* error) noexcept nogil:
 
 
 cdef void finish(const ffi_api* api, void* future) noexcept nogil:
-    """Run the device behind a future, here, until it waits again or has ended."""
+    """Run the device behind a future, here, until it waits again or has ended.
+
+    The thread takes denormal numbers for zeros: XLA sees to that in its own threads, not in this one.
+    """
     cdef ffi_future_args args
     args.size, args.next, args.future = sizeof(args), NULL, future
     drop_error(api, api.future_set_available(&args))
@@ -62,6 +65,7 @@ pthread_cond_init(&queue.filled, NULL)
 
 cdef void* help(void* unused) noexcept nogil:
     cdef ready_t item
+    flush_denormals()
     pthread_mutex_lock(&queue.mutex)
     while True:
         while queue.count == 0:

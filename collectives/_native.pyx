@@ -92,6 +92,28 @@ cdef extern from *:
         return 0;
     }
 
+    /* Have this thread take denormal numbers for zeros, as XLA's own do while they compute; what it did so far. */
+    #if defined(__x86_64__)
+    #include <xmmintrin.h>
+    static uint64_t stretto_flush(void) {
+        uint64_t before = _mm_getcsr();
+        _mm_setcsr((unsigned)before | 0x8040);  /* results, and operands */
+        return before;
+    }
+    static void stretto_flush_as(uint64_t before) { _mm_setcsr((unsigned)before); }
+    #elif defined(__aarch64__)
+    static void stretto_flush_as(uint64_t before) { __asm__ volatile("msr fpcr, %0" : : "r"(before)); }
+    static uint64_t stretto_flush(void) {
+        uint64_t before;
+        __asm__ volatile("mrs %0, fpcr" : "=r"(before));
+        stretto_flush_as(before | (uint64_t)1 << 24);
+        return before;
+    }
+    #else
+    static uint64_t stretto_flush(void) { return 0; }
+    static void stretto_flush_as(uint64_t before) { (void)before; }
+    #endif
+
     /* Until when this thread may wait for other processes' messages, on the clock of `stretto_now`; 0: for ever. */
     static __thread double stretto_until = 0.0;
 
@@ -102,6 +124,8 @@ cdef extern from *:
     ctypedef int (*mpi_message)(void*, int, uintptr_t, int, int, uintptr_t, void*) noexcept nogil
     ctypedef int (*mpi_testall)(int, void*, int*, void*) noexcept nogil
     double until_then "stretto_until"
+    uint64_t flush_denormals "stretto_flush"() noexcept nogil
+    void flush_denormals_as "stretto_flush_as"(uint64_t before) noexcept nogil
     ctypedef struct ffi_extension:
         int32_t type
     ctypedef struct ffi_version:
@@ -673,7 +697,9 @@ cdef class Table:
         cdef table_t* table = &self.table
         cdef double until = now() + seconds, since = 0.0
         cdef bint over = False
+        cdef uint64_t before
         with nogil:
+            before = flush_denormals()
             while True:
                 if drive(table):
                     since = 0.0
@@ -691,6 +717,7 @@ cdef class Table:
                     since = now()
                 relax(table, since)
             pthread_mutex_unlock(&table.mutex)
+            flush_denormals_as(before)
         return over
 
     @property

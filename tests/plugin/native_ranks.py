@@ -58,6 +58,7 @@ def chosen() -> dict[str, Callable[[], None]]:
         "condition": partial(cases.test_a_condition_that_communicates_alone, mesh),
         "donation": partial(cases.test_a_donated_argument_is_used_up, mesh),
         "beside a walk": partial(cases.test_native_and_walk_beside_each_other, mesh),
+        "denormal numbers": partial(cases.test_denormal_numbers_are_zeros_on_each_thread, mesh),
         "late": partial(late, mesh),
         "large": partial(large, mesh),
         "code of the user's": partial(users_code, mesh),

@@ -191,8 +191,13 @@ def product(draw: Draw, x: Array) -> Array:
 def factors(draw: Draw, x: Array, y: Array) -> Array:
     if draw.kind != "values":
         return jnp.tanh(jnp.tensordot(x, y, 1))
-    # Sums of 32 products of -1, 0 and 1 are exact in each type.
-    return small(jnp.tensordot(jnp.sign(arithmetic(x)), jnp.sign(arithmetic(y)), 1))
+    return small(jnp.tensordot(signs(arithmetic(x)), signs(arithmetic(y)), 1))
+
+
+def signs(x: Array) -> Array:
+    """-1, 0 and 1, of real and of imaginary parts: sums of 32 products are exact in each type."""
+    parts = jnp.issubdtype(x.dtype, jnp.complexfloating)
+    return lax.complex(jnp.sign(x.real), jnp.sign(x.imag)) if parts else jnp.sign(x)
 
 
 def gram(draw: Draw, x: Array) -> Array:

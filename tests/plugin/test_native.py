@@ -302,6 +302,19 @@ def test_counts_are_those_of_a_walk(mesh: Mesh) -> None:
     assert after.nbytes - before.nbytes == 7 * (N + N) * 12
 
 
+def test_denormal_numbers_are_zeros_on_each_thread(mesh: Mesh) -> None:
+    """As they are in XLA's own threads, also in those that run a device on once its collective is done."""
+
+    def step(row: jax.Array) -> jax.Array:
+        moved = lax.ppermute(row, "x", RING)
+        return moved.at[1].add((moved[0] == 0).astype(row.dtype))
+
+    tiny = np.float32(1e-42)
+    got, compiled = on_rows(mesh, in_loop(step), np.tile(np.float32([tiny, 0]), (N, 1)))
+    np.testing.assert_array_equal(got, np.tile(np.float32([tiny, STEPS]), (N, 1)))
+    assert is_native(compiled)
+
+
 def test_a_donated_argument_is_used_up(mesh: Mesh) -> None:
     spec = PartitionSpec("x")
     f = jax.shard_map(in_loop(lambda a: lax.psum(a, "x")), mesh=mesh, in_specs=spec, out_specs=spec,

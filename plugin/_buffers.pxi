@@ -51,17 +51,19 @@ cdef class Outputs:
     """What one run gave one device. To jaxlib all of it is ready once all is, as with runtimes whose runs end as
     a whole: one event serves all buffers, where each had its own.
 
-    ``buffers`` are weak references: nothing here keeps an array alive. ``issued`` is as for `Event`.
+    ``buffers`` are weak references: nothing here keeps an array alive. ``issued`` is as for `Event`. ``alike``: they
+    are of one run of XLA, which ends as a whole, so that one of them tells of all.
     """
 
     cdef tuple buffers
+    cdef bint alike
     cdef readonly object issued
     cdef Event event
 
     is_deleted = False
 
-    def __cinit__(self, list buffers not None, issued):
-        self.buffers = tuple([PyWeakref_NewRef(buffer, None) for buffer in buffers])
+    def __cinit__(self, list buffers not None, issued, bint alike=False):
+        self.buffers, self.alike = tuple([PyWeakref_NewRef(buffer, None) for buffer in buffers]), alike
         self.issued, self.event = issued, None
 
     cdef Event ready(self):
@@ -79,8 +81,12 @@ cdef class Outputs:
             return False
         for buffer in buffers:
             buffer = buffer()
-            if buffer is not None and not (<Buffer>buffer).is_ready():
+            if buffer is None or (<Buffer>buffer).c.deleted:
+                continue
+            if not (<Buffer>buffer).is_ready():
                 return False
+            if self.alike:
+                break
         return True
 
     def block(self):
@@ -91,10 +97,12 @@ cdef class Outputs:
             return
         for buffer in buffers:
             buffer = buffer()
-            if buffer is None:
+            if buffer is None or (<Buffer>buffer).c.deleted:
                 continue
             try:
                 (<Buffer>buffer).block()
+                if self.alike:
+                    break
             except Exception as error:
                 # Donated to a later run: that array is gone, and this run was not at fault. The value may not
                 # know yet, where that run is being started at this moment.

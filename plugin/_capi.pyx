@@ -43,6 +43,7 @@ from numpy import ndarray
 from stretto.runtime.recording import rows as _rows
 from stretto.runtime.recording import trace_file as _trace_file
 from stretto.runtime.engines.engine import counted as _counted
+from stretto.runtime.execution import compute as _compute
 from stretto.runtime.execution.execution import Issued as _Issued
 
 from . import abi as _abi

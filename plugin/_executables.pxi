@@ -32,6 +32,10 @@ cdef class LoadedExecutable(Handle):
     cdef object run
     cdef object copy
     cdef object single
+    cdef object apart
+    # What ``single`` takes, smoothed, and what is long: engines run in the thread that calls what they take for cheap.
+    cdef double seconds
+    cdef double long
     cdef object engine
     cdef list output_types
     cdef list output_memories
@@ -48,7 +52,7 @@ cdef class LoadedExecutable(Handle):
         self.pointer = &self.c
 
     def prepare(
-        self, run, copy, single, engine, bint has_callbacks, size_t num_parameters,
+        self, run, copy, single, apart, engine, bint has_callbacks, size_t num_parameters,
         tuple donated not None, list output_types not None, list output_memories not None, tuple devices not None,
     ):
         """What `Execute` needs.
@@ -57,12 +61,13 @@ cdef class LoadedExecutable(Handle):
         an event that is set once the run has been issued (with callbacks: has called), or None.
         ``single(ordinal, arrays)`` is the engine's way to do the same for one device, with arrays that are
         there, or None. It may give None, which asks for ``run``, or
-        `Issued`. ``copy(value)`` copies a value; ``donated`` are the parameters that a run consumes;
+        `Issued`. ``apart(rows)`` does it for all devices, given the arrays of each, on several threads, or is None. ``copy(value)`` copies a value; ``donated`` are the parameters that a run consumes;
         ``output_memories`` has a list for each of ``devices``, the local ones in the order of the arguments.
         """
         self.run, self.copy, self.engine, self.num_parameters = run, copy, engine, num_parameters
         self.donated, self.devices, self.has_callbacks = donated, devices, has_callbacks
         self.jax_arrays = getattr(engine, "jax_arrays", False)
+        self.apart, self.seconds, self.long = apart, 0.0, _compute.LONG
         self.use_single(single)
         self.output_types, self.output_memories = output_types, output_memories
         self.smallest = 0
@@ -154,22 +159,25 @@ cdef class LoadedExecutable(Handle):
                     return False
                 row.append(array)
             rows.append(row)
-        results = []
-        for d in range(args.num_devices):
-            device, row = <Device>self.devices[d], <list>PyList_GET_ITEM(rows, d)
-            over = False
-            if type(single) is WatchedCall:
-                given = (<WatchedCall>single).call(device.c.local_hardware_id, row, &over)
-            else:
-                given = single(device.c.local_hardware_id, row)
-            if type(given) is not list or len(<list>given) != len(self.output_types):
-                if given is None:  # only where there is one device
-                    return False
-                if type(given) is _Issued:
-                    self.deliver(args, given.values, given.event)
-                    return True
-                _counted(given, len(self.output_types))
-            results.append((given, over))
+        if args.num_devices > 1 and self.apart is not None:
+            results = self.run_on_all(rows)
+        else:
+            results = []
+            for d in range(args.num_devices):
+                device, row = <Device>self.devices[d], <list>PyList_GET_ITEM(rows, d)
+                over = False
+                if type(single) is WatchedCall:
+                    given = (<WatchedCall>single).call(device.c.local_hardware_id, row, &over)
+                else:
+                    given = single(device.c.local_hardware_id, row)
+                if type(given) is not list or len(<list>given) != len(self.output_types):
+                    if given is None:  # only where there is one device
+                        return False
+                    if type(given) is _Issued:
+                        self.deliver(args, given.values, given.event)
+                        return True
+                    _counted(given, len(self.output_types))
+                results.append((given, over))
         for d in range(args.num_devices):
             given, over = <tuple>PyList_GET_ITEM(results, d)
             arrays = <list>given
@@ -178,7 +186,7 @@ cdef class LoadedExecutable(Handle):
             for i in range(<size_t>len(arrays)):
                 out[i] = self.output(None, <object>PyList_GET_ITEM(arrays, i), i, memories, made)
             if len(made) > 1 and not over:
-                self.group(made, None)
+                self.group(made, None, self.jax_arrays)
             if args.device_complete_events != NULL:
                 (<void**>args.device_complete_events)[d] = (
                     self.array_event(<Buffer>(<handle_t*>out[self.smallest]).owner, over)
@@ -186,6 +194,24 @@ cdef class LoadedExecutable(Handle):
                     else &always_ready
                 )
         return True
+
+    cdef list run_on_all(self, list rows):
+        """What the one segment gives on each of several devices."""
+        cdef list results, made = []
+        cdef size_t d, n = len(rows)
+        cdef double took = -1.0, began = monotonic()
+        if self.seconds > self.long:
+            results = self.apart(rows)
+            took = (monotonic() - began) * min(<size_t>self.engine.callers, n)
+        else:
+            results = []
+            for d in range(n):
+                results.append(self.single((<Device>self.devices[d]).c.local_hardware_id, rows[d]))
+            took = monotonic() - began
+        self.seconds += 0.25 * (took / n - self.seconds)
+        for given in results:
+            made.append((_counted(given, len(self.output_types)), False))
+        return made
 
     cdef void* array_event(self, Buffer buffer, bint over) except NULL:
         """Event, owned by the caller, for the array of a buffer; cheap if it is computed, or ``over``."""
@@ -207,9 +233,9 @@ cdef class LoadedExecutable(Handle):
             event = Event((PyWeakref_NewRef(buffer.alive(), None),), True)
         return event.hand_out()
 
-    cdef Outputs group(self, list made, issued):
+    cdef Outputs group(self, list made, issued, bint alike=False):
         """Have buffers that one device was given be ready together."""
-        cdef Outputs outputs = Outputs(made, issued)
+        cdef Outputs outputs = Outputs(made, issued, alike)
         for buffer in made:
             (<Buffer>buffer).outputs = outputs
         return outputs

@@ -187,6 +187,7 @@ class LoadedExecutable(_capi.LoadedExecutable):  # type: ignore[misc]
             loaded.execute_with_completion,
             client.copy,
             loaded.single,
+            loaded.run_apart if getattr(client.engine, "callers", 1) > 1 else None,
             client.engine,
             loaded.has_host_callbacks,
             len(program.inputs),

@@ -12,7 +12,7 @@ from time import perf_counter
 from typing import Any
 
 from ..engines.engine import Column, LoadedTogether, counted
-from ..program import WHILE, Run, Slot, calls_back
+from ..program import Run, Slot, calls_back
 from ..program.valid import left_out
 from ..recording.instrument import SegmentRun
 from .context import Context
@@ -155,7 +155,7 @@ class Compute:
         loaded = self.segments[instruction.segment]
         for_all = loaded if count > 1 and isinstance(loaded, LoadedTogether) else None
         called, everyone = context.called_back, tuple(range(count))
-        callers = getattr(context.engine, "callers", 1) if WHILE in segment.module else 1
+        callers = getattr(context.engine, "callers", 1) if count > 1 else 1
         seconds = 0.0  # of a run, smoothed
 
         def timed(

@@ -24,6 +24,7 @@ from .dispatch import PATIENCE, Dispatcher
 from .execution import Execution, FirstRuns, Issued
 from .frame import Frame, Hosted, named
 from .regions import Rest
+from .side_by_side import among
 from .stream import Event
 from .value import DeletedError, Landed, Promise, Value
 from .walk import Walker
@@ -165,6 +166,13 @@ class LoadedProgram:
         if self._calling is not None:
             return self._run_calling
         return self._run_region if self._may_be_region else None
+
+    def run_apart(self, rows: Sequence[list[Any]]) -> list[list[Any]]:
+        """What `single` gives for each device, given its arrays; several threads call."""
+        run = self._single
+        assert run is not None
+        calls = [partial(run, i, row) for (_, i), row in zip(self.local, rows, strict=True)]
+        return among(getattr(self._engine, "callers", 1), calls)
 
     def execute(self, arguments: Sequence[Sequence[Value]]) -> list[list[Value]]:
         """Run it: ``arguments[k][i]`` is parameter i for ``local[k]``; gives outputs in the same form.

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import stretto
 from stretto.runtime.cores import usable
-from stretto.runtime.execution import compute
+from stretto.runtime.execution import compute, loaded
 from stretto.runtime.execution.dispatch import Dispatcher
 
 pytestmark = pytest.mark.usefixtures("on_stretto")
@@ -88,3 +88,28 @@ def test_who_walks_a_loop(
     for _ in range(2):
         np.testing.assert_array_equal(compiled(rows), expected)
     assert bool(queued) != here
+
+
+def test_devices_run_what_takes_long_on_threads(
+    devices: list[jax.Device], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """XLA runs many small kernels in the thread that calls; each device's results are its own."""
+    shared: list[int] = []
+    among = loaded.among
+
+    def recorded(threads: int, calls: Sequence[Callable[[], Any]]) -> list[Any]:
+        shared.append(len(calls))
+        return among(threads, calls)
+
+    monkeypatch.setattr(loaded, "among", recorded)
+    monkeypatch.setattr(compute, "LONG", -1.0)  # whatever it takes
+    mesh, spec = Mesh(np.array(devices[:N]), ("x",)), PartitionSpec("x")
+    many = jax.jit(lambda row: [row + i for i in range(1, 5)])
+    begin = np.arange(N, dtype=np.int32)
+    rows = jax.make_array_from_callback(begin.shape, NamedSharding(mesh, spec), begin.__getitem__)
+    for _ in range(3):
+        for i, result in enumerate(many(rows), 1):
+            for shard in result.addressable_shards:
+                assert np.asarray(shard.data).tolist() == [begin[shard.index[0]][0] + i]
+    if len(usable()) > 1:
+        assert shared == [N] * 3

@@ -4,11 +4,14 @@
         python tests/plugin/random_programs.py values --first 0 --count 500
 
 Under ``mpiexec -n 4``, with 2 devices a rank, each rank compares its own shards. A seed is always the same
-program. There are three kinds:
+program. There are four kinds:
 
 ``values``: arrays of small whole numbers in types that hold them exactly, so that results are equal bit for
 bit whatever the order of sums; signs of zeros may differ. Where XLA chooses the shardings of results, these
 are equal, too.
+
+``steps``: programs of such values that take one another's results, often donated, with arrays moved, read
+and indexed in between, and nothing awaited.
 
 ``gradients``: a value and its gradient by float32 arrays, equal to `TOLERANCE`.
 
@@ -31,7 +34,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
-from random_operations import DEVICES, EXACT_TYPES, OPERATIONS, WIDE_TYPES, Draw, apply
+from random_operations import (
+    DEVICES,
+    EXACT_TYPES,
+    OPERATIONS,
+    WIDE_TYPES,
+    Draw,
+    apply,
+    inner,
+    small,
+)
 
 TOLERANCE = 1e-4  # of the largest number of an array
 LARGEST = 1 << 15  # elements of a value
@@ -58,7 +70,8 @@ class Program:
         return jax.tree.leaves(jitted(*self.arguments))
 
 
-def draw_program(kind: str, seed: int, devices: list[Any]) -> Program:
+def draw_arguments(kind: str, seed: int, devices: list[Any]) -> tuple[Draw, list[Any]]:
+    """Arrays on a mesh, and a draw to go on with."""
     shape = MESHES[np.random.default_rng(seed).integers(len(MESHES))]
     mesh = Mesh(np.array(devices[:DEVICES]).reshape(shape), ("a", "b", "c")[: len(shape)])
     draw = Draw(seed, mesh, kind)
@@ -69,7 +82,12 @@ def draw_program(kind: str, seed: int, devices: list[Any]) -> Program:
     dtypes = [draw.one(types_of(kind)) for _ in shapes]
     same = draw.chance(0.5)  # of a type, so that more of them meet
     whole = [draw.data(s, dtypes[0] if same else d) for s, d in zip(shapes, dtypes, strict=True)]
-    arguments = [placed(draw, a) for a in whole]
+    return draw, [placed(draw, a) for a in whole]
+
+
+def draw_program(kind: str, seed: int, devices: list[Any]) -> Program:
+    draw, arguments = draw_arguments(kind, seed, devices)
+    mesh = draw.mesh
     steps, seed_within = 4 + draw.below(9), draw.below(1 << 30)
 
     def forward(*arrays: Any) -> list[Any]:
@@ -96,6 +114,40 @@ def draw_program(kind: str, seed: int, devices: list[Any]) -> Program:
     return Program(function, arguments, shardings, donated, chosen and draw.chance(0.15))
 
 
+def run_steps(seed: int, devices: list[Any]) -> list[Any]:
+    """Results of programs that take each other's."""
+    draw, state = draw_arguments("values", seed, devices)
+    steps = []
+    for _ in range(2):
+        bodies = [inner(draw, array) for array in state]
+
+        def step(*arrays: Any, bodies: list[Any] = bodies) -> list[Any]:
+            made = [body(array) for body, array in zip(bodies, arrays, strict=True)]
+            hint = sum(jnp.sum(jnp.real(array) > 0) for array in made)
+            return [
+                array if array.dtype == jnp.bool_ else small(array + (hint % 3).astype(array.dtype))
+                for array in made
+            ]
+
+        donated = tuple(n for n in range(len(state)) if draw.chance(0.6))
+        where = [draw.sharding(array.shape) for array in state] if draw.chance(0.7) else None
+        steps.append((jax.jit(step, donate_argnums=donated, out_shardings=where), donated))
+    kept: list[Any] = []
+    for _ in range(6):
+        step, donated = draw.one(steps)
+        kept += [array for n, array in enumerate(state) if n not in donated]
+        state = step(*state)
+        array = draw.one(state)
+        match draw.below(4):
+            case 0:
+                kept.append(jax.device_put(jnp.flip(array, 0), draw.sharding(array.shape)))
+            case 1:
+                kept.append(array[0])
+            case 2:
+                np.asarray(array.addressable_shards[0].data)
+    return [*kept, *state]
+
+
 def types_of(kind: str) -> tuple[str, ...]:
     if kind != "values":
         return ("float32",)
@@ -116,6 +168,8 @@ def weighed(x: Any) -> Any:
 def differences(kind: str, got: list[Any], want: list[Any], placed: bool) -> list[str]:
     """What is not equal, of the shards of this process."""
     found = []
+    if len(got) != len(want):
+        return [f"{len(got)} results where {len(want)} are right"]
     for n, (array, right) in enumerate(zip(got, want, strict=True)):
         if (array.shape, array.dtype) != (right.shape, right.dtype):
             found.append(f"result {n}: {array.aval} where {right.aval} is right")
@@ -145,7 +199,7 @@ def indices(array: Any) -> list[Any]:
 def same(kind: str, part: np.ndarray, wanted: np.ndarray) -> bool:
     if part.shape != wanted.shape:
         return False
-    if kind == "values":
+    if kind in ("values", "steps"):
         return np.array_equal(part, wanted)
     least = TOLERANCE * max(1.0, float(np.max(np.abs(wanted), initial=0.0)))
     return np.allclose(part, wanted, rtol=TOLERANCE, atol=least, equal_nan=True)
@@ -161,6 +215,8 @@ def shown(part: np.ndarray, wanted: np.ndarray) -> str:
 def outcome(kind: str, seed: int, devices: list[Any]) -> tuple[list[Any], Exception | None, bool]:
     """Results, what was raised, and whether XLA chose the results' shardings."""
     try:
+        if kind == "steps":
+            return jax.block_until_ready(run_steps(seed, devices)), None, False
         program = draw_program(kind, seed, devices)
         results = jax.block_until_ready(program.run())
     except Exception as error:
@@ -172,7 +228,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("kind", choices=OPERATIONS)
+    parser.add_argument("kind", choices=[*OPERATIONS, "steps"])
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--count", type=int, default=20)
     parser.add_argument("--wide", action="store_true", help="with types of 64 bits")

@@ -38,10 +38,11 @@ def check(done: subprocess.CompletedProcess[str], count: int, ranks: int = 1) ->
 @pytest.mark.parametrize(
     ("kind", "first", "count", "more"),
     [
-        ("values", 0, 4, ()),
-        ("values", 5000, 2, ("--wide",)),
-        ("gradients", 0, 2, ()),
-        ("floats", 0, 2, ()),
+        ("values", 0, 3, ()),
+        ("values", 5000, 1, ("--wide",)),
+        ("steps", 0, 1, ()),
+        ("gradients", 0, 1, ()),
+        ("floats", 0, 1, ()),
     ],
 )
 def test_in_one_process(kind: str, first: int, count: int, more: tuple[str, ...]) -> None:

@@ -16,6 +16,7 @@ NAMES = (
     "loop_sizes",
     "many_results",
     "small_steps",
+    "everyday",
     "science",
     "user_programs",
     "pjrt_engine",

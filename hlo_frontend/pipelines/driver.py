@@ -11,6 +11,7 @@ from ..interleaved import Interleaved, Scheduled
 from ..passes.valid.tensors import MOST_ELEMENTS
 from ..passes.valid.trace import GaveUpError
 from . import recognize as pipelines
+from .between import prepared
 from .chains import Followed
 from .emit import Editor
 from .inline import inlined
@@ -187,6 +188,7 @@ def _step(
 ) -> tuple[bytes, Scheduled]:  # fmt: skip
     """The step that two loops make, in one loop. Raises `Refusal`, which names one of them, and
     `GaveUpError`."""
+    module, apart = prepared(module, names)
     module, followed, parts = _analyzed(module, names, num_replicas, num_partitions)
     forward, backward = parts
     with about(backward.name):
@@ -208,7 +210,7 @@ def _step(
         forward.name, "", schedule, backward.name, new.loop, step.forward.stages,
         step.forward.microbatches, trips, slots.iterations, round(slots.length(1, 1, 1)), slots.alive,
         kept_bytes(step),
-        step.forward.trips, slots.rows, new.left, drawn.runs, _rounds(step, new.left),
+        step.forward.trips, slots.rows, new.left, drawn.runs, _rounds(step, new.left) or apart,
         chunks=chunks, row=kept_bytes(step, chunks), moved=new.moved, back=new.back, taken=new.parts,
         numbers=drawn.numbers, own_chunks=drawn.own_chunks,
     )  # fmt: skip

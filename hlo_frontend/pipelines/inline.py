@@ -24,7 +24,7 @@ def inlined(module: Module, loop: str) -> Module:
         if found is None:
             return module
         editor = Editor(module)
-        _inline(editor.replace(found), found)
+        inline(editor.replace(found), found)
         module = Module.parse(editor.finish())
 
 
@@ -85,7 +85,8 @@ def _parts(shape: Any) -> list[Any]:
     return list(shape.tuple_shapes) if shape.element_type == TUPLE else [shape]
 
 
-def _inline(builder: Builder, caller: Instruction) -> None:
+def inline(builder: Builder, caller: Instruction) -> None:
+    """Put what a conditional or call calls in its place. ``builder``: one that replaces it."""
     builder.metadata = caller.proto.metadata
     is_tuple = caller.shape.element_type == TUPLE
     if caller.opcode == "call":

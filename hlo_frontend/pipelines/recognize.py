@@ -249,7 +249,7 @@ def _find_before(followed: Followed, part: Part) -> None:
         ):
             raise Refusal(
                 f"on device {run.device} in iteration {run.iteration} a stage takes only a part of "
-                "what another one gave"
+                f"what another one gave{_own(part, made, source)}"
             )
         assert source in runs
         part.before[run] = source
@@ -264,6 +264,20 @@ def _find_before(followed: Followed, part: Part) -> None:
     part.plus = frozenset(i for i, found in pluses.items() if found == {True})
 
 
+def _own(part: Part, made: Sequence[Made], source: Execution) -> str:
+    """Which of the values that its layers hand on a stage does not take from the stage before."""
+    for i, m in zip(part.layers.passed, made, strict=True):
+        if (m.node, m.leaf, m.slot, m.at) != (part.stage, i, None, source):
+            value = part.layers.loop.operands[0].operands[i]
+            what = part.stage.operands[i].root.type
+            return (
+                f": {what}, which its layers hand on, begins anew in each stage, as {value.describe()}. "
+                "Begin it on the first stage and send it to the next one by ppermute with the rest of what "
+                "the layers hand on, a random key or a sum of losses of all layers too"
+            )
+    return ""
+
+
 Shape = tuple[tuple[tuple[int, ...], ...], tuple[int, ...], tuple[int, ...]]
 
 
@@ -275,8 +289,10 @@ def _made_by(followed: Followed, part: Part) -> str:
 
 
 def _added(followed: Followed, part: Part) -> str:
-    """A hint for a stage to whose input something is added that was computed between two loops."""
+    """A hint for a stage to whose input something is added that was computed between two loops, or beside
+    the stage in the loop."""
     origins = followed.origins[part.loop]
+    beside = ""
     for run in part.live:
         for i in part.layers.passed:
             made = origins.of(part.stage.operands[i], run)
@@ -292,7 +308,15 @@ def _added(followed: Followed, part: Part) -> str:
                         "NaN where x is: mask the outputs of all stages but the last with where before the "
                         "head, or give those of the last stage to all by psum"
                     )
-    return ""
+            if part.layers.reverse and not beside:
+                beside = (
+                    f". On device {run.device} what is computed in the loop is added to what a stage takes, "
+                    f"by {made.node.instruction.describe()}. If that is the gradient of a head in the loop, "
+                    "a mask on the loss does not make it zeros, since 0 * x is NaN where x is: put the head "
+                    "under lax.cond where a microbatch leaves the last stage, or mask its input there with "
+                    "where, as well as its loss"
+                )
+    return beside
 
 
 def _regular(followed: Followed, part: Part) -> Shape:

@@ -38,7 +38,7 @@ _MOVES = frozenset(
     }
 )
 _INTEGERS = frozenset({1, 2, 3, 4, 5, 6, 7, 8, 9})  # PrimitiveType: pred, s8 … u64
-_NEVER_SAME = COLLECTIVES | {
+NEVER_SAME = COLLECTIVES | {
     "custom-call",
     "infeed",
     "rng",
@@ -103,7 +103,7 @@ class Sameness:
             return Class.BY_ID
         if opcode in ("all-gather", "all-reduce") and self._gives_all(instruction):
             return Class.SAME
-        if opcode in _NEVER_SAME or any(c.needs_runtime for c in instruction.called):
+        if opcode in NEVER_SAME or any(c.needs_runtime for c in instruction.called):
             return Class.ANY
         if opcode == "get-tuple-element" and instruction.operands[0].opcode == "tuple":
             return Class(operands[instruction.operands[0].operands[instruction.proto.tuple_index]])
@@ -116,7 +116,7 @@ class Sameness:
         ):
             return self._given_by(instruction.operands[0], instruction.proto.tuple_index)
         found = max((operands[o] for o in instruction.operands), default=Class.SAME)
-        if any(_draws(c) for c in instruction.called):
+        if any(draws(c) for c in instruction.called):
             return Class.ANY
         if found is Class.BY_ID and not (
             opcode in _MOVES or instruction.shape.element_type in _INTEGERS
@@ -180,6 +180,6 @@ class Sameness:
         return carried[position]
 
 
-def _draws(computation: Any) -> bool:
+def draws(computation: Any) -> bool:
     """Whether something in a called computation is not a function of its operands alone."""
-    return any(i.opcode in _NEVER_SAME for i in all_instructions(computation))
+    return any(i.opcode in NEVER_SAME for i in all_instructions(computation))

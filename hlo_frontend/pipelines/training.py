@@ -27,6 +27,7 @@ from ..graph import Instruction, leaf_types
 from ..passes.valid.trace import is_transfer
 from .chains import Execution, Followed
 from .constants import Constants, behind
+from .emit import needed_by
 from .members import Members
 from .parts import Part, Pipeline
 from .pieces import Pieces
@@ -120,7 +121,7 @@ def dependents(loop: Instruction) -> set[Instruction]:
         if instruction in unchanged:
             continue
         summed = summed_alone(instruction)
-        if any(o in found for o in (instruction.operands if summed is None else (summed,))):
+        if any(o in found for o in (needed_by(instruction) if summed is None else (summed,))):
             found.add(instruction)
     return found - {loop}
 

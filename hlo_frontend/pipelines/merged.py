@@ -38,7 +38,7 @@ from .emit import Builder, Editor, slice_of
 from .merged_runs import SCALAR, Runs, chosen
 from .parts import Pipeline
 from .pieces import Pieces
-from .refusal import Refusal, about
+from .refusal import Refusal, about, depends_on_all
 from .rewrite import (
     check_same,
     computed_by,
@@ -182,10 +182,7 @@ class _Merged:
 
     def _at_entry(self, instruction: Instruction) -> Any:
         if instruction in self.dependents:
-            raise Refusal(
-                f"the backward pass reads {instruction.describe()}, which depends on the forward pass of all "
-                "microbatches"
-            )
+            raise depends_on_all(instruction)
         for inner in slice_of([instruction], self._env):
             scalar = summed_alone(inner)
             if scalar is not None:

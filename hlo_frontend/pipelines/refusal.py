@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from ..graph import Instruction
+
 
 class Refusal(Exception):
     """A loop does not have the shape that can be interleaved. Caught by `interleave`, which reports it.
@@ -28,3 +30,12 @@ def about(loop: str) -> Iterator[None]:
     except Refusal as refusal:
         refusal.loop = refusal.loop or loop
         raise
+
+
+def depends_on_all(instruction: Instruction) -> Refusal:
+    """The reason where the backward pass begins with a value that is known after the forward pass alone."""
+    return Refusal(
+        f"the backward pass reads {instruction.describe()}, which depends on the forward pass of all "
+        "microbatches. What a loss is divided by or scaled with may come from labels and from what is there "
+        "before the loop, or from a number that the loop counts of them, and not from what stages give"
+    )

@@ -37,7 +37,7 @@ from .emit import Builder, fenced, slice_of
 from .gradients import adds_up
 from .parts import Part
 from .pieces import instructions_of
-from .refusal import Refusal, about
+from .refusal import Refusal, about, depends_on_all
 from .rewrite import shaped, without_sign_of_zero
 from .rows import rounds
 
@@ -170,10 +170,7 @@ class _Walk:
             if self.block.results[position].root is parameter:
                 init = self.part.loop.instruction.operands[0].operands[position]
                 if init in self.depends:
-                    raise Refusal(
-                        f"the backward pass reads {init.describe()}, which depends on the forward pass of "
-                        "all microbatches"
-                    )
+                    raise depends_on_all(init)
                 held[position] = init
                 continue
             numbers: list[int | None] = [None]
@@ -216,7 +213,7 @@ class _Walk:
         if made.node is None:
             init = source.loop.instruction.operands[0].operands[made.leaf]
             if init in self.depends:
-                raise _other(node)
+                raise depends_on_all(init)
             return Residual(None, init), made.slot, made.plus
         if source.loop is self.part.loop:
             if position is None:

@@ -373,6 +373,115 @@ def test_sums_of_more_stages_may_round():
     assert (report.why, report.rounds) == ("", "a head is computed row by row")
 
 
+UNDER = {
+    "squares": Draw(under=True, loss="squares", stages=3),
+    "cross": Draw(under=True, axes="dx", inside=True, collect="scan"),
+    "psum": Draw(under=True, shared="psum", stages=4, microbatches=5, mask="where"),
+    "gather": Draw(under=True, shared="gather", inside=True, again="layer"),
+}
+
+
+@pytest.mark.parametrize("d", UNDER.values(), ids=UNDER)
+def test_a_head_under_a_conditional(d):
+    """Behind the loop, on the last stage alone, as its gradient is."""
+    found = compare(d, "1f1b")
+    assert found.whys == found.differs == ()
+    (report,) = found.module.interleaved
+    one_row = d.loss == "squares"
+    assert report.rounds == (
+        "a head under lax.cond is computed apart" if one_row else "a head is computed row by row"
+    )
+
+
+def test_what_other_stages_do_not_give_is_zeros(monkeypatch):
+    """Under a conditional the gradient of other stages is no 0 * x."""
+
+    def large(d, head, h, wanted):
+        scale = np.ones(h.shape, np.float32)
+        scale[1, 0, 0] = 1e30
+        return jnp.sum((h * scale * scale) ** 2)
+
+    monkeypatch.setattr(training_steps, "loss_of", large)
+    d = Draw(shared="psum", under=True, loss="squares", stages=3, microbatches=3, layers=1)
+    step = Step(replace(d, layers=2))
+    assert not any(np.isnan(g).any() for g in step.written[step.paths.index("[1]['head']")])
+    found = step.compare("1f1b")
+    assert found.whys == found.differs == ()
+
+
+COUNTED = {
+    "cond": Draw(counted=True, head="cond", microbatches=5),
+    "cond-data": Draw(counted=True, head="cond", axes="xd", stages=2, inside=True, collect="scan"),
+    "cond-metric": Draw(counted=True, head="cond", stages=3, metric=True, again="stage"),
+    "where": Draw(counted=True, head="where", loss="squares"),
+}
+
+
+@pytest.mark.parametrize("d", COUNTED.values(), ids=COUNTED)
+def test_a_number_that_the_loop_counts(d):
+    """The loss is divided by it behind the loop, so that the backward pass begins with it."""
+    judge(d)
+
+
+@pytest.mark.parametrize("schedule", ["zb_h1", "interleaved_1f1b"])
+def test_a_number_that_the_loop_counts_in_other_schedules(schedule):
+    how = {"interleave": 2} if schedule == "interleaved_1f1b" else {}
+    judge(COUNTED["cond"], schedule, **how)
+
+
+def test_a_number_that_depends_on_the_stages(monkeypatch):
+    written = training_steps.outputs_of
+
+    def outputs_of(*arguments):
+        found, metric, count = written(*arguments)
+        return found, metric, count + metric
+
+    monkeypatch.setattr(training_steps, "outputs_of", outputs_of)
+    why = refused(Draw(counted=True, head="cond", metric=True))
+    assert "which depends on the forward pass of all microbatches" in why
+
+
+def test_a_mask_on_the_loss_alone_in_the_loop():
+    why = refused(Draw(head="loss", stages=3))
+    assert "put the head under lax.cond where a microbatch leaves the last stage" in why
+
+
+def test_what_begins_anew_in_each_stage():
+    """The layers' own sum, which is no part of what goes from stage to stage."""
+    count, stages = 4, 2
+
+    def loss(w, xs):
+        stage = lax.axis_index("x")
+
+        def one(carry, w):
+            x, total = carry
+            y = jnp.tanh(x @ w)
+            return (y, total + jnp.sum(y)), None
+
+        def iteration(carry, i):
+            received, total = carry
+            x = jnp.where(stage == 0, xs[jnp.clip(i, 0, count - 1)], received)
+            working = (i >= stage) & (i - stage < count)
+            begin = x, jnp.float32(0)
+            y, own = lax.cond(
+                working,
+                lambda b: lax.scan(one, b, w)[0],
+                lambda b: (b[0] * 0, jnp.float32(0)),
+                begin,
+            )
+            return (lax.ppermute(y, "x", [(0, 1)]), total + own), None
+
+        start = jnp.zeros_like(xs[0]), jnp.float32(0)
+        return lax.psum(lax.scan(iteration, start, jnp.arange(count + 1))[0][1], "x")
+
+    over = mesh(stages)
+    step = jax.value_and_grad(manual(loss, over, (P("x"), P()), P()))
+    arguments = np.ones((4, 8, 8), np.float32), np.ones((count, 4, 8), np.float32)
+    found = compiled(jax.jit(step), arguments, stages, "1f1b")
+    whys = " ".join(report.why for report in found.interleaved)
+    assert "f32[], which its layers hand on, begins anew in each stage" in whys
+
+
 @pytest.mark.parametrize("collect", ["put", "scan"])
 def test_a_head_of_what_each_stage_gave(monkeypatch, collect):
     """The gradient of the masked loss is not known to be zeros on other stages, and is added there."""

@@ -26,7 +26,7 @@ class Draw:
     ``again``: what is under `jax.checkpoint`. ``collect``: ``put`` puts outputs away by microbatch, ``scan``
     cuts them from what the scan gives. ``inside``: whether the gradient is taken on each device.
     ``head``: where the loss is computed, ``behind`` the loop for all microbatches at once, or in it, on the
-    last stage, under a ``cond`` or with its input masked by ``where``.
+    last stage, under a ``cond``, or with its input masked by ``where``, or with a mask on the ``loss`` alone.
     ``shared``: how all stages get the outputs of the last one, for a head behind the loop that all of them
     compute: by ``psum`` or by ``gather``; empty where they do not. ``alike``: whether all then give the same
     loss, and not zeros but on the last one.
@@ -54,6 +54,8 @@ class Draw:
     shift: str = ""
     shared: str = ""
     alike: bool = False
+    under: bool = False
+    counted: bool = False
 
 
 def draw_stacked(rng: random.Random) -> Draw:
@@ -100,7 +102,8 @@ def draw(rng: random.Random) -> Draw:
     )
     if d.head == "behind":
         d = replace(d, shared=rng.choice(["", "psum", "gather"]), alike=rng.random() < 0.5)
-    return d
+        return replace(d, under=rng.random() < 0.3)
+    return replace(d, counted=rng.random() < 0.4)
 
 
 def layer(x: jax.Array, w: dict[str, jax.Array]) -> tuple[jax.Array, None]:
@@ -113,9 +116,9 @@ def parallel_layer(x: jax.Array, w: dict[str, jax.Array]) -> tuple[jax.Array, No
 
 def outputs_of(
     d: Draw, layers: Any, xs: jax.Array, head: jax.Array, wanted: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """What the last stage gives, by microbatch, or the losses of a head in the loop, and a metric that is
-    summed up in the loop."""
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """What the last stage gives, by microbatch, or the losses of a head in the loop, a metric that is
+    summed up in the loop, and a number of labels that is."""
     stage = lax.axis_index("x")
     pairs = [(s, s + 1) for s in range(d.stages - 1)] + [(d.stages - 1, 0)] * d.ring
     one = parallel_layer if "y" in d.axes else layer
@@ -123,7 +126,7 @@ def outputs_of(
         one = jax.checkpoint(one)
 
     def iteration(carry, i):
-        received, outputs, metric = carry
+        received, outputs, metric, count = carry
         x = jnp.where(stage == 0, xs[jnp.clip(i, 0, d.microbatches - 1)], received)
         slot = i - stage
         working = (slot >= 0) & (slot < d.microbatches)
@@ -148,27 +151,39 @@ def outputs_of(
             def loss(y):
                 return loss_of(d, head, y, target)
 
-            if d.head == "cond":
+            def labels():
+                return jnp.sum(target % 3 > 0).astype(jnp.float32)
+
+            if d.head == "cond" and d.counted:
+                result, more = lax.cond(
+                    last, lambda y: (loss(y), labels()), lambda y: (jnp.float32(0),) * 2, y
+                )
+                given, count = result, count + more
+            elif d.head == "cond":
                 result = given = lax.cond(last, loss, lambda y: jnp.float32(0), y)
+            elif d.head == "loss":
+                result = given = jnp.where(last, loss(y), 0)
             else:
                 result = given = jnp.where(last, loss(jnp.where(last, y, 1)), 0)
+                if d.counted:
+                    count = count + jnp.where(last, labels(), 0)
         if d.collect == "put":
             put = outputs.at[jnp.clip(out, 0, d.microbatches - 1)].set(result)
             outputs, given = jnp.where(out >= 0 if d.shared else last, put, outputs), None
         if d.metric:
             metric = metric + lax.stop_gradient(jnp.where(last, jnp.max(jnp.abs(y)), 0))
-        return (lax.ppermute(y, "x", pairs), outputs, metric), given
+        return (lax.ppermute(y, "x", pairs), outputs, metric, count), given
 
     outputs = jnp.zeros_like(xs) if d.head == "behind" else jnp.zeros(d.microbatches)
-    start = (jnp.zeros_like(xs[0]), outputs, jnp.zeros((), xs.dtype))
+    start = (jnp.zeros_like(xs[0]), outputs, jnp.zeros((), xs.dtype), jnp.float32(0))
     trips = d.microbatches + d.stages - 1
-    (_, outputs, metric), given = lax.scan(iteration, start, jnp.arange(trips))
+    (_, outputs, metric, count), given = lax.scan(iteration, start, jnp.arange(trips))
     found = outputs if d.collect == "put" else given[d.stages - 1 :]
     if d.shared == "psum":
         found = lax.psum(jnp.where(stage == d.stages - 1, found, 0), "x")
     elif d.shared == "gather":
         found = lax.all_gather(found, "x")[-1]
-    return found, metric
+    return found, metric, count
 
 
 def loss_of(d: Draw, head: jax.Array, h: jax.Array, wanted: jax.Array) -> jax.Array:
@@ -192,12 +207,23 @@ def local(d: Draw, parameters: Any, tokens: jax.Array, wanted: jax.Array) -> Any
         if d.embeds
         else lax.stop_gradient(parameters["embedding"][tokens])
     )
-    outputs, metric = outputs_of(d, parameters["layers"], xs, parameters["head"], wanted)
-    behind = d.head == "behind"
-    loss = loss_of(d, parameters["head"], outputs, wanted) if behind else jnp.mean(outputs)
+    outputs, metric, count = outputs_of(d, parameters["layers"], xs, parameters["head"], wanted)
+    last = lax.axis_index("x") == d.stages - 1
+    if d.head != "behind":
+        loss = jnp.mean(outputs)
+        if d.counted:
+            axes = tuple(a for a in d.axes if a in "xd")
+            loss = loss / jnp.maximum(lax.psum(count, axes), 1)
+        return jnp.where(last, loss, 0), metric
+
+    def head(outputs):
+        return loss_of(d, parameters["head"], outputs, wanted)
+
     if d.shared and d.alike:
-        return loss / d.stages, metric
-    return jnp.where(lax.axis_index("x") == d.stages - 1, loss, 0), metric
+        return head(outputs) / d.stages, metric
+    if d.under:
+        return lax.cond(last, head, lambda _: jnp.float32(0), outputs), metric
+    return jnp.where(last, head(outputs), 0), metric
 
 
 def specs_of(d: Draw) -> tuple[Any, P]:

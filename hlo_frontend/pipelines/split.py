@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from ..graph import Instruction
 from ..ops import op_of
+from ..schema import TUPLE
 from .emit import needed_by, slice_of
 from .layers import LayerLoop
 
@@ -56,8 +57,16 @@ def split(layers: LayerLoop, sums: Sequence[int], cut: Sequence[int]) -> Split:
 
 
 def _is_computed_again(value: Instruction, reads: set[Instruction]) -> bool:
+    if value in reads or value.shape.element_type == TUPLE:
+        return True
+    if value.opcode == "get-tuple-element":
+        return _moves_only(value.operands[0])
     op = op_of(value.opcode)
-    return (
-        value in reads or op.fuses or op.renames
-        or value.opcode in ("constant", "iota", "dynamic-slice", "get-tuple-element", "tuple")
-    )  # fmt: skip
+    return op.fuses or op.renames or value.opcode in ("constant", "iota", "dynamic-slice")
+
+
+def _moves_only(made: Instruction) -> bool:
+    """Whether a tuple is made of other values as they are. Of what a loop or a conditional gives, its arrays
+    are left."""
+    op = op_of(made.opcode)
+    return op.fuses or op.renames or made.opcode in ("tuple", "get-tuple-element", "parameter")

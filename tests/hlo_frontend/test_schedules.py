@@ -429,6 +429,18 @@ def test_a_number_that_the_loop_counts_in_other_schedules(schedule):
     judge(COUNTED["cond"], schedule, **how)
 
 
+def test_layers_with_a_loop_that_gives_more_than_one_array(monkeypatch):
+    """As random bits are drawn; of it, runs of weights are left the arrays that they read."""
+
+    def layer(x, w):
+        begin = lax.stop_gradient((x, x * 2))
+        one, other = lax.fori_loop(0, 3, lambda _, c: (c[1], c[0] * 0.5), begin)
+        return x + jnp.tanh((x * one) @ w["up"]) @ w["down"] * other, None
+
+    monkeypatch.setattr(training_steps, "layer", layer)
+    judge(Draw(loss="squares", again="layer", microbatches=3), "zb_h1")
+
+
 def test_a_number_that_depends_on_the_stages(monkeypatch):
     written = training_steps.outputs_of
 

@@ -1,5 +1,5 @@
 """Builds the extension modules: the C face of the plugin, collectives inside of compiled code, calls of
-CUDA's driver and of NCCL, ends of ranks.
+CUDA's driver and of NCCL, ends of ranks, runs of segments.
 
 All else is in pyproject.toml, but for a line that Python runs when it starts (`plugin/start.py`).
 
@@ -66,5 +66,6 @@ setup(
             extra_link_args=["-pthread"],
         ),
         Extension("stretto.runtime.job._ends", ["runtime/job/_ends.pyx"]),
+        Extension("stretto.runtime.engines._runs", ["runtime/engines/_runs.pyx"]),
     ],
 )

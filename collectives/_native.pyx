@@ -28,6 +28,7 @@ Invariants:
   fields used here in their order; sizes tell XLA which ones are known. A test compares them with jaxlib's header.
 """
 
+cimport cython
 from cpython.pycapsule cimport PyCapsule_New
 from cpython.ref cimport Py_DECREF, Py_INCREF, PyObject
 from libc.stdint cimport int8_t, int16_t, int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t, uintptr_t
@@ -215,6 +216,7 @@ KINDS = {
 cdef int64_t END = -1
 # Seconds of compute between two collectives from which on devices are run side by side.
 cdef double SIDE_BY_SIDE = 30e-6
+cdef double MOMENT = 1e-6  # seconds that a thread in a hurry waits for other processes at least
 
 ctypedef void (*fold_t)(void*, const void*, int64_t) noexcept nogil
 
@@ -644,8 +646,11 @@ cdef class Table:
         """What the first number of a device's context is; the second is its position."""
         return <uintptr_t>&self.table
 
-    def begin(self, bint watched=False) -> None:
-        """All devices are about to run. ``watched``: rows are kept of what they do."""
+    @cython.binding(False)
+    def begin(self, bint watched=False, double until=0.0) -> None:
+        """All devices are about to run. ``watched``: rows are kept of what they do. ``until``: as of `hurry`, but a
+        time of ``perf_counter``."""
+        global until_then
         cdef table_t* table = &self.table
         cdef int s, g
         free(table.failure)
@@ -663,6 +668,21 @@ cdef class Table:
         for s in range(table.num_sites):
             for g in range(table.sites[s].num_groups):
                 table.sites[s].groups[g].calls = table.sites[s].groups[g].came = 0
+        if until > 0.0:
+            until_then = max(until, now() + MOMENT)
+
+    @cython.binding(False)
+    def completed(self) -> bool:
+        """Of a run that `begin` had hurry: it does no longer, and has ended well, each site called once."""
+        global until_then
+        cdef table_t* table = &self.table
+        until_then = 0.0
+        return (
+            table.ended == table.devices
+            and not table.late
+            and table.failure == NULL
+            and table.executed == table.num_sites
+        )
 
     def hurry(self, double seconds) -> None:
         """From now on this thread waits for other processes for so long at most, then gives the run up (`late`);

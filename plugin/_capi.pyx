@@ -18,7 +18,7 @@ cimport cython
 from cpython.buffer cimport PyBuffer_FillInfo
 from cpython.bytes cimport PyBytes_FromStringAndSize
 from cpython.bytearray cimport PyByteArray_AS_STRING, PyByteArray_GET_SIZE
-from cpython.list cimport PyList_GET_ITEM
+from cpython.list cimport PyList_GET_ITEM, PyList_New, PyList_SET_ITEM
 from cpython.pycapsule cimport PyCapsule_New
 from cpython.pythread cimport (
     NOWAIT_LOCK,
@@ -30,6 +30,7 @@ from cpython.pythread cimport (
     PyThread_type_lock,
 )
 from cpython.ref cimport Py_DECREF, Py_INCREF, PyObject
+from cpython.tuple cimport PyTuple_GET_ITEM
 from cpython.weakref cimport PyWeakref_CheckRef, PyWeakref_NewRef
 from libc.math cimport NAN
 from libc.stdint cimport int32_t, int64_t, intptr_t, uint16_t, uint32_t, uint64_t, uintptr_t

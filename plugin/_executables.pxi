@@ -44,6 +44,7 @@ cdef class LoadedExecutable(Handle):
     cdef size_t num_parameters
     cdef bint has_callbacks
     cdef bint jax_arrays  # the engine's arrays are jaxlib's
+    cdef bint cannot_fail  # its `single`, given arrays that are computed
     cdef size_t smallest  # output, the cheapest to hold on to until the run is over
 
     def __cinit__(self, *args, **kwargs):
@@ -54,6 +55,7 @@ cdef class LoadedExecutable(Handle):
     def prepare(
         self, run, copy, single, apart, engine, bint has_callbacks, size_t num_parameters,
         tuple donated not None, list output_types not None, list output_memories not None, tuple devices not None,
+        bint cannot_fail=False,
     ):
         """What `Execute` needs.
 
@@ -61,12 +63,15 @@ cdef class LoadedExecutable(Handle):
         an event that is set once the run has been issued (with callbacks: has called), or None.
         ``single(ordinal, arrays)`` is the engine's way to do the same for one device, with arrays that are
         there, or None. It may give None, which asks for ``run``, or
-        `Issued`. ``apart(rows)`` does it for all devices, given the arrays of each, on several threads, or is None. ``copy(value)`` copies a value; ``donated`` are the parameters that a run consumes;
+        `Issued`. ``cannot_fail``: a call of it gives no array with an error, if no argument has one, and only
+        then. ``apart(rows)`` does it for all devices, given the arrays of each, on several threads, or is None.
+        ``copy(value)`` copies a value; ``donated`` are the parameters that a run consumes;
         ``output_memories`` has a list for each of ``devices``, the local ones in the order of the arguments.
         """
         self.run, self.copy, self.engine, self.num_parameters = run, copy, engine, num_parameters
         self.donated, self.devices, self.has_callbacks = donated, devices, has_callbacks
         self.jax_arrays = getattr(engine, "jax_arrays", False)
+        self.cannot_fail = cannot_fail
         self.apart, self.seconds, self.long = apart, 0.0, _compute.LONG
         self.use_single(single)
         self.output_types, self.output_memories = output_types, output_memories
@@ -142,58 +147,88 @@ cdef class LoadedExecutable(Handle):
     cdef bint execute_single(self, PJRT_LoadedExecutable_Execute_Args* args) except -1:
         """The short way, for one segment. False if there is none, or an argument is not there."""
         cdef void** handles
-        cdef void** out
-        cdef list rows, row, results, memories, arrays, made
+        cdef list rows, row, results
         cdef size_t d, i
         cdef object given, array, single = self.single
+        cdef Buffer buffer
         cdef Device device
-        cdef bint over
+        cdef bint over, computed = True
         if single is None:  # as in all programs that have no device here
             return False
         rows = []
         for d in range(args.num_devices):
-            handles, row = (<void***>args.argument_lists)[d], []
+            handles, row = (<void***>args.argument_lists)[d], PyList_New(args.num_args)
             for i in range(args.num_args):
-                array = (<Buffer>(<handle_t*>handles[i]).owner).issued_array()
+                buffer = <Buffer>(<handle_t*>handles[i]).owner
+                array = buffer.issued_array()
                 if array is None:
                     return False
-                row.append(array)
-            rows.append(row)
+                computed = computed and buffer.c.ready
+                Py_INCREF(array)
+                PyList_SET_ITEM(row, i, array)
+            if args.num_devices > 1:
+                rows.append(row)
         if args.num_devices > 1 and self.apart is not None:
             results = self.run_on_all(rows)
-        else:
-            results = []
             for d in range(args.num_devices):
-                device, row = <Device>self.devices[d], <list>PyList_GET_ITEM(rows, d)
-                over = False
-                if type(single) is WatchedCall:
-                    given = (<WatchedCall>single).call(device.c.local_hardware_id, row, &over)
-                else:
-                    given = single(device.c.local_hardware_id, row)
-                if type(given) is not list or len(<list>given) != len(self.output_types):
-                    if given is None:  # only where there is one device
-                        return False
-                    if type(given) is _Issued:
-                        self.deliver(args, given.values, given.event)
-                        return True
-                    _counted(given, len(self.output_types))
-                results.append((given, over))
+                self.hand_out(args, d, <list>(<tuple>PyList_GET_ITEM(results, d))[0], False, computed)
+            return True
+        results = []
+        for d in range(args.num_devices):
+            device = <Device>PyTuple_GET_ITEM(self.devices, d)
+            if args.num_devices > 1:
+                row = <list>PyList_GET_ITEM(rows, d)
+            over = False
+            if type(single) is WatchedCall:
+                given = (<WatchedCall>single).call(device.c.local_hardware_id, row, &over)
+            else:
+                given = single(device.c.local_hardware_id, row)
+            if type(given) is not list or len(<list>given) != len(self.output_types):
+                if given is None:  # only where there is one device
+                    return False
+                if type(given) is _Issued:
+                    self.deliver(args, given.values, given.event)
+                    return True
+                _counted(given, len(self.output_types))
+            if args.num_devices == 1:
+                self.hand_out(args, 0, <list>given, over, computed)
+                return True
+            results.append((given, over))
         for d in range(args.num_devices):
             given, over = <tuple>PyList_GET_ITEM(results, d)
-            arrays = <list>given
-            memories, made = <list>PyList_GET_ITEM(self.output_memories, d), []
-            out = (<void***>args.output_lists)[d]
-            for i in range(<size_t>len(arrays)):
-                out[i] = self.output(None, <object>PyList_GET_ITEM(arrays, i), i, memories, made)
-            if len(made) > 1 and not over:
-                self.group(made, None, self.jax_arrays)
-            if args.device_complete_events != NULL:
-                (<void**>args.device_complete_events)[d] = (
-                    self.array_event(<Buffer>(<handle_t*>out[self.smallest]).owner, over)
-                    if arrays
-                    else &always_ready
-                )
+            self.hand_out(args, d, <list>given, over, computed)
         return True
+
+    cdef int hand_out(
+        self, PJRT_LoadedExecutable_Execute_Args* args, size_t d, list arrays, bint over, bint computed
+    ) except -1:
+        """Hand out what `single` gave a device. ``over``: all of it is computed. ``computed``: so were all
+        arguments, without error."""
+        cdef void** out = (<void***>args.output_lists)[d]
+        cdef list memories = <list>PyList_GET_ITEM(self.output_memories, d), made
+        cdef size_t i, count = len(arrays)
+        if count == 1:
+            out[0] = self.output(None, <object>PyList_GET_ITEM(arrays, 0), 0, memories)
+        else:
+            made = []
+            for i in range(count):
+                out[i] = self.output(None, <object>PyList_GET_ITEM(arrays, i), i, memories)
+                made.append(<object>(<handle_t*>out[i]).owner)
+            if not over:
+                self.group(made, None, self.jax_arrays)
+        if args.device_complete_events == NULL:
+            return 0
+        if count == 0:
+            (<void**>args.device_complete_events)[d] = &always_ready
+            return 0
+        (<void**>args.device_complete_events)[d] = self.array_event(
+            <Buffer>(<handle_t*>out[self.smallest]).owner, over, computed and self.cannot_fail
+        )
+        if self.cannot_fail and not computed and (<buffer_t*>out[self.smallest]).ready:
+            # No argument had an error, or the result had it.
+            for i in range(args.num_args):
+                (<buffer_t*>(<void***>args.argument_lists)[d][i]).ready = True
+        return 0
 
     cdef list run_on_all(self, list rows):
         """What the one segment gives on each of several devices."""
@@ -213,15 +248,16 @@ cdef class LoadedExecutable(Handle):
             made.append((_counted(given, len(self.output_types)), False))
         return made
 
-    cdef void* array_event(self, Buffer buffer, bint over) except NULL:
-        """Event, owned by the caller, for the array of a buffer; cheap if it is computed, or ``over``."""
+    cdef void* array_event(self, Buffer buffer, bint over, bint has_no_error) except NULL:
+        """Event, owned by the caller, for the array of a buffer; cheap if it is computed, or ``over``, most of
+        all if it can have no error then."""
         cdef Event event
         cdef object array = buffer.array
         # Methods of jaxlib's arrays are called without the engine's functions around them, which in a call of
         # a small program take as long as they do.
-        if over or (array.is_ready() if self.jax_arrays else self.engine.is_ready(array)):
+        if over or (is_ready(array) if self.jax_arrays else self.engine.is_ready(array)):
             try:
-                if not (self.jax_arrays and is_without_error(array)):
+                if not has_no_error and not (self.jax_arrays and is_without_error(array)):
                     self.engine.block(array)
                 buffer.c.ready = True
                 return &always_ready
@@ -240,7 +276,7 @@ cdef class LoadedExecutable(Handle):
             (<Buffer>buffer).outputs = outputs
         return outputs
 
-    cdef inline void* output(self, value, array, size_t i, list memories, list made) except NULL:
+    cdef inline void* output(self, value, array, size_t i, list memories) except NULL:
         cdef Buffer buffer = Buffer.__new__(Buffer)
         buffer.set(
             value,
@@ -248,7 +284,6 @@ cdef class LoadedExecutable(Handle):
             <ArrayType>PyList_GET_ITEM(self.output_types, i),
             <Memory>PyList_GET_ITEM(memories, i),
         )
-        made.append(buffer)
         Py_INCREF(buffer)
         return buffer.pointer
 
@@ -305,7 +340,8 @@ cdef class LoadedExecutable(Handle):
             made = []
             for i in range(<size_t>len(outputs)):
                 value = <object>PyList_GET_ITEM(outputs, i)
-                (<void***>args.output_lists)[d][i] = self.output(value, None, i, memories, made)
+                (<void***>args.output_lists)[d][i] = self.output(value, None, i, memories)
+                made.append(<object>(<handle_t*>(<void***>args.output_lists)[d][i]).owner)
             made_together = None
             if made and not (self.has_callbacks and issued is not None):
                 made_together = self.group(made, issued)
@@ -330,10 +366,31 @@ cdef class LoadedExecutable(Handle):
         return event.hand_out()
 
 
+# Of jaxlib's arrays, all of which are of one type: that type and its functions, looked up once.
+cdef type array_type = None
+cdef object array_is_ready = None, array_block = None
+
+
+cdef int look_up(object array) except -1:
+    global array_type, array_is_ready, array_block
+    array_is_ready, array_block = type(array).is_ready, type(array).block_until_ready
+    array_type = type(array)
+    return 0
+
+
+cdef inline bint is_ready(object array) except -1:
+    """Of one of jaxlib's arrays."""
+    if type(array) is not array_type:
+        look_up(array)
+    return array_is_ready(array) is True
+
+
 cdef inline bint is_without_error(object array) noexcept:
     """Of one of jaxlib's arrays that is ready. What the error is, the engine says."""
     try:
-        array.block_until_ready()
+        if type(array) is not array_type:
+            look_up(array)
+        array_block(array)
         return True
     except Exception:
         return False

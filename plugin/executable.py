@@ -195,6 +195,7 @@ class LoadedExecutable(_capi.LoadedExecutable):  # type: ignore[misc]
             executable.output_types,
             memories,
             self.devices,
+            loaded.cannot_fail,
         )
 
     @cached_property

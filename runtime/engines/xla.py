@@ -1,6 +1,6 @@
 """What engines over a client of jaxlib's share: compiling, running, arrays.
 
-jaxlib's names that are not public API are used here and in the engines' own files only;
+jaxlib's names that are not public API are used here, in `_runs` and in the engines' own files only;
 ``tests/runtime/test_engines.py`` pins them. A segment is compiled once, for device 0; other devices get the
 same machine code by deserializing it, which takes a tenth of a compilation. Code that refuses to be
 serialized (host callbacks) is compiled again for each device. The same machine code is what `serialize`
@@ -33,6 +33,7 @@ from stretto.collectives.types import TensorType
 
 from ..errors import CompileError, StrettoError
 from ..program import Segment, calls_back
+from ._runs import Runs
 from .code_room import CodeRoom
 
 Array = Any
@@ -122,20 +123,11 @@ class Serializable(Protocol):
         ...
 
 
-class XlaSegment:
+class XlaSegment(Runs):  # type: ignore[misc]
     """A segment compiled for device 0 and, once it has run there, for other devices."""
 
-    __slots__ = (
-        "__weakref__",
-        "_by_device",
-        "_callbacks",
-        "_code",
-        "_engine",
-        "_handlers",
-        "_lock",
-        "_name",
-        "_segment",
-    )
+    _by_device: list[Any]
+    _handlers: list[list[Any]]
 
     def __init__(
         self,
@@ -152,7 +144,7 @@ class XlaSegment:
         # A program's other segments are like those of any program.
         self._callbacks = list(host_callbacks) if calls_back(segment.module) else []
         self._lock = threading.Lock()
-        self._by_device: list[Any] = [None] * engine.num_devices
+        self._by_device = [None] * engine.num_devices
         # What makes arrays of results; jaxlib else looks up type and sharding of each, which takes longer.
         self._handlers = [engine.result_handlers(segment.outputs, 0)] + [[]] * (
             engine.num_devices - 1
@@ -164,13 +156,9 @@ class XlaSegment:
             else engine.compile_for(0, segment, name, self._callbacks)
         )
 
-    def run(self, ordinal: int, inputs: list[Array]) -> list[Array]:
-        executable = self._by_device[ordinal]
-        if executable is None:
-            executable = self._load(ordinal)
-        try:
-            return executable.execute_sharded(inputs).consume_with_handlers(self._handlers[ordinal])
-        except JaxRuntimeError as error:
+    @staticmethod
+    def _tell(error: Exception) -> None:
+        if isinstance(error, JaxRuntimeError):
             raise translate(error, XlaError) from error
 
     def run_with_end(self, ordinal: int, inputs: list[Array]) -> tuple[list[Array], Any]:

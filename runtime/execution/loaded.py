@@ -18,7 +18,7 @@ from stretto.collectives.types import TensorType
 
 from ..engines.engine import LoadedTogether, counted
 from ..errors import InvalidProgramError
-from ..program import WHILE, Block, Branch, Loop, Run
+from ..program import CALLS, WHILE, Block, Branch, Loop, Run
 from .compiled_segments import CompiledSegments
 from .dispatch import PATIENCE, Dispatcher
 from .execution import Execution, FirstRuns, Issued
@@ -32,6 +32,10 @@ from .walk import Walker
 # Iterations that take no loop long: XLA runs one in the thread that calls only where an iteration has fewer
 # than 1,000 operations.
 FEW = 4096
+
+
+# Bytes that a process in which allocating them fails would not live without.
+LITTLE = 2**20
 
 
 class LoadedProgram:
@@ -173,6 +177,20 @@ class LoadedProgram:
         assert run is not None
         calls = [partial(run, i, row) for (_, i), row in zip(self.local, rows, strict=True)]
         return among(getattr(self._engine, "callers", 1), calls)
+
+    @property
+    def cannot_fail(self) -> bool:
+        """Whether `single` is the engine's ``run`` of code that calls nothing and allocates little, on an
+        engine whose runs fail only where they do so, or where an argument has an error."""
+        program = self.program
+        segment = program.single_segment
+        if segment is None or self.has_host_callbacks or CALLS in segment.module:
+            return False
+        if not getattr(self._engine, "jax_arrays", False):
+            return False
+        loaded = self.walker.context.segments[program.body.instructions[0].segment]  # type: ignore[union-attr]
+        scratch = getattr(loaded, "scratch_bytes", LITTLE)
+        return scratch + sum(type.nbytes for type in self.output_types) < LITTLE
 
     def execute(self, arguments: Sequence[Sequence[Value]]) -> list[list[Value]]:
         """Run it: ``arguments[k][i]`` is parameter i for ``local[k]``; gives outputs in the same form.

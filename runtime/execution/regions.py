@@ -48,8 +48,6 @@ from .communication import Attempt
 from .context import Context
 from .frame import Frame, Hosted, Operation, named
 
-# Seconds that a thread waits for other processes at least, where its time is up.
-_MOMENT = 1e-6
 # Seconds between two looks at devices that may have failed.
 _LOOK = 0.05
 # What is left to do of a run, with the frame that has its operands.
@@ -119,6 +117,7 @@ class Region:
         self._once = len(self.payload), messages, skipped, nbytes
         self.peers = peers
         self._told = False  # that rows were dropped
+        self._looked = self._look  # made once
         # Of each site: its name, its line, and the processes in it, for the watchdog.
         self.described = [
             (f"{c.kind} %{c.name}", c.source, context.ranks(c)) for c in self.collectives
@@ -184,19 +183,27 @@ class Region:
         Gives its results, or what is left to do with the frame that has the operands: it blocks, and may be
         called by another thread. Only if it is `prompt`.
         """
-        table, context = self.table, self.context
-        table.begin(context.instrument is not None)
-        self.lane.progress.watch(self._look)
-        self.lane.hand_over(table)
+        table, lane, instrument = self.table, self.lane, self.context.instrument
+        progress = lane.progress
         try:
-            table.hurry(max(until - perf_counter(), _MOMENT))
+            table.begin(instrument is not None, until)
+            progress.watch(self._looked)
+            lane.hand_over(table)
             results = self._run_alone(self.ordinal, [self.first[0], *arrays])
         except BaseException as error:
+            table.hurry(0.0)
             if not table.late:
                 raise self._failed(error) from error
             results = []
-        finally:
-            table.hurry(0.0)
+        if table.completed():  # what follows otherwise, in short
+            lane.hand_over(None)
+            lane.sequence = sequence = lane.sequence + len(self.payload)
+            name, source, ranks = self.described[-1]
+            progress.left((name, source, sequence, ranks, self.context.called, monotonic()))
+            self._account_once()
+            if instrument is not None:
+                self._tell((0,))
+            return results
         if table.late:
             return self._again
         if not (table.over or table.wait(max(until - perf_counter(), 0.0))):
@@ -282,16 +289,22 @@ class Region:
                 for array in result:
                     block(array)
 
-    def _account(self, active: tuple[int, ...]) -> None:
+    def _account_once(self) -> None:
+        """Count a run that called each site once."""
         counters = self.lane.counters
+        collectives, messages, left_out, nbytes = self._once
         counters.seconds += self.table.seconds
+        counters.collectives += collectives
+        counters.messages += messages
+        counters.skipped += left_out
+        counters.nbytes += nbytes
+
+    def _account(self, active: tuple[int, ...]) -> None:
         if self.prompt and self.table.executed == len(self.payload):
-            collectives, messages, left_out, nbytes = self._once
-            counters.collectives += collectives
-            counters.messages += messages
-            counters.skipped += left_out
-            counters.nbytes += nbytes
+            self._account_once()
         else:
+            counters = self.lane.counters
+            counters.seconds += self.table.seconds
             for calls, (messages, left_out, nbytes) in zip(
                 self.table.calls(), self.payload, strict=True
             ):
@@ -300,8 +313,11 @@ class Region:
                 counters.skipped += calls * left_out
                 counters.nbytes += calls * nbytes
         self.lane.sequence += self.table.executed
-        if self.context.instrument is None:
-            return
+        if self.context.instrument is not None:
+            self._tell(active)
+
+    def _tell(self, active: tuple[int, ...]) -> None:
+        """Tell the instrument of the collectives of a run."""
         rows, dropped = self.table.rows()
         if dropped and not self._told:
             self._told = True

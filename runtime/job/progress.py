@@ -64,6 +64,12 @@ class Progress:
         """The stream leaves its collectives to compiled code. ``look`` gives the one that is waited in."""
         self._current = look
 
+    def left(self, last: Raw) -> None:
+        """The stream has taken its collectives back from compiled code, at the time that ``last`` has."""
+        self._last = last
+        self._current = None
+        self._ended = last[5]
+
     def end(self, last: Raw | None = None) -> None:
         """The stream has left the collective it was in, completed or failed; after `watch`, ``last``."""
         current = self._current

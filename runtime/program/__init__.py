@@ -59,6 +59,8 @@ CONTEXT = TensorType("u64", (4,))
 # What modules of segments that loop have in them. XLA may take a loop for cheap, and run it in the thread
 # that calls, however long it takes.
 WHILE = b"while"
+# And of those that call something, be it a library.
+CALLS = b"custom_call"
 
 
 def calls_back(module: bytes) -> bool:

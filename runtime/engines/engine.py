@@ -61,7 +61,8 @@ class Engine(Protocol):
     ``lowered_as``: the platform by whose rules JAX lowers programs for it, ``cpu`` if it lacks the attribute.
 
     An engine may have ``jax_arrays = True``: its arrays are jaxlib's, and their methods ``is_ready`` and
-    ``block_until_ready`` may be called instead of its own.
+    ``block_until_ready`` may be called instead of its own. A run of it fails only where the
+    segment calls something or its memory cannot be had, and wherever an argument has an error.
 
     An engine may have ``callers``: from how many threads at once runs of one segment on several devices are
     called with profit, since it computes some in the thread that calls; one, if it lacks the attribute.

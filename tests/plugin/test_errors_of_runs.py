@@ -12,6 +12,8 @@ import pytest
 from jax import lax, shard_map
 from jax.sharding import Mesh, PartitionSpec
 
+from stretto.collectives.native import Table, handler
+
 pytestmark = pytest.mark.usefixtures("on_stretto")
 
 
@@ -75,6 +77,34 @@ def test_and_what_is_computed_from_it(devices: list[jax.Device]) -> None:
 
     with pytest.raises(Exception, match="the reason"):
         jax.block_until_ready(f(jnp.arange(4.0)) + 1)
+
+
+def test_and_what_is_computed_on_one_device_from_an_array_that_failed() -> None:
+    """The engine's array has the error, which only it knows of: a handler of XLA's FFI has returned it."""
+    table = Table(1)
+    table.add("all-reduce", [], 0, [], "")
+    table.begin()
+    table.abort("the reason")
+    jax.ffi.register_ffi_target("fails_in_tests", handler(), platform="cpu")
+    result = jax.ShapeDtypeStruct((), np.float32)
+    with jax.enable_x64(True):
+        context = jnp.array([table.address, 0, 0, 0], np.uint64)
+        fail = jax.jit(lambda c: jax.ffi.ffi_call("fails_in_tests", result)(c, site=np.int64(0)))
+        fail = fail.lower(context).compile()
+        # XLA fails at once where arguments are there, and later where it has to wait for them.
+        large = jnp.zeros((1500, 1500), np.float32)
+        work = jax.jit(lambda c, a: c + (0 * (a @ a @ a)[0, 0]).astype(np.uint64))
+        failed = fail(work(context, large))
+    add = jax.jit(lambda a: a + 1)
+    keep = jax.jit(lambda a, b: b + 1, keep_unused=True)
+    good = jax.block_until_ready(jnp.float32(1))
+    for computed in (add(failed), add(add(failed)), keep(failed, good), failed):
+        with pytest.raises(Exception, match="the reason"):
+            jax.block_until_ready(computed)
+    for computed in (add(failed), keep(failed, good)):
+        with pytest.raises(Exception, match="the reason"):
+            jax.block_until_ready(computed)
+    assert float(keep(add(good), add(good))) == 3
 
 
 def test_a_deleted_argument() -> None:

@@ -273,7 +273,7 @@ def _own(part: Part, made: Sequence[Made], source: Execution) -> str:
             return (
                 f": {what}, which its layers hand on, begins anew in each stage, as {value.describe()}. "
                 "Begin it on the first stage and send it to the next one by ppermute with the rest of what "
-                "the layers hand on, a random key or a sum of losses of all layers too"
+                "the layers hand on, a random key too"
             )
     return ""
 

@@ -184,7 +184,7 @@ class LoadedProgram:
         engine whose runs fail only where they do so, or where an argument has an error."""
         program = self.program
         segment = program.single_segment
-        if segment is None or self.has_host_callbacks or CALLS in segment.module:
+        if not self.local or segment is None or self.has_host_callbacks or CALLS in segment.module:
             return False
         if not getattr(self._engine, "jax_arrays", False):
             return False

@@ -19,6 +19,7 @@ from ..program import (
     Branch,
     Copy,
     Free,
+    Instruction,
     LogicalId,
     Loop,
     Program,
@@ -145,7 +146,7 @@ class Walker:
     def _block(self, block: Block) -> list[Operation]:
         """Operations of a block; a start whose wait follows directly becomes one operation."""
         operations: list[Operation] = []
-        instructions, joined = block.instructions, set()
+        instructions, joined = self._awaited_at_once(block.instructions), set()
         for index, instruction in enumerate(instructions):
             if isinstance(instruction, Wait) and instruction.event in joined:
                 continue
@@ -160,6 +161,34 @@ class Walker:
             operations.append(self._translators[type(instruction)](instruction))
         return operations
 
+    def _awaited_at_once(self, instructions: Sequence[Instruction]) -> list[Instruction]:
+        """The instructions, with waits directly behind their starts where nothing that computes is between:
+        collectives of one stream come one behind the other anyway, and need no other thread for that."""
+        found: list[Instruction] = []
+        pending: list[Start] = []  # since the last instruction of another kind
+
+        for instruction in instructions:
+            if isinstance(instruction, Wait):
+                for position, start in enumerate(pending):
+                    if start.event == instruction.event:
+                        found.insert(found.index(start) + 1, instruction)
+                        del pending[position]
+                        break
+                else:
+                    found.append(instruction)
+                continue
+            found.append(instruction)
+            if isinstance(instruction, Start):
+                if pending and pending[-1].stream != instruction.stream:
+                    pending.clear()
+                if self._communication.is_split(instruction):
+                    pending.clear()
+                else:
+                    pending.append(instruction)
+            elif not isinstance(instruction, Free):
+                pending.clear()
+        return found
+
     def _prompt(self, block: Block) -> list[Attempt] | None:
         """Attempts at the operations of a block that communicates, one by one as in ``operations``; None
         if one of them may block for long, or if the program calls back and so has an end of its own.
@@ -169,7 +198,7 @@ class Walker:
         communication, attempts = self._communication, []
         started: int | None = None  # the event of a start whose wait has yet to come
         communicates = False
-        for instruction in block.instructions:
+        for instruction in self._awaited_at_once(block.instructions):
             match instruction:
                 case Start() if started is None and communication.is_prompt(instruction):
                     attempts.append(communication.attempt(instruction))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -30,6 +30,7 @@ from stretto.collectives.types import TensorType
 from stretto.runtime.errors import InvalidProgramError, RankFailed, StrettoError
 from stretto.runtime.execution.dispatch import MAX_QUEUED
 from stretto.runtime.execution.executor import Executor
+from stretto.runtime.execution.stream import Stream
 from stretto.runtime.execution.value import DeletedError
 from stretto.runtime.program import (
     Branch,
@@ -326,6 +327,51 @@ def test_ids_that_others_have_are_put_by_each_run() -> None:
         assert made.run_with_ids is None
     assert list(given.lasting_ids) == [1]
     assert given.run_with_ids == Run(0, (1, 0), (2,))
+
+
+@pytest.mark.parametrize(
+    ("between", "streams", "queued"),
+    [((), (0, 0), 0), ((), (0, 1), 1), (("run",), (0, 0), 2)],
+    ids=["at-once", "two-streams", "computes"],
+)
+def test_starts_with_nothing_to_hide_are_run_in_place(
+    between: tuple[str, ...], streams: tuple[int, int], queued: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two sums, awaited in the order in which they are not started: y = sum(x), z = sum(sum(x + 1))."""
+    body = block(
+        (0,),
+        [
+            Run(0, (0,), (1,)),
+            Start(0, (0,), (2,), 0, streams[0]),
+            Start(1, (1,), (3,), 1, streams[1]),
+            *[Run(0, (0,), (4,)) for _ in between],
+            Wait(1),
+            Free((1,)),
+            Wait(0),
+        ],
+        (2, 3),
+    )
+    made = program(
+        [F32] * (5 if between else 4),
+        body,
+        devices=3,
+        segments=[segment("increment")],
+        collectives=[all_reduce((0, 1, 2), name="a"), all_reduce((0, 1, 2), name="b")],
+        streams=2,
+    )
+    check(made)
+    submitted: list[str] = []
+    submit = Stream.submit
+
+    def counting(self: Stream, task: Callable[[], object]) -> object:
+        submitted.append(self.name)
+        return submit(self, task)
+
+    monkeypatch.setattr(Stream, "submit", counting)
+    sums, more = Rig(3).run(made, [1, 2, 3])
+    assert firsts(sums) == [6.0] * 3
+    assert firsts(more) == [9.0] * 3
+    assert sum(not name.startswith("stretto-dispatch") for name in submitted) == queued
 
 
 def ring(devices: int) -> Program:

@@ -265,14 +265,16 @@ cdef class Buffer(Handle):
 cdef object make_value = None
 cdef object tensor_type = None
 
-# By element type and rank, then dimensions: the `ArrayType` of small arrays that came from the host, its NumPy
-# shape and dtype. No more than `KNOWN` of them.
-cdef dict small_types = {}
+# By element type, then dimensions: the `ArrayType` of dense arrays that came from the host, its NumPy shape and
+# dtype. No more than `KNOWN_TYPES` of them.
+cdef dict dense_types = {}
 cdef int from_host = names.index("PJRT_Client_BufferFromHostBuffer")
+cdef int ZERO_COPY = _abi.ZERO_COPY
 cdef enum:
     FEW_BYTES = 1024
     FEW_DIMENSIONS = 8
     KNOWN_TYPES = 4096
+    IN_PLACE = 64  # the alignment of what engines use where it lies
 
 
 cdef void* buffer_from_host(void* a) noexcept nogil:
@@ -283,7 +285,8 @@ cdef void* buffer_from_host(void* a) noexcept nogil:
 
 
 cdef void* call_from_host(PJRT_Client_BufferFromHostBuffer_Args* args) noexcept:
-    """Small dense arrays, such as the numbers of eager expressions, are copied here; others by the handler."""
+    """Small dense arrays, such as the numbers of eager expressions, are copied here, and aligned ones lent to the
+    engine; the handler sees the others."""
     cdef stretto_pending pending
     cdef error_t* error = NULL
     cdef bint done = False
@@ -293,7 +296,7 @@ cdef void* call_from_host(PJRT_Client_BufferFromHostBuffer_Args* args) noexcept:
     ):
         save(&pending)
         try:
-            done = copy_small(args)
+            done = take_dense(args)
         except BaseException as exception:
             error = error_of(exception)
         restore(&pending)
@@ -302,21 +305,22 @@ cdef void* call_from_host(PJRT_Client_BufferFromHostBuffer_Args* args) noexcept:
     return call_handler(from_host, args)
 
 
-cdef bint copy_small(PJRT_Client_BufferFromHostBuffer_Args* args) except -1:
-    """Whether the array is small and dense; then the caller has its buffer."""
+cdef bint take_dense(PJRT_Client_BufferFromHostBuffer_Args* args) except -1:
+    """Whether the array is dense, and small or where an engine can use it; then the caller has its buffer."""
     cdef const int64_t* dimensions = <const int64_t*>args.dims
     cdef const int64_t* strides = <const int64_t*>args.byte_strides
     cdef Memory memory
     cdef ArrayType type
     cdef Buffer buffer
+    cdef Event done = None
     cdef bytes key = (<char*>dimensions)[:args.num_dims * sizeof(int64_t)] if args.num_dims else b""
-    cdef dict of_type = small_types.get(args.type)
+    cdef dict of_type = dense_types.get(args.type)
     cdef tuple found = of_type.get(key) if of_type is not None else None
     cdef object host
     cdef int64_t step
     cdef size_t i
     if found is None:
-        found = small_type(args.type, [dimensions[i] for i in range(args.num_dims)], key)
+        found = dense_type(args.type, tuple([dimensions[i] for i in range(args.num_dims)]), key)
     type = <ArrayType>found[0]
     if type is None:
         return False
@@ -326,29 +330,41 @@ cdef bint copy_small(PJRT_Client_BufferFromHostBuffer_Args* args) except -1:
             if strides[i] != step and dimensions[i] != 1:
                 return False
             step *= dimensions[i]
+    if type.nbytes <= FEW_BYTES:
+        host = PyBytes_FromStringAndSize(<char*>args.data, type.nbytes)
+        host = ndarray(found[1], found[2], host).copy()
+    elif args.host_buffer_semantics == ZERO_COPY and <size_t>args.data % IN_PLACE == 0:
+        # The caller learns that it is over when the engine drops the array.
+        done = Event()
+        host = ndarray(found[1], found[2], HostMemory(<size_t>args.data, type.nbytes, done))
+    else:
+        return False
     memory = (
         <Memory>(<handle_t*>args.memory).owner if args.memory != NULL
         else <Memory>(<handle_t*>(<device_t*>args.device).default_memory).owner
     )
-    host = ndarray(found[1], found[2], PyBytes_FromStringAndSize(<char*>args.data, type.nbytes)).copy()
     buffer = Buffer.__new__(Buffer)
     buffer.set(
         None, memory.device.client.engine.put(host, type.type, memory.device.c.local_hardware_id), type, memory
     )
+    if done is None:
+        args.done_with_host_buffer = &always_ready
+    else:
+        Py_INCREF(done)
+        args.done_with_host_buffer = done.pointer
     Py_INCREF(buffer)
     args.buffer = buffer.pointer
-    args.done_with_host_buffer = &always_ready
     return True
 
 
-cdef tuple small_type(int code, list shape, bytes key):
+cdef tuple dense_type(int code, tuple shape, bytes key):
     """What is known of a type; without an `ArrayType` where the handler must see its arrays."""
     cdef dict of_type
-    cdef object type = tensor_type(code, tuple(shape))
-    cdef bint small = 0 < type.nbytes <= FEW_BYTES and type.element.bits >= 8
-    found = (ArrayType(type) if small else None, type.shape, type.numpy)
-    if sum(map(len, small_types.values())) < KNOWN_TYPES:
-        of_type = small_types.setdefault(code, {})
+    cdef object type = tensor_type(code, shape)
+    cdef bint plain = type.nbytes > 0 and type.element.bits >= 8
+    cdef tuple found = (ArrayType(type) if plain else None, type.shape, type.numpy)
+    if sum(map(len, dense_types.values())) < KNOWN_TYPES:
+        of_type = dense_types.setdefault(code, {})
         of_type[key] = found
     return found
 

@@ -59,6 +59,7 @@ def host_array(
 
 @entry("PJRT_Client_BufferFromHostBuffer")
 def from_host_buffer(args: Any) -> None:
+    """`_capi` takes small arrays, and those that can be used in place, if they are dense and row-major."""
     client: Client = _capi.take(args.client)
     memory = memory_of(args.device, args.memory)
     type = tensor_type(args.type, read_int64s(args.dims, args.num_dims))
@@ -81,7 +82,7 @@ def from_host_buffer(args: Any) -> None:
             return
         del host
     if 0 < type.nbytes <= SMALL:
-        # NumPy's copy is the faster one, and so is the engine's. (Of those that are dense `_capi` makes it.)
+        # NumPy's copy is the faster one, and so is the engine's.
         copied = host_array(args.data, type, strides).copy()
     else:
         copied = aligned_empty(type.shape, type.numpy)

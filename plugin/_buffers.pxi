@@ -131,6 +131,25 @@ cdef class Outputs:
         return 0
 
 
+# Of jaxlib's arrays, all of which are of one type: that type and its functions, looked up once.
+cdef type array_type = None
+cdef object array_is_ready = None, array_block = None
+
+
+cdef int look_up(object array) except -1:
+    global array_type, array_is_ready, array_block
+    array_is_ready, array_block = type(array).is_ready, type(array).block_until_ready
+    array_type = type(array)
+    return 0
+
+
+cdef inline bint is_ready(object array) except -1:
+    """Of one of jaxlib's arrays."""
+    if type(array) is not array_type:
+        look_up(array)
+    return array_is_ready(array) is True
+
+
 # Not tracked by the garbage collector: a step of training makes a thousand, and none is part of a cycle (what it
 # refers to are arrays, values and what lives as long as the client).
 @cython.no_gc
@@ -192,6 +211,8 @@ cdef class Buffer(Handle):
     def is_ready(self):
         """Whether there is nothing to wait for; so it is with what was given up."""
         cdef object array = self.array, value = self.value
+        if array is not None and type(array) is array_type:
+            return array_is_ready(array)
         if value is not None:
             return value.is_ready()
         return array is None or self.memory.device.client.engine.is_ready(array)

@@ -266,7 +266,9 @@ cdef class LoadedExecutable(Handle):
                 event.complete(error)
         else:
             # A weak reference: an event is not to keep an array alive.
-            event = Event((PyWeakref_NewRef(buffer.alive(), None),), True)
+            event = Event((PyWeakref_NewRef(buffer, None),), True)
+            Py_INCREF(event)
+            return event.pointer
         return event.hand_out()
 
     cdef Outputs group(self, list made, issued, bint alike=False):
@@ -364,25 +366,6 @@ cdef class LoadedExecutable(Handle):
             event = Event()
             issued.add_callback(lambda: event.complete(issued.error))
         return event.hand_out()
-
-
-# Of jaxlib's arrays, all of which are of one type: that type and its functions, looked up once.
-cdef type array_type = None
-cdef object array_is_ready = None, array_block = None
-
-
-cdef int look_up(object array) except -1:
-    global array_type, array_is_ready, array_block
-    array_is_ready, array_block = type(array).is_ready, type(array).block_until_ready
-    array_type = type(array)
-    return 0
-
-
-cdef inline bint is_ready(object array) except -1:
-    """Of one of jaxlib's arrays."""
-    if type(array) is not array_type:
-        look_up(array)
-    return array_is_ready(array) is True
 
 
 cdef inline bint is_without_error(object array) noexcept:

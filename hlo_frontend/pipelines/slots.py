@@ -130,15 +130,15 @@ class Slots:
         for t in range(self.iterations):
             for table, ends, way in ways:
                 made = t - self.delay
-                for stage in ring if made >= 0 else ():
+                for stage in range(self.stages if made >= 0 else 0):
                     if table[stage, made] != NONE and virtual[stage, made] != ends:
                         pair = [stage, (stage + way) % self.stages]
-                        now[pair] = np.maximum(now[pair], sent[way, t - 1][pair].max())
+                        now[pair] = np.maximum(now[pair], np.max(sent[way, t - 1][pair]))
                 sent[way, t] = now.copy()
             now += taken[:, t]
             if self.delay == 1:
                 sent |= {(way, t): now.copy() for _, _, way in ways}
-        return float(now.max())
+        return float(np.max(now))
 
 
 def one_forward_one_backward(stages: int, microbatches: int) -> Slots:

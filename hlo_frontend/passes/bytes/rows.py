@@ -7,6 +7,7 @@ constants, iotas, the devices' ids and what is computed from them; whatever else
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import reduce
 from itertools import product
 from math import prod
 
@@ -257,7 +258,7 @@ class Rows:
             case opcode if op_of(opcode).elementwise and op_of(opcode).zero_if is not None:
                 chosen = operands[op_of(opcode).zero_if or slice(None)]
                 each = [self._zero(v.root, at if _rank(v) else (), depth) for v in chosen]
-                return np.logical_and.reduce(np.broadcast_arrays(*each))
+                return reduce(np.logical_and, each)
         return None
 
     def missed(self, node: Node, at: At, depth: int = _DEPTH) -> np.ndarray:

@@ -6,30 +6,33 @@ runtime is most of the time. Times are of one call, awaited after every third.
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-from harness import clean_environment, options, show, time_calls
+import jax
+import jax.numpy as jnp
+import numpy as np
+from harness import on_both_platforms, options, show, time_calls
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 DEVICES = 8
+LABELS = {"stretto": "stretto", "cpu": "JAX CPU"}
 
 
 def calls(platform: str) -> dict[str, Callable[[], Any]]:
     """By name, what is called."""
-    import jax
-    import jax.numpy as jnp
-    import numpy as np
-    from jax import lax
-    from jax.sharding import Mesh, NamedSharding
-    from jax.sharding import PartitionSpec as P
-
     devices = jax.devices(platform)
     jax.config.update("jax_default_device", devices[0])
     mesh = Mesh(np.array(devices), ("x",))
     rows, copies = NamedSharding(mesh, P("x")), NamedSharding(mesh, P())
-    host, large = np.ones((64, 64), np.float32), np.ones((1024, 1024), np.float32)
+    host = np.ones((64, 64), np.float32)
+    # Where XLA can use it in place, its parts too, and beside that.
+    room = np.ones((1 << 22) + 128, np.uint8)
+    start = -room.ctypes.data % 64
+    aligned, beside = (room[k : k + (1 << 22)].view(np.float32) for k in (start, start + 4))
     one, sharded, replicated = (jax.device_put(host, p) for p in (devices[0], rows, copies))
     blocks = jax.device_put(np.ones((64, 8, 8), np.float32), rows)
     sequence = jax.device_put(
@@ -84,7 +87,8 @@ def calls(platform: str) -> dict[str, Callable[[], Any]]:
         "the same, sharded": lambda: eager(sharded),
         "the same, replicated": lambda: eager(replicated),
         "a row of a sharded array": lambda: sharded[3],
-        "4 MiB from the host, sharded": lambda: jax.device_put(large, rows),
+        "4 MiB from the host, sharded, used in place": lambda: jax.device_put(aligned, rows),
+        "the same, copied": lambda: jax.device_put(beside, rows),
         "float of a sum": lambda: float(sharded.sum()),
         "x + y": lambda: add(sharded, sharded),
         "a row is set, donated": update,
@@ -98,35 +102,26 @@ def calls(platform: str) -> dict[str, Callable[[], Any]]:
     }
 
 
+def three(call: Callable[[], Any]) -> None:
+    """Call it three times, and wait for the last."""
+    for _ in range(2):
+        call()
+    jax.block_until_ready(call())
+
+
 def main() -> None:
     args = options(__doc__ or "")
-    if os.environ.get("JAX_PLATFORMS") != "stretto,cpu":
-        env = clean_environment(
-            JAX_PLATFORMS="stretto,cpu",
-            JAX_NUM_CPU_DEVICES=str(DEVICES),
-            STRETTO_LOCAL_DEVICES=str(DEVICES),
-        )
-        os.execve(sys.executable, [sys.executable, *sys.argv], env)
-    import jax
-
-    contenders = {"stretto": calls("stretto"), "JAX CPU": calls("cpu")}
+    on_both_platforms(DEVICES)
+    contenders = {"stretto": calls("stretto"), "cpu": calls("cpu")}
     times: dict[str, dict[str, list[float]]] = {}
     for case in contenders["stretto"]:
-        row = times[case] = {name: [] for name in contenders}
+        row = times[case] = {}
         for turn in range(8 if args.quick else 40):
-            for name, made in contenders.items():
-                call = made[case]
-                platform = {"JAX CPU": "cpu"}.get(name, name)
+            for platform, made in contenders.items():
                 jax.config.update("jax_default_device", jax.devices(platform)[0])
-
-                def three(call: Callable[[], Any] = call) -> None:
-                    for _ in range(2):
-                        call()
-                    jax.block_until_ready(call())
-
-                value = time_calls(three, 5) / 3
+                value = time_calls(partial(three, made[case]), 5) / 3
                 if turn > 1:
-                    row[name].append(value)
+                    row.setdefault(LABELS[platform], []).append(value)
     title = "everyday calls, 8 devices of one process"
     show(title, times, "JAX CPU", dict.fromkeys(times, "≤ 1.5x"), target=args.json)
 

@@ -42,6 +42,17 @@ def options(description: str) -> argparse.Namespace:
     return parser.parse_args()
 
 
+def on_both_platforms(devices: int) -> None:
+    """Start this process anew, if need be, with stretto and JAX's CPU backend on so many devices each."""
+    if os.environ.get("JAX_PLATFORMS") != "stretto,cpu":
+        env = clean_environment(
+            JAX_PLATFORMS="stretto,cpu",
+            JAX_NUM_CPU_DEVICES=str(devices),
+            STRETTO_LOCAL_DEVICES=str(devices),
+        )
+        os.execve(sys.executable, [sys.executable, *sys.argv], env)
+
+
 def installed(package: str) -> bool:
     try:
         metadata.version(package)

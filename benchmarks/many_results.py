@@ -7,12 +7,10 @@ call's results are awaited.
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Callable
 from typing import Any
 
-from harness import clean_environment, options, show, time_calls
+from harness import on_both_platforms, options, show, time_calls
 
 DEVICES, RESULTS, SUMS, LAYERS, WIDTH = 8, 75, 9, 8, 64
 
@@ -67,13 +65,7 @@ def measurements() -> dict[str, dict[str, Callable[[], float]]]:
 
 def main() -> None:
     args = options(__doc__ or "")
-    if os.environ.get("JAX_PLATFORMS") != "stretto,cpu":
-        env = clean_environment(
-            JAX_PLATFORMS="stretto,cpu",
-            STRETTO_LOCAL_DEVICES=str(DEVICES),
-            JAX_NUM_CPU_DEVICES=str(DEVICES),
-        )
-        os.execve(sys.executable, [sys.executable, *sys.argv], env)
+    on_both_platforms(DEVICES)
     cases = measurements()
     times: dict[str, dict[str, list[float]]] = {case: {} for case in cases}
     for turn in range(4 if args.quick else 12):

@@ -7,11 +7,9 @@ with two sums and two permutes an iteration. *halo*: two permutes of edges an it
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Callable
 
-from harness import clean_environment, options, show, time_calls
+from harness import on_both_platforms, options, show, time_calls
 
 DEVICES = 8
 TRIPS = 200
@@ -89,13 +87,7 @@ def measurements() -> dict[str, dict[str, Callable[[], float]]]:
 
 def main() -> None:
     args = options(__doc__ or "")
-    if os.environ.get("JAX_PLATFORMS") != "stretto,cpu":
-        env = clean_environment(
-            JAX_PLATFORMS="stretto,cpu",
-            JAX_NUM_CPU_DEVICES=str(DEVICES),
-            STRETTO_LOCAL_DEVICES=str(DEVICES),
-        )
-        os.execve(sys.executable, [sys.executable, *sys.argv], env)
+    on_both_platforms(DEVICES)
     times: dict[str, dict[str, list[float]]] = {}
     cases = measurements()
     for case, contenders in cases.items():

@@ -648,8 +648,8 @@ cdef class Table:
 
     @cython.binding(False)
     def begin(self, bint watched=False, double until=0.0) -> None:
-        """All devices are about to run. ``watched``: rows are kept of what they do. ``until``: as of `hurry`, but a
-        time of ``perf_counter``."""
+        """All devices are about to run. ``watched``: rows are kept of what they do. ``until``: when this thread,
+        waiting for other processes, gives the run up (`late`), a time of ``perf_counter``; 0: never."""
         global until_then
         cdef table_t* table = &self.table
         cdef int s, g
@@ -673,7 +673,7 @@ cdef class Table:
 
     @cython.binding(False)
     def completed(self) -> bool:
-        """Of a run that `begin` had hurry: it does no longer, and has ended well, each site called once."""
+        """`stay`, and whether the run has ended well, with each site called once."""
         global until_then
         cdef table_t* table = &self.table
         until_then = 0.0
@@ -684,11 +684,10 @@ cdef class Table:
             and table.executed == table.num_sites
         )
 
-    def hurry(self, double seconds) -> None:
-        """From now on this thread waits for other processes for so long at most, then gives the run up (`late`);
-        0: as long as it takes."""
+    def stay(self) -> None:
+        """From now on this thread waits for other processes as long as it takes, after `begin` had it hurry."""
         global until_then
-        until_then = now() + seconds if seconds > 0.0 else 0.0
+        until_then = 0.0
 
     @property
     def late(self) -> bool:

@@ -291,11 +291,13 @@ cdef object tensor_type = None
 cdef dict dense_types = {}
 cdef int from_host = names.index("PJRT_Client_BufferFromHostBuffer")
 cdef int ZERO_COPY = _abi.ZERO_COPY
+cdef size_t ALIGNMENT = _ALIGNMENT
 cdef enum:
     FEW_BYTES = 1024
     FEW_DIMENSIONS = 8
     KNOWN_TYPES = 4096
-    IN_PLACE = 64  # the alignment of what engines use where it lies
+
+SMALL_BYTES = FEW_BYTES  # that are copied sooner than aligned
 
 
 cdef void* buffer_from_host(void* a) noexcept nogil:
@@ -354,7 +356,7 @@ cdef bint take_dense(PJRT_Client_BufferFromHostBuffer_Args* args) except -1:
     if type.nbytes <= FEW_BYTES:
         host = PyBytes_FromStringAndSize(<char*>args.data, type.nbytes)
         host = ndarray(found[1], found[2], host).copy()
-    elif args.host_buffer_semantics == ZERO_COPY and <size_t>args.data % IN_PLACE == 0:
+    elif args.host_buffer_semantics == ZERO_COPY and <size_t>args.data % ALIGNMENT == 0:
         # The caller learns that it is over when the engine drops the array.
         done = Event()
         host = ndarray(found[1], found[2], HostMemory(<size_t>args.data, type.nbytes, done))

@@ -151,8 +151,7 @@ cdef class LoadedExecutable(Handle):
         cdef size_t d, i
         cdef object given, array, single = self.single
         cdef Buffer buffer
-        cdef Device device
-        cdef bint over, computed = True
+        cdef bint over = False, computed = True
         if single is None:  # as in all programs that have no device here
             return False
         rows = []
@@ -168,36 +167,47 @@ cdef class LoadedExecutable(Handle):
                 PyList_SET_ITEM(row, i, array)
             if args.num_devices > 1:
                 rows.append(row)
-        if args.num_devices > 1 and self.apart is not None:
+        if args.num_devices > 1:
             results = self.run_on_all(rows)
             for d in range(args.num_devices):
-                self.hand_out(args, d, <list>(<tuple>PyList_GET_ITEM(results, d))[0], False, computed)
+                self.hand_out(args, d, <list>PyList_GET_ITEM(results, d), False, computed)
             return True
-        results = []
-        for d in range(args.num_devices):
-            device = <Device>PyTuple_GET_ITEM(self.devices, d)
-            if args.num_devices > 1:
-                row = <list>PyList_GET_ITEM(rows, d)
-            over = False
-            if type(single) is WatchedCall:
-                given = (<WatchedCall>single).call(device.c.local_hardware_id, row, &over)
-            else:
-                given = single(device.c.local_hardware_id, row)
-            if type(given) is not list or len(<list>given) != len(self.output_types):
-                if given is None:  # only where there is one device
-                    return False
-                if type(given) is _Issued:
-                    self.deliver(args, given.values, given.event)
-                    return True
-                _counted(given, len(self.output_types))
-            if args.num_devices == 1:
-                self.hand_out(args, 0, <list>given, over, computed)
-                return True
-            results.append((given, over))
-        for d in range(args.num_devices):
-            given, over = <tuple>PyList_GET_ITEM(results, d)
-            self.hand_out(args, d, <list>given, over, computed)
+        if type(single) is WatchedCall:
+            given = (<WatchedCall>single).call(self.ordinal(0), row, &over)
+        else:
+            given = single(self.ordinal(0), row)
+        if given is None:
+            return False
+        if type(given) is _Issued:
+            self.deliver(args, given.values, given.event)
+        else:
+            self.hand_out(args, 0, <list>self.counted(given), over, computed)
         return True
+
+    cdef inline int ordinal(self, size_t d) noexcept:
+        return (<Device>PyTuple_GET_ITEM(self.devices, d)).c.local_hardware_id
+
+    cdef inline list counted(self, given):
+        """What a run gave. Raises an error unless it is an array for each result."""
+        if type(given) is not list or len(<list>given) != len(self.output_types):
+            _counted(given, len(self.output_types))
+        return <list>given
+
+    cdef list run_on_all(self, list rows):
+        """What the one segment gives on each of several devices; in turn, or on threads where that takes long."""
+        cdef list results
+        cdef size_t d, n = len(rows)
+        cdef double took, began = monotonic()
+        if self.apart is not None and self.seconds > self.long:
+            results = self.apart(rows)
+            took = (monotonic() - began) * min(<size_t>self.engine.callers, n)
+        else:
+            results = [self.single(self.ordinal(d), rows[d]) for d in range(n)]
+            took = monotonic() - began
+        self.seconds += 0.25 * (took / n - self.seconds)
+        for d in range(n):
+            self.counted(results[d])
+        return results
 
     cdef int hand_out(
         self, PJRT_LoadedExecutable_Execute_Args* args, size_t d, list arrays, bint over, bint computed
@@ -229,24 +239,6 @@ cdef class LoadedExecutable(Handle):
             for i in range(args.num_args):
                 (<buffer_t*>(<void***>args.argument_lists)[d][i]).ready = True
         return 0
-
-    cdef list run_on_all(self, list rows):
-        """What the one segment gives on each of several devices."""
-        cdef list results, made = []
-        cdef size_t d, n = len(rows)
-        cdef double took = -1.0, began = monotonic()
-        if self.seconds > self.long:
-            results = self.apart(rows)
-            took = (monotonic() - began) * min(<size_t>self.engine.callers, n)
-        else:
-            results = []
-            for d in range(n):
-                results.append(self.single((<Device>self.devices[d]).c.local_hardware_id, rows[d]))
-            took = monotonic() - began
-        self.seconds += 0.25 * (took / n - self.seconds)
-        for given in results:
-            made.append((_counted(given, len(self.output_types)), False))
-        return made
 
     cdef void* array_event(self, Buffer buffer, bint over, bint has_no_error) except NULL:
         """Event, owned by the caller, for the array of a buffer; cheap if it is computed, or ``over``, most of

@@ -15,6 +15,9 @@ from typing import Any
 
 import numpy as np
 
+from stretto.collectives.memory import (
+    ALIGNMENT,
+)  # what XLA's CPU client needs, too, to use host memory in place
 from stretto.collectives.types import TensorType
 from stretto.runtime.execution.value import Value
 
@@ -23,9 +26,6 @@ from .client import Client, memory_of, shape_of, tensor_type
 from .errors import StatusError
 from .structs import STRUCTS, read_bytes, read_int64s
 from .table import entry
-
-ALIGNMENT = 64  # what XLA's CPU client needs to use host memory in place
-SMALL = 1024  # bytes that are copied sooner than aligned
 
 
 def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
@@ -81,7 +81,7 @@ def from_host_buffer(args: Any) -> None:
             args.done_with_host_buffer = _capi.give(done)
             return
         del host
-    if 0 < type.nbytes <= SMALL:
+    if 0 < type.nbytes <= _capi.SMALL_BYTES:
         # NumPy's copy is the faster one, and so is the engine's.
         copied = host_array(args.data, type, strides).copy()
     else:

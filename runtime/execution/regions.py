@@ -191,7 +191,7 @@ class Region:
             lane.hand_over(table)
             results = self._run_alone(self.ordinal, [self.first[0], *arrays])
         except BaseException as error:
-            table.hurry(0.0)
+            table.stay()
             if not table.late:
                 raise self._failed(error) from error
             results = []

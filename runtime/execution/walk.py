@@ -54,6 +54,7 @@ class Walker:
         # The region that is all of the program and `prompt`.
         self.region: Region | None = None
         self._shared = shared_results(context.program)
+        self._ids: dict[Slot, list[Any]] = {}  # of `_lasting_id`
         self.prepared = False
         self._tell()
 
@@ -171,7 +172,10 @@ class Walker:
             if isinstance(instruction, Wait):
                 for position, start in enumerate(pending):
                     if start.event == instruction.event:
-                        found.insert(found.index(start) + 1, instruction)
+                        behind = len(found)
+                        while found[behind - 1] is not start:
+                            behind -= 1
+                        found.insert(behind, instruction)
                         del pending[position]
                         break
                 else:
@@ -401,43 +405,45 @@ class Walker:
         return duplicate
 
     def _logical_id(self, instruction: LogicalId) -> Operation:
+        slot = instruction.output
+        if slot in self.program.lasting_ids:
+
+            def identify_lasting(frame: Frame) -> None:
+                frame.registers[slot] = list(self._lasting_id(slot))
+
+            return identify_lasting
+
         ids = Hosted(
             _logical_id(self.program, instruction, logical) for logical in self.context.logical
         )
-        slot = instruction.output
-        if slot not in self.program.lasting_ids:
 
-            def identify(frame: Frame) -> None:
-                frame.registers[slot] = ids
+        def identify(frame: Frame) -> None:
+            frame.registers[slot] = ids
 
-            return identify
+        return identify
 
-        arrays: list[Any] = []
-
-        def identify_arrays(frame: Frame) -> None:
-            if not arrays:
-                registers: list[Any] = [None] * len(frame.registers)
-                registers[slot] = ids
-                arrays.extend(self.land(registers, slot))
-            frame.registers[slot] = list(arrays)
-
-        return identify_arrays
+    def _lasting_id(self, slot: Slot) -> list[Any]:
+        """The arrays of one of the program's `lasting_ids`, by position; put on the devices once."""
+        found = self._ids.get(slot)
+        if found is None:
+            which, type = self.program.lasting_ids[slot], self.program.slot_types[slot]
+            found = self._ids[slot] = [
+                self.engine.put(_logical_id(self.program, which, logical), type, ordinal)
+                for ordinal, logical in zip(self.ordinals, self.context.logical, strict=True)
+            ]
+        return found
 
     def with_ids(
         self, run: Run, segment: Callable[[int, list[Any]], list[Any]]
     ) -> Callable[[int, list[Any]], list[Any]]:
         """``f(ordinal, arguments)``: the segment of a program's `run_with_ids`, with the device's ids."""
-        program, context = self.program, self.context
-        order = [*program.body.parameters, *program.lasting_ids]
+        slots = list(self.program.lasting_ids)
+        order = [*self.program.body.parameters, *slots]
         places = [order.index(slot) for slot in run.inputs]
+        columns = [self._lasting_id(slot) for slot in slots]
         ids = {
-            ordinal: [
-                self.engine.put(
-                    _logical_id(program, id_, logical), program.slot_types[slot], ordinal
-                )
-                for slot, id_ in program.lasting_ids.items()
-            ]
-            for ordinal, logical in zip(self.ordinals, context.logical, strict=True)
+            ordinal: [column[position] for column in columns]
+            for position, ordinal in enumerate(self.ordinals)
         }
 
         def call(ordinal: int, arguments: list[Any]) -> list[Any]:

@@ -19,29 +19,44 @@ from stretto.runtime.execution.dispatch import Dispatcher
 pytestmark = pytest.mark.usefixtures("on_stretto")
 
 N = 4
+SPEC = PartitionSpec("x")
+
+
+def rows_of(devices: list[jax.Device], begin: np.ndarray) -> tuple[Mesh, jax.Array]:
+    """A mesh of `N` devices, and an array of which each has an element."""
+    mesh = Mesh(np.array(devices[:N]), ("x",))
+    sharding = NamedSharding(mesh, SPEC)
+    return mesh, jax.make_array_from_callback(begin.shape, sharding, begin.__getitem__)
+
+
+def on_each(f: Callable[[jax.Array], jax.Array], mesh: Mesh) -> Any:
+    return jax.jit(jax.shard_map(f, mesh=mesh, in_specs=SPEC, out_specs=SPEC, check_vma=False))
+
+
+def recorded(module: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many calls `among` gets of a module, which hands all to it, whatever they take."""
+    shared: list[int] = []
+    among = module.among
+
+    def record(threads: int, calls: Sequence[Callable[[], Any]]) -> list[Any]:
+        shared.append(len(calls))
+        return among(threads, calls)
+
+    monkeypatch.setattr(module, "among", record)
+    monkeypatch.setattr(compute, "LONG", -1.0)
+    return shared
 
 
 def test_devices_run_a_loop_on_threads(
     devices: list[jax.Device], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shared: list[int] = []
-    among = compute.among
-
-    def recorded(threads: int, calls: Sequence[Callable[[], Any]]) -> list[Any]:
-        shared.append(len(calls))
-        return among(threads, calls)
-
-    monkeypatch.setattr(compute, "among", recorded)
-    monkeypatch.setattr(compute, "LONG", -1.0)  # whatever it takes
-    spec = PartitionSpec("x")
+    shared = recorded(compute, monkeypatch)
 
     def double(row: jax.Array) -> jax.Array:
         return lax.while_loop(lambda a: a[0] < 1000, lambda a: a * 2, row)
 
-    mesh = Mesh(np.array(devices[:N]), ("x",))
-    loop = jax.jit(jax.shard_map(double, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
-    begin = np.array([1, 3, 5, 2000], np.int32)
-    rows = jax.make_array_from_callback(begin.shape, NamedSharding(mesh, spec), begin.__getitem__)
+    mesh, rows = rows_of(devices, np.array([1, 3, 5, 2000], np.int32))
+    loop = on_each(double, mesh)
     for _ in range(3):
         assert np.asarray(loop(rows)).tolist() == [1024, 1536, 1280, 2000]
     if len(usable()) > 1:
@@ -76,12 +91,9 @@ def test_who_walks_a_loop(
         "enqueue",
         lambda self, execution: (queued.append(type(execution).__name__), enqueue(self, execution)),
     )
-    mesh, spec = Mesh(np.array(devices[:N]), ("x",)), PartitionSpec("x")
-    compiled = jax.jit(
-        jax.shard_map(loop, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
-    )
     begin = np.array([1, 3, 5, 2000], np.int32)
-    rows = jax.make_array_from_callback(begin.shape, NamedSharding(mesh, spec), begin.__getitem__)
+    mesh, rows = rows_of(devices, begin)
+    compiled = on_each(loop, mesh)
     (segment,) = stretto.explain(compiled.lower(rows).compile()).program.segments
     assert segment.iterations == iterations
     expected = np.concatenate([np.asarray(loop(begin[i : i + 1])) for i in range(N)])
@@ -94,19 +106,10 @@ def test_devices_run_what_takes_long_on_threads(
     devices: list[jax.Device], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """XLA runs many small kernels in the thread that calls; each device's results are its own."""
-    shared: list[int] = []
-    among = loaded.among
-
-    def recorded(threads: int, calls: Sequence[Callable[[], Any]]) -> list[Any]:
-        shared.append(len(calls))
-        return among(threads, calls)
-
-    monkeypatch.setattr(loaded, "among", recorded)
-    monkeypatch.setattr(compute, "LONG", -1.0)  # whatever it takes
-    mesh, spec = Mesh(np.array(devices[:N]), ("x",)), PartitionSpec("x")
+    shared = recorded(loaded, monkeypatch)
     many = jax.jit(lambda row: [row + i for i in range(1, 5)])
     begin = np.arange(N, dtype=np.int32)
-    rows = jax.make_array_from_callback(begin.shape, NamedSharding(mesh, spec), begin.__getitem__)
+    _, rows = rows_of(devices, begin)
     for _ in range(3):
         for i, result in enumerate(many(rows), 1):
             for shard in result.addressable_shards:

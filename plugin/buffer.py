@@ -15,9 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from stretto.collectives.memory import (
-    ALIGNMENT,
-)  # what XLA's CPU client needs, too, to use host memory in place
+from stretto.collectives.memory import ALIGNMENT
 from stretto.collectives.types import TensorType
 from stretto.runtime.execution.value import Value
 

@@ -135,7 +135,6 @@ class _Beside:
         self.body, self.condition = loop.called
         self.results = self.body.root.operands if self.body.root.opcode == "tuple" else ()
         self.reads = self._reads(self.body)
-        self.closed: dict[int, set[int] | None] = {}
 
     @staticmethod
     def _reads(computation: Computation) -> dict[Instruction, int]:
@@ -154,13 +153,13 @@ class _Beside:
         """The positions of the carry that these need, and the condition; None if one of them needs more."""
         if self.condition.needs_runtime or self.condition.has_side_effect:
             return None
-        read = {i for c in [self.condition] for i in self._reads(c)}
+        read = self._reads(self.condition)
         if any(
             self.condition.parameters[0] in i.operands and i not in read
             for i in self.condition.instructions
         ):
             return None
-        stack = [*positions, *(i.proto.tuple_index for i in read)]
+        stack = [*positions, *read.values()]
         found: set[int] = set()
         while stack:
             n = stack.pop()

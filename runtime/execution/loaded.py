@@ -32,8 +32,6 @@ from .walk import Walker
 # Iterations that take no loop long: XLA runs one in the thread that calls only where an iteration has fewer
 # than 1,000 operations.
 FEW = 4096
-
-
 # Bytes that a process in which allocating them fails would not live without.
 LITTLE = 2**20
 
@@ -87,7 +85,7 @@ class LoadedProgram:
         it would see a walk for each."""
         program, walker = self.program, self.walker
         self._single = self._calling = None
-        single, with_ids = program.single_run, program.run_with_ids
+        single = program.single_run
         self._may_be_region = (
             single is not None
             and bool(program.segments[single.segment].sites)
@@ -95,40 +93,27 @@ class LoadedProgram:
             and not self.has_host_callbacks
             and self.dispatcher.instrument is None
         )
-        if (
-            program.single_segment is not None
-            and self.local
-            and not self._loops
-            and not self._must_agree
-        ):
-            instrument = self.dispatcher.instrument
-            segment: int = program.body.instructions[0].segment  # type: ignore[union-attr]
-            loaded = walker.context.segments[segment]
-            if isinstance(loaded, LoadedTogether):
-                return  # its devices run it at once
-            run = loaded.run
-            if self.has_host_callbacks:
-                if instrument is None and len(self.local) == 1:
-                    self._calling = getattr(loaded, "run_with_end", None)
-            elif instrument is None:
-                self._single = run
-            elif len(self.local) == 1 and walker.prepared:
-                self._single = instrument.around_call(
-                    run, program, segment, self.dispatcher.next_run
-                )
-
-        elif (
-            with_ids is not None
-            and self.local
-            and not self._loops
-            and not self._must_agree
-            and not self.has_host_callbacks
-            and self.dispatcher.instrument is None
-            and not program.segments[with_ids.segment].sites
-        ):
-            loaded = walker.context.segments[with_ids.segment]
-            if not isinstance(loaded, LoadedTogether):
-                self._single = walker.with_ids(with_ids, loaded.run)
+        run = single or program.run_with_ids
+        if run is None or program.segments[run.segment].sites:
+            return
+        if not self.local or self._loops or self._must_agree:
+            return
+        loaded = walker.context.segments[run.segment]
+        if isinstance(loaded, LoadedTogether):
+            return  # its devices run it at once
+        instrument = self.dispatcher.instrument
+        if single is None:
+            if instrument is None and not self.has_host_callbacks:
+                self._single = walker.with_ids(run, loaded.run)
+        elif self.has_host_callbacks:
+            if instrument is None and len(self.local) == 1:
+                self._calling = getattr(loaded, "run_with_end", None)
+        elif instrument is None:
+            self._single = loaded.run
+        elif len(self.local) == 1 and walker.prepared:
+            self._single = instrument.around_call(
+                loaded.run, program, run.segment, self.dispatcher.next_run
+            )
 
     def watch(self) -> None:
         """Report to the dispatcher's instrument, which has been exchanged, from now on."""

@@ -48,7 +48,7 @@ _IN_PLACE = [("xla_cpu_copy_insertion_use_region_analysis", True)]
 # Calls with this attribute are to be one kernel each (`hlo_frontend.one_kernel`).
 _ONE_KERNEL, _ATTRIBUTES = b"xla_cpu_small_call", "mhlo.frontend_attributes"
 _room = CodeRoom()
-# Bytes that are copied to another device sooner by the host than by XLA.
+# Bytes up to which `copy` goes by way of the host.
 _SMALL = 1 << 14
 # Transfer guards are about a program's own transfers. jaxlib checks those of the thread that calls, be it the
 # program's or one of ours, and of all threads.
@@ -88,6 +88,7 @@ def _in_kernels(module: bytes) -> bytes:
 
 @cache
 def aval(type: TensorType) -> core.ShapedArray:
+    """A type as JAX has it."""
     return core.ShapedArray(type.shape, type.numpy)
 
 
@@ -382,8 +383,12 @@ class XlaEngine:
         return copied
 
     def _copy_small(self, array: Array, ordinal: int) -> Array | None:
-        """As `copy`, by way of the host, which takes a quarter of the time; None for what is not computed, or
-        failed."""
+        """As `copy`, by way of the host; None for what is not computed, or failed.
+
+        It takes as long as XLA's copy (7 us), but the copy is there at once, where XLA's is a moment later, for
+        which a run that reads it would be handed to another thread. A call with a key of random numbers that is
+        copied to 7 devices takes 0.88 to 0.9 times as long.
+        """
         if not array.is_ready():
             return None
         try:

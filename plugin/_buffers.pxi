@@ -211,10 +211,10 @@ cdef class Buffer(Handle):
     def is_ready(self):
         """Whether there is nothing to wait for; so it is with what was given up."""
         cdef object array = self.array, value = self.value
-        if array is not None and type(array) is array_type:
-            return array_is_ready(array)
         if value is not None:
             return value.is_ready()
+        if array is not None and type(array) is array_type:
+            return array_is_ready(array)
         return array is None or self.memory.device.client.engine.is_ready(array)
 
     def block(self):

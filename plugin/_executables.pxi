@@ -64,7 +64,7 @@ cdef class LoadedExecutable(Handle):
         ``single(ordinal, arrays)`` is the engine's way to do the same for one device, with arrays that are
         there, or None. It may give None, which asks for ``run``, or
         `Issued`. ``cannot_fail``: a call of it gives no array with an error, if no argument has one, and only
-        then. ``apart(rows)`` does it for all devices, given the arrays of each, on several threads, or is None.
+        then. ``apart(single, rows)`` calls it for all devices, given the arrays of each, on several threads; or is None.
         ``copy(value)`` copies a value; ``donated`` are the parameters that a run consumes;
         ``output_memories`` has a list for each of ``devices``, the local ones in the order of the arguments.
         """
@@ -168,7 +168,7 @@ cdef class LoadedExecutable(Handle):
             if args.num_devices > 1:
                 rows.append(row)
         if args.num_devices > 1:
-            results = self.run_on_all(rows)
+            results = self.run_on_all(single, rows)
             for d in range(args.num_devices):
                 self.hand_out(args, d, <list>PyList_GET_ITEM(results, d), False, computed)
             return True
@@ -193,16 +193,17 @@ cdef class LoadedExecutable(Handle):
             _counted(given, len(self.output_types))
         return <list>given
 
-    cdef list run_on_all(self, list rows):
-        """What the one segment gives on each of several devices; in turn, or on threads where that takes long."""
+    cdef list run_on_all(self, single, list rows):
+        """What ``single``, which another thread may exchange meanwhile, gives on each of several devices: in turn,
+        or on threads where that takes long."""
         cdef list results
         cdef size_t d, n = len(rows)
         cdef double took, began = monotonic()
         if self.apart is not None and self.seconds > self.long:
-            results = self.apart(rows)
+            results = self.apart(single, rows)
             took = (monotonic() - began) * min(<size_t>self.engine.callers, n)
         else:
-            results = [self.single(self.ordinal(d), rows[d]) for d in range(n)]
+            results = [single(self.ordinal(d), rows[d]) for d in range(n)]
             took = monotonic() - began
         self.seconds += 0.25 * (took / n - self.seconds)
         for d in range(n):

@@ -156,11 +156,11 @@ class LoadedProgram:
             return self._run_calling
         return self._run_region if self._may_be_region else None
 
-    def run_apart(self, rows: Sequence[list[Any]]) -> list[list[Any]]:
+    def run_apart(
+        self, single: Callable[[int, list[Any]], Any], rows: Sequence[list[Any]]
+    ) -> list[list[Any]]:
         """What `single` gives for each device, given its arrays; several threads call."""
-        run = self._single
-        assert run is not None
-        calls = [partial(run, i, row) for (_, i), row in zip(self.local, rows, strict=True)]
+        calls = [partial(single, i, row) for (_, i), row in zip(self.local, rows, strict=True)]
         return among(getattr(self._engine, "callers", 1), calls)
 
     @property

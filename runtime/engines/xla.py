@@ -385,9 +385,9 @@ class XlaEngine:
     def _copy_small(self, array: Array, ordinal: int) -> Array | None:
         """As `copy`, by way of the host; None for what is not computed, or failed.
 
-        It takes as long as XLA's copy (7 us), but the copy is there at once. XLA's is a moment later, and a run
-        that reads it is handed to another thread for that. A call with a key of random numbers that is copied
-        to 7 devices takes 0.88 to 0.9 times as long.
+        It takes as long as XLA's copy (7 us), but is there at once. XLA's is there a moment later, and a run
+        that reads it is handed to another thread for that. A call with a key of random numbers that is
+        copied to 7 devices takes 0.88 to 0.9 times as long.
         """
         if not array.is_ready():
             return None

@@ -27,7 +27,7 @@ from stretto.runtime.program.envelope import unwrap, wrap
 from .target import difference
 
 MAGIC = b"STRX"
-VERSION = 6  # to be raised whenever the layout or the JSON changes
+VERSION = 7  # to be raised whenever the layout or the JSON changes
 _LENGTH = struct.Struct("<Q")
 
 

@@ -262,6 +262,11 @@ class SideBySideEngine(Protocol):
         to cannot be loaded for another device."""
         ...
 
+    def rather_side_by_side(self, segment: Segment) -> bool:
+        """Whether one that all devices run in each run of the program had better be, too: loading its code for
+        each device would take longer than beginning all runs at once does."""
+        ...
+
     def compile_side_by_side(
         self,
         segment: Segment,
@@ -269,9 +274,10 @@ class SideBySideEngine(Protocol):
         host_callbacks: Sequence[Any],
         *,
         name: str = "",
+        code: bytes = b"",
     ) -> LoadedSegment:
-        """Compile a segment for these devices. It is a `LoadedTogether` too: functions that several devices
-        call back may wait for each other. Raises ``CompileError``."""
+        """Compile a segment for these devices, or restore it from ``code``. It is a `LoadedTogether` too:
+        functions that several devices call back may wait for each other. Raises ``CompileError``."""
         ...
 
 

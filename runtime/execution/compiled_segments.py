@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -16,7 +17,7 @@ from ..engines.engine import (
     SideBySideEngine,
 )
 from ..errors import CompileError
-from ..program import Program, Segment, calls_back
+from ..program import Program, Run, Segment, calls_back, instructions
 from ..program.memory_plan import MemoryPlan, plan
 from ..recording import statistics
 from .regions import register
@@ -83,11 +84,16 @@ def compile_segments(
         if segment.sites:
             assert isinstance(engine, CallingEngine)
             return engine.compile_together(segment, together, name=name, code=kept)
-        if restoring is not None and code and code[index]:
-            return on_all(restoring.restore(code[index], segment, name=name))
         several = engine if len(together) > 1 and isinstance(engine, SideBySideEngine) else None
-        if several is not None and several.goes_side_by_side(segment):
-            return several.compile_side_by_side(segment, together, host_callbacks, name=name)
+        if several is not None and (
+            several.goes_side_by_side(segment)
+            or (index in everywhere and several.rather_side_by_side(segment))
+        ):
+            return several.compile_side_by_side(
+                segment, together, host_callbacks, name=name, code=kept
+            )
+        if kept and restoring is not None:
+            return on_all(restoring.restore(kept, segment, name=name))
         return on_all(engine.compile(segment, name=name, host_callbacks=host_callbacks))
 
     def on_all(made: Any) -> Any:
@@ -97,6 +103,7 @@ def compile_segments(
         return made
 
     homes = _homes(program)
+    everywhere = _everywhere(program, homes)
     indices = sorted(set(homes))
     restored = 0 if restoring is None or not code else sum(bool(code[i]) for i in indices)
     statistics.compiled(segments=len(indices) - restored, restored=restored)
@@ -110,6 +117,15 @@ def compile_segments(
             compiled = dict(zip(by_size, pool.map(compile_one, by_size), strict=True))
     segments = [compiled[home] for home in homes]
     return CompiledSegments(program, engine, segments, bool(host_callbacks))
+
+
+def _everywhere(program: Program, homes: Sequence[int]) -> set[int]:
+    """Those of ``homes`` that run on all devices whenever they run: outside of loops and branches, which devices
+    may leave."""
+    always = [i for i in program.body.instructions if isinstance(i, Run) and not i.valid]
+    runs = [i for i in instructions(program.body) if isinstance(i, Run)]
+    often, once = (Counter(homes[run.segment] for run in some) for some in (runs, always))
+    return {home for home, count in often.items() if count == once[home]}
 
 
 def _homes(program: Program) -> list[int]:

@@ -403,6 +403,44 @@ class TestSideBySide:
             np.testing.assert_array_equal(np.asarray(compiled(x)), expected)
         assert 0 < before == len(compilations)
 
+    def test_large_loops_too(
+        self, devices: list[jax.Device], compilations: list[object], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Copying their code takes long. What is kept of it is one code for all devices."""
+        loaded: list[object] = []
+        for method in ("load_for", "load_together"):
+            load = getattr(XlaCpuEngine, method)
+            monkeypatch.setattr(
+                XlaCpuEngine, method, lambda *a, load=load: (loaded.append(a), load(*a))[1]
+            )
+        mesh, spec = Mesh(np.array(devices), ("x",)), PartitionSpec("x")
+
+        def f(a: jax.Array, count: jax.Array) -> jax.Array:
+            def step(_: Any, b: jax.Array) -> jax.Array:
+                for k in range(64):
+                    b = jnp.sin(b) + jnp.roll(b, k, axis=1)
+                return b
+
+            return lax.fori_loop(0, count, step, a)
+
+        rows = np.random.default_rng(0).standard_normal((4, 9)).astype(np.float32)
+        x = jax.device_put(rows, NamedSharding(mesh, spec))
+        whole = jax.jit(f, in_shardings=(NamedSharding(mesh, spec), None)).lower(x, 2)
+        compiled = whole.compile()
+        for _ in range(2):
+            found = np.asarray(compiled(x, 2))
+        expected = rows
+        for k in (*range(64), *range(64)):
+            expected = np.sin(expected) + np.roll(expected, k, axis=1)
+        np.testing.assert_allclose(found, expected, 1e-4)
+        assert len(compilations) == 1 and not loaded
+        code = serialize_executable.serialize(compiled)
+        again = serialize_executable.deserialize_and_load(
+            *code, backend="stretto", execution_devices=devices
+        )
+        np.testing.assert_array_equal(np.asarray(again(x, 2)), found)
+        assert (len(compilations), len(loaded)) == (1, 1)
+
     def test_they_meet(self, devices: list[jax.Device]) -> None:
         barrier = threading.Barrier(len(devices))
 

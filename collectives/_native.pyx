@@ -308,6 +308,7 @@ cdef struct site_t:
     leaf_t* leaves  # one for each operand; results run in parallel
     group_t* groups
     int num_groups
+    int64_t idle  # calls by the first device, counted where no group is here
     int* group_of  # by position: the group, or -1
     int* index_of  # by position: the member
     double compute  # seconds that a member runs until it waits again, smoothed
@@ -402,6 +403,8 @@ cdef void* meet(table_t* table, site_t* site, int number, int position, ffi_fram
     if position == 0:
         table.executed += 1
     if which < 0:
+        if position == 0 and site.num_groups == 0:
+            site.idle += 1
         if table.failure != NULL:
             return new_error(frame.api, table.failure)
         for k in range(site.results):
@@ -666,6 +669,7 @@ cdef class Table:
             free(table.rows)
             table.rows = NULL
         for s in range(table.num_sites):
+            table.sites[s].idle = 0
             for g in range(table.sites[s].num_groups):
                 table.sites[s].groups[g].calls = table.sites[s].groups[g].came = 0
         if until > 0.0:
@@ -763,12 +767,13 @@ cdef class Table:
         return None if site < 0 else (site, since)
 
     def calls(self) -> list:
-        """For each site how often it was called since `begin`: as often as the group that did so most."""
+        """For each site how often it was called since `begin`: as often as the group that did so most, where it
+        has some here."""
+        cdef site_t* site
         found = []
         for s in range(self.table.num_sites):
-            found.append(
-                max([self.table.sites[s].groups[g].calls for g in range(self.table.sites[s].num_groups)], default=0)
-            )
+            site = &self.table.sites[s]
+            found.append(max([site.groups[g].calls for g in range(site.num_groups)], default=site.idle))
         return found
 
     def rows(self) -> tuple:

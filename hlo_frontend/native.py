@@ -7,7 +7,7 @@ region becomes one segment whose collectives are its ``sites``, with a module of
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from stretto.collectives.native import ALWAYS, NEVER, refusal
@@ -33,10 +33,13 @@ from stretto.runtime.program import (
     instructions,
 )
 
-from .region_module import region_module
+from .region_module import region_module, stretches
 
 # Bytes of a collective that is never called by compiled code: there each device has a result of its own.
 _LARGE = 16 << 20
+
+# Stretches of a loop's iterations in which other pairs of a permute move data than before, at most.
+_STRETCHES = 4
 
 # How often a loop of unknown length is taken to run.
 _SOME = 10
@@ -256,10 +259,15 @@ class _Rewriting:
         """Why a block cannot be part of a region, empty if it can."""
         program, policy = self.program, self.policy
         largest = 0, ""
-        for instruction in instructions(block):
+        for instruction, iterations in _in_loops(block):
             if isinstance(instruction, Start):
                 collective = program.collectives[instruction.collective]
-                why = refusal(collective)
+                parts = [(0, collective)]
+                if iterations is not None and collective.valid_iterations:
+                    parts = stretches(collective, iterations)
+                why = refusal(parts[0][1])
+                if not why and len(parts) > _STRETCHES:
+                    why = f"what it skips changes {len(parts) - 1} times"
                 nbytes = max(_nbytes(collective.operands), _nbytes(collective.results))
                 if not why and nbytes > policy.small:
                     if nbytes > policy.large:
@@ -311,6 +319,7 @@ class _Rewriting:
     ) -> Run:
         program, types = self.program, self.program.slot_types
         made = region_module(program, self.policy.devices == 1, inputs, outputs, donated, body)
+        self.program = replace(program, collectives=made.collectives)
         segment = Segment(
             tuple(types[s] for s in inputs),
             tuple(types[s] for s in outputs),
@@ -374,6 +383,21 @@ def _nbytes(types: Sequence[TensorType]) -> int:
 
 def _communicates(instruction: Loop | Branch) -> bool:
     return any(isinstance(i, Start) for b in _blocks(instruction) for i in instructions(b))
+
+
+def _in_loops(
+    block: Block, iterations: int | None = None
+) -> Iterator[tuple[Instruction, int | None]]:
+    """As `instructions`, with the trip count of the innermost loop around each; None where there is none, or
+    nobody knows how often it runs."""
+    for instruction in block.instructions:
+        yield instruction, iterations
+        if isinstance(instruction, Loop):
+            yield from _in_loops(instruction.condition)
+            yield from _in_loops(instruction.body, instruction.trip_count)
+        elif isinstance(instruction, Branch):
+            for branch in instruction.branches:
+                yield from _in_loops(branch, iterations)
 
 
 def _is_worth_it(body: Sequence[Instruction]) -> bool:

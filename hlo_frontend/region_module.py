@@ -6,13 +6,15 @@ The collectives are custom calls, which hand on a chain, so that XLA keeps them 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from jaxlib.mlir import ir
 
-from stretto.collectives.native import TARGET, as_called
+from stretto.collectives.native import ALWAYS, NEVER, TARGET, as_called
+from stretto.collectives.ops import Collective
 from stretto.collectives.types import TensorType
 from stretto.runtime.program import (
     CONTEXT,
@@ -41,12 +43,37 @@ _MLIR = {name: text for text, name in stablehlo.MLIR_TYPES.items()}
 
 @dataclass(frozen=True)
 class RegionModule:
-    """``module`` is StableHLO bytecode. ``sites``: the collectives that it calls, by their numbers in the
-    program, in the order of its sites. ``segments``: those of the program that are functions in it."""
+    """``module`` is StableHLO bytecode. ``sites``: the collectives that it calls, by their numbers in
+    ``collectives``, in the order of its sites: the program's, and behind them what they are in stretches of
+    iterations (`stretches`). ``segments``: those of the program that are functions in it."""
 
     module: bytes
     sites: tuple[int, ...]
     segments: tuple[int, ...]
+    collectives: tuple[Collective, ...]
+
+
+def stretches(collective: Collective, trip_count: int) -> list[tuple[int, Collective]]:
+    """Where in a loop's iterations other pairs of a permute move data than in the iteration before: the first
+    iteration, and the collective from there on, whose pairs move always or never."""
+
+    def at(iteration: int) -> Collective:
+        moves = [
+            any(lo <= iteration <= hi for lo, hi in zip(b[::2], b[1::2], strict=True))
+            for b in collective.valid_iterations
+        ]
+        bounds = () if all(moves) else tuple(ALWAYS if m else NEVER for m in moves)
+        return replace(collective, valid_iterations=bounds)
+
+    ends = {0}
+    for bounds in collective.valid_iterations:
+        ends |= {*bounds[::2], *(hi + 1 for hi in bounds[1::2])}
+    found: list[tuple[int, Collective]] = []
+    for first in sorted(e for e in ends if e == 0 or 0 < e < trip_count):
+        there = at(first)
+        if not found or found[-1][1] != there:
+            found.append((first, there))
+    return found
 
 
 def region_module(
@@ -62,7 +89,7 @@ def region_module(
     text = emitter.main(inputs, outputs, donated, body)
     numbers = tuple(emitter.segments)
     module = _merged(text, [program.segments[i] for i in numbers], numbers)
-    return RegionModule(module, tuple(emitter.sites), numbers)
+    return RegionModule(module, tuple(emitter.sites), numbers, tuple(emitter.collectives))
 
 
 def _tensor(type_: TensorType) -> str:
@@ -85,6 +112,8 @@ class _Emitter:
         self.alone = alone
         self.segments: dict[int, None] = {}
         self.sites: list[int] = []
+        self.collectives = list(program.collectives)
+        self.counter = "", 0  # of the loop around, and its trip count
         self.lines: list[str] = []
         self.names: dict[Slot, str] = {}
         self.count = 0
@@ -232,20 +261,68 @@ class _Emitter:
         self._results(run.outputs, name)
 
     def _collective(self, start: Start) -> None:
-        """A call of the next site."""
-        program = self.program
-        collective = program.collectives[start.collective]
+        """A call of the next site, or of one for each stretch of iterations in which the same pairs move."""
+        collective = self.collectives[start.collective]
         called = as_called(collective)
         operands = [
             self._converted(self.names[slot], *types)
             for slot, *types in zip(start.inputs, collective.operands, called.operands, strict=True)
         ]
-        self.sites.append(start.collective)
-        results = self._call(len(self.sites) - 1, operands, called.operands, called.results)
+        counter, trip_count = self.counter
+        calls = partial(self._call, inputs=operands, taken=called.operands, given=called.results)
+        if all(bounds in (NEVER, ALWAYS) for bounds in collective.valid_iterations):
+            results = calls(self._site(start.collective))
+        else:
+            found = stretches(collective, trip_count)
+            results = self._by_stretch(
+                counter, found, [partial(calls, self._site(self._kept(c))) for _, c in found],
+                [_CHAIN, *called.results],
+            )  # fmt: skip
         for slot, result, *types in zip(
             start.outputs, results, called.results, collective.results, strict=True
         ):
             self.names[slot] = self._converted(result, *types)
+
+    def _site(self, collective: int) -> int:
+        self.sites.append(collective)
+        return len(self.sites) - 1
+
+    def _kept(self, collective: Collective) -> int:
+        """The number of a collective, which is added where there is none like it."""
+        if collective not in self.collectives:
+            self.collectives.append(collective)
+        return self.collectives.index(collective)
+
+    def _by_stretch(
+        self,
+        counter: str,
+        stretches: Sequence[tuple[int, Collective]],
+        calls: Sequence[Callable[[], list[str]]],
+        types: Sequence[TensorType],
+    ) -> list[str]:
+        """One of several calls, by the loop's counter. They give ``types``, the chain first."""
+        kind = _tensor(_COUNTER)
+        index = self._constant("0", "tensor<i32>")
+        for first, _ in stretches[1:]:
+            limit = self._constant(str(first), kind)
+            behind = self._value(
+                f"stablehlo.compare GE, {counter}, {limit} : ({kind}, {kind}) -> tensor<i1>"
+            )
+            one = self._value(f"stablehlo.convert {behind} : (tensor<i1>) -> tensor<i32>")
+            index = self._value(f"stablehlo.add {index}, {one} : tensor<i32>")
+        listed = ", ".join(map(_tensor, types))
+        name, chain = self._new(), self.chain
+        left = f"{name}:{len(types)}" if len(types) > 1 else name
+        self._add(f'{left} = "stablehlo.case"({index}) ({{')
+        for number, call in enumerate(calls):
+            if number:
+                self._add("}, {")
+            self.chain = chain
+            results = call()
+            self._add(f"stablehlo.return {', '.join([self.chain, *results])} : {listed}")
+        self._add(f"}}) : (tensor<i32>) -> ({listed})")
+        self.chain = f"{name}#0" if len(types) > 1 else name
+        return [f"{name}#{k}" for k in range(1, len(types))]
 
     def _converted(self, name: str, given: TensorType, wanted: TensorType) -> str:
         if given == wanted:
@@ -315,7 +392,9 @@ class _Emitter:
         self._add(f"stablehlo.return {stays} : tensor<i1>")
         self._add("} do {")
         self.context, self.chain = carried[:2]
+        around, self.counter = self.counter, (carried[2], loop.trip_count or 0)
         results = self._block(loop.body, carried[fixed:])
+        self.counter = around
         more = []
         if counts:
             one = self._constant("1", counter)

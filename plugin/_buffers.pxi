@@ -294,6 +294,7 @@ cdef int ZERO_COPY = _abi.ZERO_COPY
 cdef size_t ALIGNMENT = _ALIGNMENT
 cdef enum:
     FEW_BYTES = 1024
+    LONG_COPY = 65536  # bytes, in whose time other threads can do something
     FEW_DIMENSIONS = 8
     KNOWN_TYPES = 4096
 
@@ -308,8 +309,8 @@ cdef void* buffer_from_host(void* a) noexcept nogil:
 
 
 cdef void* call_from_host(PJRT_Client_BufferFromHostBuffer_Args* args) noexcept:
-    """Small dense arrays, such as the numbers of eager expressions, are copied here, and aligned ones lent to the
-    engine; the handler sees the others."""
+    """Dense arrays are copied here, or, where an engine can use them in place, lent to it; the handler sees the
+    others."""
     cdef stretto_pending pending
     cdef error_t* error = NULL
     cdef bint done = False
@@ -329,7 +330,7 @@ cdef void* call_from_host(PJRT_Client_BufferFromHostBuffer_Args* args) noexcept:
 
 
 cdef bint take_dense(PJRT_Client_BufferFromHostBuffer_Args* args) except -1:
-    """Whether the array is dense, and small or where an engine can use it; then the caller has its buffer."""
+    """Whether the array is dense; then the caller has its buffer."""
     cdef const int64_t* dimensions = <const int64_t*>args.dims
     cdef const int64_t* strides = <const int64_t*>args.byte_strides
     cdef Memory memory
@@ -361,7 +362,7 @@ cdef bint take_dense(PJRT_Client_BufferFromHostBuffer_Args* args) except -1:
         done = Event()
         host = ndarray(found[1], found[2], HostMemory(<size_t>args.data, type.nbytes, done))
     else:
-        return False
+        host = ndarray(found[1], found[2], copied(args.data, type.nbytes))
     memory = (
         <Memory>(<handle_t*>args.memory).owner if args.memory != NULL
         else <Memory>(<handle_t*>(<device_t*>args.device).default_memory).owner
@@ -481,6 +482,34 @@ cdef void* make_ready_event(buffer_t* buffer, PJRT_Buffer_ReadyEvent_Args* args)
         error = error_of(exception)
     restore(&pending)
     return error
+
+
+@cython.final
+cdef class OwnMemory:
+    """Memory that an engine can use in place, and that is given back when nobody uses it any more."""
+
+    cdef void* data
+    cdef Py_ssize_t size
+
+    def __getbuffer__(self, Py_buffer* view, int flags):
+        PyBuffer_FillInfo(view, self, self.data, self.size, 1, flags)
+
+    def __dealloc__(self):
+        free(self.data)
+
+
+cdef OwnMemory copied(const void* data, size_t size):
+    cdef OwnMemory memory = OwnMemory.__new__(OwnMemory)
+    if posix_memalign(&memory.data, ALIGNMENT, size):
+        memory.data = NULL  # which may be anything then
+        raise MemoryError(f"no memory for an array of {size} bytes from the host")
+    memory.size = size
+    if size < LONG_COPY:
+        memcpy(memory.data, data, size)
+    else:
+        with nogil:
+            memcpy(memory.data, data, size)
+    return memory
 
 
 @cython.no_gc_clear

@@ -36,6 +36,7 @@ from libc.math cimport NAN
 from libc.stdint cimport int32_t, int64_t, intptr_t, uint16_t, uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy, memset
+from posix.stdlib cimport posix_memalign
 
 from time import perf_counter as _perf_counter
 

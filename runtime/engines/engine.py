@@ -263,8 +263,8 @@ class SideBySideEngine(Protocol):
         ...
 
     def rather_side_by_side(self, segment: Segment) -> bool:
-        """Whether one that all devices run in each run of the program had better be, too: loading its code for
-        each device would take longer than beginning all runs at once does."""
+        """Whether one that all devices run in each run of the program had better be, too: loading its code
+        for each device would take longer than beginning all runs at once does."""
         ...
 
     def compile_side_by_side(

@@ -27,8 +27,8 @@ from .xla import Array, End, XlaEngine, XlaError, XlaSegment, aval, result_handl
 # In the names of custom calls that are routines of SciPy's library.
 _LINEAR_ALGEBRA = (b"lapack_", b"blas_")
 _registered: set[str] = set()
-# Bytes of modules from which on their code is not copied to other devices; of those with loops, where a run takes
-# longer than all devices' threads take to begin.
+# Bytes of modules from which on their code is not copied to other devices; of those with loops, where a run
+# takes longer than all devices' threads take to begin.
 _LARGE, _LARGE_LOOPS = 32768, 4096
 
 

@@ -120,8 +120,8 @@ def compile_segments(
 
 
 def _everywhere(program: Program, homes: Sequence[int]) -> set[int]:
-    """Those of ``homes`` that run on all devices whenever they run: outside of loops and branches, which devices
-    may leave."""
+    """Those of ``homes`` that run on all devices whenever they run: outside of loops and branches, which
+    devices may leave."""
     always = [i for i in program.body.instructions if isinstance(i, Run) and not i.valid]
     runs = [i for i in instructions(program.body) if isinstance(i, Run)]
     often, once = (Counter(homes[run.segment] for run in some) for some in (runs, always))

@@ -106,7 +106,8 @@ def explain_program(
     """What there is to say about a program, as JSON. ``tokens``: by name of each collective, those that
     tokens put before it."""
     program = compiled.program
-    by_name = {(c.name, str(c.kind)): c for c in program.collectives}
+    # The first of each name: others are what it is in stretches of iterations.
+    by_name = {(c.name, str(c.kind)): c for c in reversed(program.collectives)}
     later = _awaited_later(program)
     called = {program.collectives[i].name for s in program.segments for i in s.sites}
     scheduled = {s.loop: s for s in compiled.interleaved if isinstance(s, Scheduled)}

@@ -55,6 +55,8 @@ def chosen() -> dict[str, Callable[[], None]]:
         "groups that leave": partial(
             cases.test_groups_that_leave_a_loop_at_different_times, devices
         ),
+        "unsent": partial(cases.test_what_nobody_reads_stays_unsent, mesh),
+        "pairs that differ": partial(cases.test_pairs_that_differ_in_what_they_skip, mesh),
         "condition": partial(cases.test_a_condition_that_communicates_alone, mesh),
         "donation": partial(cases.test_a_donated_argument_is_used_up, mesh),
         "beside a walk": partial(cases.test_native_and_walk_beside_each_other, mesh),

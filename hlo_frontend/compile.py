@@ -200,10 +200,13 @@ class CompiledModule:
     input_layouts: stablehlo.Layouts = ()
     output_layouts: stablehlo.Layouts = ()
 
-    def hlo_with_config(self) -> bytes:
+    def hlo_with_config(self, hlo: bytes = b"") -> bytes:
         """A serialized ``HloModuleProtoWithConfig`` of the whole program for one device: entry layout,
-        counts, shardings of parameters and result."""
-        if self.source is not None:
+        counts, shardings of parameters and result. ``hlo``: the module, if it is to be another one than was
+        given to the engine."""
+        if hlo:
+            pass
+        elif self.source is not None:
             hlo = self.source.hlo
         else:
             (segment,) = self.program.segments

@@ -99,8 +99,12 @@ class Executable(_capi.Executable):  # type: ignore[misc]
 
     @cached_property
     def optimized_program(self) -> bytes:
-        """A serialized HloModuleProtoWithConfig of the partitioned program."""
-        return self.compiled.hlo_with_config()
+        """A serialized HloModuleProtoWithConfig of the partitioned program; of one for one device what the
+        engine made of it, where that tells."""
+        if self.compiled.source is not None:
+            return self.compiled.hlo_with_config()
+        (segment,) = self._segments().segments or (None,)
+        return self.compiled.hlo_with_config(getattr(segment, "optimized_hlo", b""))
 
     @cached_property
     def fingerprint(self) -> str:
@@ -269,13 +273,11 @@ def _compile_here(
     with garbage.kept():
         compiled = compile_module(client, source, options)
         _warn(client, compiled)
-        if compiled.source is None:
-            loaded, digest = _onto(client, compiled, device_ids, host_callbacks), b""
-        else:  # while the engine compiles, which leaves Python alone
-            with ThreadPoolExecutor(1, thread_name_prefix="stretto-digest") as pool:
-                digested = pool.submit(_digest, source)
-                loaded = _onto(client, compiled, device_ids, host_callbacks)
-            digest = digested.result()
+        # While the engine compiles, which leaves Python alone.
+        with ThreadPoolExecutor(1, thread_name_prefix="stretto-digest") as pool:
+            digested = pool.submit(_digest, source)
+            loaded = _onto(client, compiled, device_ids, host_callbacks)
+        digest = digested.result()
     executable = Executable(
         client,
         compiled,

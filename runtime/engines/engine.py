@@ -47,7 +47,8 @@ class LoadedSegment(Protocol):
         and raises their error. Without it, nobody waits for callables that give no results.
 
         A segment may have ``scratch_bytes``: what a run needs beside its operands and results. It may have
-        ``make_ready(ordinals)``, which does what the first run on each of these devices would else do.
+        ``make_ready(ordinals)``, which does what the first run on each of these devices would else do, and
+        ``optimized_hlo``, a serialized ``HloModuleProto`` of what it was compiled to.
         """
         ...
 

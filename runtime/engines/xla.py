@@ -184,6 +184,15 @@ class XlaSegment(Runs):  # type: ignore[misc]
         except JaxRuntimeError:
             return 0
 
+    @property
+    def optimized_hlo(self) -> bytes:
+        """A serialized ``HloModuleProto`` of what XLA made of it; empty where it does not say."""
+        try:
+            (module,) = self.executable.hlo_modules()
+            return module.as_serialized_hlo_module_proto()
+        except (JaxRuntimeError, ValueError):
+            return b""
+
     def cost_analysis(self) -> dict[str, float]:
         """XLA's estimate for one run: ``flops``, ``bytes accessed`` and more."""
         return self.executable.cost_analysis()

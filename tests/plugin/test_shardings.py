@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -56,6 +57,19 @@ def test_are_those_of_the_optimized_program(
     assert asked
     for ours, theirs in zip(told, expected, strict=True):
         assert (ours and list(map(str, ours))) == (theirs and list(map(str, theirs)))
+
+
+def test_the_program_of_one_device_is_what_the_engine_made_of_it(devices: list[jax.Device]) -> None:
+    """As with JAX's CPU backend, whose instructions it must have, fused ones too."""
+
+    def entry(platform: str) -> str:
+        x = jax.device_put(np.ones(300, np.float32), jax.devices(platform)[0])
+        text = jax.jit(lambda x: (jnp.sin(x) * 2 + 1).sum()).lower(x).compile().as_text()
+        lines = text[text.index("\nENTRY") :].splitlines()
+        return "\n".join(re.sub(r", (metadata|sharding)={.*", "", line) for line in lines)
+
+    assert " fusion(" in entry("stretto")
+    assert entry("stretto") == entry("cpu")
 
 
 def test_a_program_for_one_device_has_none(devices: list[jax.Device]) -> None:

@@ -142,7 +142,7 @@ try:
     for k in range(6):
         done = len(results)
         with jax.profiler.trace(f"{folder}/trace{k}"):
-            while len(results) < done + 10:
+            while len(results) < done + 6:
                 stop.wait(0.001)
                 assert all(thread.is_alive() for thread in threads)
         (plane,) = of_stretto(f"{folder}/trace{k}").values()
@@ -153,7 +153,7 @@ for thread in threads:
     thread.join()
 singles = [e.loaded.single is not None for e in client._executables
            if e.loaded.program.single_segment is not None and len(e.devices) == 1]
-found = [all(results), min(counts) > 5, singles.count(True) == len(singles) >= 2,
+found = [all(results), min(counts) > 2, singles.count(True) == len(singles) >= 2,
          client.executor.dispatcher.instrument is None]
 """
     assert recorded(tmp_path, code, 2) == [[True] * 4]

@@ -17,6 +17,7 @@ NAMES = (
     "many_results",
     "small_steps",
     "everyday",
+    "programs",
     "science",
     "user_programs",
     "pjrt_engine",

@@ -22,6 +22,7 @@ from .collective_order import reorder, token_edges
 from .graph import Module
 from .groups import MOST_DEVICES
 from .interleaved import Interleaved, Scheduled
+from .local_flow import as_segments
 from .lower import lower
 from .native import NativePolicy, native
 from .overlap.apply import OverlapPolicy, Planned, carve_planned
@@ -290,6 +291,8 @@ def compile_stablehlo(
         hlo, *counts, pseudo_tokens, valid, rewrites, starts=True, splits=decided
     )
     compiled = partitioned.compiled(overlap, dump)
+    if calls is not None:
+        compiled = replace(compiled, program=as_segments(compiled.program))
     if calls is not None and compiled.program.communicates:
         made = native(compiled.program, calls)
         if dump is not None and made.regions:

@@ -34,6 +34,7 @@ from stretto.runtime.program import (
 )
 
 from .region_module import region_module, stretches
+from .used_segments import with_body
 
 # Bytes of a collective that is never called by compiled code: there each device has a result of its own.
 _LARGE = 16 << 20
@@ -336,44 +337,7 @@ class _Rewriting:
 
     def finished(self, body: Block) -> Native:
         """The program with this body, and with the segments that it still needs."""
-        program = self.program
-        used = {i.segment for i in instructions(body) if isinstance(i, Run)}
-        started = {i.collective for i in instructions(body) if isinstance(i, Start)}
-        used |= {
-            c.reducer
-            for i, c in enumerate(program.collectives)
-            if c.reducer is not None and i in started
-        }
-        number = {old: new for new, old in enumerate(sorted(used))}
-
-        def renumbered(block: Block) -> Block:
-            return replace(block, instructions=tuple(map(moved, block.instructions)))
-
-        def moved(instruction: Instruction) -> Instruction:
-            match instruction:
-                case Run():
-                    return replace(instruction, segment=number[instruction.segment])
-                case Loop():
-                    return replace(
-                        instruction,
-                        condition=renumbered(instruction.condition),
-                        body=renumbered(instruction.body),
-                    )
-                case Branch():
-                    return replace(
-                        instruction, branches=tuple(map(renumbered, instruction.branches))
-                    )
-            return instruction
-
-        made = replace(
-            program,
-            segments=tuple(self.segments[i] for i in sorted(used)),
-            collectives=tuple(
-                c if c.reducer is None else replace(c, reducer=number.get(c.reducer, c.reducer))
-                for c in program.collectives
-            ),
-            body=renumbered(body),
-        )
+        made = with_body(self.program, self.segments, body)
         return Native(made, tuple(self.regions), tuple(self.refused))
 
 

@@ -6,7 +6,7 @@ The collectives are custom calls, which hand on a chain, so that XLA keeps them 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -51,6 +51,22 @@ class RegionModule:
     sites: tuple[int, ...]
     segments: tuple[int, ...]
     collectives: tuple[Collective, ...]
+
+
+def plain_module(
+    program: Program,
+    ids: Mapping[str, Slot],
+    inputs: Sequence[Slot],
+    outputs: Sequence[Slot],
+    donated: Sequence[Slot],
+    body: Sequence[Instruction],
+) -> bytes:
+    """The module of ``body``, which starts no collectives, as of any segment. ``ids``: kinds of logical ids,
+    and the inputs that have them."""
+    emitter = _Emitter(program, alone=True, ids=ids)
+    text = emitter.main(inputs, outputs, donated, body)
+    numbers = tuple(emitter.segments)
+    return _merged(text, [program.segments[i] for i in numbers], numbers)
 
 
 def stretches(collective: Collective, trip_count: int) -> list[tuple[int, Collective]]:
@@ -107,9 +123,13 @@ _CHAIN, _COUNTER, _PRED = (TensorType(dtype, ()) for dtype in ("s32", "s64", "pr
 class _Emitter:
     """Writes a region as the text of a StableHLO function that calls the segments."""
 
-    def __init__(self, program: Program, alone: bool) -> None:
+    def __init__(
+        self, program: Program, alone: bool, ids: Mapping[str, Slot] | None = None
+    ) -> None:
+        """``ids``: where logical ids are, for a module that takes no context and calls no collectives."""
         self.program = program
         self.alone = alone
+        self.ids = ids
         self.segments: dict[int, None] = {}
         self.sites: list[int] = []
         self.collectives = list(program.collectives)
@@ -129,17 +149,20 @@ class _Emitter:
     ) -> str:
         types = self.program.slot_types
         aliases = self._aliases(inputs, outputs, donated)
-        parameters = [f"{self.context}: {_tensor(CONTEXT)}"]
+        calls = self.ids is None
+        parameters = [f"{self.context}: {_tensor(CONTEXT)}"] if calls else []
         for slot in inputs:
             name = self.names[slot] = self._new()
             alias = f" {{tf.aliasing_output = {aliases[slot]} : i32}}" if slot in aliases else ""
             if slot in donated and slot not in aliases:
                 alias = " {jax.buffer_donor = true}"
             parameters.append(f"{name}: {_tensor(types[slot])}{alias}")
-        self._begin()
+        if calls:
+            self._begin()
         for instruction in body:
             self._instruction(instruction)
-        self._call(_END, ())
+        if calls:
+            self._call(_END, ())
         results = ", ".join(self.names[s] for s in outputs)
         result_types = ", ".join(_tensor(types[s]) for s in outputs)
         self._add(f"return {results} : {result_types}" if outputs else "return")
@@ -227,6 +250,8 @@ class _Emitter:
                 self._branch(instruction)
             case Copy():
                 self.names[instruction.output] = self.names[instruction.input]
+            case LogicalId() if self.ids is not None:
+                self.names[instruction.output] = self.names[self.ids[instruction.kind]]
             case LogicalId():
                 number = self._element(2 if instruction.kind == "partition" else 3)
                 self.names[instruction.output] = self._value(
@@ -352,6 +377,15 @@ class _Emitter:
         self.chain = f"{name}#0" if len(results) > 1 else name
         return [f"{name}#{k}" for k in range(1, len(results))]
 
+    def _handed_on(self) -> tuple[list[TensorType], list[str]]:
+        """What loops carry beside what is theirs: types and names of context and chain, if there are any."""
+        calls = self.ids is None
+        return ([CONTEXT, _CHAIN], [self.context, self.chain]) if calls else ([], [])
+
+    def _take(self, carried: Sequence[str]) -> None:
+        if self.ids is None:
+            self.context, self.chain = carried[:2]
+
     def _loop(self, loop: Loop) -> None:
         """Carries are context, chain, what tells whether to go on, and the loop's own.
 
@@ -359,7 +393,8 @@ class _Emitter:
         which the body computes: what a ``while``'s own condition does to the chain would be lost.
         """
         types = self.program.slot_types
-        kinds, initial = [CONTEXT, _CHAIN], [self.context, self.chain]
+        kinds, initial = self._handed_on()
+        base = len(kinds)
         counts = loop.trip_count is not None
         communicates = any(isinstance(i, Start) for i in instructions(loop.condition))
         if counts:
@@ -368,7 +403,7 @@ class _Emitter:
         elif communicates:
             kinds.append(_PRED)
             (stays,) = self._block(loop.condition, [self.names[s] for s in loop.inputs])
-            initial = [self.context, self.chain, stays]
+            initial = [*self._handed_on()[1], stays]
         fixed = len(initial)
         kinds += [types[s] for s in loop.inputs]
         initial += [self.names[s] for s in loop.inputs]
@@ -378,41 +413,46 @@ class _Emitter:
         pairs = ", ".join(f"{c} = {i}" for c, i in zip(carried, initial, strict=True))
         self._add(f"{name}:{len(kinds)} = stablehlo.while({pairs}) : {listed}")
         self._add("cond {")
-        self.context, self.chain = carried[:2]
+        self._take(carried)
         if counts:
             counter = _tensor(_COUNTER)
             limit = self._constant(str(loop.trip_count), counter)
             stays = self._value(
-                f"stablehlo.compare LT, {carried[2]}, {limit} : ({counter}, {counter}) -> tensor<i1>"
+                f"stablehlo.compare LT, {carried[base]}, {limit} : ({counter}, {counter}) -> tensor<i1>"
             )
         elif communicates:
-            stays = carried[2]
+            stays = carried[base]
         else:
             (stays,) = self._block(loop.condition, carried[fixed:])
         self._add(f"stablehlo.return {stays} : tensor<i1>")
         self._add("} do {")
-        self.context, self.chain = carried[:2]
-        around, self.counter = self.counter, (carried[2], loop.trip_count or 0)
+        self._take(carried)
+        around, self.counter = self.counter, (carried[base], loop.trip_count or 0)
         results = self._block(loop.body, carried[fixed:])
         self.counter = around
         more = []
         if counts:
             one = self._constant("1", counter)
-            more.append(self._value(f"stablehlo.add {carried[2]}, {one} : {counter}"))
+            more.append(self._value(f"stablehlo.add {carried[base]}, {one} : {counter}"))
         elif communicates:
             more += self._block(loop.condition, results)
-        last = ", ".join([self.context, self.chain, *more, *results])
+        last = ", ".join([*self._handed_on()[1], *more, *results])
         self._add(f"stablehlo.return {last} : {listed}")
         self._add("}")
-        self.context, self.chain = outer, f"{name}#1"
+        if self.ids is None:
+            self.context, self.chain = outer, f"{name}#1"
+        elif len(kinds) == 1:
+            self.names[loop.outputs[0]] = name
+            return
         self._results(loop.outputs, name, fixed, fixed)
 
     def _branch(self, branch: Branch) -> None:
         types = self.program.slot_types
         selector, is_pred = self.names[branch.selector], types[branch.selector].dtype == "pred"
-        listed = ", ".join(map(_tensor, [_CHAIN, *(types[s] for s in branch.outputs)]))
+        chained = [_CHAIN] if self.ids is None else []
+        listed = ", ".join(map(_tensor, [*chained, *(types[s] for s in branch.outputs)]))
         name, chain = self._new(), self.chain
-        count = 1 + len(branch.outputs)
+        count = len(chained) + len(branch.outputs)
         left = f"{name}:{count}" if count > 1 else name
         self._add(f'{left} = "stablehlo.{"if" if is_pred else "case"}"({selector}) ({{')
         for number, (block, slots) in enumerate(zip(branch.branches, branch.inputs, strict=True)):
@@ -420,11 +460,14 @@ class _Emitter:
                 self._add("}, {")
             self.chain = chain
             results = self._block(block, [self.names[s] for s in slots])
-            self._add(f"stablehlo.return {', '.join([self.chain, *results])} : {listed}")
+            if chained:
+                results.insert(0, self.chain)
+            self._add(f"stablehlo.return {', '.join(results)} : {listed}")
         chosen = _tensor(types[branch.selector])
         self._add(f"}}) : ({chosen}) -> ({listed})")
-        self.chain = f"{name}#0" if count > 1 else name
-        self._results(branch.outputs, name, 1, 1)
+        if chained:
+            self.chain = f"{name}#0" if count > 1 else name
+        self._results(branch.outputs, name, len(chained), len(chained))
 
 
 def _prefix(segment: int) -> str:

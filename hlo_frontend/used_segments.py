@@ -1,0 +1,57 @@
+"""A program with another body, without the segments that this one does not run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from stretto.runtime.program import (
+    Block,
+    Branch,
+    Instruction,
+    Loop,
+    Program,
+    Run,
+    Segment,
+    Start,
+    instructions,
+)
+
+
+def with_body(program: Program, segments: Sequence[Segment], body: Block) -> Program:
+    """``program`` with this body, and those of the segments, by whose numbers it runs them, that it needs."""
+    used = {i.segment for i in instructions(body) if isinstance(i, Run)}
+    started = {i.collective for i in instructions(body) if isinstance(i, Start)}
+    used |= {
+        c.reducer
+        for i, c in enumerate(program.collectives)
+        if c.reducer is not None and i in started
+    }
+    number = {old: new for new, old in enumerate(sorted(used))}
+
+    def renumbered(block: Block) -> Block:
+        return replace(block, instructions=tuple(map(moved, block.instructions)))
+
+    def moved(instruction: Instruction) -> Instruction:
+        match instruction:
+            case Run():
+                return replace(instruction, segment=number[instruction.segment])
+            case Loop():
+                return replace(
+                    instruction,
+                    condition=renumbered(instruction.condition),
+                    body=renumbered(instruction.body),
+                )
+            case Branch():
+                return replace(instruction, branches=tuple(map(renumbered, instruction.branches)))
+        return instruction
+
+    return replace(
+        program,
+        segments=tuple(segments[i] for i in sorted(used)),
+        collectives=tuple(
+            c if c.reducer is None else replace(c, reducer=number.get(c.reducer, c.reducer))
+            for c in program.collectives
+        ),
+        body=renumbered(body),
+    )

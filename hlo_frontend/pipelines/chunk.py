@@ -16,16 +16,21 @@ from ..builder import array_shape, resized, tuple_shape
 from ..graph import Instruction
 from .emit import Builder, Editor
 from .layers import LayerLoop
-from .parts import Kept, Pipeline, Recomputed
+from .parts import Kept, Pipeline, Recomputed, again
 from .refusal import Refusal
 
 SCALAR = "s32"
 Shapes = Mapping[int, Any]  # by position in the carry of a loop over layers
 
 
-def again(position: int) -> int:
-    """The key of the operand at this position of the carry of a loop that recomputes a stage."""
-    return ~position
+# Keys of what the computations of runs are given besides operands of the layers, behind all positions.
+DEVICE = 1 << 21
+OTHERS = DEVICE + 1
+
+
+def is_operand(key: int) -> bool:
+    """Whether a key is that of an operand of the layers themselves."""
+    return 0 <= key < DEVICE
 
 
 class Chunk:

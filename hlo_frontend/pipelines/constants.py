@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ..graph import Instruction
@@ -16,6 +16,11 @@ class Constant:
 
     value: Instruction
     loop: Instruction | None
+
+
+def constants(found: Mapping[int, object]) -> list[tuple[int, Constant]]:
+    """Those among these values that do not change."""
+    return [(i, c) for i, c in found.items() if isinstance(c, Constant)]
 
 
 class Constants:

@@ -14,7 +14,7 @@ from . import recognize as pipelines
 from .between import prepared
 from .chains import Followed
 from .emit import Editor
-from .inline import inlined
+from .inline import inlined, opened
 from .merged import merged
 from .merged_verify import check as check_merged
 from .partitioned import Whys, localized
@@ -92,6 +92,11 @@ def _all(
     tables: list[Timetable] = []
     for pipeline in found:
         with about(pipeline.loop.name):
+            for why in (
+                *(own.why for own in pipeline.owned.values()),
+                *pipeline.elsewhere.values(),
+            ):
+                raise Refusal(why)
             tables.append(_table(pipeline, chunks))
     serialized, done = rewritten(module, found, tables, chunks, num_partitions)
     check(serialized, done, found, chunks, num_partitions)
@@ -159,7 +164,7 @@ def _analyzed(
     module: Module, names: list[str], num_replicas: int, num_partitions: int
 ) -> tuple[Module, Followed, list[Part]]:
     for name in names:
-        module = inlined(module, name)
+        module = opened(inlined(module, name), name)
     entry = flatten(module.entry, CollectiveReader(num_replicas, num_partitions))
     nodes = [n for n in entry.nodes if n.instruction.name in names]
     return module, *pipelines.analyzed(entry, nodes, num_replicas, num_partitions)
@@ -225,4 +230,6 @@ def _rounds(step: Training, left: int) -> str:
         return "a head is computed row by row"
     if step.turn is not None and step.turn.rounds:
         return "a head is computed in the loop apart from what stands beside it, for it is under no lax.cond"
+    if any(own.walk.rounds for own in step.owned.values()):
+        return "what a stage has for itself is computed apart"
     return "gradients of weights are computed apart" if left else ""

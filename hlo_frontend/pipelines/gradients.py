@@ -19,7 +19,7 @@ from ..values import Node, Value
 from .chains import Execution, Followed
 from .constants import Constant
 from .operands import operand
-from .parts import Part, Recomputed
+from .parts import Own, Part, Recomputed
 from .recomputed import find_again
 from .refusal import Refusal
 
@@ -31,7 +31,7 @@ def find_operands(followed: Followed, part: Part, parts: Sequence[Part]) -> None
         found = operand(followed, part, parts, part.stage, i)
         if i in layers.weights:
             part.weights[i] = found
-        elif isinstance(found, Constant):
+        elif isinstance(found, Constant | Own):
             part.shared[i] = found
         else:
             given = layers.loop.operands[0].operands[i]

@@ -94,35 +94,50 @@ def check_alone(
 
 
 def _restricted(part: Part, count: int) -> Needs:
+    """A rule by which a run needs what its microbatch begins with and constants, and what each run has for
+    itself is there. What others read of runs on their own device is noted in ``elsewhere``."""
     layers, stage = part.layers, part.stage
+    sent = [i for i in layers.passed if i not in part.begun]
     begins = {chain[0] for chain in part.chains}
     ends = {chain[-1] for chain in part.chains}
     runs = {run for chain in part.chains for run in chain}
-    own = [i for i in layers.weights if isinstance(part.weights[i], Constant)]
-    others = [*own, *layers.shared, layers.counter]
+    others = [
+        *(i for i in layers.weights if isinstance(part.weights[i], Constant)),
+        *(i for i in layers.shared if isinstance(part.shared[i], Constant)),
+        layers.counter,
+    ]
 
     def restricted(at: Trace, masks: Sequence[Mask]) -> rules.Needs:
         assert at.iteration is not None
-        with about(part.name):
-            for d in np.flatnonzero(_rows(masks, layers.passed, count)):
-                if Execution(at.iteration, int(d)) not in ends:
-                    raise Refusal(
-                        f"what device {d} computes in iteration {at.iteration} is read by others than "
-                        "the next stage: only what the last stage gives may be"
-                    )
-            for i in layers.stacked:
-                if _rows(masks, [i], count).any():
-                    raise Refusal(
-                        f"what each layer gives to {layers.updates[i].describe()} is read otherwise than "
-                        "by a pipeline that is interleaved with it and runs the same layers, or as a "
-                        "gradient, summed up over microbatches with nothing added in between"
-                    )
+        for i in (*layers.passed, *layers.stacked):
+            for d in np.flatnonzero(_rows(masks, [i], count)):
+                at_run = Execution(at.iteration, int(d))
+                if i in layers.passed and at_run in ends:
+                    continue
+                why = _elsewhere(part, i, at_run)
+                if at_run not in runs:
+                    with about(part.name):
+                        raise Refusal(why)
+                part.elsewhere.setdefault(i, why)
         begin = np.array([Execution(at.iteration, d) in begins for d in range(count)])
         run = np.array([Execution(at.iteration, d) in runs for d in range(count)])
-        yield from _whole(stage, layers.passed, begin)
+        yield from _whole(stage, sent, begin)
         yield from _whole(stage, others, run)
 
     return restricted
+
+
+def _elsewhere(part: Part, i: int, run: Execution) -> str:
+    if i in part.layers.passed:
+        return (
+            f"what device {run.device} computes in iteration {run.iteration} is read by others than "
+            "the next stage: only what the last stage gives may be"
+        )
+    return (
+        f"what each layer gives to {part.layers.updates[i].describe()} is read otherwise than "
+        "by a pipeline that is interleaved with it and runs the same layers, or as a "
+        "gradient, summed up over microbatches with nothing added in between"
+    )
 
 
 def _restricted_again(part: Part, node: Node, count: int) -> Needs:
@@ -130,7 +145,8 @@ def _restricted_again(part: Part, node: Node, count: int) -> Needs:
     assert part.again is not None
     layers = part.again.layers
     runs = {run for chain in part.chains for run in chain}
-    others = [*layers.weights, *layers.shared, layers.counter]
+    again = {**part.again.weights, **part.again.shared}
+    others = [*(i for i, own in again.items() if isinstance(own, Constant)), layers.counter]
 
     def restricted(at: Trace, masks: Sequence[Mask]) -> rules.Needs:
         with about(part.name):

@@ -15,6 +15,7 @@ from ..builder import array_shape
 from ..graph import COLLECTIVES, LOGICAL_IDS, Computation, Instruction, Module, all_instructions
 from ..schema import PRIMITIVE_CODES, TOKEN, TUPLE
 from .emit import Builder, Editor
+from .sameness import INTEGERS, MOVES, NEVER_SAME
 
 
 def inlined(module: Module, loop: str) -> Module:
@@ -26,6 +27,73 @@ def inlined(module: Module, loop: str) -> Module:
         editor = Editor(module)
         inline(editor.replace(found), found)
         module = Module.parse(editor.finish())
+
+
+def opened(module: Module, loop: str) -> Module:
+    """The module, with conditionals in the body of this loop inlined whose branches only move data, as where
+    outputs are put away under one, so that what is moved can be followed, and past what loops over layers are
+    given and hand on unchanged."""
+    while True:
+        body = next(i for i in module.entry.instructions if i.name == loop).called[0]
+        found = next((i for i in body.instructions if _only_moves(i)), None)
+        if found is None:
+            return _past_loops(module, loop)
+        editor = Editor(module)
+        inline(editor.replace(found), found)
+        module = Module.parse(editor.finish())
+
+
+def _past_loops(module: Module, loop: str) -> Module:
+    """The module, with what loops in the body of this loop are given and never change read there, and not
+    behind them: a gradient that all layers share, which a stage hands on."""
+    body = next(i for i in module.entry.instructions if i.name == loop).called[0]
+    found = {i: given for i in body.instructions if (given := _unchanged(i)) is not None}
+    if not found:
+        return module
+    editor = Editor(module)
+    builder = editor.replace(next(iter(found)))
+    for read, given in found.items():
+        builder.go_on_to(read)
+        builder.stand_in(given.proto)
+    return Module.parse(editor.finish())
+
+
+def _unchanged(read: Instruction) -> Instruction | None:
+    """What a result of a loop is that no iteration changes, as the loop is given it; None for others."""
+    if read.opcode != "get-tuple-element" or read.operands[0].opcode != "while":
+        return None
+    loop, position = read.operands[0], read.proto.tuple_index
+    body, init = loop.called[0], loop.operands[0]
+    if body.root.opcode != "tuple" or init.opcode != "tuple":
+        return None
+    own = _handed_on(body.root.operands[position])
+    same = own.opcode == "get-tuple-element" and own.proto.tuple_index == position
+    return init.operands[position] if same and own.operands[0] is body.parameters[0] else None
+
+
+def _handed_on(value: Instruction) -> Instruction:
+    """The instruction whose result this one hands on, in tuples and through barriers, or itself."""
+    while True:
+        source = value.operands[0] if value.opcode in ("copy", "get-tuple-element") else None
+        if source is not None and source.opcode == "opt-barrier":
+            source = source.operands[0]
+        if value.opcode == "copy" and source is not None:
+            value = source
+        elif source is not None and source.opcode == "tuple":
+            value = source.operands[value.proto.tuple_index]
+        else:
+            return value
+
+
+def _only_moves(caller: Instruction) -> bool:
+    inner = [i for c in caller.called for i in all_instructions(c)]
+    return (
+        caller.opcode == "conditional"
+        and all(p.element_type not in (TUPLE, TOKEN) for p in _parts(caller.shape))
+        and all(i.opcode in _MOVES or i.shape.element_type in INTEGERS for i in inner)
+        and not any(i.has_side_effect or i.opcode in _NEVER_OPENED for i in inner)
+        and any(i.opcode in ("dynamic-slice", "dynamic-update-slice") for i in inner)
+    )
 
 
 def _around_loops(entry: Computation, name: str) -> list[Instruction]:
@@ -45,6 +113,9 @@ def _can_be(caller: Instruction) -> bool:
         and all(p.element_type not in (TUPLE, TOKEN) for p in _parts(caller.shape))
     )
 
+
+_NEVER_OPENED = NEVER_SAME | LOGICAL_IDS.keys() | {"while", "conditional", "call"}
+_MOVES = MOVES | {"constant", "convert", "dynamic-update-slice", "iota", "parameter"}
 
 # Collectives that layers may have: all members of a group run the same layers at the same time.
 GROUPED = frozenset({"all-reduce", "all-gather", "reduce-scatter", "all-to-all"})

@@ -31,12 +31,13 @@ from typing import Any
 import numpy as np
 
 from ..builder import array_shape, resized
+from ..collectives import CollectiveReader
 from ..graph import Instruction, Module
-from .chunk import again, entry_of
-from .constants import Constant
-from .emit import Builder, Editor, slice_of
+from .chunk import DEVICE, OTHERS, entry_of
+from .constants import Constant, constants
+from .emit import Builder, Editor, needed_by, slice_of
 from .merged_runs import SCALAR, Runs, chosen
-from .parts import Pipeline
+from .parts import Pipeline, again
 from .pieces import Pieces
 from .refusal import Refusal, about, depends_on_all
 from .rewrite import (
@@ -49,7 +50,7 @@ from .rewrite import (
     without_sign_of_zero,
 )
 from .rows import Held, Rows
-from .sameness import Sameness
+from .sameness import Class, Sameness
 from .slots import NONE, Rooms, Slots
 from .training import Training, dependents, summed_alone, unchanging
 from .weights import Weights, permute
@@ -155,6 +156,8 @@ class _Merged:
         if self.chunks > 1 and self.there.upwards != self.back.upwards:
             raise Refusal("the backward pass does not go through the layers the other way")
         self.sameness = Sameness(module, self.there.groups)
+        # Sums over stages are known to this one, too.
+        self.same = Sameness(module, self.there.groups, CollectiveReader(1, num_devices))
         self.mover = Weights(self.entry, self.there, self.chunks, self.sameness, num_devices)
         self.device = self.mover.device
         self.placed: dict[tuple[str, tuple[int, ...]], Any] = {}
@@ -238,23 +241,26 @@ class _Merged:
     def _shared(self, found: Constant, shape: Any) -> Any:
         """What all layers of a stage share."""
         if self.chunks > 1:
-            check_same(self.sameness, found, *self._computed_by(found))
+            check_same(self.same, found, *self._computed_by(found))
         return self._constant(found, shape)
 
     def _held(self, pipeline: Pipeline) -> dict[int, Any]:
-        """Operands of a pipeline's layers that do not change, with the keys of `chunk`."""
+        """Operands of a pipeline's layers that do not change, and what runs need for what they have for
+        themselves, with the keys of `chunk`."""
         given = pipeline.layers.loop.operands[0].operands
-        held = {
-            i: self._weights_of(w, given[i].shape) for i, w in pipeline.weights.items()
-            if isinstance(w, Constant)
-        }  # fmt: skip
-        held |= {i: self._shared(c, given[i].shape) for i, c in pipeline.shared.items()}
+        held = {i: self._weights_of(w, given[i].shape) for i, w in constants(pipeline.weights)} | {
+            i: self._shared(c, given[i].shape) for i, c in constants(pipeline.shared)
+        }
         if pipeline.again is not None:
             given = pipeline.again.layers.loop.operands[0].operands
-            for i, c in pipeline.again.weights.items():
+            for i, c in constants(pipeline.again.weights):
                 held[again(i)] = self._weights_of(c, given[i].shape)
-            for i, c in pipeline.again.shared.items():
+            for i, c in constants(pipeline.again.shared):
                 held[again(i)] = self._shared(c, given[i].shape)
+        if pipeline.owned:
+            held[DEVICE] = self.device
+            for n, value in enumerate(self.before[pipeline]):
+                held[OTHERS + n] = self._at_entry(value)
         return held
 
     # The new loop.
@@ -263,6 +269,8 @@ class _Merged:
         entry, there, back = self.entry, self.there, self.back
         if there.kept or there.again is not None:
             raise Refusal("the forward pass reads what layers of another pipeline keep")
+        self._check_chunks()
+        self.before = {p: self._read_by_runs(p) for p in (there, back)}
         self.held, self.held_back = self._held(there), self._held(back)
         init = there.loop.operands[0].operands
         # The others are not read when a microbatch begins, or do not change: they are the initial values.
@@ -272,13 +280,13 @@ class _Merged:
         given = [*(v for r in rows for v in r.given), *((v, 0) for v in turned)]
         others = {v: self._at_entry_as(v, rows) for v in dict.fromkeys(given)}
         whole, whole_back = (p.layers.loop.shape.tuple_shapes for p in (there, back))
-        self.passed = {i: whole[i] for i in there.layers.passed}
-        self.passed_back = {i: whole_back[i] for i in back.layers.passed}
+        self.passed = {i: whole[i] for i in there.travels(self.chunks)}
+        self.passed_back = {i: whole_back[i] for i in back.travels(self.chunks)}
         self.runs = Runs(
             self.editor, self.step, self.slots, self.passed, self.passed_back,
             {i: v.shape for i, v in self.held.items()},
             {i: v.shape for i, v in self.held_back.items()},
-            {v: o.shape for v, o in others.items()}, self.device.shape, self.given,
+            {v: o.shape for v, o in others.items()}, self.device.shape, self.before, self.given,
             self.turned,
         )  # fmt: skip
         runs = self.runs
@@ -295,8 +303,8 @@ class _Merged:
                 for name, shapes in (("leaves", self.passed), ("leaves back", self.passed_back))
             },
             "banks": [entry.zeros(s) for s in runs.bank_shapes.values()],
-            "ends": [entry.zeros(runs.by_microbatch(s)) for s in self.passed.values()],
-            "ends back": [entry.zeros(runs.by_microbatch(s)) for s in self.passed_back.values()],
+            "ends": [entry.zeros(s) for s in runs.end_shapes.values()],
+            "ends back": [entry.zeros(s) for s in runs.end_shapes_back.values()],
             "given": [entry.zeros(runs.by_microbatch(s)) for s in runs.given_shapes],
             "turned": [entry.zeros(s) for s in self.turned.values()],
             "sums": [entry.zeros(s) for s in runs.sum_shapes.values()],
@@ -321,7 +329,8 @@ class _Merged:
         done = self._while(entry, carried, body, self.slots.iterations)
         after = self.carry.named(entry.elements(done))
         numbers = [self.step.order.index(m) for m in range(self.count)]
-        ends = [*after["ends"], *after["given"]]
+        kept = zip(runs.end_shapes, after["ends"], strict=True)
+        ends = [*(self._back_in_place(i, end) for i, end in kept), *after["given"]]
         results, replay = self._replayed(self.pieces, there, ends, numbers)
         entry.stand_in(results)
         entry.go_on_to(back.loop)
@@ -339,6 +348,55 @@ class _Merged:
             len(runs.bank_shapes), len(self.turned) + len(self.given), runs.bytes_left,
             (replay, replay_back), self.chunks, self.mover.moved, self.mover.back, self.mover.taken,
         )  # fmt: skip
+
+    def _read_by_runs(self, pipeline: Pipeline) -> list[Instruction]:
+        """What is there before the loops and runs are given, for what they have for themselves. Where devices
+        have chunks of layers of others, it must be the same on all stages: of that and of the number of the
+        device whose layers these are they compute what it has."""
+        if self.chunks == 1:
+            return self.step.read_by_runs(pipeline)
+        found: dict[Instruction, None] = {}
+        seen: set[Instruction] = set()
+        for own in pipeline.owned.values():
+            stack = self.step.owned[own].reads
+            while stack:
+                value = stack.pop()
+                if self.same.of(value) is Class.SAME:
+                    found[value] = None
+                elif value.opcode != "partition-id" and value not in seen:
+                    seen.add(value)
+                    if not self.same.is_function_of_id(value):
+                        with about(pipeline.loop.name):
+                            raise Refusal(f"{own.why}: {value.describe()} is of the stage's own")
+                    stack += needed_by(value)
+        return list(found)
+
+    def _check_chunks(self) -> None:
+        """Refuse what a device of the written loop has for itself where a device has chunks of layers of
+        others, and cannot compute it for them."""
+        for pipeline in (self.there, self.back) if self.chunks > 1 else ():
+            with about(pipeline.loop.name):
+                if pipeline.again is not None and pipeline.again.begun:
+                    raise Refusal(next(iter(pipeline.again.begun.values())).why)
+                for i, why in pipeline.elsewhere.items():
+                    stacked = i in pipeline.layers.stacked
+                    if pipeline is self.back or not (stacked or i in pipeline.begun):
+                        raise Refusal(why)
+                    if stacked and pipeline.layers.reverse:
+                        raise Refusal(why)
+
+    def _back_in_place(self, i: int, end: Any) -> Any:
+        """What is kept of runs for others, by microbatch, on the devices that the written loop has it on."""
+        if i not in self.runs.by_slot:
+            return end
+        entry, dimensions = self.entry, list(end.shape.dimensions)
+        placed = self.mover.put_back(end, 1)
+        if i in self.there.begun:
+            return entry_of(entry, placed, [entry.constant(self.chunks - 1)])
+        order = [1, 0, *range(2, len(dimensions))]
+        shape = resized(end.shape, [dimensions[n] for n in order])
+        turned = entry.add("transpose", shape, [placed], dimensions=order)
+        return entry.reshape(turned, [self.count, self.there.layers.count, *dimensions[3:]])
 
     def _while(self, b: Builder, carried: Any, body: Builder, trips: int) -> Any:
         """A loop whose carry begins with a counter."""
@@ -392,7 +450,7 @@ class _Merged:
             seam = way % slots.chunks == 0
             chosen = None if seam.all() else b.is_one(at(seam))
             found = []
-            for i, value in zip(pipeline.layers.passed, come, strict=True):
+            for i, value in zip(pipeline.travels(slots.chunks), come, strict=True):
                 other = without_sign_of_zero(b, value) if i in pipeline.plus else value
                 found.append(other if chosen is None else b.select(chosen, other, value))
             return found
@@ -403,28 +461,33 @@ class _Merged:
             number = b.lookup(known, [b.convert(device, array_shape(SCALAR)), k])
             taken[n] = b.convert(number, self.there.loop.shape.tuple_shapes[n])
         enters = b.is_one(at(there & (virtual == 0)))
-        name_in, xs = takes_in(b, enters, taken, device, received)
+        come_in = dict(zip(self.passed, received, strict=True))
+        name_in, xs = takes_in(b, enters, taken, device, [come_in[i] for i in self.there.sent])
+        come_in |= zip(self.there.sent, xs, strict=True)
         zero = b.constant(0)
         name, made = chosen(
             b, b.is_one(at(there)), forward,
-            [at(starts[0]), first, at(slots.puts), zero, k, *xs, *now["held"]],
+            [at(starts[0]), first, at(slots.puts), zero, k, *come_in.values(), *now["held"]],
             [*now["banks"], *now["ends"]],
             list(self.passed.values()),
         )  # fmt: skip
-        ys = made[: len(xs)]
-        banks = made[len(xs) : len(xs) + len(now["banks"])]
-        ends = made[len(xs) + len(now["banks"]) :]
+        ys = made[: len(come_in)]
+        banks = made[len(come_in) : len(come_in) + len(now["banks"])]
+        ends = made[len(come_in) + len(now["banks"]) :]
         received = added(
             self.back, come("waits back", now["received back"], slots.waits_back), last - virtual
         )
         begins = b.is_one(at(back & (virtual == last)))
+        come_back = dict(zip(self.passed_back, received, strict=True))
         name_turn, made = turns(
             b, begins, [k_back, device, *ends, *now["others"]],
-            [*now["given"], *now["turned"]], received,
+            [*now["given"], *now["turned"]], [come_back[i] for i in self.back.sent],
         )  # fmt: skip
-        dys = made[: len(received)]
-        given = made[len(dys) : len(dys) + len(now["given"])]
-        turned = made[len(dys) + len(given) :]
+        begun = len(self.back.sent)
+        come_back |= zip(self.back.sent, made, strict=False)
+        dys = list(come_back.values())
+        given = made[begun : begun + len(now["given"])]
+        turned = made[begun + len(given) :]
         kept = now["left"] if slots.splits else now["sums"]
         name_back, made = chosen(
             b, b.is_one(at(back)), backward,
@@ -480,8 +543,10 @@ class _Merged:
         last = [g[-1] for g in pipeline.groups]
         place = np.zeros((self.num_devices, pipeline.trips), np.int32)
         reads = np.zeros((self.num_devices, pipeline.trips), np.int32)
-        for number, leaves in zip(numbers, pipeline.leaves, strict=True):
-            place[last, leaves], reads[last, leaves] = number, 1
+        for run, (m, _) in pipeline.places.items():
+            if pipeline.elsewhere or run.device in last:
+                place[run.device, run.iteration] = numbers[m]
+                reads[run.device, run.iteration] = 1
         start = {
             "counter": [entry.constant(0)],
             "device": [self.device],

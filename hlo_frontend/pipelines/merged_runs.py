@@ -15,9 +15,9 @@ import numpy as np
 
 from ..builder import array_shape, resized, tuple_shape
 from ..graph import Instruction, leaf_types
-from .chunk import LayerRun, again, entry_of, stacks_of, start_of
-from .emit import Builder, Editor
-from .parts import Kept, Recomputed
+from .chunk import DEVICE, OTHERS, LayerRun, entry_of, is_operand, stacks_of, start_of
+from .emit import Builder, Editor, slice_of
+from .parts import Kept, Own, Pipeline, Recomputed, again
 from .pieces import instructions_of
 from .refusal import Refusal
 from .rewrite import put, shaped, without_sign_of_zero
@@ -33,9 +33,13 @@ class Runs:
     """The computations of a step's runs, and the shapes of what they keep.
 
     ``passed`` and ``passed_back``: by position in the carry of the layers, the shapes of what goes from stage
-    to stage. ``held`` and ``held_back``: those of the layers' operands that do not change, with the keys of
-    `chunk`; ``others``: those of what turns read from before the loops; ``device``: that of the device's id.
+    to stage. ``held`` and ``held_back``: those of the layers' operands that do not change, and of what runs
+    need for what they have for themselves, with the keys of `chunk`; ``others``: those of what turns read
+    from before the loops; ``device``: that of the device's id.
+    ``before``: what runs of a pipeline are given besides, that is there before the loops.
     ``given`` and ``turned``: what turns leave for the loop behind, and the shapes of what they add up.
+    ``end_shapes`` and ``end_shapes_back``: of what is kept of runs for others, by microbatch, and by slot of
+    a device's chunks before that for positions in ``by_slot``.
     ``bank_shapes``, ``given_shapes``, ``sum_shapes``, ``left_shapes``: of the banks, of ``given`` for a
     microbatch, of the sums of gradients, and of what backward runs leave for those of weights.
     """
@@ -43,14 +47,15 @@ class Runs:
     def __init__(
         self, editor: Editor, step: Training, slots: Slots, passed: Mapping[int, Any],
         passed_back: Mapping[int, Any], held: Mapping[int, Any], held_back: Mapping[int, Any],
-        others: Mapping[Held, Any], device: Any, given: Sequence[Any],
+        others: Mapping[Held, Any], device: Any, before: Mapping[Pipeline, Sequence[Instruction]],
+        given: Sequence[Any],
         turned: Mapping[int, Any],
     ) -> None:  # fmt: skip
         self.editor, self.step, self.slots = editor, step, slots
         self.there, self.back = step.forward, step.backward
         self.passed, self.passed_back = dict(passed), dict(passed_back)
         self.held, self.held_back = dict(held), dict(held_back)
-        self.others, self.device = others, device
+        self.others, self.device, self.before = others, device, before
         self.given, self.turned = given, turned
         self.chunks, self.size = slots.chunks, self.there.layers.count // slots.chunks
         kept = sorted({w.leaf for w in self.back.kept})
@@ -61,6 +66,14 @@ class Runs:
         if slots.splits:
             self.left = split(self.back.layers, list(self.back.sums), list(self.cut)).left
         whole, whole_back = (p.layers.loop.shape.tuple_shapes for p in (self.there, self.back))
+        self.by_slot = {i for i in self.there.elsewhere if self.chunks > 1}
+        self.end_shapes = {i: self.by_microbatch(whole[i]) for i in self.there.results}
+        for i in self.by_slot:
+            own = list(whole[i].dimensions)
+            own = [self.size, *own[1:]] if i in self.there.layers.stacked else own
+            self.end_shapes[i] = resized(whole[i], [self.chunks, self.there.microbatches, *own])
+        self._places()
+        self.end_shapes_back = {i: self.by_microbatch(whole_back[i]) for i in self.back.results}
         count = slots.rows
         self.bank_shapes = {
             i: resized(whole[i], [count, self.size, *whole[i].dimensions[1:]]) for i in self.stacks
@@ -83,29 +96,102 @@ class Runs:
     def forward(self) -> Builder:
         """A run forwards: gives the layers' values, the banks and what the last stages give."""
         layers, scalar = self.there.layers, array_shape(SCALAR)
-        held = self.held
-        stacks = {i: self.bank_shapes[i] for i in self.stacks}
-        run = LayerRun(
-            self.editor, layers, self.size, self.passed | held, stacks, (), (), self.stacks
+        held, own = self.held, self._own_shapes(self.there)
+        others = [i for i in self.end_shapes if i in layers.stacked and i not in self.stacks]
+        stacks = {i: self.bank_shapes[i] for i in self.stacks} | stacks_of(
+            layers, others, self.size
         )
-        ends = [self.by_microbatch(s) for s in self.passed.values()]
+        own |= self.passed | {i: s for i, s in held.items() if is_operand(i)}
+        cut = self._cut(self.there.weights)
+        run = LayerRun(self.editor, layers, self.size, own, stacks, (), cut, self.stacks)
+        ends = list(self.end_shapes.values())
         b = self.editor.computation("schedule.forward")
         shapes = [scalar] * 5 + [*self.passed.values(), *held.values()]
         values = b.elements(b.parameter(tuple_shape([*shapes, *self.bank_shapes.values(), *ends])))
         start, first, row, _, k, *rest = values
         keys = [*self.passed, *held]
-        parts = dict(zip(keys, rest, strict=False))
+        parts: dict[int, Any] = dict(zip(keys, rest, strict=False))
         banks = dict(zip(self.bank_shapes, rest[len(keys) :], strict=False))
         ends = rest[len(keys) + len(banks) :]
+        parts |= self._own(b, self.there, k, parts, start)
         zero = b.constant(0)
         for i in self.begun:
             banks[i] = put(b, banks[i], parts[i], [row, zero])
-        done = run.emit(b, parts | {i: banks[i] for i in self.stacks}, start, first, row)
+        operands = {i: p for i, p in parts.items() if is_operand(i)}
+        done = run.emit(b, operands | {i: banks[i] for i in self.stacks}, start, first, row)
         banks |= {i: done[i] for i in self.stacks}
         ys = [done[i] for i in self.passed]
-        ends = [put(b, e, y, [k]) for e, y in zip(ends, ys, strict=True)]
+        own_rows = {i: entry_of(b, banks[i], [row]) for i in self.end_shapes if i in self.stacks}
+        slot = b.add("divide", scalar, [start, b.constant(self.size)])
+        ends = [
+            put(b, e, own_rows.get(i, done[i]), [slot, k] if i in self.by_slot else [k])
+            for i, e in zip(self.end_shapes, ends, strict=True)
+        ]
         b.finish(b.tuple([*ys, *banks.values(), *ends]))
         return b
+
+    def _own_shapes(self, pipeline: Pipeline) -> dict[int, Any]:
+        """The shapes of the layers' operands that runs have for themselves."""
+        found = {i: self.step.owned[own].shape for i, own in pipeline.owned.items() if i >= 0}
+        return found | stacks_of(pipeline.layers, self._cut(pipeline.weights), self.size)
+
+    def _cut(self, weights: Mapping[int, Any]) -> list[int]:
+        """Positions of weights that a run has for itself, of which it has those of a chunk alone."""
+        return [i for i, own in weights.items() if self.chunks > 1 and isinstance(own, Own)]
+
+    def _places(self) -> None:
+        """By device and slot of its chunks: the device that has these layers in the written loop, and which
+        of its chunks they are there."""
+        groups = self.there.groups
+        shape = max(d for g in groups for d in g) + 1, self.chunks
+        self.owner, self.chunk = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
+        for group in groups:
+            for stage, device in enumerate(group):
+                for slot in range(self.chunks):
+                    owner, chunk = divmod(slot * len(group) + stage, self.chunks)
+                    self.owner[device, slot], self.chunk[device, slot] = group[owner], chunk
+
+    def _own(
+        self, b: Builder, pipeline: Pipeline, k: Any, parts: Mapping[int, Any], start: Any
+    ) -> dict[int, Any]:
+        """What a run of microbatch ``k`` has for itself, from iteration ``start`` of the loop over layers on,
+        with the keys of `chunk`. ``parts``: what it is given."""
+        owned = pipeline.owned
+        if not owned:
+            return {}
+        reads = self.before[pipeline]
+        held = {v: parts[OTHERS + n] for n, v in enumerate(reads)}
+        device = parts[DEVICE]
+        if self.chunks == 1:
+            return {i: self.step.owned[own].emit(b, k, device, held) for i, own in owned.items()}
+        slot = b.add("divide", start.shape, [start, b.constant(self.size)])
+        chunks = np.arange(self.chunks)
+        if pipeline is self.back:
+            slot = b.add("subtract", slot.shape, [b.constant(self.chunks - 1), slot])
+            chunks = chunks[::-1]
+        at = [b.convert(device, array_shape(SCALAR)), slot]
+        owner = b.convert(b.lookup(self.owner, at), device.shape)
+        chunk = b.lookup(self.chunk, at)
+        first = [pipeline.layers.first_slice(int(c) * self.size, self.size) for c in chunks]
+        begins = b.is_one(b.lookup((chunks == 0).astype(np.int32), [chunk]))
+        weights = set(self._cut(pipeline.weights))
+        if pipeline.again is not None:
+            weights |= {again(i) for i in self._cut(pipeline.again.weights)}
+        wanted = self.step.read_by_runs(pipeline)
+        held |= {i: owner for i in slice_of(wanted, held) if i.opcode == "partition-id"}
+        b.clone(wanted, held)
+        found = {}
+        for key, own in owned.items():
+            value = self.step.owned[own].emit(b, k, owner, held)
+            if key in pipeline.begun:
+                value = b.select(begins, value, parts[key])
+            elif key in weights:
+                dimensions = list(value.shape.dimensions)
+                starts = [b.lookup(np.array(first, np.int32), [chunk])]
+                starts += [b.constant(0)] * (len(dimensions) - 1)
+                value = b.dynamic_slice(value, starts, [self.size, *dimensions[1:]])
+            found[key] = value
+        return found
 
     def backward(self) -> Builder:
         """A run backwards: gives the layers' values, what the last stages give, and the sums, or what is left
@@ -113,13 +199,14 @@ class Runs:
         layers, before, scalar = self.back.layers, self.back.again, array_shape(SCALAR)
         size, kept, cut = self.size, self._kept_by_position(), self.cut
         held = self.held_back
-        own = {i: s for i, s in held.items() if i >= 0}
+        own = {i: s for i, s in held.items() if is_operand(i)} | self._own_shapes(self.back)
         own |= {i: self.bank_shapes[leaf] for i, leaf in kept.items()}
         first_run = None
         if before is not None:
             whole = before.layers.loop.shape.tuple_shapes
-            given = {i: held[again(i)] for i in [*before.weights, *before.shared]}
-            given |= {i: whole[i] for i in before.inputs}
+            given = {i: whole[i] for i in [*before.weights, *before.shared]}
+            given |= {i: whole[i] for i in [*before.inputs, *before.begun]}
+            given |= stacks_of(before.layers, self._cut(before.weights), size)
             leaves = sorted(set(cut.values()))
             first_run = LayerRun(
                 self.editor,
@@ -128,17 +215,17 @@ class Runs:
                 given,
                 stacks_of(before.layers, leaves, size),
                 (),
-                (),
+                self._cut(before.weights),
             )
             own |= {i: first_run.stacks[leaf] for i, leaf in cut.items()}
         gives = self.left_shapes if self.slots.splits else self.sum_shapes
         stacks = gives if self.slots.splits else stacks_of(layers, list(self.back.sums), size)
         run = LayerRun(
-            self.editor, layers, size, self.passed_back | own, stacks, list(kept), list(cut), (),
-            self.left,
+            self.editor, layers, size, self.passed_back | own, stacks, list(kept),
+            [*cut, *self._cut(self.back.weights)], (), self.left,
         )  # fmt: skip
         b = self.editor.computation("schedule.backward")
-        ends = [self.by_microbatch(s) for s in self.passed_back.values()]
+        ends = list(self.end_shapes_back.values())
         shapes = [scalar] * 5 + [*self.passed_back.values(), *held.values()]
         shapes += [*self.bank_shapes.values(), *ends, *gives.values()]
         start, first, row, to, k, *rest = b.elements(b.parameter(tuple_shape(shapes)))
@@ -147,18 +234,21 @@ class Runs:
         banks = {i: next(left) for i in self.bank_shapes}
         ends = [next(left) for _ in ends]
         sums = {i: next(left) for i in gives}
+        parts |= self._own(b, self.back, k, parts, start)
         parts |= {i: banks[leaf] for i, leaf in kept.items()}
         if self.slots.splits:
             parts |= sums
         if before is not None and first_run is not None:
             begin = {i: entry_of(b, banks[w.leaf], [row, b.constant(0)])
                      for i, w in before.inputs.items()}  # fmt: skip
-            begin |= {i: parts[again(i)] for i in [*before.weights, *before.shared]}
+            keys = [*before.weights, *before.shared, *before.begun]
+            begin |= {i: parts[again(i)] for i in keys}
             made = first_run.emit(b, begin, start_of(b, before.layers, first, size), first, row)
             parts |= {i: made[leaf] for i, leaf in cut.items()}
-        done = run.emit(b, {i: p for i, p in parts.items() if i >= 0}, start, first, row, to)
+        operands = {i: p for i, p in parts.items() if is_operand(i)}
+        done = run.emit(b, operands, start, first, row, to)
         dxs = [done[i] for i in self.passed_back]
-        ends = [put(b, e, dx, [k]) for e, dx in zip(ends, dxs, strict=True)]
+        ends = [put(b, e, done[i], [k]) for i, e in zip(self.end_shapes_back, ends, strict=True)]
         if self.slots.splits:
             sums = {i: done[i] for i in gives}
         else:
@@ -183,7 +273,8 @@ class Runs:
         layers, scalar = self.back.layers, array_shape(SCALAR)
         kept = self._kept_by_position()
         held = self.held_back
-        own = {i: s for i, s in held.items() if i >= 0}
+        own = {i: s for i, s in held.items() if is_operand(i)} | self._own_shapes(self.back)
+        own = {i: s for i, s in own.items() if i not in layers.passed}
         own |= {i: self.bank_shapes[leaf] for i, leaf in kept.items()} | self.left_shapes
         stacks = stacks_of(layers, list(self.back.sums), layers.count)
         run = LayerRun(
@@ -192,14 +283,15 @@ class Runs:
         b = self.editor.computation("schedule.weights")
         shapes = [scalar] * 5 + [*held.values(), *self.bank_shapes.values()]
         shapes += [*self.left_shapes.values(), *self.sum_shapes.values()]
-        start, first, row, to, _, *rest = b.elements(b.parameter(tuple_shape(shapes)))
+        start, first, row, to, k, *rest = b.elements(b.parameter(tuple_shape(shapes)))
         left = iter(rest)
         parts = {i: next(left) for i in held}
         banks = {i: next(left) for i in self.bank_shapes}
         parts |= {i: next(left) for i in self.left_shapes}
         sums = {i: next(left) for i in self.sum_shapes}
+        parts |= self._own(b, self.back, k, parts, start)
         parts |= {i: banks[leaf] for i, leaf in kept.items()}
-        done = run.emit(b, {i: p for i, p in parts.items() if i >= 0}, start, first, row, to)
+        done = run.emit(b, {i: parts[i] for i in own}, start, first, row, to)
         b.finish(b.tuple([b.add("add", s.shape, [s, done[i]]) for i, s in sums.items()]))
         return b
 
@@ -207,15 +299,17 @@ class Runs:
         """A function that emits the input of a stage backwards: on the last one, what the backward pass
         begins with, for the microbatch whose forward run has ended; the received values on others. What turns
         leave for the loop behind, and their sums, go with it."""
-        passed = list(self.passed_back.values())
+        sent = self.back.sent
+        passed = [self.passed_back[i] for i in sent]
         scalar, b = array_shape(SCALAR), self.editor.computation("schedule.turns")
-        ends = [self.by_microbatch(s) for s in self.passed.values()]
+        ends = list(self.end_shapes.values())
         others = list(self.others.values())
         kept = [*map(self.by_microbatch, self.given_shapes), *self.turned.values()]
         shapes = [scalar, self.device, *ends, *others, *kept]
         k, device, *rest = b.elements(b.parameter(tuple_shape(shapes)))
         ys = {
-            i: entry_of(b, end, [k]) for i, end in zip(self.passed, rest, strict=False)
+            i: entry_of(b, end, [k]) for i, end in zip(self.end_shapes, rest, strict=False)
+            if i in self.there.layers.passed
         }  # fmt: skip
         held = dict(zip(self.others, rest[len(ends) :], strict=False))
         found = {i: self._begun(b, i, k, device, ys, held) for i in self.step.begins}
@@ -228,7 +322,7 @@ class Runs:
             stacks = [put(b, s, v, [k]) for s, v in zip(stacks, given, strict=True)]
             sums = [b.add("add", s.shape, [s, added[c]])
                     for c, s in zip(self.turned, sums, strict=True)]  # fmt: skip
-        b.finish(b.tuple([*(found[i] for i in self.passed_back), *stacks, *sums]))
+        b.finish(b.tuple([*(found[i] for i in sent), *stacks, *sums]))
         other = self.editor.computation("schedule.goes_on")
         other.finish(other.tuple(other.elements(other.parameter(tuple_shape([*passed, *kept])))))
 

@@ -93,18 +93,20 @@ class _Checker:
         self.count = self.step.forward.microbatches
         self.stages, self.chunks = self.step.forward.stages, names.chunks
         self.size = self.step.forward.layers.count // names.chunks
-        self.values = len(self.step.forward.layers.passed)
-        self.values_back = len(self.step.backward.layers.passed)
+        self.values = len(self.step.forward.travels(names.chunks))
+        self.values_back = len(self.step.backward.travels(names.chunks))
+        self.ends = len(self.step.forward.results)
+        self.ends_back = len(self.step.backward.results)
         self.weights = body[names.weights] if names.weights else None
         for node, first in ((self.forward, self.values), (self.backward, self.values_back)):
             self._kept(node, first)
-        self._kept(self.turns, self.values_back, alone=names.turned)
+        self._kept(self.turns, len(self.step.backward.sent), alone=names.turned)
         if self.weights is not None:
             self._kept(self.weights, 0)
             own = FIRST + names.held_back
             given = [
                 *self.forward.results[self.values : self.values + names.banks],
-                *self.backward.results[2 * self.values_back :],
+                *self.backward.results[self.values_back + self.ends_back :],
             ]
             if [o.root for o in self.weights.operands[own : own + len(given)]] != given:
                 raise self._wrong("a run of weights does not read what the other runs kept")
@@ -134,7 +136,7 @@ class _Checker:
             taken = [o.root for o in self.backward.operands[own : own + banks]]
             if taken != kept[:banks]:
                 raise self._wrong("a backward run does not read what forward runs kept")
-            ends = [o.root for o in self.turns.operands[3 : 3 + self.values]]
+            ends = [o.root for o in self.turns.operands[3 : 3 + self.ends]]
             if ends != kept[banks:]:
                 raise self._wrong("the last stage does not turn with what it gave")
 
@@ -208,10 +210,15 @@ class _Checker:
         microbatch."""
         pipeline = self.step.forward
         microbatch, v = self.runs[at]
-        for leaf, i in enumerate(pipeline.layers.passed):
+        for leaf, i in enumerate(pipeline.travels(self.chunks)):
             value = self.forward.operands[FIRST + leaf]
+            if i in pipeline.begun:
+                if v % self.chunks:
+                    self._traced(self.forward, leaf, value, at, before, (microbatch, v - 1), False)
+                continue
             if not v:
-                if value.root.node is not self.takes_in or value.root.index != leaf:
+                taken = pipeline.sent.index(i)
+                if value.root.node is not self.takes_in or value.root.index != taken:
                     raise self._wrong("a microbatch does not begin where it is taken in")
                 continue
             plus = i in pipeline.plus and v % self.chunks == 0
@@ -233,10 +240,15 @@ class _Checker:
         pipeline = self.step.backward
         microbatch, v = self.runs_back[at]
         ends = v == self.last
-        for leaf, i in enumerate(pipeline.layers.passed):
+        for leaf, i in enumerate(pipeline.travels(self.chunks)):
             value = self.backward.operands[FIRST + leaf]
+            if i in pipeline.begun:
+                if (self.last - v) % self.chunks:
+                    self._traced(self.backward, leaf, value, at, behind, (microbatch, v + 1), False)
+                continue
             if ends:
-                if value.root.node is not self.turns or value.root.index != leaf:
+                begun = pipeline.sent.index(i)
+                if value.root.node is not self.turns or value.root.index != begun:
                     raise self._wrong("a microbatch does not turn on the last stage")
                 continue
             plus = i in pipeline.plus and (self.last - v) % self.chunks == 0
@@ -332,19 +344,23 @@ def _check_replay(
     """
     nodes = {n.instruction.name: n for n in block.nodes}
     last = [group[-1] for group in pipeline.groups]
+    runs = {
+        run: numbers[m] for run, (m, _) in pipeline.places.items()
+        if pipeline.elsewhere or run.device in last
+    }  # fmt: skip
     known: list[np.ndarray | None] = [None] * len(block.parameters)
     known[1] = np.arange(forward.num_devices, dtype=np.uint32)
     for t in range(pipeline.trips):
         known[0] = np.array([t], np.int32)
         trace = forward.once(block, known)
-        number = numbers[pipeline.leaves.index(t)] if t in pipeline.leaves else None
         for row, taken in zip(replay.rows, replay.taken, strict=True):
             reads = forward.known(trace, _scalar(nodes[taken].operands[0]))
             taken_from = nodes[row].operands[0].root.node  # a reshape of a slice
             assert taken_from is not None
             place = forward.known(trace, taken_from.operands[1])
             for device in range(forward.num_devices):
-                wanted = number is not None and device in last
+                number = runs.get(Execution(t, device))
+                wanted = number is not None
                 if (
                     reads is None
                     or bool(reads.reshape(-1)[device if len(reads) > 1 else 0]) != wanted

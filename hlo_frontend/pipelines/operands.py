@@ -5,18 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import prod
 
+from ..graph import Instruction
 from ..values import Node
 from .chains import Execution, Followed, Source
 from .constants import Constant
-from .parts import Kept, Part, Recomputed
+from .parts import Kept, Own, Part, Recomputed
 from .refusal import Refusal
 
 
 def operand(
     followed: Followed, part: Part, parts: Sequence[Part], node: Node, i: int
-) -> Constant | Kept | Recomputed:
+) -> Constant | Kept | Recomputed | Own:
     """The origin of an operand of ``node``, a loop over layers in the body of a part's loop, in all live
-    runs.
+    runs; what each of them has for itself if it is not the same origin.
 
     Raises `Refusal`.
     """
@@ -34,18 +35,18 @@ def operand(
         and s.made.at.device == run.device
         for s, run in zip(sources, part.live, strict=True)
     )  # fmt: skip
-    changes = Refusal(
-        f"{given.describe()}, which its layers take, changes from iteration to iteration"
+    own = Own(
+        node, i, f"{given.describe()}, which its layers take, changes from iteration to iteration"
     )
     if not same:
-        raise changes
+        return own
     if made.node is None:
         instruction = first.loop.instruction.operands[0].operands[made.leaf]
-        return _sized(Constant(instruction, None), given, changes)
+        return Constant(instruction, None) if _fits(instruction, given) else own
     owner = next((p for p in parts if p.stage is made.node), None)
     if owner is not None and owner is not part and made.leaf in owner.layers.stacked:
         if value.type != made.node.results[made.leaf].type:
-            raise changes
+            raise Refusal(own.why)
         order = _order(part, owner, sources, given.describe())
         return Kept(owner.name, made.leaf, order)
     here = all(s.made.at == run for s, run in zip(sources, part.live, strict=True))
@@ -61,18 +62,15 @@ def operand(
         home is not None and made.node.instruction.computation is home.loop.instruction.called[0]
     )
     if home is None or not inside or not home.constants.has(made.node.instruction):
-        raise changes
-    return _sized(Constant(made.node.instruction, home.loop.instruction), given, changes)
+        return own
+    constant = Constant(made.node.instruction, home.loop.instruction)
+    return constant if _fits(constant.value, given) else own
 
 
-def _sized(constant: Constant, given: object, refusal: Refusal) -> Constant:
-    """The constant, which must be the value that is taken but for its dimensions."""
-    shape, wanted = constant.value.shape, given.shape  # type: ignore[attr-defined]
-    if shape.element_type != wanted.element_type or prod(shape.dimensions) != prod(
-        wanted.dimensions
-    ):
-        raise refusal
-    return constant
+def _fits(made: Instruction, given: Instruction) -> bool:
+    """Whether a value has the elements of the one that is taken, be it in other dimensions."""
+    one, other = made.shape, given.shape
+    return one.element_type == other.element_type and prod(one.dimensions) == prod(other.dimensions)
 
 
 def _order(part: Part, owner: Part, sources: Sequence[Source], what: str) -> tuple[int, ...]:

@@ -12,6 +12,11 @@ from .constants import Constant, Constants
 from .layers import LayerLoop
 
 
+def again(position: int) -> int:
+    """The key of the operand at this position of the carry of a loop that recomputes a stage."""
+    return ~position
+
+
 @dataclass(frozen=True)
 class Kept:
     """Slices that layers of another pipeline gave: result ``leaf`` of the loop over layers in its ``loop``,
@@ -30,7 +35,18 @@ class Recomputed:
     node: Node
 
 
-Weights = dict[int, "Constant | Kept | Recomputed"]
+@dataclass(frozen=True, eq=False)
+class Own:
+    """What each run of a stage has for itself, as a key that is folded from the numbers of the stage and the
+    microbatch: operand ``position`` of ``node``, a loop over layers. It is yet to be proved that a run needs
+    nothing else for it (see `owned`); ``why`` says why interleaving refuses it."""
+
+    node: Node
+    position: int
+    why: str
+
+
+Weights = dict[int, "Constant | Kept | Recomputed | Own"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,14 +54,15 @@ class Again:
     """A loop over layers that recomputes a stage of another pipeline (see `recomputed`).
 
     All by position in its carry: ``weights``, ``shared``, and ``inputs``, its initial values, which are those
-    of the other pipeline's loop at position ``leaf``.
+    of the other pipeline's loop at position ``leaf``; ``begun``: those that a run has for itself.
     """
 
     node: Node
     layers: LayerLoop
-    weights: dict[int, Constant]
-    shared: dict[int, Constant]
+    weights: dict[int, Constant | Own]
+    shared: dict[int, Constant | Own]
     inputs: dict[int, Kept]
+    begun: dict[int, Own]
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,7 +75,10 @@ class Pipeline:
 
     By position in the carry of the loop over layers: ``weights`` and ``shared``; ``sums``: the carry of the
     loop that sums up a stack, slice by slice, over microbatches; ``plus``: values to which zeros are added
-    between a stage and the next, which makes negative zeros positive. ``again``: the recomputation before the
+    between a stage and the next, which makes negative zeros positive; ``begun``: values that layers hand on,
+    and that each stage begins anew; ``elsewhere``: what others than the next stage and gradients read of
+    runs, on their own device, and why interleaving refuses that. ``places``: for each run, the numbers of its
+    microbatch and its stage. ``again``: the recomputation before the
     layers run.
     """
 
@@ -69,10 +89,37 @@ class Pipeline:
     leaves: tuple[int, ...]
     trips: int
     weights: Weights
-    shared: dict[int, Constant]
+    shared: dict[int, Constant | Own]
     sums: dict[int, int]
     plus: frozenset[int]
+    begun: dict[int, Own]
+    elsewhere: dict[int, str]
+    places: dict[Execution, tuple[int, int]]
     again: Again | None = None
+
+    @property
+    def sent(self) -> tuple[int, ...]:
+        """Positions of the values that go from stage to stage."""
+        return tuple(i for i in self.layers.passed if i not in self.begun)
+
+    def travels(self, chunks: int) -> tuple[int, ...]:
+        """The same; where a device has chunks of layers, what it begins anew goes from chunk to chunk."""
+        return self.sent if chunks == 1 else self.layers.passed
+
+    @property
+    def results(self) -> tuple[int, ...]:
+        """Positions of what is read of runs but residuals and sums of gradients."""
+        return *self.layers.passed, *(i for i in self.elsewhere if i in self.layers.stacked)
+
+    @property
+    def owned(self) -> dict[int, Own]:
+        """What runs have for themselves, with the keys of `chunk`."""
+        found = {**self.weights, **self.shared, **self.begun}
+        before = self.again
+        if before is not None:
+            more = {**before.weights, **before.shared, **before.begun}
+            found |= {again(i): own for i, own in more.items()}
+        return {key: own for key, own in found.items() if isinstance(own, Own)}
 
     @property
     def stages(self) -> int:
@@ -116,8 +163,10 @@ class Part:
     enters: tuple[int, ...] = ()
     leaves: tuple[int, ...] = ()
     weights: Weights = field(default_factory=dict)
-    shared: dict[int, Constant] = field(default_factory=dict)
+    shared: dict[int, Constant | Own] = field(default_factory=dict)
     sums: dict[int, int] = field(default_factory=dict)
+    begun: dict[int, Own] = field(default_factory=dict)
+    elsewhere: dict[int, str] = field(default_factory=dict)
     again: Again | None = None
 
     @property
@@ -137,5 +186,6 @@ class Part:
     def pipeline(self) -> Pipeline:
         return Pipeline(
             self.loop.instruction, self.layers, self.groups, self.enters, self.leaves, self.trips,
-            self.weights, self.shared, self.sums, self.plus, self.again,
+            self.weights, self.shared, self.sums, self.plus, self.begun, self.elsewhere,
+            self.places, self.again,
         )  # fmt: skip

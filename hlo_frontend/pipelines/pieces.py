@@ -39,7 +39,8 @@ class Pieces:
         self.reads = Constants(pipeline.loop).reads
         self.permutes = [i for i in self.body.instructions if i.opcode == "collective-permute"]
         self.ids = [i for i in self.body.instructions if i.opcode == "partition-id"]
-        self.first = [self.given[i] for i in self.layers.passed]  # what a microbatch begins with
+        self.first = [self.given[i] for i in pipeline.sent]  # what a microbatch begins with
+        self.gives = pipeline.results
         results = [behind(o) for o in self.body.root.operands]
         self.unchanged = {
             n for n, r in enumerate(results)
@@ -100,9 +101,9 @@ class Pieces:
     def _cut(self, b: Builder, env: dict[Instruction, Any], ys: Sequence[Any]) -> None:
         for instruction in self.permutes:
             env[instruction] = b.zeros(instruction.shape)
-        for own, value in zip(self.others, ys[len(self.layers.passed) :], strict=False):
+        for own, value in zip(self.others, ys[len(self.gives) :], strict=False):
             env |= dict.fromkeys(own, value)
-        results = dict(zip(self.layers.passed, ys, strict=False))
+        results = dict(zip(self.gives, ys, strict=False))
         for user in self.body.instructions:
             if self.stage in user.operands:
                 n = user.proto.tuple_index
@@ -152,8 +153,8 @@ class Pieces:
         """The positions of the carry that change, what computes them, and the positions that it reads."""
         changing = [n for n in self.needed if n not in self.unchanged]
         wanted = [self.body.root.operands[n] for n in changing]
-        passed = [v.shape for v in self.first]
-        passed += [own[0].shape for own in self.others]
+        whole = self.stage.shape.tuple_shapes
+        passed = [*(whole[i] for i in self.gives), *(own[0].shape for own in self.others)]
         return changing, *self._piece("interleaved.goes_forward", wanted, passed)
 
     def goes_forward(self) -> Any:

@@ -34,7 +34,7 @@ from .gradients import find_operands, find_sums
 from .independence import check_alone, find_live
 from .inline import communicates, other_communication
 from .layers import layer_loop
-from .parts import Part, Pipeline
+from .parts import Own, Part, Pipeline
 from .refusal import Refusal, about
 
 
@@ -237,6 +237,14 @@ def _find_before(followed: Followed, part: Part) -> None:
     """Find, for each run that does not begin a chain, the run whose results it takes."""
     origins, stage, passed = followed.origins[part.loop], part.stage, part.layers.passed
     runs = set(part.live)
+    anew = {
+        i for i in passed
+        if all(origins.of(stage.operands[i], run).node is not stage for run in part.live)
+    }  # fmt: skip
+    if len(anew) < len(passed):
+        passed = tuple(i for i in passed if i not in anew)
+        partly = "a stage takes only a part of what another one gave"
+        part.begun = {i: Own(stage, i, f"{partly}: {_begins_anew(part, i)}") for i in anew}
     pluses: dict[int, set[bool]] = {i: set() for i in passed}
     for run in part.live:
         made = [origins.of(stage.operands[i], run) for i in passed]
@@ -249,7 +257,7 @@ def _find_before(followed: Followed, part: Part) -> None:
         ):
             raise Refusal(
                 f"on device {run.device} in iteration {run.iteration} a stage takes only a part of "
-                f"what another one gave{_own(part, made, source)}"
+                f"what another one gave{_own(part, passed, made, source)}"
             )
         assert source in runs
         part.before[run] = source
@@ -264,18 +272,22 @@ def _find_before(followed: Followed, part: Part) -> None:
     part.plus = frozenset(i for i, found in pluses.items() if found == {True})
 
 
-def _own(part: Part, made: Sequence[Made], source: Execution) -> str:
+def _own(part: Part, passed: Sequence[int], made: Sequence[Made], source: Execution) -> str:
     """Which of the values that its layers hand on a stage does not take from the stage before."""
-    for i, m in zip(part.layers.passed, made, strict=True):
+    for i, m in zip(passed, made, strict=True):
         if (m.node, m.leaf, m.slot, m.at) != (part.stage, i, None, source):
-            value = part.layers.loop.operands[0].operands[i]
-            what = part.stage.operands[i].root.type
-            return (
-                f": {what}, which its layers hand on, begins anew in each stage, as {value.describe()}. "
-                "Begin it on the first stage and send it to the next one by ppermute with the rest of what "
-                "the layers hand on, a random key too"
-            )
+            return f": {_begins_anew(part, i)}"
     return ""
+
+
+def _begins_anew(part: Part, i: int) -> str:
+    value = part.layers.loop.operands[0].operands[i]
+    what = part.stage.operands[i].root.type
+    return (
+        f"{what}, which its layers hand on, begins anew in each stage, as {value.describe()}. "
+        "Begin it on the first stage and send it to the next one by ppermute with the rest of what "
+        "the layers hand on, a random key too"
+    )
 
 
 Shape = tuple[tuple[tuple[int, ...], ...], tuple[int, ...], tuple[int, ...]]

@@ -16,7 +16,7 @@ from .chains import Execution, Followed
 from .constants import Constant
 from .layers import layer_loop
 from .operands import operand
-from .parts import Again, Kept, Part, Recomputed
+from .parts import Again, Kept, Own, Part, Recomputed
 from .refusal import Refusal
 
 
@@ -34,19 +34,24 @@ def find_again(followed: Followed, part: Part, parts: Sequence[Part], node: Node
     if node.instruction.computation is not body or node.instruction.operands[0].opcode != "tuple":
         raise Refusal(f"{name} is not a loop of its own")
     given = node.instruction.operands[0].operands
-    constants: dict[int, Constant] = {}
+    constants: dict[int, Constant | Own] = {}
     for i in [*layers.weights, *layers.shared]:
         found = operand(followed, part, parts, node, i)
-        if not isinstance(found, Constant):
+        if not isinstance(found, Constant | Own):
             raise Refusal(f"{given[i].describe()}, which {name} takes, is given by other layers")
         constants[i] = found
     inputs = _inputs(followed, part, parts, node, layers.passed)
+    begun = {
+        i: Own(node, i, f"{given[i].describe()}, with which {name} begins, is not what a stage began with")
+        for i in layers.passed if i not in inputs
+    }  # fmt: skip
     return Again(
         node,
         layers,
         {i: constants[i] for i in layers.weights},
         {i: constants[i] for i in layers.shared},
         inputs,
+        begun,
     )
 
 
@@ -65,16 +70,13 @@ def _inputs(
         begun = [_sources(followed, owner, owner.stage, i, owner.live) for i in owner.layers.passed]
         leaves = [next((j for j, b in enumerate(begun) if set(t.values()) <= set(b.values())), None)
                   for t in taken]  # fmt: skip
-        if None in leaves:
-            continue
         kept: dict[int, Kept] = {}
         for i, j, own in zip(passed, leaves, taken, strict=True):
-            assert j is not None
-            order = _order(part, owner, own, begun[j])
-            if order is None:
-                raise wrong
-            kept[i] = Kept(owner.name, owner.layers.passed[j], order)
-        return kept
+            order = None if j is None else _order(part, owner, own, begun[j])
+            if j is not None and order is not None:
+                kept[i] = Kept(owner.name, owner.layers.passed[j], order)
+        if kept:
+            return kept
     raise wrong
 
 

@@ -31,7 +31,7 @@ from ..builder import array_shape, resized
 from ..graph import Instruction, Module
 from ..passes.valid.known import keeps_order
 from .chunk import Chunk, again
-from .constants import Constant, Constants
+from .constants import Constant, Constants, constants
 from .emit import Builder, Editor
 from .parts import Kept, Pipeline
 from .pieces import Pieces
@@ -251,12 +251,12 @@ class _Loop:
                 held[i] = self._weights(found, given[i].shape)
             elif isinstance(found, Kept):
                 held[i] = self.done[found.loop].banks[found.leaf]
-        held |= {i: self._shared(c, given[i].shape) for i, c in pipeline.shared.items()}
+        held |= {i: self._shared(c, given[i].shape) for i, c in constants(pipeline.shared)}
         if before is not None:
             given = before.layers.loop.operands[0].operands
-            for i, c in before.weights.items():
+            for i, c in constants(before.weights):
                 held[again(i)] = self._weights(c, given[i].shape)
-            for i, c in before.shared.items():
+            for i, c in constants(before.shared):
                 held[again(i)] = self._shared(c, given[i].shape)
             for i, kept in before.inputs.items():
                 held[again(i)] = self.done[kept.loop].banks[kept.leaf]

@@ -14,11 +14,11 @@ from enum import IntEnum
 from typing import Any
 
 from ..collectives import CollectiveReader
-from ..graph import COLLECTIVES, Instruction, Module, all_instructions
+from ..graph import COLLECTIVES, LOGICAL_IDS, Instruction, Module, all_instructions
 from ..groups import replica_groups
 from ..shardings import parts
 
-_MOVES = frozenset(
+MOVES = frozenset(
     {
         "bitcast",
         "broadcast",
@@ -37,7 +37,7 @@ _MOVES = frozenset(
         "tuple",
     }
 )
-_INTEGERS = frozenset({1, 2, 3, 4, 5, 6, 7, 8, 9})  # PrimitiveType: pred, s8 … u64
+INTEGERS = frozenset({1, 2, 3, 4, 5, 6, 7, 8, 9})  # PrimitiveType: pred, s8 … u64
 NEVER_SAME = COLLECTIVES | {
     "custom-call",
     "infeed",
@@ -119,10 +119,22 @@ class Sameness:
         if any(draws(c) for c in instruction.called):
             return Class.ANY
         if found is Class.BY_ID and not (
-            opcode in _MOVES or instruction.shape.element_type in _INTEGERS
+            opcode in MOVES or instruction.shape.element_type in INTEGERS
         ):
             return Class.ANY
         return Class(found)
+
+    @staticmethod
+    def is_function_of_id(instruction: Instruction) -> bool:
+        """Whether any device can compute what this gives on another one, of the other one's operands: without
+        arithmetic of floating point, which another program may round otherwise."""
+        inner = [instruction, *(i for c in instruction.called for i in all_instructions(c))]
+        return not any(i.opcode in NEVER_SAME or i.opcode in LOGICAL_IDS for i in inner) and all(
+            i.opcode in MOVES
+            or i.opcode in ("constant", "parameter", "while", "conditional", "call")
+            or i.shape.element_type in INTEGERS
+            for i in inner
+        )
 
     def _gives_all(self, instruction: Instruction) -> bool:
         """Whether the devices of each pipeline are of one group of a collective."""

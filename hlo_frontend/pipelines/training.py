@@ -9,7 +9,9 @@ in one loop, a microbatch backwards on a stage while others still go forwards, i
    gave for the same microbatch: it is one row of an array that is computed between the loops (see `rows`), or
    is computed within them (see `turns`);
 3. all else that the backward pass reads is there before the loop;
-4. the forward pass has no sums over microbatches, which would be added up in another order.
+4. what runs have for themselves needs no other run (see `owned`);
+5. what else is read of runs, as losses of layers that are summed up, is no larger than what goes from stage
+   to stage, so that it can be kept for each microbatch, and added up behind the loop in the written order.
 
 The backward pass, as JAX makes it of a scan, goes through the microbatches from last to first. The loop takes
 them in its order, so that sums of gradients keep theirs. All other results of both loops, as they are
@@ -19,7 +21,7 @@ written, are made behind it, iteration by iteration, from what the last stages g
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -29,7 +31,8 @@ from .chains import Execution, Followed
 from .constants import Constants, behind
 from .emit import needed_by
 from .members import Members
-from .parts import Part, Pipeline
+from .owned import Owned, owned
+from .parts import Own, Part, Pipeline
 from .pieces import Pieces
 from .refusal import Refusal, about
 from .rows import Rows, separated
@@ -60,7 +63,8 @@ class Training:
     position in the carry of the layers of the backward pass, what a microbatch begins with there.
     ``known``: by position in the carry of the forward loop, numbers on which the input of a microbatch
     depends, [devices, microbatches], in the order of the backward pass. ``turn``: what the last stage does
-    where a microbatch begins its way back within the loop.
+    where a microbatch begins its way back within the loop. ``owned``: how runs compute what they have for
+    themselves.
     """
 
     forward: Pipeline
@@ -69,6 +73,13 @@ class Training:
     begins: dict[int, Begin]
     known: dict[int, np.ndarray]
     turn: Turn | None = None
+    owned: dict[Own, Owned] = field(default_factory=dict)
+
+    def read_by_runs(self, pipeline: Pipeline) -> list[Instruction]:
+        """What runs read, for what they have for themselves, that is there before the loops."""
+        return list(
+            dict.fromkeys(i for own in pipeline.owned.values() for i in self.owned[own].reads)
+        )
 
 
 def owner_of(part: Part, parts: Sequence[Part]) -> Part:
@@ -96,21 +107,40 @@ def training(
         raise Refusal("its layers read what others kept in more than one order")
     (order,) = orders
     with about(forward.name):
-        if there.sums:
-            raise Refusal("what its layers give is summed up over microbatches in the forward pass")
+        summed = "what its layers give is summed up over microbatches in the forward pass"
+        there = replace(
+            there, sums={}, elsewhere=there.elsewhere | dict.fromkeys(there.sums, summed)
+        )
+        _check_size(there)
         known = _known(followed, forward, pieces, order)
     members = Members(followed, forward, sameness)
     begins: dict[int, Begin] = {}
     inside: list[int] = []
-    for i in back.layers.passed:
+    for i in back.sent:
         begin = _begin(followed, forward, backward, i, order, members)
         if begin is None:
             inside.append(i)
         else:
             begins[i] = begin
+    stacked = [why for i, why in back.elsewhere.items() if i in back.layers.stacked]
+    if stacked:
+        raise Refusal(stacked[0])
     depends = dependents(forward.loop.instruction)
+    own = owned(followed, forward, backward, order, depends, sameness)
     turn = found(followed, forward, backward, inside, order, depends) if inside else None
-    return Training(there, back, order, begins, known, turn)
+    return Training(there, back, order, begins, known, turn, own)
+
+
+def _check_size(pipeline: Pipeline) -> None:
+    """Check that what is kept of each microbatch for others takes no more than what goes on with it."""
+    layers = pipeline.layers
+    whole = layers.loop.shape.tuple_shapes
+    sizes = {
+        i: sum(t.nbytes for t in leaf_types(whole[i], layers.loop) if t) for i in range(len(whole))
+    }
+    for i, why in pipeline.elsewhere.items():
+        if i in layers.stacked and sizes[i] > sum(sizes[p] for p in pipeline.sent):
+            raise Refusal(why)
 
 
 def dependents(loop: Instruction) -> set[Instruction]:
@@ -186,7 +216,7 @@ def _read(followed: Followed, part: Part) -> set[int]:
     position = {p: n for n, p in enumerate(block.parameters)}
     found: set[int] = set()
     for chain in part.chains:
-        stack = [part.stage.operands[i].root for i in part.layers.passed]
+        stack = [part.stage.operands[i].root for i in part.pipeline().sent]
         seen = set(stack)
         while stack:
             value = stack.pop()

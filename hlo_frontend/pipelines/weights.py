@@ -125,22 +125,22 @@ class Weights:
         if classes[wanted] is Class.ANY:
             env = {read: at_entry(init) for read, init in inits.items()}
             whole = self._clone(wanted, inner, env)
-            return self._permuted(self._sized(whole, type), type, back=False)
+            return self._permuted(self._sized(whole, type), type, self.size, back=False)
         self.taken += 1
         parts = []
         for slot in range(self.chunks):
             partner, start = self._source(slot)
             env = self._as_on(partner, inner, inits)
             whole = self._sized(self._clone(wanted, inner, env), type)
-            parts.append(self._chunk(whole, start, type))
+            parts.append(self._chunk(whole, start, type, self.size))
         return self.builder.add("concatenate", shape, parts, dimensions=[0])
 
-    def put_back(self, whole: Any) -> Any:
+    def put_back(self, whole: Any, size: int | None = None) -> Any:
         """The values of the layers' slots behind the loop, in the places that they have in the written
-        loop."""
+        loop. ``size``: how many rows a slot has, those of its layers if that is None."""
         (type,) = leaf_types(whole.shape, self.pipeline.loop)
         assert type is not None
-        return self._permuted(whole, type, back=True)
+        return self._permuted(whole, type, size or self.size, back=True)
 
     def _sized(self, whole: Any, type: TensorType) -> Any:
         if tuple(whole.shape.dimensions) == type.shape:
@@ -188,22 +188,22 @@ class Weights:
             self._partner[slot] = id, b.lookup(start, [self.device])
         return self._partner[slot]
 
-    def _chunk(self, whole: Any, start: Any, type: TensorType) -> Any:
+    def _chunk(self, whole: Any, start: Any, type: TensorType, size: int) -> Any:
         zero = self.builder.constant(0)
         starts = [start] + [zero] * (len(type.shape) - 1)
-        return self.builder.dynamic_slice(whole, starts, [self.size, *type.shape[1:]])
+        return self.builder.dynamic_slice(whole, starts, [size, *type.shape[1:]])
 
-    def _permuted(self, whole: Any, type: TensorType, *, back: bool) -> Any:
+    def _permuted(self, whole: Any, type: TensorType, size: int, *, back: bool) -> Any:
         b = self.builder
         result, zero = whole, b.constant(0)
         chunk = type.nbytes // self.chunks
         for move in moves(self.pipeline.stages, self.chunks):
-            there = np.array(move.gives, np.int32)[self.stage_of] * self.size
-            here = np.array(move.takes, np.int32)[self.stage_of] * self.size
+            there = np.array(move.gives, np.int32)[self.stage_of] * size
+            here = np.array(move.takes, np.int32)[self.stage_of] * size
             pairs = [(g[s], g[t]) for g in self.pipeline.upwards for s, t in enumerate(move.to)]
             if back:
                 there, here, pairs = here, there, [(t, s) for s, t in pairs]
-            part = self._chunk(whole, b.lookup(there, [self.device]), type)
+            part = self._chunk(whole, b.lookup(there, [self.device]), type, size)
             moved = permute(b, part, sorted(pairs))
             sent = chunk * sum(s != t for s, t in pairs)
             self.back += sent * back

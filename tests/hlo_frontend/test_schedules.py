@@ -227,7 +227,7 @@ def test_chunks_of_layers(d, chunks):
     assert report.rows == report.alive[0] and report.moved > 0 and report.back > 0
 
 
-@pytest.mark.parametrize("seed", [1, 4])
+@pytest.mark.parametrize("seed", [4, 9])
 def test_drawn_at_random(seed):
     judge(replace(draw(random.Random(seed)), loss="squares"))
 
@@ -429,6 +429,45 @@ def test_a_number_that_the_loop_counts_in_other_schedules(schedule):
     judge(COUNTED["cond"], schedule, **how)
 
 
+# What runs have for themselves, and what is read of all of them.
+
+OWN = {
+    "balance-sent": (Draw(balance="sent", head="cond", stages=3, again="layer"), "1f1b"),
+    "balance-stacked": (Draw(balance="stack", head="cond", microbatches=3), "zb_h1"),
+    "balance-chunks": (Draw(balance="carry", head="cond", stages=3), "interleaved_1f1b"),
+    "stacked-chunks": (Draw(balance="stack", loss="squares", again="stage"), "interleaved_1f1b"),
+    "keys": (Draw(dropout="carry", balance="carry", loss="squares", inside=True), "1f1b"),
+    "keys-shared": (Draw(dropout="shared", head="cond", again="stage", axes="dx"), "1f1b"),
+    "keys-chunks": (Draw(dropout="stack", head="cond", microbatches=3), "interleaved_1f1b"),
+}
+
+
+@pytest.mark.parametrize(("d", "schedule"), OWN.values(), ids=OWN)
+def test_what_each_run_has_for_itself(d, schedule):
+    """Losses that a stage adds up over its own layers, and keys that it folds from numbers."""
+    judge(d, schedule, **({"interleave": 2} if schedule == "interleaved_1f1b" else {}))
+
+
+@pytest.mark.parametrize(
+    "d", [Draw(collect="cond", loss="squares"), Draw(collect="cond", head="cond")]
+)
+def test_outputs_put_away_under_a_conditional(d):
+    judge(d)
+
+
+def test_a_loss_of_layers_that_is_not_linear(monkeypatch):
+    """Its gradient is known only when all microbatches have been through all layers."""
+    written = training_steps.outputs_of
+
+    def outputs_of(*arguments):
+        *found, total = written(*arguments)
+        return *found, total**2
+
+    monkeypatch.setattr(training_steps, "outputs_of", outputs_of)
+    why = refused(Draw(balance="carry", head="cond"))
+    assert "which depends on the forward pass of all microbatches" in why
+
+
 def test_layers_with_a_loop_that_gives_more_than_one_array(monkeypatch):
     """As random bits are drawn; of it, runs of weights are left the arrays that they read."""
 
@@ -445,8 +484,8 @@ def test_a_number_that_depends_on_the_stages(monkeypatch):
     written = training_steps.outputs_of
 
     def outputs_of(*arguments):
-        found, metric, count = written(*arguments)
-        return found, metric, count + metric
+        found, metric, count, total = written(*arguments)
+        return found, metric, count + metric, total
 
     monkeypatch.setattr(training_steps, "outputs_of", outputs_of)
     why = refused(Draw(counted=True, head="cond", metric=True))
@@ -458,8 +497,9 @@ def test_a_mask_on_the_loss_alone_in_the_loop():
     assert "put the head under lax.cond where a microbatch leaves the last stage" in why
 
 
-def test_what_begins_anew_in_each_stage():
-    """The layers' own sum, which is no part of what goes from stage to stage."""
+def beginning_anew(own):
+    """Reasons why a step is not run as 1F1B, and not interleaved, whose layers hand on a sum of their own.
+    ``own``: what a stage begins it with, of what the scan carries, which it gives anew."""
     count, stages = 4, 2
 
     def loss(w, xs):
@@ -471,27 +511,48 @@ def test_what_begins_anew_in_each_stage():
             return (y, total + jnp.sum(y)), None
 
         def iteration(carry, i):
-            received, total = carry
+            received, total, state = carry
             x = jnp.where(stage == 0, xs[jnp.clip(i, 0, count - 1)], received)
             working = (i >= stage) & (i - stage < count)
-            begin = x, jnp.float32(0)
-            y, own = lax.cond(
+            begun, state = own(state, total)
+            y, more = lax.cond(
                 working,
                 lambda b: lax.scan(one, b, w)[0],
                 lambda b: (b[0] * 0, jnp.float32(0)),
-                begin,
+                (x, begun),
             )
-            return (lax.ppermute(y, "x", [(0, 1)]), total + own), None
+            return (lax.ppermute(y, "x", [(0, 1)]), total + more, state), None
 
-        start = jnp.zeros_like(xs[0]), jnp.float32(0)
+        start = jnp.zeros_like(xs[0]), jnp.float32(0), jnp.sin(xs[0, 0, 0])
         return lax.psum(lax.scan(iteration, start, jnp.arange(count + 1))[0][1], "x")
 
     over = mesh(stages)
     step = jax.value_and_grad(manual(loss, over, (P("x"), P()), P()))
     arguments = np.ones((4, 8, 8), np.float32), np.ones((count, 4, 8), np.float32)
-    found = compiled(jax.jit(step), arguments, stages, "1f1b")
-    whys = " ".join(report.why for report in found.interleaved)
-    assert "f32[], which its layers hand on, begins anew in each stage" in whys
+    found = (
+        compiled(jax.jit(step), arguments, stages, schedule, **how).interleaved
+        for schedule, how in (("1f1b", {}), ("gpipe", {"interleave": 2}))
+    )
+    return [" ".join(report.why for report in reports) for reports in found]
+
+
+ANEW = "f32[], which its layers hand on, begins anew in each stage"
+
+
+def test_what_begins_anew_in_each_stage():
+    """Interleaving would have it on other devices."""
+    alone, chunks = beginning_anew(lambda state, total: (jnp.float32(0), state))
+    assert not alone and ANEW in chunks
+
+
+def test_what_begins_with_a_state_that_changes():
+    alone, _ = beginning_anew(lambda state, total: (state, jnp.sin(state)))
+    assert ANEW in alone and "depends on the iterations before it" in alone
+
+
+def test_what_begins_with_what_other_runs_gave():
+    alone, _ = beginning_anew(lambda state, total: (total, state))
+    assert "a stage takes only a part of what another one gave" in alone
 
 
 @pytest.mark.parametrize("collect", ["put", "scan"])

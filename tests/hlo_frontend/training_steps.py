@@ -30,6 +30,11 @@ class Draw:
     ``shared``: how all stages get the outputs of the last one, for a head behind the loop that all of them
     compute: by ``psum`` or by ``gather``; empty where they do not. ``alike``: whether all then give the same
     loss, and not zeros but on the last one.
+    ``balance``: how losses of all layers, as those of the balance of experts, are added up to a part of the
+    loss: in what layers hand on, begun anew by each stage (``carry``), or ``sent`` from stage to stage; or
+    each layer gives its own (``stack``). ``dropout``: whence layers have the keys of their random numbers, of
+    which each stage folds its own from its number and the microbatch's: they split what they hand on
+    (``carry``), have one each (``stack``), or fold their numbers into that of the stage (``shared``).
     ``shift``: how stages hand on where they are one array, under `vmap`, by ``roll`` or by a concatenation
     and a ``where``; empty where the step is written for a device, with `ppermute`.
     """
@@ -56,6 +61,8 @@ class Draw:
     alike: bool = False
     under: bool = False
     counted: bool = False
+    balance: str = ""
+    dropout: str = ""
 
 
 def draw_stacked(rng: random.Random) -> Draw:
@@ -102,8 +109,13 @@ def draw(rng: random.Random) -> Draw:
     )
     if d.head == "behind":
         d = replace(d, shared=rng.choice(["", "psum", "gather"]), alike=rng.random() < 0.5)
-        return replace(d, under=rng.random() < 0.3)
-    return replace(d, counted=rng.random() < 0.4)
+        d = replace(d, under=rng.random() < 0.3)
+    else:
+        d = replace(d, counted=rng.random() < 0.4)
+    if d.collect == "put" and not d.shared and rng.random() < 0.3:
+        d = replace(d, collect="cond")
+    balance = rng.choice(["", "carry", "stack", "sent"])
+    return replace(d, balance=balance, dropout=rng.choice(["", "", "carry", "stack", "shared"]))
 
 
 def layer(x: jax.Array, w: dict[str, jax.Array]) -> tuple[jax.Array, None]:
@@ -114,35 +126,70 @@ def parallel_layer(x: jax.Array, w: dict[str, jax.Array]) -> tuple[jax.Array, No
     return x + lax.psum(jnp.tanh(x @ w["up"]) @ w["down"], "y"), None
 
 
+def stage_of(d: Draw, microbatch: jax.Array) -> Any:
+    """A run of a stage: of what it begins with, the losses that are added up, and its layers."""
+    one = parallel_layer if "y" in d.axes else layer
+
+    def run(x, total, layers):
+        key = each = None
+        if d.dropout:
+            key = jax.random.fold_in(jax.random.PRNGKey(3), lax.axis_index("x"))
+            key = jax.random.fold_in(key, microbatch)
+            each = jax.random.split(key, d.layers) if d.dropout == "stack" else jnp.arange(d.layers)
+
+        def own_layer(handed, given):
+            x, total, key = handed
+            w, own = given
+            y, _ = one(x, w)
+            if d.dropout == "carry":
+                key, own = jax.random.split(key)
+            elif d.dropout == "shared":
+                own = jax.random.fold_in(key, own)
+            if d.dropout:
+                y = jnp.where(jax.random.bernoulli(own, 0.75, y.shape), y, x)
+            loss = 0.0
+            if d.balance:
+                shares = jnp.mean(jax.nn.softmax((x @ w["up"]).astype(np.float32)), axis=0)
+                loss = jnp.sum(shares**2)
+            if d.balance == "stack":
+                return (y, total, key), loss
+            return (y, total + loss, key), None
+
+        if d.again == "layer":
+            own_layer = jax.checkpoint(own_layer)
+        (y, total, _), losses = lax.scan(own_layer, (x, total, key), (layers, each))
+        return y, losses.sum() if d.balance == "stack" else total
+
+    return jax.checkpoint(run) if d.again == "stage" else run
+
+
 def outputs_of(
     d: Draw, layers: Any, xs: jax.Array, head: jax.Array, wanted: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """What the last stage gives, by microbatch, or the losses of a head in the loop, a metric that is
-    summed up in the loop, and a number of labels that is."""
+    summed up in the loop, a number of labels that is, and losses of layers."""
     stage = lax.axis_index("x")
     pairs = [(s, s + 1) for s in range(d.stages - 1)] + [(d.stages - 1, 0)] * d.ring
-    one = parallel_layer if "y" in d.axes else layer
-    if d.again == "layer":
-        one = jax.checkpoint(one)
 
     def iteration(carry, i):
-        received, outputs, metric, count = carry
+        received, come, outputs, metric, count, total = carry
         x = jnp.where(stage == 0, xs[jnp.clip(i, 0, d.microbatches - 1)], received)
+        begin = jnp.where(stage == 0, 0, come) if d.balance == "sent" else jnp.float32(0)
         slot = i - stage
         working = (slot >= 0) & (slot < d.microbatches)
-
-        def run(x, layers):
-            return lax.scan(one, x, layers)[0]
-
-        if d.again == "stage":
-            run = jax.checkpoint(run)
+        run = stage_of(d, slot)
         if d.mask == "cond":
-            y = lax.cond(working, run, lambda x, _: jnp.zeros_like(x), x, layers)
+            y, own = lax.cond(
+                working, run, lambda x, _, __: (jnp.zeros_like(x), jnp.float32(0)), x, begin, layers
+            )
         else:
-            own = jax.tree.map(lambda w: jnp.where(working, w, 0), layers)
-            y = run(jnp.where(working, x, 0), own)
+            masked = jax.tree.map(lambda w: jnp.where(working, w, 0), layers)
+            y, own = run(jnp.where(working, x, 0), jnp.where(working, begin, 0), masked)
         out = i - (d.stages - 1)
         last = (stage == d.stages - 1) & (out >= 0)
+        if d.balance:
+            total = total + jnp.where(last if d.balance == "sent" else working, own, 0)
+            come = lax.ppermute(own, "x", pairs) if d.balance == "sent" else come
         given = y if d.shared else jnp.where(stage == d.stages - 1, y, 0)
         result = y
         if d.head != "behind":
@@ -167,23 +214,28 @@ def outputs_of(
                 result = given = jnp.where(last, loss(jnp.where(last, y, 1)), 0)
                 if d.counted:
                     count = count + jnp.where(last, labels(), 0)
+        if d.collect == "cond":
+            slot = jnp.clip(out, 0, d.microbatches - 1)
+            outputs = lax.cond(last, lambda o: o.at[slot].set(result), lambda o: o, outputs)
+            given = None
         if d.collect == "put":
             put = outputs.at[jnp.clip(out, 0, d.microbatches - 1)].set(result)
             outputs, given = jnp.where(out >= 0 if d.shared else last, put, outputs), None
         if d.metric:
             metric = metric + lax.stop_gradient(jnp.where(last, jnp.max(jnp.abs(y)), 0))
-        return (lax.ppermute(y, "x", pairs), outputs, metric, count), given
+        return (lax.ppermute(y, "x", pairs), come, outputs, metric, count, total), given
 
     outputs = jnp.zeros_like(xs) if d.head == "behind" else jnp.zeros(d.microbatches)
-    start = (jnp.zeros_like(xs[0]), outputs, jnp.zeros((), xs.dtype), jnp.float32(0))
+    none = jnp.float32(0)
+    start = jnp.zeros_like(xs[0]), none, outputs, jnp.zeros((), xs.dtype), none, none
     trips = d.microbatches + d.stages - 1
-    (_, outputs, metric, count), given = lax.scan(iteration, start, jnp.arange(trips))
-    found = outputs if d.collect == "put" else given[d.stages - 1 :]
+    (*_, outputs, metric, count, total), given = lax.scan(iteration, start, jnp.arange(trips))
+    found = given[d.stages - 1 :] if d.collect == "scan" else outputs
     if d.shared == "psum":
         found = lax.psum(jnp.where(stage == d.stages - 1, found, 0), "x")
     elif d.shared == "gather":
         found = lax.all_gather(found, "x")[-1]
-    return found, metric, count
+    return found, metric, count, total
 
 
 def loss_of(d: Draw, head: jax.Array, h: jax.Array, wanted: jax.Array) -> jax.Array:
@@ -207,23 +259,26 @@ def local(d: Draw, parameters: Any, tokens: jax.Array, wanted: jax.Array) -> Any
         if d.embeds
         else lax.stop_gradient(parameters["embedding"][tokens])
     )
-    outputs, metric, count = outputs_of(d, parameters["layers"], xs, parameters["head"], wanted)
+    outputs, metric, count, total = outputs_of(
+        d, parameters["layers"], xs, parameters["head"], wanted
+    )
     last = lax.axis_index("x") == d.stages - 1
+    more = total * (0.01 / d.microbatches) if d.balance else 0
     if d.head != "behind":
         loss = jnp.mean(outputs)
         if d.counted:
             axes = tuple(a for a in d.axes if a in "xd")
             loss = loss / jnp.maximum(lax.psum(count, axes), 1)
-        return jnp.where(last, loss, 0), metric
+        return jnp.where(last, loss, 0) + more, metric
 
     def head(outputs):
         return loss_of(d, parameters["head"], outputs, wanted)
 
     if d.shared and d.alike:
-        return head(outputs) / d.stages, metric
+        return head(outputs) / d.stages + more, metric
     if d.under:
-        return lax.cond(last, head, lambda _: jnp.float32(0), outputs), metric
-    return jnp.where(last, head(outputs), 0), metric
+        return lax.cond(last, head, lambda _: jnp.float32(0), outputs) + more, metric
+    return jnp.where(last, head(outputs), 0) + more, metric
 
 
 def specs_of(d: Draw) -> tuple[Any, P]:

@@ -32,7 +32,7 @@ from .replay import Timeline, handed_over, replay, unscheduled
 from .search import LEAST_PASSES, IssueOrder, search
 from .shared_cores import timeline_of
 from .skew import Skewed, skew
-from .stages import EARLY, LoopBody, Stages, is_plain, stages_of
+from .stages import EARLY, LoopBody, Stages, is_plain, movable, stages_of
 
 # The share of its time that a staged loop must gain over the plan of its body as it is written. The
 # iterations written out around it overlap with other code there, which the prediction does not count.
@@ -290,9 +290,10 @@ def _as_it_stands(
 
 
 def _choices(loop_body: LoopBody, costs: CostTable) -> Iterator[Stages]:
+    found = movable(loop_body, costs)
     moved: tuple[Node, ...] | None = None
     for share in SHARES:
-        stages = stages_of(loop_body, costs, share)
+        stages = stages_of(loop_body, found, share)
         if stages.moved != moved:
             moved = stages.moved
             yield stages

@@ -15,8 +15,9 @@ follow from the text of the module and the table of costs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
+from math import fsum
 
 from stretto.collectives.ops import Kind
 
@@ -173,11 +174,20 @@ def is_ordered(body: BlockGraph) -> bool:
     )
 
 
-def stages_of(loop_body: LoopBody, costs: CostTable, most: float) -> Stages:
-    """The stages of a body. ``most``: the share of the early collectives that moves, those with the earliest
-    readers first."""
+@dataclass(frozen=True)
+class Movable:
+    """The collectives of a body that can leave their iteration. ``early``: those with the earliest readers
+    first. ``above``: what each early one depends on."""
+
+    early: tuple[Node, ...] = ()
+    late: frozenset[Node] = frozenset()
+    above: Mapping[Node, set[Node]] = field(default_factory=dict)
+
+
+def movable(loop_body: LoopBody, costs: CostTable) -> Movable:
+    """What can move in a body: nothing if tokens or control dependencies order it."""
     if is_ordered(loop_body.body):
-        return Stages()
+        return Movable()
     free = [
         node
         for node in loop_body.nodes
@@ -188,41 +198,46 @@ def stages_of(loop_body: LoopBody, costs: CostTable, most: float) -> Stages:
     early, late = _settled(free, above), _settled(free, below)
 
     def seconds(nodes: Collection[Node]) -> float:
-        return sum(_seconds(node, costs) for node in nodes if node.kind is NodeKind.COMPUTE)
+        # Exact, since sets have an order of their own in each process.
+        return fsum(_seconds(node, costs) for node in nodes if node.kind is NodeKind.COMPUTE)
 
     both = early & late
     rather_late = {node for node in both if seconds(above[node]) > seconds(below[node])}
     early = _settled([n for n in free if n in early - rather_late], above)
     late = _settled([n for n in free if n in late - early], below)
-    moving = sorted(
-        early, key=lambda n: min((a.position for a in loop_body.after[n]), default=n.position)
-    )
-    kept = moving[: round(len(moving) * most)]
-    early = _settled(kept, above)
-    stages = _staged(loop_body, early, late)
+
+    def first_reader(node: Node) -> int:
+        return min((a.position for a in loop_body.after[node]), default=node.position)
+
+    # Of those with the same first reader the first: nothing may follow from the order of a set.
+    moving = sorted(early, key=lambda node: (first_reader(node), node.position))
+    return Movable(tuple(moving), frozenset(late), {node: above[node] for node in moving})
+
+
+def stages_of(loop_body: LoopBody, found: Movable, most: float) -> Stages:
+    """The stages of a body. ``found``: what can move in it. ``most``: the share of the early collectives that
+    moves, those with the earliest readers first."""
+    early = _settled(found.early[: round(len(found.early) * most)], found.above)
+    stages = _staged(loop_body, early, found.late)
     if stages is None:
-        stages = _staged(loop_body, early, set())
+        stages = _staged(loop_body, early, frozenset())
     assert stages is not None
     return stages
 
 
-def _settled(nodes: Iterable[Node], related: dict[Node, set[Node]]) -> set[Node]:
+def _settled(nodes: Iterable[Node], related: Mapping[Node, set[Node]]) -> set[Node]:
     """The largest set of these collectives that are related to none but each other, not to themselves, and to
     no other node with a side effect."""
-    found = set(nodes)
+    found = {node for node in nodes if node not in related[node]}
+    effects = {node: {r for r in related[node] if r.has_side_effect} for node in found}
     while True:
-        kept = {
-            node
-            for node in found
-            if node not in related[node]
-            and not any(r.has_side_effect and r not in found for r in related[node])
-        }
+        kept = {node for node in found if effects[node] <= found}
         if kept == found:
             return found
         found = kept
 
 
-def _staged(loop_body: LoopBody, early: set[Node], late: set[Node]) -> Stages | None:
+def _staged(loop_body: LoopBody, early: Set[Node], late: Set[Node]) -> Stages | None:
     """The stages with these collectives moved; None where they would fall by more than one."""
     of: dict[Node, int] = {}
     for node in reversed(loop_body.nodes):

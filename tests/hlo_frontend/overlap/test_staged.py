@@ -19,12 +19,15 @@ import pytest
 from executed import Executed, execute
 from frontend_support import P, compiled, manual, mesh
 from jax import lax
+from overlap_support import NEAR, block, table
+from overlap_support import module as hlo_module
 from test_apply import POLICY, TABLE, seconds_of
 
 from stretto.collectives.ops import Collective, Kind
 from stretto.hlo_frontend.compile import CompiledModule
 from stretto.hlo_frontend.overlap.apply import OverlapPolicy, Planned
 from stretto.hlo_frontend.overlap.staged import LoopReport
+from stretto.hlo_frontend.overlap.stages import LoopBody, movable, stages_of
 from stretto.runtime.program import Loop, Program, Run, Start, Wait, instructions
 from stretto.runtime.program.communicated import starts, walked
 from stretto.testing_replay import ReplayError, replay_program
@@ -162,6 +165,26 @@ def test_collectives_that_cross_use_the_stream_of_their_group() -> None:
     program = training(8, POLICY).program
     assert program.num_streams == 1
     assert {stream for _, stream in starts(program)} == {0}
+
+
+def test_which_gathers_of_one_reader_begin_early_follows_from_the_module() -> None:
+    """Ranks decide alike: those that the module has first, which XLA lists as they are read."""
+    listed = [3, 1, 5, 2, 7, 0, 6, 4]
+    weights = "".join(f"%w{k} = f32[16] parameter({k})\n" for k in range(8))
+    gathers = "".join(
+        f"%g{k} = f32[32] all-gather(%w{k}), {NEAR}, dimensions={{0}}\n" for k in range(8)
+    )
+    body = f"""
+        {weights} {gathers} %p = f32[256] parameter(8)
+        %c = f32[256] concatenate({", ".join(f"%g{k}" for k in listed)}), dimensions={{0}}
+        %s = f32[256] add(%p, %c)
+        ROOT %t = ({"f32[16], " * 8}f32[256]) tuple({"".join(f"%w{k}, " for k in range(8))}%s)
+    """
+    loop_body = LoopBody(block(hlo_module(body)))
+    found = movable(loop_body, table())
+    assert [node.instruction.name for node in found.early] == [f"g{k}" for k in listed]
+    half = stages_of(loop_body, found, 0.5).moved
+    assert [node.instruction.name for node in half] == [f"g{k}" for k in listed[:4]]
 
 
 def test_memory_for_the_next_weights_is_charged() -> None:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from . import environment, judge, several, single
-from .results import CRASHED, FAILED, PASSED, FileResult
+from .results import COLLECTION, CRASHED, EXIT, FAILED, PASSED, FileResult
 from .selection import YARDSTICK, Selection, chosen, full
 
 _LAUNCH_LIMIT = 300.0  # seconds for a file for several processes
@@ -51,6 +51,14 @@ def _arguments() -> argparse.Namespace:
         "--residue", type=int, help="take another part of the files that are sampled"
     )
     parser.add_argument("--modulus", type=int, help="sample every file: one test in this many")
+    parser.add_argument(
+        "--cases", type=int, help="cases of one parameterized test, where JAX draws them"
+    )
+    parser.add_argument(
+        "--stretto-first",
+        action="store_true",
+        help="run on CPU only what does not pass on stretto: half the time, which is not compared",
+    )
     parser.add_argument("--limit", type=float, default=120.0, help="seconds for one test (120)")
     return parser.parse_args()
 
@@ -64,6 +72,8 @@ def _selections(arguments: argparse.Namespace, checkout: Path) -> tuple[Selectio
         raise environment.SetupError(f"{checkout} lacks {', '.join(missing)}")
     if arguments.modulus is not None:
         selections = tuple(replace(s, modulus=arguments.modulus) for s in selections)
+    if arguments.cases is not None:
+        selections = tuple(replace(s, cases=arguments.cases) for s in selections)
     if arguments.residue is not None:
         selections = tuple(replace(s, residue=arguments.residue % s.modulus) for s in selections)
     return selections
@@ -73,6 +83,10 @@ def _verdicts(
     env: environment.Environment, selection: Selection, arguments: argparse.Namespace
 ) -> list[judge.Verdict]:
     known = judge.known_failures(selection.name)
+    if arguments.stretto_first and not selection.several_processes:
+        found = _run(env, selection, "stretto", arguments.limit, "")
+        cpu = judge.completed(_of_the_others(env, selection, arguments.limit, found), found)
+        return [judge.Verdict(selection.name, cpu, found, known)]
     if not selection.several_processes:
         cpu = _baseline(env, selection, arguments.limit)
         found = _run(env, selection, "stretto", arguments.limit, "")
@@ -84,6 +98,18 @@ def _verdicts(
         )
         for how in (several.LAUNCHER, several.MPIEXEC)
     ]
+
+
+def _of_the_others(
+    env: environment.Environment, selection: Selection, limit: float, found: FileResult
+) -> FileResult:
+    """What the tests that did not pass do on JAX's CPU backend; all tests, if none could be collected."""
+    if COLLECTION in found.tests:
+        return _baseline(env, selection, limit)
+    others = frozenset(found.tests) - found.named(PASSED) - {EXIT}
+    if not others:
+        return FileResult()
+    return _run(env, replace(selection, only=others), "cpu", limit, "")
 
 
 def _baseline(env: environment.Environment, selection: Selection, limit: float) -> FileResult:

@@ -20,7 +20,8 @@ class Selection:
     """Some tests of a file.
 
     Of tests named ``Class::test``, those are run whose crc32 modulo ``modulus`` is ``residue``, but for
-    those in ``left_out``. ``cases`` is how many cases JAX generates for one parameterized test.
+    those in ``left_out``, and if ``only`` names any, of them alone. ``cases`` is how many cases JAX generates
+    for one parameterized test.
     """
 
     file: str
@@ -28,6 +29,7 @@ class Selection:
     residue: int = 0
     cases: int = 1
     left_out: tuple[str, ...] = ()
+    only: frozenset[str] = frozenset()
 
     @property
     def name(self) -> str:

@@ -47,6 +47,10 @@ def run(
         "JAX_SUITE_RESIDUE": str(selection.residue),
         "JAX_SUITE_LEFT_OUT": ",".join(selection.left_out),
     }
+    if selection.only:
+        names = record.with_suffix(".only")
+        names.write_text("\n".join(sorted(selection.only)))
+        variables["JAX_SUITE_ONLY"] = str(names)
     # Tests capture output themselves, from the file descriptor.
     command = [str(environment.python.parent / "pytest"), "-q", "-s", "--tb=short", "-rN"]
     command += ["-p", "jax_suite_recorder", "-p", "no:cacheprovider", selection.file]

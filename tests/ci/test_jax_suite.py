@@ -54,6 +54,16 @@ def test_misses_are_to_be_accepted_and_accepted_ones_are_to_miss(
     assert "1 of 3 tests that pass on CPU pass: 33.33%" in text
 
 
+def test_what_passes_on_stretto_is_taken_to_pass_on_cpu() -> None:
+    found = result(a=PASSED, b=FAILED, c=FAILED, d=SKIPPED)
+    cpu = judge.completed(result(b=PASSED, c=FAILED, d=SKIPPED), found)
+    text, good = judge.report([judge.Verdict("x_test", cpu, found)])
+    assert not good
+    assert "1 of 2 tests that pass on CPU pass" in text
+    assert "x_test  Test::b" in text
+    assert "times" not in text
+
+
 def test_a_run_of_nothing_is_not_good() -> None:
     assert judge.report([judge.Verdict("x_test", FileResult(), FileResult())])[1] is False
 

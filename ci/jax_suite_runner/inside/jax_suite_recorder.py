@@ -19,6 +19,7 @@ import pytest
 _record = Path(os.environ["JAX_SUITE_RECORD"])
 _modulus, _residue = (int(os.environ[f"JAX_SUITE_{name}"]) for name in ("MODULUS", "RESIDUE"))
 _left_out = set(filter(None, os.environ["JAX_SUITE_LEFT_OUT"].split(",")))
+_only = os.environ.get("JAX_SUITE_ONLY")
 
 
 def _tell(**what: Any) -> None:
@@ -43,10 +44,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if _record.exists():
         told = map(json.loads, _record.read_text().splitlines())
         begun = {line["begin"] for line in told if "begin" in line}
+    only = set(Path(_only).read_text().splitlines()) if _only else None
 
     def selected(item: pytest.Item) -> bool:
+        name = _name(item)
         return (
-            zlib.crc32(_name(item).encode()) % _modulus == _residue and item.name not in _left_out
+            zlib.crc32(name.encode()) % _modulus == _residue
+            and item.name not in _left_out
+            and (only is None or name in only)
         )
 
     wanted = [item for item in items if selected(item)]

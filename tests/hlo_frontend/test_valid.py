@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from frontend_support import P, manual, mesh
+from frontend_support import P, compiled, manual, mesh
 from jax.experimental.xla_metadata import set_xla_metadata
 from pipelines import Evaluator, circular, expected, hops, mutated, valid_iterations
 
@@ -25,6 +25,7 @@ from stretto.hlo_frontend.flatten import flatten
 from stretto.hlo_frontend.graph import Module
 from stretto.hlo_frontend.iterations import LAST
 from stretto.hlo_frontend.passes.valid import ValidPolicy
+from stretto.hlo_frontend.passes.valid.liveness import _Walk
 from stretto.hlo_frontend.passes.valid.trace import Forward
 from stretto.hlo_frontend.text import parse_hlo_text
 from stretto.runtime.errors import InvalidProgramError
@@ -429,6 +430,31 @@ def test_transfers_in_branches_count_the_iterations_of_the_loop():
     assert made.collectives[0].valid_iterations == ((1, 1), (1, 1))
     with pytest.raises(InvalidProgramError, match="iteration 1, which is read"):
         compile_hlo(BRANCHED % (TAG % "{{1,1},{0,0}}"), 1, 2)
+
+
+def test_iterations_of_which_the_same_is_wanted_are_walked_once(monkeypatch):
+    """The last two of a hundred, and none before; what is read in one iteration alone is still found."""
+    walks, runs = _Walk.run, []
+    monkeypatch.setattr(
+        _Walk, "run", lambda self: (runs.append(self.trace.iteration), walks(self))[1]
+    )
+
+    def step(k, carry):
+        total, a, b = carry
+        total = total + a + jnp.where(k == 7, b, 0)
+        ring = [(i, (i + 1) % 4) for i in range(4)]
+        return total, jax.lax.ppermute(a, "x", ring), jax.lax.ppermute(a * 2, "x", ring)
+
+    def bounds(which):
+        def f(x):
+            return jax.lax.fori_loop(0, 100, step, (x, x, x))[which]
+
+        module = compiled(manual(f, mesh(4), P("x"), P("x")), np.ones(4, np.float32), num_devices=4)
+        return [set(c.valid_iterations) for c in module.program.collectives]
+
+    assert bounds(0) == [{(0, 98)}, {(6, 6)}]
+    found = [i for i in runs if i is not None]
+    assert found[:2] == [99, 98] and {8, 7, 6} & set(found) and len(found) < 10
 
 
 def test_zeros_need_not_be_sent():

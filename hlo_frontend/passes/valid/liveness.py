@@ -184,6 +184,9 @@ class _Walk:
         self.devices = np.ones(1, bool) if devices is None else devices
         self.reads = liveness.reads.setdefault(trace.block, Reads())
         self.live: dict[Value, np.ndarray] = {}
+        # What it has noted of this trace's iteration: transfers' pairs, and what `_note` takes.
+        self.recorded: list[tuple[Node, int]] = []
+        self.noted: list[tuple[Node, np.ndarray, np.ndarray | None]] = []
 
     def add(self, value: Value, mask: np.ndarray, via: tuple[str, Place | None]) -> None:
         root = value.root
@@ -231,6 +234,13 @@ class _Walk:
                 _RULES[node.kind](self, node)
         return [self.live.get(p) for p in self.trace.block.parameters]
 
+    def repeat(self, other: _Walk) -> None:
+        """Note of this iteration what another walk has noted of its own, in place of `run`."""
+        for node, k in other.recorded:
+            self._record(node, k)
+        for noted in other.noted:
+            self._note(*noted)
+
     def _first_live(self, node: Node) -> Value | None:
         return next((r for r in node.results if r in self.live), None)
 
@@ -276,16 +286,25 @@ class _Walk:
         for mask in masks:
             if mask is not None:
                 needed = needed | rules.whole(mask, 0)
+        cost = self.of.cost(node.instruction)
+        costs = None
+        if (
+            node.instruction.opcode != "select" and cost and not is_known
+        ):  # a select only moves data
+            costs = np.full(self.forward.num_devices, cost)
+            if node.instruction.opcode == "conditional":
+                costs = self._conditional_cost(node)
+            costs = costs * self.devices
+        self._note(node, needed, costs)
+
+    def _note(self, node: Node, needed: np.ndarray, costs: np.ndarray | None) -> None:
+        """On which devices a node is read, and its operations on each, where they count."""
+        self.noted.append((node, needed, costs))
         rows = self.reads.rows.setdefault(node, {})
         before = rows.get(self.trace.iteration)
         rows[self.trace.iteration] = needed if before is None else before | needed
-        cost = self.of.cost(node.instruction)
-        if node.instruction.opcode == "select" or not cost or is_known:
-            return  # a select only moves data
-        costs = np.full(self.forward.num_devices, cost)
-        if node.instruction.opcode == "conditional":
-            costs = self._conditional_cost(node)
-        costs = costs * self.devices
+        if costs is None:
+            return
         unread = costs * ~needed
         self.reads.flops[node] = self.reads.flops.get(node, 0.0) + float(unread.sum())
         if self.loop is not None:
@@ -347,6 +366,7 @@ class _Walk:
                 self.add_from(node, operand, needed, result, target)
 
     def _record(self, node: Node, k: int) -> None:
+        self.recorded.append((node, k))
         transfer: Transfer = self.forward.transfers[node]
         if self.trace.iteration is None:
             transfer.always[k] = True
@@ -437,11 +457,23 @@ class _Walk:
         shape = (self.forward.num_devices, len(inner.iterations))
         bubble = self.of.bubbles[node] = Bubble(node, np.zeros(shape), np.zeros(shape))
         following: Trace | None = None
+        last: _Walk | None = None
+        wanted: list[Mask] = []  # by `last`
+        alike = _Alike(node.blocks[1]) if not self.of.explain and not self.of.needs else None
         for trace in reversed(inner.iterations):
             walk = _Walk(self.of, trace, bubble)
-            self._hand_back(walk, node, live, following)
-            live = walk.run()
-            following = trace
+            again = (
+                alike is not None
+                and last is not None
+                and all(_same(a, b) for a, b in zip(live, wanted, strict=True))
+                and alike(trace, last.trace)
+            )
+            if again and last is not None:
+                walk.repeat(last)
+            else:
+                self._hand_back(walk, node, live, following)
+                wanted, live = live, walk.run()
+            following, last = trace, walk
         return live
 
     def _hand_back(
@@ -521,6 +553,36 @@ class _Walk:
             ):
                 if entered is not None:
                     self._enter(operand, entered, trace, parameter)
+
+
+class _Alike:
+    """Whether what a walk finds in two iterations of a loop is the same, where the same is wanted of both.
+
+    It is if nothing but what is computed of the loop's counter differs, and that only goes into what is known
+    as well: of such nodes a walk asks for no values.
+    """
+
+    def __init__(self, body: BlockGraph) -> None:
+        self.readers: dict[Value, list[Node]] = {}
+        for node in body.nodes:
+            for operand in node.operands:
+                self.readers.setdefault(operand.root, []).append(node)
+
+    def __call__(self, one: Trace, other: Trace) -> bool:
+        if one.inner or other.inner or one.known.keys() != other.known.keys():
+            return False
+        if one.zero.keys() != other.zero.keys():
+            return False
+        if any(not _same(zero, other.zero[value]) for value, zero in one.zero.items()):
+            return False
+        changed = [v for v, known in one.known.items() if not _same(known, other.known[v])]
+        return all(
+            node.kind is NodeKind.COMPUTE
+            and len(node.results) == 1
+            and node.results[0] in one.known
+            for value in changed
+            for node in self.readers.get(value.root, ())
+        )
 
 
 def _unions(left: list[Mask], right: list[Mask]) -> list[Mask]:

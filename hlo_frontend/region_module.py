@@ -427,7 +427,8 @@ class _Emitter:
         self._add(f"stablehlo.return {stays} : tensor<i1>")
         self._add("} do {")
         self._take(carried)
-        around, self.counter = self.counter, (carried[base], loop.trip_count or 0)
+        around = self.counter
+        self.counter = (carried[base], loop.trip_count) if loop.trip_count is not None else ("", 0)
         results = self._block(loop.body, carried[fixed:])
         self.counter = around
         more = []

@@ -264,7 +264,7 @@ class _Rewriting:
             if isinstance(instruction, Start):
                 collective = program.collectives[instruction.collective]
                 parts = [(0, collective)]
-                if iterations is not None and collective.valid_iterations:
+                if iterations is not None and _goes_round(collective):
                     parts = stretches(collective, iterations)
                 why = refusal(parts[0][1])
                 if not why and len(parts) > _STRETCHES:
@@ -347,6 +347,16 @@ def _nbytes(types: Sequence[TensorType]) -> int:
 
 def _communicates(instruction: Loop | Branch) -> bool:
     return any(isinstance(i, Start) for b in _blocks(instruction) for i in instructions(b))
+
+
+def _goes_round(collective: Collective) -> bool:
+    """Whether all pairs of a permute skip alike, and who sends also receives, as in a ring.
+
+    Others are stages of a pipeline, say, of which results are promised to be those of other schedules bit for
+    bit: its segments are compiled one by one in all of them.
+    """
+    sources, targets = ({pair[k] for pair in collective.pairs} for k in (0, 1))
+    return len(set(collective.valid_iterations)) == 1 and sources == targets
 
 
 def _in_loops(

@@ -310,17 +310,21 @@ GONE: dict[str, tuple] = {
 }
 
 
+# The BLAS may compute fewer columns otherwise: on processors without AVX-512 a last bit differs.
+ROUNDED = {"columns of a solve"}
+
+
 @pytest.mark.parametrize("which", GONE)
 def test_jax_programs_that_need_no_gather(which: str) -> None:
     f, arguments, out = GONE[which]
-    module, judged = program(f, arguments, out)
+    module, judged = program(f, arguments, out, exact=which not in ROUNDED)
     assert kinds(module) == []
     largest = max(t.nbytes for t in (*module.program.inputs, *module.program.outputs))
     assert max(t.nbytes for t in module.program.slot_types) <= largest
     judged()
 
 
-def program(f, arguments, out, over=None):  # type: ignore[no-untyped-def]
+def program(f, arguments, out, over=None, exact=True):  # type: ignore[no-untyped-def]
     """A jitted function, compiled for four devices, and what compares its results."""
     over = over or mesh(4)
     specs = tuple(spec for spec, _ in arguments)
@@ -330,7 +334,7 @@ def program(f, arguments, out, over=None):  # type: ignore[no-untyped-def]
     module = compiled(function, *arrays, num_devices=4)
 
     def judged() -> None:
-        judge_program(module, function, over, specs, *arrays, exact=True)
+        judge_program(module, function, over, specs, *arrays, exact=exact)
 
     return module, judged
 

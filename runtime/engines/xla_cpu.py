@@ -29,7 +29,7 @@ _LINEAR_ALGEBRA = (b"lapack_", b"blas_")
 _registered: set[str] = set()
 # Bytes of modules from which on their code is not copied to other devices; of those with loops, where a run
 # takes longer than all devices' threads take to begin.
-_LARGE, _LARGE_LOOPS = 32768, 4096
+_LARGE, _LARGE_LOOPS = 32768, 16384
 
 
 def create(num_devices: int) -> XlaCpuEngine:
@@ -261,7 +261,8 @@ class XlaCpuEngine(XlaEngine):
         """See `stretto.runtime.engines.engine.SideBySideEngine`.
 
         A copy for another device takes XLA 2 us for each byte of a module, a twelfth of what compiling it
-        takes; beginning 8 devices at once 0.2 ms more than one run after the other.
+        takes; beginning 8 devices at once 0.2 ms more than one run after the other, which a short loop of
+        small steps does not make up for.
         """
         limit = _LARGE_LOOPS if b"while" in segment.module else _LARGE
         return len(segment.module) >= limit

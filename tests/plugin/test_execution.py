@@ -417,7 +417,7 @@ class TestSideBySide:
 
         def f(a: jax.Array, count: jax.Array) -> jax.Array:
             def step(_: Any, b: jax.Array) -> jax.Array:
-                for k in range(64):
+                for k in range(200):
                     b = (jnp.sin(b) + jnp.roll(b, k, axis=1)) * 0.5
                 return b
 
@@ -430,7 +430,7 @@ class TestSideBySide:
         for _ in range(2):
             found = np.asarray(compiled(x, 2))
         expected = rows
-        for k in (*range(64), *range(64)):
+        for k in (*range(200), *range(200)):
             expected = (np.sin(expected) + np.roll(expected, k, axis=1)) * np.float32(0.5)
         np.testing.assert_allclose(found, expected, 1e-4)
         assert len(compilations) == 1 and not loaded

@@ -13,13 +13,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from harness import on_both_platforms, options, show, time_calls
+from harness import on_both_platforms, options, platforms_in_turns, show
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 DEVICES = 8
-LABELS = {"stretto": "stretto", "cpu": "JAX CPU"}
 
 
 def calls(platform: str) -> dict[str, Callable[[], Any]]:
@@ -115,13 +114,9 @@ def main() -> None:
     contenders = {"stretto": calls("stretto"), "cpu": calls("cpu")}
     times: dict[str, dict[str, list[float]]] = {}
     for case in contenders["stretto"]:
-        row = times[case] = {}
-        for turn in range(8 if args.quick else 40):
-            for platform, made in contenders.items():
-                jax.config.update("jax_default_device", jax.devices(platform)[0])
-                value = time_calls(partial(three, made[case]), 5) / 3
-                if turn > 1:
-                    row.setdefault(LABELS[platform], []).append(value)
+        runs = {platform: partial(three, made[case]) for platform, made in contenders.items()}
+        found = platforms_in_turns(runs, 8 if args.quick else 40, 5)
+        times[case] = {label: [t / 3 for t in of_three] for label, of_three in found.items()}
     title = "everyday calls, 8 devices of one process"
     show(title, times, "JAX CPU", dict.fromkeys(times, "≤ 1.5x"), target=args.json)
 

@@ -277,6 +277,30 @@ def time_calls(call: Callable[[], Any], calls: int) -> float:
     return (time.perf_counter() - began) / calls
 
 
+# By platform, what it is called.
+PLATFORMS = {"stretto": "stretto", "cpu": "JAX CPU"}
+
+
+def platforms_in_turns(
+    runs: Mapping[str, Callable[[], Any]], turns: int, calls: int
+) -> dict[str, list[float]]:
+    """Seconds a call on each of `PLATFORMS` in this process, under what it is called there.
+
+    ``runs``: by platform, what to call; its first device is the default one meanwhile. The first two turns
+    do not count.
+    """
+    import jax
+
+    times: dict[str, list[float]] = {PLATFORMS[name]: [] for name in runs}
+    for turn in range(turns):
+        for name, run in runs.items():
+            jax.config.update("jax_default_device", jax.devices(name)[0])
+            value = time_calls(run, calls)
+            if turn > 1:
+                times[PLATFORMS[name]].append(value)
+    return times
+
+
 def in_turns(
     contenders: Sequence[Contender], cases: Mapping[str, Mapping[str, Any]], repeats: int
 ) -> dict[str, dict[str, list[float]]]:

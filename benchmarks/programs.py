@@ -15,32 +15,31 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from harness import on_both_platforms, options, show, time_calls
+from harness import PLATFORMS, on_both_platforms, options, platforms_in_turns, show
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 DEVICES = 8
-LABELS = {"stretto": "stretto", "cpu": "JAX CPU"}
 TOLERANCE = 1e-3  # of sums of absolute values
 
 
 class Programs:
-    """Each method makes a program and its arguments, and gives what runs it."""
+    """Each public method makes a program and its arguments, and gives what runs it."""
 
     def __init__(self, platform: str) -> None:
         self.mesh = Mesh(np.array(jax.devices(platform)[:DEVICES]), ("x",))
         self.random = np.random.default_rng(0)
 
-    def put(self, array: np.ndarray, *spec: Any) -> jax.Array:
+    def _put(self, array: np.ndarray, *spec: Any) -> jax.Array:
         return jax.device_put(array, NamedSharding(self.mesh, P(*spec)))
 
-    def normal(self, *shape: int) -> np.ndarray:
+    def _normal(self, *shape: int) -> np.ndarray:
         return self.random.normal(size=shape).astype(np.float32)
 
     def ising(self) -> Callable[[], Any]:
         """50 sweeps of a 64 x 64 lattice whose rows are rolled."""
-        spins = self.put(np.where(self.random.random((64, 64)) < 0.5, 1, -1).astype(np.int32), "x")
+        spins = self._put(np.where(self.random.random((64, 64)) < 0.5, 1, -1).astype(np.int32), "x")
         colour = (np.arange(64)[:, None] + np.arange(64)) % 2
 
         def half(s: jax.Array, key: jax.Array, which: int) -> jax.Array:
@@ -60,13 +59,13 @@ class Programs:
 
     def jacobi(self) -> Callable[[], Any]:
         """200 steps in a loop."""
-        grid = self.put(self.normal(128, 128), "x")
-        run = jax.jit(lambda u: lax.fori_loop(0, 200, lambda _, u: self.smoothed(u), u))
+        grid = self._put(self._normal(128, 128), "x")
+        run = jax.jit(lambda u: lax.fori_loop(0, 200, lambda _, u: self._smoothed(u), u))
         return lambda: run(grid)
 
     def jacobi_called_from_python(self) -> Callable[[], Any]:
         """30 calls of one step."""
-        grid, step = self.put(self.normal(128, 128), "x"), jax.jit(self.smoothed)
+        grid, step = self._put(self._normal(128, 128), "x"), jax.jit(self._smoothed)
 
         def run() -> jax.Array:
             u = grid
@@ -77,12 +76,12 @@ class Programs:
         return run
 
     @staticmethod
-    def smoothed(u: jax.Array) -> jax.Array:
+    def _smoothed(u: jax.Array) -> jax.Array:
         return 0.25 * sum(jnp.roll(u, shift, axis) for shift in (1, -1) for axis in (0, 1))
 
     def particles(self) -> Callable[[], Any]:
         """64 bodies that attract each other, 30 steps."""
-        places = self.put(self.normal(64, 3), "x")
+        places = self._put(self._normal(64, 3), "x")
 
         def force(p: jax.Array) -> jax.Array:
             apart = p[:, None] - p
@@ -101,7 +100,7 @@ class Programs:
 
     def kalman_filters(self) -> Callable[[], Any]:
         """64 filters of 50 steps."""
-        seen, look = self.put(self.normal(64, 50, 2), "x"), self.normal(2, 4)
+        seen, look = self._put(self._normal(64, 50, 2), "x"), self._normal(2, 4)
 
         def filtered(seen: jax.Array) -> jax.Array:
             def step(state: Any, y: jax.Array) -> tuple[Any, jax.Array]:
@@ -118,8 +117,8 @@ class Programs:
 
     def solves_in_a_loop(self) -> Callable[[], Any]:
         """20 times 64 systems of 16 unknowns."""
-        matrices = self.put(self.normal(64, 16, 16) + 8 * np.eye(16, dtype=np.float32), "x")
-        right = self.put(self.normal(64, 16), "x")
+        matrices = self._put(self._normal(64, 16, 16) + 8 * np.eye(16, dtype=np.float32), "x")
+        right = self._put(self._normal(64, 16), "x")
 
         def solved(_: Any, x: jax.Array) -> jax.Array:
             return jnp.linalg.solve(matrices, x[..., None])[..., 0] * 8
@@ -129,7 +128,7 @@ class Programs:
 
     def ring_attention_gradient(self) -> Callable[[], Any]:
         """Keys and values go round; three gradients."""
-        arrays = [self.put(self.normal(2, 256, 32), None, "x") for _ in range(3)]
+        arrays = [self._put(self._normal(2, 256, 32), None, "x") for _ in range(3)]
         pairs = [(i, (i + 1) % DEVICES) for i in range(DEVICES)]
 
         def ring(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
@@ -154,7 +153,7 @@ class Programs:
 
     def sinkhorn(self) -> Callable[[], Any]:
         """Until nothing changes any more, of 256 x 256 costs."""
-        costs = self.put(self.random.random((256, 256)).astype(np.float32), "x")
+        costs = self._put(self.random.random((256, 256)).astype(np.float32), "x")
 
         @jax.jit
         def run(costs: jax.Array) -> jax.Array:
@@ -173,7 +172,7 @@ class Programs:
 
     def k_means(self) -> Callable[[], Any]:
         """16 means of 4,096 points, 40 rounds."""
-        points = self.put(self.normal(4096, 8), "x")
+        points = self._put(self._normal(4096, 8), "x")
 
         @jax.jit
         def run(points: jax.Array) -> jax.Array:
@@ -188,9 +187,12 @@ class Programs:
 
     def messages_on_a_graph(self) -> Callable[[], Any]:
         """10 rounds over 4,096 edges of 512 nodes."""
-        nodes, weights = self.put(self.normal(512, 16), "x"), self.put(self.normal(16, 16) * 0.2)
+        nodes, weights = (
+            self._put(self._normal(512, 16), "x"),
+            self._put(self._normal(16, 16) * 0.2),
+        )
         sources, targets = (
-            self.put(self.random.integers(0, 512, 4096).astype(np.int32), "x") for _ in range(2)
+            self._put(self.random.integers(0, 512, 4096).astype(np.int32), "x") for _ in range(2)
         )
 
         def step(_: Any, x: jax.Array) -> jax.Array:
@@ -201,7 +203,7 @@ class Programs:
 
     def associative_scan(self) -> Callable[[], Any]:
         """A linear recurrence over a sharded dimension of 1,024."""
-        inputs = self.put(self.random.random((1024, 16)).astype(np.float32), "x")
+        inputs = self._put(self.random.random((1024, 16)).astype(np.float32), "x")
 
         def joined(p: Any, q: Any) -> Any:
             return p[0] * q[0], q[0] * p[1] + q[1]
@@ -211,8 +213,8 @@ class Programs:
 
     def experts(self) -> Callable[[], Any]:
         """6 layers of tokens to experts and back."""
-        tokens, choice = self.put(self.normal(256, 32), "x"), self.put(self.normal(32, DEVICES))
-        weights = self.put(self.normal(DEVICES, 32, 32) * 0.1, "x")
+        tokens, choice = self._put(self._normal(256, 32), "x"), self._put(self._normal(32, DEVICES))
+        weights = self._put(self._normal(DEVICES, 32, 32) * 0.1, "x")
 
         def layer(x: jax.Array, w: jax.Array, choice: jax.Array) -> jax.Array:
             expert, room = jnp.argmax(x @ choice, -1), 16
@@ -237,7 +239,7 @@ class Programs:
         split, joined = (None, "x"), ("x",)
         layers = [
             [
-                self.put(self.normal(*shape) * 0.1, *spec)
+                self._put(self._normal(*shape) * 0.1, *spec)
                 for shape, spec in (
                     ((size, 3 * size), split),
                     ((size, size), joined),
@@ -247,7 +249,7 @@ class Programs:
             ]
             for _ in range(2)
         ]
-        words = self.put(self.normal(256, size))
+        words = self._put(self._normal(256, size))
         empty = np.zeros((batch, length, 2, size), np.float32)
 
         @partial(jax.jit, donate_argnums=1)
@@ -266,8 +268,8 @@ class Programs:
             return kept, jnp.argmax(x @ words.T, -1)
 
         def run() -> Any:
-            caches = [self.put(empty, None, None, None, "x") for _ in layers]
-            token = self.put(np.zeros(batch, np.int32))
+            caches = [self._put(empty, None, None, None, "x") for _ in layers]
+            token = self._put(np.zeros(batch, np.int32))
             for at in range(24):
                 caches, token = step(layers, caches, token, at)
             return caches
@@ -276,8 +278,8 @@ class Programs:
 
     def training_in_a_scan(self) -> Callable[[], Any]:
         """50 steps with momentum of 4 layers of 32, data parallel."""
-        weights = [self.put(self.normal(32, 32) * 0.1) for _ in range(4)]
-        data = self.put(self.normal(50, 64, 32), None, "x")
+        weights = [self._put(self._normal(32, 32) * 0.1) for _ in range(4)]
+        data = self._put(self._normal(50, 64, 32), None, "x")
 
         def loss(weights: Any, x: jax.Array) -> jax.Array:
             for w in weights:
@@ -298,7 +300,7 @@ class Programs:
 
     def pmap_called_from_python(self) -> Callable[[], Any]:
         """20 steps of replicas whose gradients are averaged; the batch comes from the host."""
-        weights, data = self.normal(DEVICES, 32, 32), self.normal(DEVICES, 16, 32)
+        weights, data = self._normal(DEVICES, 32, 32), self._normal(DEVICES, 16, 32)
 
         def step(w: jax.Array, x: jax.Array) -> jax.Array:
             gradient = jax.grad(lambda w: (jnp.tanh(x @ w) ** 2).mean())(w)
@@ -316,7 +318,7 @@ class Programs:
 
     def callbacks_in_a_loop(self) -> Callable[[], Any]:
         """10 calls into Python, of the whole array."""
-        x = self.put(self.normal(64, 8), "x")
+        x = self._put(self._normal(64, 8), "x")
 
         def step(_: Any, x: jax.Array) -> jax.Array:
             kind = jax.ShapeDtypeStruct(x.shape, x.dtype)
@@ -326,6 +328,10 @@ class Programs:
         return lambda: run(x)
 
 
+def awaited_run(run: Callable[[], Any]) -> None:
+    jax.block_until_ready(run())
+
+
 def total(result: Any) -> float:
     return float(sum(np.abs(np.asarray(a, np.float64)).sum() for a in jax.tree.leaves(result)))
 
@@ -333,12 +339,12 @@ def total(result: Any) -> float:
 def main() -> None:
     args = options(__doc__ or "")
     on_both_platforms(DEVICES)
-    names = [n for n, f in vars(Programs).items() if callable(f) and f.__doc__ and n[0] != "_"]
+    names = [name for name in vars(Programs) if not name.startswith("_")]
     first: dict[str, dict[str, list[float]]] = {}
     later: dict[str, dict[str, list[float]]] = {}
     for name in names:
         runs, sums = {}, {}
-        for platform, label in LABELS.items():
+        for platform, label in PLATFORMS.items():
             jax.config.update("jax_default_device", jax.devices(platform)[0])
             began = time.perf_counter()
             runs[platform] = getattr(Programs(platform), name)()
@@ -346,12 +352,8 @@ def main() -> None:
             first.setdefault(name, {})[label] = [time.perf_counter() - began]
         if abs(sums["stretto"] - sums["cpu"]) > TOLERANCE * abs(sums["cpu"]):
             raise RuntimeError(f"{name}: sums {sums}")
-        for turn in range(6 if args.quick else 24):
-            for platform, run in runs.items():
-                jax.config.update("jax_default_device", jax.devices(platform)[0])
-                value = time_calls(lambda run=run: jax.block_until_ready(run()), 3)
-                if turn > 1:
-                    later.setdefault(name, {}).setdefault(LABELS[platform], []).append(value)
+        awaited = {p: partial(awaited_run, run) for p, run in runs.items()}
+        later[name] = platforms_in_turns(awaited, 6 if args.quick else 24, 3)
     show("first run of small programs, 8 devices of one process", first, "JAX CPU")
     goals = dict.fromkeys(names, "≤ 1.1x")
     show("later runs", later, "JAX CPU", goals, target=args.json)

@@ -18,10 +18,9 @@ from contextlib import ExitStack
 from importlib.util import find_spec
 from typing import Any
 
-from harness import console, options, serve, show, start, time_calls
+from harness import PLATFORMS, console, options, serve, show, start, time_calls
 from two_ranks import free_address
 
-LABELS = {"stretto": "stretto", "cpu": "JAX CPU"}
 # By package: the module in users/, and its programs.
 PROGRAMS = {
     "diffrax": ("ode", ("diffrax solve", "diffrax gradient", "diffrax shard_map")),
@@ -99,7 +98,7 @@ def compare(
     rows: dict[str, dict[str, list[float]]] = {}
     for _ in range(1 if quick else 3):
         with ExitStack() as stack:
-            contenders = {name: begin(stack, name, ranks) for name in LABELS}
+            contenders = {name: begin(stack, name, ranks) for name in PLATFORMS}
             for figure, turns in (("compile", 1), ("first run", 1), ("run", 3 if quick else 5)):
                 case = {"module": module, "program": program, "figure": figure, "calls": 3}
                 for turn in range(turns):
@@ -108,7 +107,7 @@ def compare(
                         # The second and third call of a program may still compile, so a turn is dropped.
                         if value >= 0 and not (figure == "run" and turn == 0):
                             row = rows.setdefault(f"{program}: {figure}", {})
-                            row.setdefault(LABELS[name], []).append(value)
+                            row.setdefault(PLATFORMS[name], []).append(value)
             case = {"module": module, "program": program, "figure": "result"}
             results = {name: runtime.run(case) for name, runtime in contenders.items()}
             if abs(results["stretto"] - results["cpu"]) > TOLERANCE * abs(results["cpu"]):
@@ -134,11 +133,11 @@ def main() -> None:
         where = f"{DEVICES} devices of one process" if ranks == 1 else f"{ranks} ranks, gloo"
         goals = dict.fromkeys(rows, "stretto ≤ 1.1x" if ranks == 1 else "gloo ≥ 2x")
         target = args.json and args.json.with_stem(f"{args.json.stem}_{ranks}")
-        show(f"users' programs, {where}", rows, LABELS["stretto"], goals, target=target)
+        show(f"users' programs, {where}", rows, PLATFORMS["stretto"], goals, target=target)
 
 
 if __name__ == "__main__":
-    known = [name for name in sys.argv[1:] if name in LABELS]
+    known = [name for name in sys.argv[1:] if name in PLATFORMS]
     if known:
         contender(known[0])
     else:

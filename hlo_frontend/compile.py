@@ -24,7 +24,7 @@ from .groups import MOST_DEVICES
 from .interleaved import Interleaved, Scheduled
 from .local_flow import as_segments
 from .lower import lower
-from .native import NativePolicy, native
+from .native import Native, NativePolicy, native
 from .overlap.apply import OverlapPolicy, Planned, carve_planned
 from .overlap.evaluate import prediction
 from .overlap.explained import Explained, explained, floor_as_written
@@ -205,15 +205,14 @@ class CompiledModule:
         """A serialized ``HloModuleProtoWithConfig`` of the whole program for one device: entry layout,
         counts, shardings of parameters and result. ``hlo``: the module, if it is to be another one than was
         given to the engine."""
-        if hlo:
-            pass
-        elif self.source is not None:
-            hlo = self.source.hlo
-        else:
-            (segment,) = self.program.segments
-            computation = _jax.mlir.mlir_module_to_xla_computation(segment.module, False, False)
-            hlo = computation.as_serialized_hlo_module_proto()
-        return _with_config(self, hlo)
+        return _with_config(self, hlo or self._hlo())
+
+    def _hlo(self) -> bytes:
+        if self.source is not None:
+            return self.source.hlo
+        (segment,) = self.program.segments
+        computation = _jax.mlir.mlir_module_to_xla_computation(segment.module, False, False)
+        return computation.as_serialized_hlo_module_proto()
 
     def with_order(self, order: CommonOrder) -> Program:
         """The program with its collectives in another order. Raises `InvalidProgramError` where that
@@ -292,10 +291,9 @@ def compile_stablehlo(
     )
     compiled = partitioned.compiled(overlap, dump)
     if calls is not None:
-        compiled = replace(compiled, program=as_segments(compiled.program))
-    if calls is not None and compiled.program.communicates:
-        made = native(compiled.program, calls)
-        if dump is not None and made.regions:
+        program = as_segments(compiled.program)
+        made = native(program, calls) if program.communicates else Native(program)
+        if dump is not None and (made.regions or program is not compiled.program):
             _dump_program(made.program, dump)
         compiled = replace(compiled, program=made.program, walked=made.refused)
     return replace(

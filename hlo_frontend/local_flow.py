@@ -7,7 +7,9 @@ Here such control flow becomes one segment that is given the ids.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any, NamedTuple
 
 from stretto.runtime.program import (
     Block,
@@ -23,6 +25,7 @@ from stretto.runtime.program import (
     Start,
     calls_back,
     instructions,
+    with_blocks,
 )
 
 from .region_module import plain_module
@@ -40,6 +43,14 @@ def as_segments(program: Program) -> Program:
         return program
     program = replace(program, slot_types=tuple(state.slot_types))
     return with_body(program, state.segments, body)
+
+
+class Work(NamedTuple):
+    """What a run does, as of `Segment`: of branches the most."""
+
+    arithmetic: int
+    flops: float
+    iterations: int
 
 
 class _Rewriting:
@@ -61,19 +72,8 @@ class _Rewriting:
             if flow is not None and self.is_local(Block((), (flow,), ())):
                 made += self.flow(flow)
             else:
-                made.append(self.inside(instruction))
+                made.append(with_blocks(instruction, self.block))
         return replace(block, instructions=tuple(made))
-
-    def inside(self, instruction: Instruction) -> Instruction:
-        if isinstance(instruction, Loop):
-            return replace(
-                instruction,
-                condition=self.block(instruction.condition),
-                body=self.block(instruction.body),
-            )
-        if isinstance(instruction, Branch):
-            return replace(instruction, branches=tuple(map(self.block, instruction.branches)))
-        return instruction
 
     def is_local(self, block: Block) -> bool:
         """Whether it neither communicates nor calls back, and nothing in it is left out."""
@@ -115,50 +115,43 @@ class _Rewriting:
                 ran.add(instruction.segment)
         inputs = (*inputs, *ids.values())
         whole = replace(program, slot_types=tuple(self.slot_types))
-        arithmetic, flops, iterations = self.work(block)
+        work = self.work(block)
         made = Segment(
             tuple(self.slot_types[s] for s in inputs),
             tuple(program.slot_types[s] for s in outputs),
             plain_module(whole, ids, inputs, outputs, donated, block.instructions),
             donated=tuple(sorted(inputs.index(s) for s in donated)),
-            arithmetic=arithmetic,
-            flops=flops,
+            arithmetic=work.arithmetic,
+            flops=work.flops,
             name=name,
             reproducible=any(program.segments[i].reproducible for i in ran),
             once=any(program.segments[i].once for i in ran),
-            iterations=iterations,
+            iterations=work.iterations,
         )
         self.segments.append(made)
         run = Run(len(self.segments) - 1, inputs, outputs, donated)
         before = [LogicalId(kind, slot) for kind, slot in ids.items()]
         return [*before, run, *([Free(tuple(ids.values()))] if ids else [])]
 
-    def work(self, block: Block) -> tuple[int, float, int]:
-        """Arithmetic, FLOPs and iterations of a run, as of `Segment`; of branches the most."""
-        arithmetic, flops, iterations = 0, 0.0, 0
-        for instruction in block.instructions:
-            if isinstance(instruction, Run):
-                segment = self.program.segments[instruction.segment]
-                found = [(segment.arithmetic, segment.flops, segment.iterations)]
-                times = 1
-            elif isinstance(instruction, Loop):
-                known = instruction.trip_count
-                times = 1 if known is None else known
-                found = [self.work(instruction.body)]
-                if known is None or found[0][2] < 0:
-                    found = [(*found[0][:2], -1)]
-                else:
-                    iterations += known
-            elif isinstance(instruction, Branch):
-                found, times = [self.work(b) for b in instruction.branches], 1
-            else:
-                continue
-            for own, total in zip(zip(*found, strict=True), (0, 1, 2), strict=True):
-                most = -1 if min(own) < 0 else max(own) * times
-                if total == 0:
-                    arithmetic = -1 if min(arithmetic, most) < 0 else int(arithmetic + most)
-                elif total == 1:
-                    flops = -1.0 if min(flops, most) < 0 else flops + most
-                else:
-                    iterations = -1 if min(iterations, most) < 0 else int(iterations + most)
-        return arithmetic, flops, iterations
+    def work(self, block: Block) -> Work:
+        """What a run of the block does."""
+        found = [self._work(i) for i in block.instructions if isinstance(i, Run | Loop | Branch)]
+        return Work(*map(_total, zip(*found, strict=True))) if found else Work(0, 0.0, 0)
+
+    def _work(self, instruction: Run | Loop | Branch) -> Work:
+        if isinstance(instruction, Run):
+            segment = self.program.segments[instruction.segment]
+            return Work(segment.arithmetic, segment.flops, segment.iterations)
+        if isinstance(instruction, Branch):
+            branches = [self.work(b) for b in instruction.branches]
+            return Work(*(-1 if min(b) < 0 else max(b) for b in zip(*branches, strict=True)))
+        once, trips = self.work(instruction.body), instruction.trip_count
+        if trips is None:
+            return once._replace(iterations=-1)
+        arithmetic, flops, iterations = (-1 if w < 0 else w * trips for w in once)
+        return Work(int(arithmetic), flops, int(_total([iterations, trips])))
+
+
+def _total(numbers: Sequence[Any]) -> Any:
+    """Their sum; -1, if one of them is not known."""
+    return -1 if min(numbers, default=0) < 0 else sum(numbers)

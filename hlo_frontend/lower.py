@@ -38,6 +38,7 @@ from stretto.runtime.program import (
     Start,
     Wait,
     instructions,
+    with_blocks,
 )
 
 from .aliases import find_aliases
@@ -557,15 +558,7 @@ class _Finisher:
                 own = self.collectives[collective]
                 stream = self.streams.crossing(stream) if stream else self.streams.number(own)
             return replace(instruction, collective=collective, stream=stream)
-        if isinstance(instruction, Loop):
-            return replace(
-                instruction,
-                condition=self.block(instruction.condition),
-                body=self.block(instruction.body),
-            )
-        if isinstance(instruction, Branch):
-            return replace(instruction, branches=tuple(self.block(b) for b in instruction.branches))
-        return instruction
+        return with_blocks(instruction, self.block)
 
     def collective(self, node: Node) -> int:
         collective = node.collective

@@ -121,23 +121,13 @@ def native(program: Program, policy: NativePolicy) -> Native:
 def _with_plain_bounds(program: Program) -> Program:
     """The program with valid iterations said without trip counts, where a pair moves always or never."""
     plain = list(program.collectives)
-
-    def visit(block: Block, iterations: int | None) -> None:
-        for instruction in block.instructions:
-            if isinstance(instruction, Start):
-                collective = program.collectives[instruction.collective]
-                bounds = tuple(_plain(b, iterations) for b in collective.valid_iterations)
-                if all(b == ALWAYS for b in bounds):
-                    bounds = ()
-                plain[instruction.collective] = replace(collective, valid_iterations=bounds)
-            elif isinstance(instruction, Loop):
-                visit(instruction.condition, None)
-                visit(instruction.body, instruction.trip_count)
-            elif isinstance(instruction, Branch):
-                for branch in instruction.branches:
-                    visit(branch, iterations)
-
-    visit(program.body, 1)
+    for instruction, iterations in _in_loops(program.body, 1):
+        if isinstance(instruction, Start):
+            collective = program.collectives[instruction.collective]
+            bounds = tuple(_plain(b, iterations) for b in collective.valid_iterations)
+            if all(b == ALWAYS for b in bounds):
+                bounds = ()
+            plain[instruction.collective] = replace(collective, valid_iterations=bounds)
     return replace(program, collectives=tuple(plain))
 
 

@@ -70,25 +70,18 @@ def plain_module(
 
 
 def stretches(collective: Collective, trip_count: int) -> list[tuple[int, Collective]]:
-    """Where in a loop's iterations other pairs of a permute move data than in the iteration before: the first
-    iteration, and the collective from there on, whose pairs move always or never."""
-
-    def at(iteration: int) -> Collective:
-        moves = [
-            any(lo <= iteration <= hi for lo, hi in zip(b[::2], b[1::2], strict=True))
-            for b in collective.valid_iterations
-        ]
-        bounds = () if all(moves) else tuple(ALWAYS if m else NEVER for m in moves)
-        return replace(collective, valid_iterations=bounds)
-
-    ends = {0}
-    for bounds in collective.valid_iterations:
-        ends |= {*bounds[::2], *(hi + 1 for hi in bounds[1::2])}
+    """The stretches of a loop's iterations in which a permute, whose pairs all skip alike, moves data and in
+    which it does not: the first iteration of each, and the collective there."""
+    (bounds,) = set(collective.valid_iterations)
+    moving = list(zip(bounds[::2], bounds[1::2], strict=True))
+    ends = sorted({0, *bounds[::2], *(last + 1 for _, last in moving)})
     found: list[tuple[int, Collective]] = []
-    for first in sorted(e for e in ends if e == 0 or 0 < e < trip_count):
-        there = at(first)
+    for begin in (e for e in ends if e == 0 or 0 < e < trip_count):
+        moves = any(first <= begin <= last for first, last in moving)
+        skips = () if moves else (NEVER,) * len(collective.pairs)
+        there = replace(collective, valid_iterations=skips)
         if not found or found[-1][1] != there:
-            found.append((first, there))
+            found.append((begin, there))
     return found
 
 

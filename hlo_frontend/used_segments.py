@@ -7,14 +7,13 @@ from dataclasses import replace
 
 from stretto.runtime.program import (
     Block,
-    Branch,
     Instruction,
-    Loop,
     Program,
     Run,
     Segment,
     Start,
     instructions,
+    with_blocks,
 )
 
 
@@ -33,18 +32,9 @@ def with_body(program: Program, segments: Sequence[Segment], body: Block) -> Pro
         return replace(block, instructions=tuple(map(moved, block.instructions)))
 
     def moved(instruction: Instruction) -> Instruction:
-        match instruction:
-            case Run():
-                return replace(instruction, segment=number[instruction.segment])
-            case Loop():
-                return replace(
-                    instruction,
-                    condition=renumbered(instruction.condition),
-                    body=renumbered(instruction.body),
-                )
-            case Branch():
-                return replace(instruction, branches=tuple(map(renumbered, instruction.branches)))
-        return instruction
+        if isinstance(instruction, Run):
+            return replace(instruction, segment=number[instruction.segment])
+        return with_blocks(instruction, renumbered)
 
     return replace(
         program,

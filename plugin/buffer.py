@@ -57,7 +57,8 @@ def host_array(
 
 @entry("PJRT_Client_BufferFromHostBuffer")
 def from_host_buffer(args: Any) -> None:
-    """`_capi` takes small arrays, and those that can be used in place, if they are dense and row-major."""
+    """`_capi` takes what is dense and row-major; here come strides, layouts, many dimensions, and arrays of
+    no elements or of less than a byte each."""
     client: Client = _capi.take(args.client)
     memory = memory_of(args.device, args.memory)
     type = tensor_type(args.type, read_int64s(args.dims, args.num_dims))

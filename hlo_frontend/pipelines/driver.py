@@ -92,11 +92,9 @@ def _all(
     tables: list[Timetable] = []
     for pipeline in found:
         with about(pipeline.loop.name):
-            for why in (
-                *(own.why for own in pipeline.owned.values()),
-                *pipeline.elsewhere.values(),
-            ):
-                raise Refusal(why)
+            whys = [*(own.why for own in pipeline.owned.values()), *pipeline.elsewhere.values()]
+            if whys:
+                raise Refusal(whys[0])
             tables.append(_table(pipeline, chunks))
     serialized, done = rewritten(module, found, tables, chunks, num_partitions)
     check(serialized, done, found, chunks, num_partitions)

@@ -27,8 +27,7 @@ from .xla import Array, End, XlaEngine, XlaError, XlaSegment, aval, result_handl
 # In the names of custom calls that are routines of SciPy's library.
 _LINEAR_ALGEBRA = (b"lapack_", b"blas_")
 _registered: set[str] = set()
-# Bytes of modules from which on their code is not copied to other devices; of those with loops, where a run
-# takes longer than all devices' threads take to begin.
+# Segments whose modules have so many bytes are compiled for all devices at once; with loops in them, so many.
 _LARGE, _LARGE_LOOPS = 32768, 16384
 
 
@@ -192,7 +191,7 @@ class XlaCpuSideBySide(XlaCpuTogether):
         functions = host_callbacks if calls_back(segment.module) else ()
         super().__init__(engine, segment, name, ordinals, code, functions)
         self._alone = cache(lambda: XlaSegment(engine, segment, name, functions))
-        self._can_be_copied = not engine.goes_side_by_side(segment)
+        self._serializable = not engine.goes_side_by_side(segment)
 
     def run(self, ordinal: int, inputs: list[Array]) -> list[Array]:
         return self._alone().run(ordinal, inputs)
@@ -202,7 +201,7 @@ class XlaCpuSideBySide(XlaCpuTogether):
 
     def serialize(self) -> bytes:
         """Raises `CompileError` where XLA cannot, or whoever loads it has other functions."""
-        if self._can_be_copied:
+        if self._serializable:
             return super().serialize()
         raise CompileError(f"segment {self._name or '(unnamed)'} sorts or calls back into Python")
 

@@ -41,7 +41,7 @@ import base64
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
 from typing import Any
@@ -344,6 +344,16 @@ def blocks(block: Block) -> Iterator[Block]:
         elif isinstance(instruction, Branch):
             for branch in instruction.branches:
                 yield from blocks(branch)
+
+
+def with_blocks(instruction: Instruction, change: Callable[[Block], Block]) -> Instruction:
+    """The instruction with what ``change`` makes of the blocks that are nested in it; others as they are."""
+    if isinstance(instruction, Loop):
+        condition, body = change(instruction.condition), change(instruction.body)
+        return replace(instruction, condition=condition, body=body)
+    if isinstance(instruction, Branch):
+        return replace(instruction, branches=tuple(map(change, instruction.branches)))
+    return instruction
 
 
 def instructions(block: Block) -> Iterator[Instruction]:

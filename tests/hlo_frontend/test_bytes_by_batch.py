@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from frontend_support import P, compiled, judge_program, kinds, mesh
+from frontend_support import P, compiled, judge_program, kinds, mesh, same, shards
+from interpreter import Interpreter
 from jax import lax
 from jax.sharding import NamedSharding
 from test_bytes import ALL, both, stays
@@ -322,6 +323,17 @@ def test_jax_programs_that_need_no_gather(which: str) -> None:
     largest = max(t.nbytes for t in (*module.program.inputs, *module.program.outputs))
     assert max(t.nbytes for t in module.program.slot_types) <= largest
     judged()
+
+
+def test_columns_of_a_solve_are_solved_for_alone() -> None:
+    """Bit for bit, on any processor, though the BLAS may give others with more columns beside them."""
+    f, arguments, out = GONE["columns of a solve"]
+    module, _ = program(f, arguments, out)
+    (_, matrix), (spec, columns) = arguments
+    parts = shards(columns, mesh(4), spec)
+    (got,) = Interpreter(module.program).run([matrix] * 4, parts)
+    for found, part in zip(got, parts, strict=True):
+        same(found, np.asarray(f(matrix, part)), exact=True)
 
 
 def program(f, arguments, out, over=None, exact=True):  # type: ignore[no-untyped-def]

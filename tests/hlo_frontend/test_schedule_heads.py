@@ -1,0 +1,135 @@
+"""Steps in schedules with heads that all stages compute or that a conditional has, and counted numbers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import training_steps
+from random_steps import Step, compare
+from schedule_judges import judge
+from training_steps import Draw
+
+from stretto.hlo_frontend.pipelines import members
+
+# A head that all stages compute, of what the last one gave to all.
+
+SHARED = {
+    "psum": Draw(shared="psum", loss="squares"),
+    "psum-alike": Draw(shared="psum", alike=True, loss="squares", stages=4, microbatches=5),
+    "psum-data": Draw(shared="psum", axes="dx", loss="squares", inside=True, collect="scan"),
+    "psum-tensors": Draw(shared="psum", axes="yx", loss="squares", alike=True),
+    "psum-cross": Draw(shared="psum", stages=3, mask="where"),
+    "gather": Draw(shared="gather", loss="squares", stages=3, inside=True),
+    "gather-cross": Draw(shared="gather", alike=True, collect="scan"),
+}
+
+
+@pytest.mark.parametrize("d", SHARED.values(), ids=SHARED)
+def test_a_head_that_all_stages_compute(d):
+    """What the backward pass begins with is summed up over stages; the last one computes it for all."""
+    found = judge(d)
+    (report,) = found.module.interleaved
+    assert report.alive[0] == min(d.stages, d.microbatches) == report.rows
+
+
+@pytest.mark.parametrize("schedule", ["zb_h1", "interleaved_1f1b"])
+def test_a_head_that_all_stages_compute_in_other_schedules(schedule):
+    how = {"interleave": 2} if schedule == "interleaved_1f1b" else {}
+    judge(Draw(shared="psum", loss="squares", microbatches=3), schedule, **how)
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+def test_what_other_stages_give_is_not_zeros(monkeypatch, stages):
+    """The loss is masked on other stages: their gradient is 0 * x, NaN where x is infinite, and is added."""
+
+    def large(d, head, h, wanted):
+        scale = np.ones(h.shape, np.float32)
+        scale[1, 0, 0] = 1e30
+        return jnp.sum((h * scale * scale) ** 2)
+
+    monkeypatch.setattr(training_steps, "loss_of", large)
+    d = Draw(shared="psum", loss="squares", stages=stages, microbatches=3)
+    step = Step(d)
+    last = step.written[step.paths.index("[1]['layers']['down']")][stages - 1]
+    assert np.isnan(last[-1, :, 0]).all() and not np.isinf(last).any()  # infinite without the zeros
+    judge(d)
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4])
+def test_a_sum_of_the_same_number_is_the_same_in_any_order(stages):
+    """`members.EXACT`: for all numbers of a binade, which are like those of any other."""
+    x = np.arange(1 << 23, 1 << 24, dtype=np.int64).astype(np.float32)
+
+    def sums(count: int) -> list[np.ndarray]:
+        if count == 1:
+            return [x]
+        return [a + b for n in range(1, count) for a in sums(n) for b in sums(count - n)]
+
+    first, *others = sums(stages)
+    assert stages <= members.EXACT and all(np.array_equal(first, other) for other in others)
+
+
+def test_sums_of_more_stages_may_round():
+    (report,) = compare(
+        Draw(shared="psum", alike=True, loss="squares", stages=5), "1f1b"
+    ).module.interleaved
+    assert (report.why, report.rounds) == ("", "a head is computed row by row")
+
+
+UNDER = {
+    "squares": Draw(under=True, loss="squares", stages=3),
+    "cross": Draw(under=True, axes="dx", inside=True, collect="scan"),
+    "psum": Draw(under=True, shared="psum", stages=4, microbatches=5, mask="where"),
+    "gather": Draw(under=True, shared="gather", inside=True, again="layer"),
+}
+
+
+@pytest.mark.parametrize("d", UNDER.values(), ids=UNDER)
+def test_a_head_under_a_conditional(d):
+    """Behind the loop, on the last stage alone, as its gradient is."""
+    found = compare(d, "1f1b")
+    assert found.whys == found.differs == ()
+    (report,) = found.module.interleaved
+    one_row = d.loss == "squares"
+    assert report.rounds == (
+        "a head under lax.cond is computed apart" if one_row else "a head is computed row by row"
+    )
+
+
+def test_what_other_stages_do_not_give_is_zeros(monkeypatch):
+    """Under a conditional the gradient of other stages is no 0 * x."""
+
+    def large(d, head, h, wanted):
+        scale = np.ones(h.shape, np.float32)
+        scale[1, 0, 0] = 1e30
+        return jnp.sum((h * scale * scale) ** 2)
+
+    monkeypatch.setattr(training_steps, "loss_of", large)
+    d = Draw(shared="psum", under=True, loss="squares", stages=3, microbatches=3, layers=1)
+    step = Step(replace(d, layers=2))
+    assert not any(np.isnan(g).any() for g in step.written[step.paths.index("[1]['head']")])
+    found = step.compare("1f1b")
+    assert found.whys == found.differs == ()
+
+
+COUNTED = {
+    "cond": Draw(counted=True, head="cond", microbatches=5),
+    "cond-data": Draw(counted=True, head="cond", axes="xd", stages=2, inside=True, collect="scan"),
+    "cond-metric": Draw(counted=True, head="cond", stages=3, metric=True, again="stage"),
+    "where": Draw(counted=True, head="where", loss="squares"),
+}
+
+
+@pytest.mark.parametrize("d", COUNTED.values(), ids=COUNTED)
+def test_a_number_that_the_loop_counts(d):
+    """The loss is divided by it behind the loop, so that the backward pass begins with it."""
+    judge(d)
+
+
+@pytest.mark.parametrize("schedule", ["zb_h1", "interleaved_1f1b"])
+def test_a_number_that_the_loop_counts_in_other_schedules(schedule):
+    how = {"interleave": 2} if schedule == "interleaved_1f1b" else {}
+    judge(COUNTED["cond"], schedule, **how)

@@ -1,0 +1,165 @@
+"""Steps in schedules with what each run of a stage has for itself: losses of layers, random keys."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import training_steps
+from frontend_support import P, manual, mesh
+from jax import lax
+from random_steps import compiled
+from schedule_judges import judge, refused
+from training_steps import Draw
+
+# What runs have for themselves, and what is read of all of them.
+
+OWN = {
+    "balance-sent": (Draw(balance="sent", head="cond", stages=3, again="layer"), "1f1b"),
+    "balance-stacked": (Draw(balance="stack", head="cond", microbatches=3), "zb_h1"),
+    "balance-chunks": (Draw(balance="carry", head="cond", stages=3), "interleaved_1f1b"),
+    "stacked-chunks": (Draw(balance="stack", loss="squares", again="stage"), "interleaved_1f1b"),
+    "keys": (Draw(dropout="carry", balance="carry", loss="squares", inside=True), "1f1b"),
+    "keys-shared": (Draw(dropout="shared", head="cond", again="stage", axes="dx"), "1f1b"),
+    "keys-chunks": (Draw(dropout="stack", head="cond", microbatches=3), "interleaved_1f1b"),
+}
+
+
+@pytest.mark.parametrize(("d", "schedule"), OWN.values(), ids=OWN)
+def test_what_each_run_has_for_itself(d, schedule):
+    """Losses that a stage adds up over its own layers, and keys that it folds from numbers."""
+    judge(d, schedule, **({"interleave": 2} if schedule == "interleaved_1f1b" else {}))
+
+
+@pytest.mark.parametrize(
+    "d", [Draw(collect="cond", loss="squares"), Draw(collect="cond", head="cond")]
+)
+def test_outputs_put_away_under_a_conditional(d):
+    judge(d)
+
+
+def test_a_loss_of_layers_that_is_not_linear(monkeypatch):
+    """Its gradient is known only when all microbatches have been through all layers."""
+    written = training_steps.outputs_of
+
+    def outputs_of(*arguments):
+        *found, total = written(*arguments)
+        return *found, total**2
+
+    monkeypatch.setattr(training_steps, "outputs_of", outputs_of)
+    why = refused(Draw(balance="carry", head="cond"))
+    assert "which depends on the forward pass of all microbatches" in why
+
+
+def test_layers_with_a_loop_that_gives_more_than_one_array(monkeypatch):
+    """As random bits are drawn; of it, runs of weights are left the arrays that they read."""
+
+    def layer(x, w):
+        begin = lax.stop_gradient((x, x * 2))
+        one, other = lax.fori_loop(0, 3, lambda _, c: (c[1], c[0] * 0.5), begin)
+        return x + jnp.tanh((x * one) @ w["up"]) @ w["down"] * other, None
+
+    monkeypatch.setattr(training_steps, "layer", layer)
+    judge(Draw(loss="squares", again="layer", microbatches=3), "zb_h1")
+
+
+def test_a_number_that_depends_on_the_stages(monkeypatch):
+    written = training_steps.outputs_of
+
+    def outputs_of(*arguments):
+        found, metric, count, total = written(*arguments)
+        return found, metric, count + metric, total
+
+    monkeypatch.setattr(training_steps, "outputs_of", outputs_of)
+    why = refused(Draw(counted=True, head="cond", metric=True))
+    assert "which depends on the forward pass of all microbatches" in why
+
+
+def test_a_mask_on_the_loss_alone_in_the_loop():
+    why = refused(Draw(head="loss", stages=3))
+    assert "put the head under lax.cond where a microbatch leaves the last stage" in why
+
+
+def beginning_anew(own):
+    """Reasons why a step is not run as 1F1B, and not interleaved, whose layers hand on a sum of their own.
+    ``own``: what a stage begins it with, of what the scan carries, which it gives anew."""
+    count, stages = 4, 2
+
+    def loss(w, xs):
+        stage = lax.axis_index("x")
+
+        def one(carry, w):
+            x, total = carry
+            y = jnp.tanh(x @ w)
+            return (y, total + jnp.sum(y)), None
+
+        def iteration(carry, i):
+            received, total, state = carry
+            x = jnp.where(stage == 0, xs[jnp.clip(i, 0, count - 1)], received)
+            working = (i >= stage) & (i - stage < count)
+            begun, state = own(state, total)
+            y, more = lax.cond(
+                working,
+                lambda b: lax.scan(one, b, w)[0],
+                lambda b: (b[0] * 0, jnp.float32(0)),
+                (x, begun),
+            )
+            return (lax.ppermute(y, "x", [(0, 1)]), total + more, state), None
+
+        start = jnp.zeros_like(xs[0]), jnp.float32(0), jnp.sin(xs[0, 0, 0])
+        return lax.psum(lax.scan(iteration, start, jnp.arange(count + 1))[0][1], "x")
+
+    over = mesh(stages)
+    step = jax.value_and_grad(manual(loss, over, (P("x"), P()), P()))
+    arguments = np.ones((4, 8, 8), np.float32), np.ones((count, 4, 8), np.float32)
+    found = (
+        compiled(jax.jit(step), arguments, stages, schedule, **how).interleaved
+        for schedule, how in (("1f1b", {}), ("gpipe", {"interleave": 2}))
+    )
+    return [" ".join(report.why for report in reports) for reports in found]
+
+
+ANEW = "f32[], which its layers hand on, begins anew in each stage"
+
+
+def test_what_begins_anew_in_each_stage():
+    """Interleaving would have it on other devices."""
+    alone, chunks = beginning_anew(lambda state, total: (jnp.float32(0), state))
+    assert not alone and ANEW in chunks
+
+
+def test_what_begins_with_a_state_that_changes():
+    alone, _ = beginning_anew(lambda state, total: (state, jnp.sin(state)))
+    assert ANEW in alone and "depends on the iterations before it" in alone
+
+
+def test_what_begins_with_what_other_runs_gave():
+    alone, _ = beginning_anew(lambda state, total: (total, state))
+    assert "a stage takes only a part of what another one gave" in alone
+
+
+@pytest.mark.parametrize("collect", ["put", "scan"])
+def test_a_head_of_what_each_stage_gave(monkeypatch, collect):
+    """The gradient of the masked loss is not known to be zeros on other stages, and is added there."""
+    written = training_steps.outputs_of
+
+    def own(d, *given):
+        return written(replace(d, shared="none"), *given)
+
+    monkeypatch.setattr(training_steps, "outputs_of", own)
+    why = refused(Draw(loss="squares", collect=collect))
+    assert "the gradient of a head that all stages compute" in why and "0 * x is NaN" in why
+
+
+def test_a_head_with_weights_of_a_stage(monkeypatch):
+    """Another stage's part of the sum cannot be computed by the last one."""
+
+    def scaled(d, head, h, wanted):
+        own = lax.ppermute(head, "x", [(0, 1), (1, 0)])
+        return jnp.sum((h @ own) ** 2)
+
+    monkeypatch.setattr(training_steps, "loss_of", scaled)
+    assert "is of the stage's own" in refused(Draw(shared="psum", alike=True))

@@ -83,7 +83,7 @@ def analyzed(
     find_live(entry, parts, forward, trace)
     for part in parts:
         with about(part.name):
-            _find_chains(followed, part)
+            _find_chains(followed, part, parts)
     for part in parts:
         with about(part.name):
             find_operands(followed, part, parts)
@@ -223,14 +223,14 @@ def _stage(followed: Followed, node: Node, num_devices: int) -> Node:
     return stage
 
 
-def _find_chains(followed: Followed, part: Part) -> None:
+def _find_chains(followed: Followed, part: Part, parts: Sequence[Part]) -> None:
     if not part.live:
         raise Refusal("no result depends on what it computes")
     _find_before(followed, part)
     part.chains = chains(part.live, part.before)
     if sum(map(len, part.chains)) != len(part.live):
         raise Refusal("what a stage gives goes to more than one other stage")
-    part.groups, part.enters, part.leaves = _regular(followed, part)
+    part.groups, part.enters, part.leaves = _regular(followed, part, parts)
 
 
 def _find_before(followed: Followed, part: Part) -> None:
@@ -310,6 +310,8 @@ def _added(followed: Followed, part: Part) -> str:
             made = origins.of(part.stage.operands[i], run)
             if made.node is None or made.node.instruction.opcode != "add":
                 continue
+            if origins.is_zero(made.node.results[0], made.at):
+                continue
             for operand in made.node.operands:
                 begin = followed.of(part.loop, operand, made.at).begin
                 if begin is not None and begin.node is not None:
@@ -331,8 +333,35 @@ def _added(followed: Followed, part: Part) -> str:
     return beside
 
 
-def _regular(followed: Followed, part: Part) -> Shape:
-    """The groups of devices, and when microbatches enter and leave, which must be the same for all groups."""
+def _padding(part: Part, ways: Sequence[tuple[int, ...]]) -> str:
+    """A hint for a stage whose layers also run on padding; empty if nobody reads what they give.
+
+    ``ways``: the devices of each chain. Microbatches go through all stages, padding through some of them.
+    """
+    if not part.given:
+        return ""
+    stages = max(map(len, ways))
+    other = sorted(run for chain in part.chains if len(chain) < stages for run in chain)
+    own = [
+        run.iteration for chain in part.chains if len(chain) == stages
+        for run in chain if other and run.device == other[0].device
+    ]  # fmt: skip
+    where = "" if not own else (
+        f". {'Going back, device' if part.layers.reverse else 'Device'} {other[0].device} has microbatches "
+        f"in iterations {min(own)} to {max(own)}, and its layers run in iteration {other[0].iteration} too"
+    )  # fmt: skip
+    return (
+        f"{where}. What its layers give on padding counts too, be it zeros that are computed: a gradient "
+        "there is 0 * x, which is NaN where x is, with a mask on outputs or on the loss as well. Run a stage "
+        "under lax.cond(working, run, jnp.zeros_like, x), or mask its input and its weights with "
+        "jnp.where(working, …, 0); in iteration i working is (i >= stage) & (i - stage < microbatches)"
+    )
+
+
+def _regular(followed: Followed, part: Part, parts: Sequence[Part]) -> Shape:
+    """The groups of devices, and when microbatches enter and leave, which must be the same for all groups.
+
+    ``parts``: of all loops that are analyzed."""
     ways: dict[tuple[int, ...], list[tuple[int, int]]] = {}
     for chain in part.chains:
         way = tuple(run.device for run in chain)
@@ -347,10 +376,9 @@ def _regular(followed: Followed, part: Part) -> Shape:
         )
     if len(set(devices)) != len(devices):
         hint = _added(followed, part)
-        hint = hint if hint or not part.given else (
-            ". What its layers give on padding counts too, be it zeros that are computed: run a stage under "
-            "lax.cond where it has a microbatch, or mask its input and its weights with where"
-        )  # fmt: skip
+        if not hint:
+            others = (_added(followed, other) for other in parts if other is not part)
+            hint = _padding(part, groups) + "".join(others)
         raise Refusal(
             f"not every microbatch goes once through the same devices in the same order{hint}"
         )

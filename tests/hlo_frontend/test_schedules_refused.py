@@ -66,6 +66,51 @@ def test_a_head_that_reads_a_neighbour(monkeypatch):
     assert "row 0 of what the backward pass begins with is padding" in refused(Draw())
 
 
+ON_PADDING = (
+    "Run a stage under lax.cond(working, run, jnp.zeros_like, x), or mask its input and its weights"
+)
+HEAD_IN_LOOP = (
+    "put the head under lax.cond where a microbatch leaves the last stage, or mask its input"
+)
+
+
+@pytest.mark.parametrize(
+    ("d", "also"),
+    [
+        (Draw(stages=3, mask="nothing", head="loss", collect="scan"), HEAD_IN_LOOP),
+        (Draw(mask="nothing", head="times", ring=False), HEAD_IN_LOOP),
+        (Draw(stages=3, mask="nothing", loss="squares"), ""),
+    ],
+    ids=["loss", "times", "behind"],
+)
+def test_layers_that_run_on_padding(d, also):
+    """All masks that are missing are named at once."""
+    why = refused(d)
+    first = "Device 1 has microbatches in iterations 1 to 4, and its layers run in iteration 0 too"
+    assert first in why and ON_PADDING in why
+    assert also in why and ("the gradient of a head" in why) == bool(also)
+
+
+def test_stages_that_are_computed_again_on_padding():
+    why = refused(Draw(mask="nothing", head="cond", again="stage"))
+    first = "Going back, device 0 has microbatches in iterations 1 to 4, and its layers run in iteration 0"
+    assert first in why and ON_PADDING in why
+
+
+def test_gradients_of_padding_may_be_nan(monkeypatch):
+    """Though all that is computed of microbatches is finite: so they may not be taken to be zeros."""
+
+    def scaled(x, w):
+        return x / jnp.sqrt(jnp.sum(x * x, axis=-1, keepdims=True)) @ w["up"] @ w["down"], None
+
+    monkeypatch.setattr(training_steps, "layer", scaled)
+    function, arguments, _, _ = program(Draw(mask="nothing", loss="squares"))
+    (loss, _), gradients = function(*arguments)
+    assert jnp.isfinite(loss) and jnp.isfinite(gradients["embedding"]).all()
+    of_layers = jnp.isfinite(gradients["layers"]["up"]).all(axis=(1, 2))
+    assert of_layers.tolist() == [True, True, False, False]  # the second stage begins with zeros
+
+
 def test_a_pipeline_without_a_gradient():
     function = gpipe.program(where(2, 3), 2)
     module = compiled(function, (weights(2 * 4), inputs(3)), 2, "1f1b")

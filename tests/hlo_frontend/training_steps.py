@@ -22,11 +22,13 @@ from jax.sharding import NamedSharding
 @dataclass(frozen=True)
 class Draw:
     """``axes``: of the mesh; x is that of stages, d of data and y of tensors; each but x has two devices.
-    ``mask``: ``cond`` runs nothing on padding, ``where`` runs zeros with zeros for weights.
+    ``mask``: ``cond`` runs nothing on padding, ``where`` runs zeros with zeros for weights, ``nothing`` runs
+    what is there.
     ``again``: what is under `jax.checkpoint`. ``collect``: ``put`` puts outputs away by microbatch, ``scan``
     cuts them from what the scan gives. ``inside``: whether the gradient is taken on each device.
     ``head``: where the loss is computed, ``behind`` the loop for all microbatches at once, or in it, on the
-    last stage, under a ``cond``, or with its input masked by ``where``, or with a mask on the ``loss`` alone.
+    last stage, under a ``cond``, or with its input masked by ``where``, or with a mask on the ``loss`` alone,
+    or the loss ``times`` that mask.
     ``shared``: how all stages get the outputs of the last one, for a head behind the loop that all of them
     compute: by ``psum`` or by ``gather``; empty where they do not. ``alike``: whether all then give the same
     loss, and not zeros but on the last one.
@@ -182,6 +184,8 @@ def outputs_of(
             y, own = lax.cond(
                 working, run, lambda x, _, __: (jnp.zeros_like(x), jnp.float32(0)), x, begin, layers
             )
+        elif d.mask == "nothing":
+            y, own = run(x, begin, layers)
         else:
             masked = jax.tree.map(lambda w: jnp.where(working, w, 0), layers)
             y, own = run(jnp.where(working, x, 0), jnp.where(working, begin, 0), masked)
@@ -210,6 +214,8 @@ def outputs_of(
                 result = given = lax.cond(last, loss, lambda y: jnp.float32(0), y)
             elif d.head == "loss":
                 result = given = jnp.where(last, loss(y), 0)
+            elif d.head == "times":
+                result = given = last * loss(y)
             else:
                 result = given = jnp.where(last, loss(jnp.where(last, y, 1)), 0)
                 if d.counted:

@@ -298,6 +298,39 @@ class Programs:
 
         return lambda: run(weights, data)
 
+    def training_called_from_python(self) -> Callable[[], Any]:
+        """5 steps of Adam of a perceptron of 8 layers: 72 arrays, whose losses are read one by one."""
+        weights = [self._put(self._normal(64, 64) * 0.1) for _ in range(8)]
+        biases = [self._put(self._normal(64) * 0.1) for _ in range(8)]
+        xs, ys = (self._put(self._normal(256, 64), "x") for _ in range(2))
+
+        def loss(layers: Any, x: jax.Array, y: jax.Array) -> jax.Array:
+            for w, b in zip(*layers, strict=True):
+                x = jnp.tanh(x @ w + b)
+            return ((x - y) ** 2).mean()
+
+        @partial(jax.jit, donate_argnums=0)
+        def step(state: Any, x: jax.Array, y: jax.Array) -> tuple[Any, jax.Array]:
+            layers, first, second = state
+            value, gradients = jax.value_and_grad(loss)(layers, x, y)
+            first = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, first, gradients)
+            second = jax.tree.map(lambda v, g: 0.999 * v + 0.001 * g * g, second, gradients)
+            layers = jax.tree.map(
+                lambda p, m, v: p - 1e-3 * m / (jnp.sqrt(v) + 1e-8), layers, first, second
+            )
+            return (layers, first, second), value
+
+        def run() -> Any:
+            zeros = jax.tree.map(jnp.zeros_like, (weights, biases))
+            state = jax.tree.map(jnp.copy, ((weights, biases), zeros, zeros))
+            losses = []
+            for _ in range(5):
+                state, value = step(state, xs, ys)
+                losses.append(float(value))
+            return losses
+
+        return run
+
     def pmap_called_from_python(self) -> Callable[[], Any]:
         """20 steps of replicas whose gradients are averaged; the batch comes from the host."""
         weights, data = self._normal(DEVICES, 32, 32), self._normal(DEVICES, 16, 32)

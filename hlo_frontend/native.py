@@ -45,7 +45,7 @@ _STRETCHES = 4
 # How often a loop of unknown length is taken to run.
 _SOME = 10
 
-# Collectives in a row, outside of loops, from which on compiled code is faster than the walk.
+# Collectives in a row, outside of loops, from which on compiled code is faster than any walk.
 MANY = 8
 # Bytes of the largest array of a program that the caller's thread may run, as of `collectives.communicator`.
 PROMPT = 1 << 16
@@ -70,12 +70,14 @@ class NativePolicy:
     of a segment, and a byte that goes to a device takes compiled code ``copied_s`` longer, since it gives
     each device a result of its own where the walk gives all devices of a process one. Parts of the data that
     differ from device to device, as reduce-scatter and all-to-all make, take ``parted_s``.
+    ``few``: collectives in a row, outside of loops, from which on compiled code is not slower than the walk.
     ``prompt``: bytes of its largest array up to which a program without loops is native however few
     collectives it has; 0: never.
     """
 
     devices: int
     small: int
+    few: int = MANY
     prompt: int = 0
     large: int = 0
     step_s: float = 0.0
@@ -88,13 +90,18 @@ class NativePolicy:
         (benchmarks/loop_sizes.py), which is what 1 MiB takes in memory and 256 KiB through MPI on one host;
         a network of 10 Gb/s moves 64 KiB in less. In steps of training on 4 x 2 devices it takes 1 ms more,
         where processes share cores. Where each process has one device, its caller's thread runs a small
-        program."""
+        program.
+
+        The walk runs each segment on one device after the other, with all of its arrays. Around one small
+        collective it takes as long as compiled code does on 8 devices, around two, or with 20 arrays, 1.3 to
+        2 times as long."""
         if processes == 1:
-            return cls(devices, 1 << 20, 0, _LARGE, 2e-4, 1e-10)
+            return cls(devices, 1 << 20, 1, 0, _LARGE, 2e-4, 1e-10)
         prompt = PROMPT if devices == 1 else 0
         if nodes == 1:
-            return cls(devices, 1 << 18, prompt, _LARGE, 5e-4, 5e-10, 2e-10)
-        return cls(devices, 1 << 16, prompt)
+            few = 1 if devices > 1 else 2
+            return cls(devices, 1 << 18, few, prompt, _LARGE, 5e-4, 5e-10, 2e-10)
+        return cls(devices, 1 << 16, prompt=prompt)
 
     def longer(self, collective: Collective) -> float:
         """Seconds that compiled code takes longer than moving it does in the walk."""
@@ -110,7 +117,7 @@ def native(program: Program, policy: NativePolicy) -> Native:
     program = _with_plain_bounds(program)
     state = _Rewriting(program, policy)
     why = state.refusal(program.body)
-    if not why and (_is_worth_it(program.body.instructions) or state.is_prompt()):
+    if not why and (_is_worth_it(program.body.instructions, state.few) or state.is_prompt()):
         return state.finished(state.whole())
     if why:
         state.refused.append((program.name, why))
@@ -150,7 +157,10 @@ class _Rewriting:
         self.segments: list[Segment] = list(program.segments)
         self.regions: list[str] = []
         self.refused: list[tuple[str, str]] = []
-        self.hidden = _hidden(program.body) if program.predicted is not None else frozenset()
+        planned = program.predicted is not None
+        self.hidden = _hidden(program.body) if planned else frozenset()
+        # A plan is kept as it is told, unless there is more to gain.
+        self.few = MANY if planned else policy.few
 
     def whole(self) -> Block:
         body, program = self.program.body, self.program
@@ -182,7 +192,7 @@ class _Rewriting:
         called: set[int] = set()  # in regions, which leave nothing to be awaited
 
         def end(position: int) -> None:
-            if _is_worth_it(stretch):
+            if _is_worth_it(stretch, self.few):
                 found.extend(self.stretch(stretch, {s for s in last if last[s] >= position}))
                 called.update(started)
             else:
@@ -364,10 +374,10 @@ def _in_loops(
                 yield from _in_loops(branch, iterations)
 
 
-def _is_worth_it(body: Sequence[Instruction]) -> bool:
+def _is_worth_it(body: Sequence[Instruction], few: int) -> bool:
     direct = sum(isinstance(i, Start) for i in body)
     flow = [i for i in body if isinstance(i, Loop | Branch)]
-    return direct >= MANY or any(map(_communicates, flow))
+    return direct >= few or any(map(_communicates, flow))
 
 
 def _blocks(instruction: Loop | Branch) -> tuple[Block, ...]:

@@ -6,7 +6,7 @@ The collectives are custom calls, which hand on a chain, so that XLA keeps them 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -18,6 +18,7 @@ from stretto.collectives.ops import Collective
 from stretto.collectives.types import TensorType
 from stretto.runtime.program import (
     CONTEXT,
+    WHILE,
     Block,
     Branch,
     Copy,
@@ -66,7 +67,7 @@ def plain_module(
     emitter = _Emitter(program, alone=True, ids=ids)
     text = emitter.main(inputs, outputs, donated, body)
     numbers = tuple(emitter.segments)
-    return _merged(text, [program.segments[i] for i in numbers], numbers)
+    return _merged(text, [program.segments[i] for i in numbers], numbers, emitter.repeated)
 
 
 def stretches(collective: Collective, trip_count: int) -> list[tuple[int, Collective]]:
@@ -97,7 +98,7 @@ def region_module(
     emitter = _Emitter(program, alone)
     text = emitter.main(inputs, outputs, donated, body)
     numbers = tuple(emitter.segments)
-    module = _merged(text, [program.segments[i] for i in numbers], numbers)
+    module = _merged(text, [program.segments[i] for i in numbers], numbers, emitter.repeated)
     return RegionModule(module, tuple(emitter.sites), numbers, tuple(emitter.collectives))
 
 
@@ -124,6 +125,8 @@ class _Emitter:
         self.alone = alone
         self.ids = ids
         self.segments: dict[int, None] = {}
+        self.repeated: set[int] = set()  # segments that loops run, or that have some
+        self.loops = 0  # around what is written
         self.sites: list[int] = []
         self.collectives = list(program.collectives)
         self.counter = "", 0  # of the loop around, and its trip count
@@ -269,6 +272,8 @@ class _Emitter:
     def _run(self, run: Run) -> None:
         self.segments[run.segment] = None
         segment = self.program.segments[run.segment]
+        if self.loops or WHILE in segment.module:
+            self.repeated.add(run.segment)
         name, count = self._new(), len(segment.outputs)
         taken, given = (", ".join(map(_tensor, t)) for t in (segment.inputs, segment.outputs))
         operands = ", ".join(self.names[s] for s in run.inputs)
@@ -405,6 +410,7 @@ class _Emitter:
         carried = [self._new() for _ in kinds]
         pairs = ", ".join(f"{c} = {i}" for c, i in zip(carried, initial, strict=True))
         self._add(f"{name}:{len(kinds)} = stablehlo.while({pairs}) : {listed}")
+        self.loops += 1
         self._add("cond {")
         self._take(carried)
         if counts:
@@ -430,6 +436,7 @@ class _Emitter:
             more.append(self._value(f"stablehlo.add {carried[base]}, {one} : {counter}"))
         elif communicates:
             more += self._block(loop.condition, results)
+        self.loops -= 1
         last = ", ".join([*self._handed_on()[1], *more, *results])
         self._add(f"stablehlo.return {last} : {listed}")
         self._add("}")
@@ -468,8 +475,14 @@ def _prefix(segment: int) -> str:
     return f"s{segment}_"
 
 
-def _merged(text: str, segments: Sequence[Segment], numbers: Sequence[int]) -> bytes:
-    """The module of ``text`` with the functions of these segments, whose declarations it has."""
+def _merged(
+    text: str, segments: Sequence[Segment], numbers: Sequence[int], repeated: Collection[int]
+) -> bytes:
+    """The module of ``text`` with the functions of these segments, whose declarations it has.
+
+    Of the ``repeated`` ones those that are small are one kernel each. For what runs once in a call a kernel
+    less saves little, compiling a large one takes up to a second, and its last bits are others than XLA's.
+    """
     with stablehlo.parsed(text) as module, module.context, ir.Location.unknown():
         for operation in list(module.body.operations):
             if "private" in str(operation.attributes.get("sym_visibility", "")):
@@ -477,7 +490,7 @@ def _merged(text: str, segments: Sequence[Segment], numbers: Sequence[int]) -> b
         small: dict[str, Any] = {}
         for number, segment in zip(numbers, segments, strict=True):
             part = stablehlo.parse(segment.module, module.context)
-            if not segment.reproducible and one_kernel.prepare(part):
+            if number in repeated and not segment.reproducible and one_kernel.prepare(part):
                 small[f"{_prefix(number)}main"] = stablehlo.main(part)
             functions = [o for o in part.body.operations if o.operation.name == "func.func"]
             for function in functions:

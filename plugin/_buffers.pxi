@@ -64,6 +64,8 @@ cdef class Outputs:
 
     def __cinit__(self, list buffers not None, issued, bint alike=False):
         self.buffers, self.alike = tuple([PyWeakref_NewRef(buffer, None) for buffer in buffers]), alike
+        for reference in self.buffers:
+            untrack(reference)
         self.issued, self.event = issued, None
 
     cdef Event ready(self):
@@ -129,6 +131,12 @@ cdef class Outputs:
             failure = error
         callback(failure)
         return 0
+
+
+cdef inline void untrack(object thing) noexcept:
+    """Spare the garbage collector something that is part of no cycle, of which each run makes many."""
+    if PyObject_GC_IsTracked(thing):
+        PyObject_GC_UnTrack(<void*>thing)
 
 
 # Of jaxlib's arrays, all of which are of one type: that type and its functions, looked up once.

@@ -105,6 +105,8 @@ cdef extern from "Python.h":
     # With the GIL: an object as it lies in memory, for fields that never change.
     const char* PyBytes_AS_STRING(object) noexcept
     Py_ssize_t PyBytes_GET_SIZE(object) noexcept
+    bint PyObject_GC_IsTracked(object) noexcept
+    void PyObject_GC_UnTrack(void*) noexcept
 
 include "_pjrt_abi.pxi"
 

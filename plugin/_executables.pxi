@@ -45,6 +45,7 @@ cdef class LoadedExecutable(Handle):
     cdef bint has_callbacks
     cdef bint jax_arrays  # the engine's arrays are jaxlib's
     cdef bint cannot_fail  # its `single`, given arrays that are computed
+    cdef bint alike  # what ``run`` gives a device
     cdef size_t smallest  # output, the cheapest to hold on to until the run is over
 
     def __cinit__(self, *args, **kwargs):
@@ -55,7 +56,7 @@ cdef class LoadedExecutable(Handle):
     def prepare(
         self, run, copy, single, apart, engine, bint has_callbacks, size_t num_parameters,
         tuple donated not None, list output_types not None, list output_memories not None, tuple devices not None,
-        bint cannot_fail=False,
+        bint cannot_fail=False, bint ends_as_one=False,
     ):
         """What `Execute` needs.
 
@@ -65,6 +66,7 @@ cdef class LoadedExecutable(Handle):
         there, or None. It may give None, which asks for ``run``, or
         `Issued`. ``cannot_fail``: a call of it gives no array with an error, if no argument has one, and only
         then. ``apart(single, rows)`` calls it for all devices, given the arrays of each, on several threads; or is None.
+        ``ends_as_one``: what ``run`` gives a device, if of jaxlib's arrays, is there at one time.
         ``copy(value)`` copies a value; ``donated`` are the parameters that a run consumes;
         ``output_memories`` has a list for each of ``devices``, the local ones in the order of the arguments.
         """
@@ -72,6 +74,7 @@ cdef class LoadedExecutable(Handle):
         self.donated, self.devices, self.has_callbacks = donated, devices, has_callbacks
         self.jax_arrays = getattr(engine, "jax_arrays", False)
         self.cannot_fail = cannot_fail
+        self.alike = ends_as_one and self.jax_arrays
         self.apart, self.seconds, self.long = apart, 0.0, _compute.LONG
         self.use_single(single)
         self.output_types, self.output_memories = output_types, output_memories
@@ -335,11 +338,12 @@ cdef class LoadedExecutable(Handle):
             made = []
             for i in range(<size_t>len(outputs)):
                 value = <object>PyList_GET_ITEM(outputs, i)
+                untrack(value)
                 (<void***>args.output_lists)[d][i] = self.output(value, None, i, memories)
                 made.append(<object>(<handle_t*>(<void***>args.output_lists)[d][i]).owner)
             made_together = None
             if made and not (self.has_callbacks and issued is not None):
-                made_together = self.group(made, issued)
+                made_together = self.group(made, issued, self.alike)
             if args.device_complete_events != NULL:
                 (<void**>args.device_complete_events)[d] = self.completion(made_together, issued)
         return 0

@@ -200,6 +200,7 @@ class LoadedExecutable(_capi.LoadedExecutable):  # type: ignore[misc]
             memories,
             self.devices,
             loaded.cannot_fail,
+            loaded.ends_as_one,
         )
 
     @cached_property

@@ -47,7 +47,7 @@ class Incoming:
         if self.promise.event.done:
             return
         self.promise.error = error
-        self.promise.content = None if error is not None else Landed(self.host)
+        self.promise.content = None if error is not None else [Landed(self.host)]
         self.promise.event.set()
 
 

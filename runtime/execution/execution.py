@@ -16,7 +16,7 @@ from ..engines.engine import Column, Joined
 from .dispatch import Dispatcher
 from .frame import Frame, Hosted, drop_tracebacks
 from .stream import Event, completions
-from .value import Landed, Promise, Value
+from .value import Landed, Part, Promise, Value
 from .walk import Walker
 
 
@@ -65,17 +65,14 @@ class Execution:
     def __init__(
         self,
         loaded: Executable,
-        columns: list[list[Any]],
+        columns: list[Promise | list[Any]],
         failed: Exception | None,
         run: int | None = None,
     ) -> None:
         self.loaded = loaded
         self.event = Event()  # all is issued
         self.end = Event() if loaded.has_host_callbacks else self.event  # and called back
-        self.promises = [
-            [Promise(self.event, position) for _ in loaded.output_types]
-            for position in range(len(loaded.local))
-        ]
+        self.promises = [Promise(self.event) for _ in loaded.output_types]
         self.run = loaded.dispatcher.next_run() if run is None else run
         self._columns = columns
         self._failed = failed
@@ -158,12 +155,17 @@ class Execution:
                 drained = lane.stream.submit(lane.drain)
                 drained.add_callback(partial(dispatcher.report_failure_of, drained))
 
-    def _gather(self, column: list[Any], type_: TensorType) -> Column:
+    def _gather(self, column: Promise | list[Any], type_: TensorType) -> Column:
         """The register of one argument: engine arrays, or host arrays if all devices have those."""
-        joined = _joined(column)
-        if joined is not None:
-            return joined
-        column = [entry.result() if type(entry) is Promise else entry for entry in column]
+        if isinstance(column, Promise):
+            count = len(self.loaded.local)
+            column.event.wait()
+            content = column.content
+            if isinstance(content, Joined) and len(content) == count:
+                return content
+            column = [column.result(position) for position in range(count)]
+        else:
+            column = [entry.result() if type(entry) is Part else entry for entry in column]
         landed = [type(entry) is Landed for entry in column]
         if all(landed):
             return Hosted(entry.host for entry in column)
@@ -189,19 +191,12 @@ class Execution:
         dispatcher = loaded.dispatcher
         if not dispatcher.claim(self):
             return
-        for index in range(len(loaded.output_types)):
+        for index, promise in enumerate(self.promises):
             register = results[index] if results else None
-            hosted = type(register) is Hosted
-            if isinstance(register, Joined):
-                for promises in self.promises:
-                    promises[index].content = register
-                continue
-            for position, promises in enumerate(self.promises):
-                entry = None if register is None else register[position]
-                if entry is None:
-                    promises[index].error = error
-                else:
-                    promises[index].content = Landed(entry) if hosted else entry
+            promise.error = error
+            if type(register) is Hosted:
+                register = [None if entry is None else Landed(entry) for entry in register]
+            promise.content = register
         if loaded.communicates and not getattr(error, "agreed", False):
             dispatcher.report(error)
         self.event.set(error=error)
@@ -222,22 +217,6 @@ class Execution:
             return False
         arrays = [a for register in results if type(register) is list for a in register]
         return bool(arrays) and all(array.is_ready() for array in arrays)
-
-
-def _joined(column: Sequence[Any]) -> Joined | None:
-    """What a column is, if it is all of what one earlier run gave all devices in this order; waits for it."""
-    first, joined = column[0], None
-    for position, entry in enumerate(column):
-        if type(entry) is not Promise or entry.position != position:
-            return None
-        if entry is first:
-            first.event.wait()
-            joined = first.content
-            if not isinstance(joined, Joined) or len(joined) != len(column):
-                return None
-        elif entry.content is not joined:
-            return None
-    return joined
 
 
 def _wait_for(ends: Sequence[Any], event: Event) -> None:

@@ -16,7 +16,7 @@ from typing import Any, cast
 
 from stretto.collectives.types import TensorType
 
-from ..engines.engine import LoadedTogether, counted
+from ..engines.engine import Joined, LoadedTogether, counted
 from ..errors import InvalidProgramError
 from ..program import CALLS, WHILE, Block, Branch, Loop, Run
 from .compiled_segments import CompiledSegments
@@ -26,7 +26,7 @@ from .frame import Frame, Hosted, named
 from .regions import Rest
 from .side_by_side import among
 from .stream import Event
-from .value import DeletedError, Landed, Promise, Value
+from .value import DeletedError, Landed, Part, Promise, Value
 from .walk import Walker
 
 # Iterations that take no loop long: XLA runs one in the thread that calls only where an iteration has fewer
@@ -176,6 +176,13 @@ class LoadedProgram:
         loaded = self.walker.context.segments[program.body.instructions[0].segment]  # type: ignore[union-attr]
         scratch = getattr(loaded, "scratch_bytes", LITTLE)
         return scratch + sum(type.nbytes for type in self.output_types) < LITTLE
+
+    @property
+    def ends_as_one(self) -> bool:
+        """Whether what a run gives a device is there at one time, being of one run of the engine: the
+        program is one segment on several devices, and no other process could want it walked."""
+        alone = self.negotiation is None and len(self.local) > 1
+        return alone and self.program.single_run is not None
 
     def execute(self, arguments: Sequence[Sequence[Value]]) -> list[list[Value]]:
         """Run it: ``arguments[k][i]`` is parameter i for ``local[k]``; gives outputs in the same form.
@@ -401,7 +408,7 @@ class LoadedProgram:
                 array = value._array
                 if array is None:
                     other = value._other
-                    if type(other) is Promise and other.event.done and other.error is None:
+                    if type(other) is Promise and other.gave(value.position):
                         array = value.array()
                     elif type(other) is Landed:
                         array, landed = other.host, landed + 1
@@ -421,10 +428,10 @@ class LoadedProgram:
         """The outputs that an execution will give."""
         return [
             [
-                Value(type, ordinal, self._engine, None, promise)
-                for type, promise in zip(self.output_types, promises, strict=True)
+                Value(type, ordinal, self._engine, None, promise, position)
+                for type, promise in zip(self.output_types, execution.promises, strict=True)
             ]
-            for (_, ordinal), promises in zip(self.local, execution.promises, strict=True)
+            for position, (_, ordinal) in enumerate(self.local)
         ]
 
     def _delete_donated(self, arguments: Sequence[Sequence[Value]]) -> None:
@@ -432,14 +439,38 @@ class LoadedProgram:
             for row in arguments:
                 row[index].delete()
 
+    def _whole(self, arguments: Sequence[Sequence[Value]], index: int) -> Promise | None:
+        """The promise that an argument is of on all devices, in this order: one that is not there yet, or is
+        there as a whole. It is taken together."""
+        first = arguments[0][index]
+        promise = first._other
+        if type(promise) is not Promise or first.type is not self.input_types[index]:
+            return None
+        if promise.event.done and not isinstance(promise.content, Joined):
+            return None
+        for position, row in enumerate(arguments):
+            value = row[index]
+            if (
+                value._other is not promise
+                or value._array is not None
+                or value.position != position
+            ):
+                return None
+        return promise
+
     def _launch(
         self, arguments: Sequence[Sequence[Value]]
     ) -> tuple[list[list[Value]], Event | None]:
         idle = self.dispatcher.idle
-        columns: list[list[Any]] = []
+        columns: list[Promise | list[Any]] = []
         issued = True
         failed: Exception | None = None
         for index, type_ in enumerate(self.input_types):
+            whole = self._whole(arguments, index)
+            if whole is not None:
+                issued = issued and whole.event.done
+                columns.append(whole)
+                continue
             column = []
             for row in arguments:
                 value = row[index]
@@ -455,7 +486,7 @@ class LoadedProgram:
                 except Exception as error:
                     failed = failed or error
                     content = None
-                if type(content) is Promise and not content.event.done:
+                if type(content) is Part and not content.promise.event.done:
                     issued = False
                 column.append(content)
             columns.append(column)

@@ -159,7 +159,7 @@ class Transfers:
         promise = Promise(Event())
 
         def end(content: Any, error: BaseException | None) -> None:
-            promise.content, promise.error = content, error
+            promise.content, promise.error = [content], error
             promise.event.set()
 
         self._ask(_Asked(source, target, type, watchdog.calling_line(), end))

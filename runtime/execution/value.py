@@ -15,7 +15,7 @@ Transitions set ``_array`` before they clear ``_other``, so that they need no lo
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -50,37 +50,66 @@ class Landed:
 
 
 class Promise:
-    """One output of one device of a run that is under way: its content is there once ``event`` is set.
+    """One output of a run that is under way, on all local devices: it is there once ``event`` is set.
 
-    ``content`` is an engine array, `Landed`, or `Joined` arrays of which it is the one at ``position``.
+    ``content`` has an engine array or `Landed` for each device, in the order of the run's, and None where
+    there is only the ``error``; or it is `Joined` arrays. It is None if there is no more than the error.
     """
 
-    __slots__ = ("content", "error", "event", "position")
+    __slots__ = ("content", "error", "event")
 
-    def __init__(self, event: Event, position: int = 0) -> None:
+    def __init__(self, event: Event) -> None:
         self.event = event
-        self.position = position
-        self.content: Any = None
+        self.content: Sequence[Any] | Joined | None = None
         self.error: BaseException | None = None
 
-    def result(self) -> Any:
-        """Wait; engine array or `Landed`. Raises the error."""
+    def result(self, position: int = 0) -> Any:
+        """Wait; the engine array or `Landed` of the device at this position. Raises the error."""
         self.event.wait()
-        if self.error is not None:
+        content = None if self.content is None else self.content[position]
+        if content is None and self.error is not None:
             raise self.error
+        return content
+
+    def gave(self, position: int) -> bool:
+        """Whether a device has its content, and so no error."""
         content = self.content
-        return content[self.position] if isinstance(content, Joined) else content
+        if content is None or not self.event.done:
+            return False
+        return isinstance(content, Joined) or content[position] is not None
+
+
+class Part:
+    """What a promise holds for the device at ``position``."""
+
+    __slots__ = ("position", "promise")
+
+    def __init__(self, promise: Promise, position: int) -> None:
+        self.promise = promise
+        self.position = position
+
+    def result(self) -> Any:
+        """As `Promise.result`."""
+        return self.promise.result(self.position)
 
 
 class Value:
-    """An array of this ``type`` on local device ``ordinal`` of ``engine``."""
+    """An array of this ``type`` on local device ``ordinal`` of ``engine``. ``position``: of the device
+    in the run that promised it."""
 
-    __slots__ = ("__weakref__", "_array", "_other", "engine", "ordinal", "type")
+    __slots__ = ("__weakref__", "_array", "_other", "engine", "ordinal", "position", "type")
 
     def __init__(
-        self, type: TensorType, ordinal: int, engine: Engine, array: Array | None, other: Any = None
+        self,
+        type: TensorType,
+        ordinal: int,
+        engine: Engine,
+        array: Array | None,
+        other: Any = None,
+        position: int = 0,
     ) -> None:
         self.type = type
+        self.position = position
         self.ordinal = ordinal
         self.engine = engine
         self._array = array
@@ -108,7 +137,7 @@ class Value:
         if array is not None:
             return array
         other = self._other
-        if type(other) is Promise and not (other.event.done and other.error is None):
+        if type(other) is Promise and not other.gave(self.position):
             return None
         if isinstance(other, BaseException) or other is _DELETED:
             return None
@@ -133,17 +162,20 @@ class Value:
                 return True
             if not other.event.done:
                 return False
-            array = other.content
+            content = other.content
+            if content is None:
+                return True
+            if isinstance(content, Joined):
+                return content.is_ready()
+            array = content[self.position]
             if array is None or type(array) is Landed:
                 return True
-            if isinstance(array, Joined):
-                return array.is_ready()
         return self.engine.is_ready(array)
 
     def block(self) -> None:
         """Wait until the content is there. Raises the error of the run or computation."""
         other = self._other
-        if type(other) is Promise and other.error is None and isinstance(other.content, Joined):
+        if type(other) is Promise and isinstance(other.content, Joined):
             other.content.block()
             return
         content = self._content()
@@ -176,8 +208,8 @@ class Value:
         return self._other is _DELETED
 
     def capture(self) -> Any:
-        """The present content: an engine array, `Landed` or a `Promise` (which has its content already if
-        that is one of `Joined` arrays). Does not wait.
+        """The present content: an engine array, `Landed` or a `Part` of a promise (which has its content
+        already if that is `Joined` arrays). Does not wait.
 
         Raises the error of a failed value, `DeletedError`.
         """
@@ -187,8 +219,9 @@ class Value:
         other = self._other
         kind = type(other)
         if kind is Promise:
-            waits = not other.event.done or isinstance(other.content, Joined)
-            return other if waits else other.result()
+            if not other.event.done or isinstance(other.content, Joined):
+                return Part(other, self.position)
+            return other.result(self.position)
         if kind is Landed:
             return other
         if other is None:  # another thread has just issued it
@@ -198,7 +231,7 @@ class Value:
     def _content(self) -> Any:
         """Engine array or `Landed`, waiting for the run."""
         content = self.capture()
-        if type(content) is Promise:
+        if type(content) is Part:
             content = content.result()
         if type(content) is not Landed and self._array is None and self._other is not _DELETED:
             self._array, self._other = content, None
@@ -222,12 +255,15 @@ class Value:
 
     def _notify(self, other: Any, callback: Callable[[BaseException | None], None]) -> None:
         if type(other) is Promise:
-            if other.error is not None:
-                callback(other.error)
-            elif type(other.content) is Landed:
+            try:
+                content = other.result(self.position)
+            except BaseException as error:
+                callback(error)
+                return
+            if type(content) is Landed:
                 callback(None)
             else:
-                _notify_computed(self.engine, other.result(), callback)
+                _notify_computed(self.engine, content, callback)
         elif type(other) is Landed or other is None:
             callback(None)
         else:

@@ -52,7 +52,7 @@ def region(text: str) -> Segment:
       }}
       func.func private @s0_main({taken}) -> ({types})
     }}"""
-    return Segment(part.inputs, part.outputs, _merged(whole, [part], [0]))
+    return Segment(part.inputs, part.outputs, _merged(whole, [part], [0], [0]))
 
 
 def run(segment: Segment, arrays: Sequence[np.ndarray], *, is_one: bool = True) -> Results:
@@ -254,7 +254,7 @@ def test_a_constant_operand_that_is_folded_away_within_leaves_a_kernel() -> None
       func.func private @s0_main(tensor<8xf32>, tensor<i32>) -> tensor<i1>
     }"""
     outputs = (*part.outputs, part.inputs[1])
-    segment = Segment(part.inputs[:1], outputs, _merged(whole, [part], [0]))
+    segment = Segment(part.inputs[:1], outputs, _merged(whole, [part], [0], [0]))
     on, count = run(segment, [x])
     assert (on, count) == (False, 640)
 

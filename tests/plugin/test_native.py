@@ -27,6 +27,7 @@ import stretto
 from stretto.collectives.native import can_reduce, connected, refusal
 from stretto.collectives.ops import Collective, Kind, Reduction
 from stretto.collectives.types import TensorType
+from stretto.plugin.executable import executables
 from stretto.runtime.engines.xla_cpu import XlaCpuEngine
 
 pytestmark = pytest.mark.usefixtures("on_stretto")
@@ -512,14 +513,58 @@ def test_stretches_of_equal_layers_are_compiled_once(
     assert len(compiled_together) == len(set(compiled_together)) <= layers - 2
 
 
-def test_few_collectives_in_a_row_are_walked(mesh: Mesh) -> None:
-    def f(x: jax.Array) -> jax.Array:
-        for _ in range(3):
-            x = lax.psum(x, "x")
-        return x
+def test_one_collective_is_enough(mesh: Mesh) -> None:
+    rows = np.arange(2 * N, dtype=np.float32).reshape(N, 2)
+    got, compiled = on_rows(mesh, lambda x: lax.psum(x, "x"), rows)
+    np.testing.assert_array_equal(got, np.tile(rows.sum(0), (N, 1)))
+    assert walked_instructions(compiled) == ["run"]
 
-    _, compiled = on_rows(mesh, f, np.ones((N, 2), np.float32))
-    assert "start" in walked_instructions(compiled)
+
+@pytest.mark.parametrize("loops", [False, True])
+def test_what_loops_run_is_one_kernel_and_what_runs_once_is_xlas(mesh: Mesh, loops: bool) -> None:
+    def step(x: jax.Array) -> jax.Array:
+        y = jnp.tanh(jnp.sin(x) * 2 + 1) * jnp.exp(-x * x)
+        return lax.pcast(lax.psum(y, "x"), "x", to="varying") * 0.25 + x
+
+    def f(x: jax.Array) -> jax.Array:
+        return lax.fori_loop(0, 3, lambda _, x: step(x), x) if loops else step(x)
+
+    rows = np.linspace(-2, 2, 6 * N, dtype=np.float32).reshape(N, 6)
+    before = set(executables)
+    got, _ = on_rows(mesh, f, rows)
+    modules = [s.module for e in set(executables) - before for s in e.compiled.program.segments]
+    assert any(b"xla_cpu_small_call" in module for module in modules) == loops
+    want = rows
+    for _ in range(3 if loops else 1):
+        y = np.tanh(np.sin(want) * 2 + 1) * np.exp(-want * want)
+        want = y.sum(0) * np.float32(0.25) + want
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+
+
+def test_results_of_several_runs_of_compiled_code_are_taken_together(mesh: Mesh) -> None:
+    """And so are those of which some devices' parts come from elsewhere."""
+    spec, sharding = PartitionSpec("x"), NamedSharding(mesh, PartitionSpec("x"))
+    mapped = jax.shard_map(lambda x: lax.psum(x, "x") + x, mesh=mesh, in_specs=spec, out_specs=spec)
+    step = jax.jit(mapped)
+    rows = np.arange(2 * N, dtype=np.float32).reshape(N, 2)
+    x = y = jax.device_put(rows, sharding)
+    want = rows
+    for _ in range(3):
+        x, want = step(x), want.sum(0) + want
+        np.testing.assert_array_equal(np.asarray(x), want)
+        y = step(y)  # not awaited between
+    np.testing.assert_array_equal(np.asarray(y), want)
+    parts = [s.data for s in x.addressable_shards]
+    parts[1] = jax.device_put(np.zeros((1, 2), np.float32), parts[1].device)
+    mixed = jax.make_array_from_single_device_arrays(x.shape, sharding, parts)
+    want[1] = 0
+    np.testing.assert_array_equal(np.asarray(step(mixed)), want.sum(0) + want)
+    backwards = NamedSharding(Mesh(mesh.devices[::-1], ("x",)), spec)
+    turned = jax.make_array_from_single_device_arrays(x.shape, backwards, parts[::-1])
+    again = jax.shard_map(
+        lambda x: lax.psum(x, "x") + x, mesh=backwards.mesh, in_specs=spec, out_specs=spec
+    )
+    np.testing.assert_array_equal(np.asarray(jax.jit(again)(turned)), (want.sum(0) + want)[::-1])
 
 
 def test_a_donated_argument_of_a_stretch(mesh: Mesh) -> None:

@@ -182,7 +182,7 @@ def test_what_is_not_computed_yet_holds_up_its_own_way_only(ranks: tuple[Rank, R
     assert content(receiver.transfers.receive(SMALL, 1, 2))[0] == 9
     assert not first.event.done
     assert not second.event.done
-    late.content = sender.engine.put(numbers(3), SMALL, 0)
+    late.content = [sender.engine.put(numbers(3), SMALL, 0)]
     late.event.set()
     assert content(first)[0] == 3
     assert content(second)[0] == 5

@@ -37,7 +37,7 @@ def test_what_is_issued_is_given_without_waiting(engine: NullEngine) -> None:
     promise = Promise(Event())
     value = Value(F32, 0, engine, None, promise)
     assert value.issued() is None
-    promise.content = array
+    promise.content = [array]
     promise.event.set()
     assert value.issued() is array
     assert engine.clock.now == 0.0
@@ -87,14 +87,14 @@ def test_a_pending_value_gets_what_its_run_gives(engine: NullEngine, landed: boo
     promise = Promise(Event())
     value = Value(F32, 0, engine, None, promise)
     assert not value.is_ready()
-    assert value.capture() is promise
+    assert value.capture().promise is promise
     got: list[np.ndarray] = []
     errors: list[BaseException | None] = []
     value.on_ready(errors.append)
     waiter = threading.Thread(target=lambda: got.append(value.host_view()))
     waiter.start()
     assert got == errors == []
-    promise.content = Landed(HOST) if landed else engine.put(HOST, F32, 0)
+    promise.content = [Landed(HOST) if landed else engine.put(HOST, F32, 0)]
     promise.event.set()
     waiter.join(30)
     np.testing.assert_array_equal(got[0], HOST)

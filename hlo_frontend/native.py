@@ -67,9 +67,10 @@ class NativePolicy:
     ``small``: bytes of a collective, of its operands or its results, up to which the walk would take longer
     than moving them does. A block may have larger ones, up to ``large``, if the walk of the block would take
     longer by more than compiled code does for these: the walk takes ``step_s`` seconds for a start or a run
-    of a segment, and a byte that goes to a device takes compiled code ``copied_s`` longer, since it gives
-    each device a result of its own where the walk gives all devices of a process one. Parts of the data that
-    differ from device to device, as reduce-scatter and all-to-all make, take ``parted_s``.
+    of a segment and ``array_s`` for each array that a run takes or gives on a device, and a byte that goes to
+    a device takes compiled code ``copied_s`` longer, since it gives each device a result of its own where
+    the walk gives all devices of a process one. Parts of the data that differ from device to device, as
+    reduce-scatter and all-to-all make, take ``parted_s``.
     ``few``: collectives in a row, outside of loops, from which on compiled code is not slower than the walk.
     ``prompt``: bytes of its largest array up to which a program without loops is native however few
     collectives it has; 0: never.
@@ -83,6 +84,7 @@ class NativePolicy:
     step_s: float = 0.0
     copied_s: float = 0.0
     parted_s: float = 0.0
+    array_s: float = 2e-6
 
     @classmethod
     def of(cls, devices: int, processes: int, nodes: int) -> NativePolicy:
@@ -302,7 +304,8 @@ class _Rewriting:
                 collective = self.program.collectives[instruction.collective]
                 saved += self.policy.step_s - self.policy.longer(collective)
             elif isinstance(instruction, Run):
-                saved += self.policy.step_s
+                arrays = len(instruction.inputs) + len(instruction.outputs)
+                saved += self.policy.step_s + self.policy.array_s * arrays * self.policy.devices
             elif isinstance(instruction, Loop):
                 trips = _SOME if instruction.trip_count is None else instruction.trip_count
                 saved += trips * sum(map(self._saved, _blocks(instruction)))

@@ -376,6 +376,10 @@ cdef class SegmentRows:
         self.handed_at(ordinal, began, outputs)
 
     @cython.binding(False)
+    def ran(self, double ordinal, double began, double ended):
+        self.rows.put(SEGMENT, self.program.number, self.index, ordinal, began, ended, 0.0)
+
+    @cython.binding(False)
     def left_out(self, double ordinal):
         cdef double now = self.rows.now()
         self.rows.put(LEFT_OUT, self.program.number, self.index, ordinal, now, now, 0.0)

@@ -117,6 +117,7 @@ class Region:
         self._once = len(self.payload), messages, skipped, nbytes
         self.peers = peers
         self._told = False  # that rows were dropped
+        self._began = 0.0  # the run, if somebody wants to know
         self._looked = self._look  # made once
         # Of each site: its name, its line, and the processes in it, for the watchdog.
         self.described = [
@@ -149,7 +150,7 @@ class Region:
             for slot in self.instruction.inputs:
                 if type(frame.registers[slot]) is Hosted:
                     land(frame.registers, slot)
-            self.table.begin(self.context.instrument is not None)
+            self._begin()
             self.lane.progress.watch(self._look)
             self.lane.hand_over(self.table)
             self._run(frame)
@@ -186,7 +187,7 @@ class Region:
         table, lane, instrument = self.table, self.lane, self.context.instrument
         progress = lane.progress
         try:
-            table.begin(instrument is not None, until)
+            self._begin(until)
             progress.watch(self._looked)
             lane.hand_over(table)
             results = self._run_alone(self.ordinal, [self.first[0], *arrays])
@@ -213,6 +214,13 @@ class Region:
         self._leave()
         self._account((0,))
         return results
+
+    def _begin(self, until: float = 0.0) -> None:
+        """A run begins; with ``until`` it is not to wait longer."""
+        instrument = self.context.instrument
+        if instrument is not None:
+            self._began = perf_counter()
+        self.table.begin(instrument is not None, until)
 
     def _again(self, frame: Frame) -> None:
         """Go on with a run that was given up."""
@@ -317,7 +325,8 @@ class Region:
             self._tell(active)
 
     def _tell(self, active: tuple[int, ...]) -> None:
-        """Tell the instrument of the collectives of a run."""
+        """Tell the instrument of the collectives of a run, and of what the devices computed between them."""
+        over = perf_counter()
         rows, dropped = self.table.rows()
         if dropped and not self._told:
             self._told = True
@@ -332,11 +341,25 @@ class Region:
             for name, arguments in (
                 ("collective_started", ()),
                 ("collective_finished", (self.payload[site][2], ended - began)),
-                ("collective_ran", (began, active, _NOTHING)),
+                ("collective_ran", (began, active, _NOTHING, ended)),
             ):
                 tell = self.context.told(name, collective, stream)
                 if tell is not None:
                     tell(*arguments)
+        ran = self.context.told("segment_ran", self.context.program, self.instruction.segment)
+        if ran is None:
+            return
+        now = self._began
+        for began, ended in sorted(row[2:] for row in rows):
+            self._ran(ran, now, began)
+            now = max(now, ended)
+        if not dropped:
+            self._ran(ran, now, over)
+
+    def _ran(self, tell: Callable[..., None], began: float, ended: float) -> None:
+        if began < ended:
+            for ordinal in self.context.ordinals:
+                tell(ordinal, began, ended)
 
 
 def _payload(collective: Collective, bound: Any) -> tuple[int, int, int]:

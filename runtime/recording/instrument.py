@@ -69,6 +69,11 @@ class Instrument:
     ) -> None:
         """The same run, with the time before it was handed over, and the engine's arrays."""
 
+    def segment_ran(
+        self, program: Program, segment: int, ordinal: int, began: float, ended: float
+    ) -> None:
+        """A part of a run of a segment that calls collectives, between two of them, is over."""
+
     def segment_skipped(self, program: Program, segment: int, ordinal: int) -> None:
         """A segment was not run on a local device, since its outputs there are not read."""
 

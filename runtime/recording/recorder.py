@@ -217,6 +217,7 @@ _TOLD = {
     "program_finished": _Told(1, lambda self, *of: self._program(*of).rows.finished),
     "program_called": _Told(2, lambda self, *of: self._segment(*of).called),
     "segment_handed": _Told(2, lambda self, *of: self._segment(*of).handed),
+    "segment_ran": _Told(2, lambda self, *of: self._segment(*of).ran),
     "segment_skipped": _Told(2, lambda self, *of: self._segment(*of).left_out),
     "collective_started": _Told(2, lambda self, *of: self._collective(*of).started),
     "collective_ran": _Told(2, lambda self, *of: self._collective(*of).ran),

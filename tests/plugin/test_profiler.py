@@ -90,8 +90,14 @@ def check(planes: Any, rank: int, devices: list[int], per_device: int) -> None:
     alone = ["jit_doubling"] * 2 + ["jit__lambda"]
     for d in devices:
         ran = [stats["program"] for _, _, _, stats in plane[f"device {d}"]]
-        assert ran == ["jit_summing"] * 3 + (alone if d == devices[0] else [])
+        # What calls a collective runs before it and behind it.
+        assert ran == ["jit_summing"] * 6 + (alone if d == devices[0] else [])
     moved = plane["stream 0"]
+    for d in devices:
+        parts = plane[f"device {d}"][:6]
+        for k, (_, begin, duration, _) in enumerate(moved):
+            (_, first, took, _), (_, again, _, _) = parts[2 * k : 2 * k + 2]
+            assert first + took <= begin + 1 and begin + duration <= again + 1
     assert [stats["kind"] for *_, stats in moved] == ["all-reduce"] * 3
     assert {stats["bytes"] for *_, stats in moved} == {per_device * 4}
     assert all("script.py:" in stats["source"] for *_, stats in moved)

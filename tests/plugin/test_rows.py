@@ -87,6 +87,7 @@ def events(case: Case, seed: int, length: int) -> Taken:
                 handed += 2
             case 4:
                 of.left_out(ordinal)
+                of.ran(ordinal, float(draw.randrange(50)), 50.0)
             case 5:
                 of.called(next(runs), ordinal, 0.5, outputs)
                 handed += 2

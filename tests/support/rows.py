@@ -186,6 +186,9 @@ class SegmentRows:
         output = outputs[self.smallest] if outputs else None
         running.append((self.program.number, self.index, began, output))
 
+    def ran(self, ordinal: int, began: float, ended: float) -> None:
+        self.rows.put(Kind.SEGMENT, self.program.number, self.index, ordinal, began, ended, 0.0)
+
     def left_out(self, ordinal: int) -> None:
         now = self.rows.now()
         self.rows.put(Kind.LEFT_OUT, self.program.number, self.index, ordinal, now, now, 0.0)

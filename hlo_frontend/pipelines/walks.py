@@ -190,11 +190,15 @@ class Walk:
                 )
         return held, known
 
-    def _check_before(self, init: Instruction) -> None:
-        """Check that a value of the entry computation is there before the loops, where it is read."""
+    def _check_before(self, init: Instruction, sent: bool = False) -> None:
+        """Check that a value of the entry computation is there before the loops, where it is read.
+
+        ``sent``: whether it is read as another stage has it."""
         if init in self.depends:
             raise depends_on_all(init)
-        if self.crosses and (self.sameness is None or self.sameness.of(init) is not Class.SAME):
+        if (self.crosses or sent) and (
+            self.sameness is None or self.sameness.of(init) is not Class.SAME
+        ):
             raise Refusal(f"{init.describe()} is of the stage's own")
 
     def _table(self) -> np.ndarray:
@@ -219,7 +223,7 @@ class Walk:
         made = source.made
         if made.node is None:
             init = source.loop.instruction.operands[0].operands[made.leaf]
-            self._check_before(init)
+            self._check_before(init, sent=made.at.device != at.device)
             return Residual(None, init), made.slot, made.plus
         if source.loop is self.part.loop:
             if position is None:

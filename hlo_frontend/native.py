@@ -7,7 +7,7 @@ region becomes one segment whose collectives are its ``sites``, with a module of
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from stretto.collectives.native import ALWAYS, NEVER, refusal
@@ -160,7 +160,8 @@ class _Rewriting:
         self.regions: list[str] = []
         self.refused: list[tuple[str, str]] = []
         planned = program.predicted is not None
-        self.hidden = _hidden(program.body) if planned else frozenset()
+        # Without a plan, what the program itself starts and awaits: in loops the walk would take longer.
+        self.hidden = _hidden(blocks(program.body) if planned else (program.body,))
         # A plan is kept as it is told, unless there is more to gain.
         self.few = MANY if planned else policy.few
 
@@ -280,7 +281,7 @@ class _Rewriting:
                     elif nbytes > largest[0]:
                         largest = nbytes, f"{collective.kind} %{collective.name}"
                 if not why and instruction.event in self.hidden:
-                    why = "the plan hides it"
+                    why = "something is computed beside it"
                 if why:
                     return f"{collective.kind} %{collective.name}: {why}"
             elif isinstance(instruction, Run):
@@ -389,10 +390,10 @@ def _blocks(instruction: Loop | Branch) -> tuple[Block, ...]:
     return instruction.branches
 
 
-def _hidden(body: Block) -> frozenset[int]:
+def _hidden(searched: Iterable[Block]) -> frozenset[int]:
     """Events of starts that something is computed beside."""
     found: set[int] = set()
-    for block in blocks(body):
+    for block in searched:
         under_way: set[int] = set()
         for instruction in block.instructions:
             if isinstance(instruction, Start):

@@ -20,6 +20,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from jax import lax
+from jax._src.lax import parallel  # psum_start and the others have no public name yet
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -518,6 +519,18 @@ def test_one_collective_is_enough(mesh: Mesh) -> None:
     got, compiled = on_rows(mesh, lambda x: lax.psum(x, "x"), rows)
     np.testing.assert_array_equal(got, np.tile(rows.sum(0), (N, 1)))
     assert walked_instructions(compiled) == ["run"]
+
+
+def test_what_a_program_computes_between_start_and_done_stays_there(mesh: Mesh) -> None:
+    def f(x: jax.Array) -> jax.Array:
+        future: Any = parallel.psum_start(x, "x")
+        y = jnp.tanh(x * x)
+        return y + (future.done() if hasattr(future, "done") else future)
+
+    rows = np.linspace(-1, 1, 6 * N, dtype=np.float32).reshape(N, 6)
+    got, compiled = on_rows(mesh, f, rows)
+    np.testing.assert_allclose(got, np.tanh(rows * rows) + rows.sum(0), rtol=1e-5)
+    assert walked_instructions(compiled)[1:4] == ["start", "run", "wait"]
 
 
 @pytest.mark.parametrize("loops", [False, True])

@@ -10,15 +10,18 @@ one small region (`regions`) needs no walk for that.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
+from threading import Lock
 from time import perf_counter
 from typing import Any, cast
 
 from stretto.collectives.types import TensorType
 
 from ..engines.engine import Joined, LoadedTogether, counted
-from ..errors import InvalidProgramError
+from ..errors import InvalidProgramError, UnsupportedError
 from ..program import CALLS, WHILE, Block, Branch, Loop, Run
+from . import called_back
 from .compiled_segments import CompiledSegments
 from .dispatch import PATIENCE, Dispatcher
 from .execution import Execution, FirstRuns, Issued
@@ -78,6 +81,12 @@ class LoadedProgram:
         # How it is agreed on with the other processes that run it; None if there are none. While it is
         # measured, what does that stands here too.
         self.negotiation: FirstRuns | None = None
+        # Whether compiled code needs all devices at once. Functions that are called back keep some of their
+        # threads, and may come together: programs that they run are walked, as ``compile_walked`` has them.
+        self._together = len(local) > 1 and any(segment.sites for segment in program.segments)
+        self.compile_walked: Callable[[], LoadedProgram] | None = None
+        self._walked: LoadedProgram | None = None
+        self._walking = Lock()  # `_walked` is made once
         self._choose_single()
 
     def _choose_single(self) -> None:
@@ -200,6 +209,8 @@ class LoadedProgram:
         failed); None if that is so already. Where the program calls back into Python, it is set once
         everything has been called.
         """
+        if self._together and called_back.inside():
+            return self._walk_within(arguments)
         if self._single is not None and (not self.donates or self.dispatcher.idle):
             outputs = self._run_single(arguments)
             if outputs is not None:
@@ -222,6 +233,26 @@ class LoadedProgram:
         if not self.local:
             return [], None
         return self._launch(arguments)
+
+    def _walk_within(
+        self, arguments: Sequence[Sequence[Value]]
+    ) -> tuple[list[list[Value]], Event | None]:
+        """Run it in a function that another run has called back. Waits for what it gives."""
+        with self._walking:
+            if self._walked is None:
+                if self.compile_walked is None:
+                    raise UnsupportedError(
+                        f"program {self.program.name}, whose collectives compiled code calls, was loaded "
+                        "without its source, and cannot be run by a function that another program calls "
+                        "back: set STRETTO_NATIVE=0, or compile it anew"
+                    )
+                self._walked = self.compile_walked()
+        outputs, event = self._walked.execute_with_completion(arguments)
+        for row in outputs:
+            for value in row:
+                with suppress(Exception):  # whoever reads it is told
+                    value.block()
+        return outputs, event
 
     def cost_analysis(self) -> dict[str, float]:
         """Flops, transcendentals and bytes of one device's run, as far as the engine tells.

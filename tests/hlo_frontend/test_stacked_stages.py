@@ -158,4 +158,4 @@ def test_a_step_without_a_mask_says_what_to_mask():
         in_shardings=(by_stage, NamedSharding(over, P())),
     )
     module = compiled(function, (layers, inputs(3)), 2, "1f1b")
-    assert any("mask its input and its weights with where" in r.why for r in module.interleaved)
+    assert any("mask its input and its weights with jnp.where" in r.why for r in module.interleaved)

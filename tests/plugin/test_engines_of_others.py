@@ -38,7 +38,7 @@ class Miscounting(XlaCpuEngine):
 
 
 def run(
-    folder: Path, engine: str, script: str, given: str = "outputs"
+    folder: Path, engine: str, script: str, given: str = "outputs", **settings: str
 ) -> subprocess.CompletedProcess[str]:
     """Run a script on one of ``ENGINES``, registered as an installed package registers its own."""
     (folder / "engines_of_others.py").write_text(ENGINES.replace("{given}", given))
@@ -51,7 +51,7 @@ def run(
         "[stretto.engines]\napart = engines_of_others:Apart\n"
         "as-cuda = engines_of_others:LoweredAsCuda\nmiscounting = engines_of_others:Miscounting\n"
     )
-    brought = {"PYTHONPATH": str(folder), "STRETTO_ENGINE": engine}
+    brought = {"PYTHONPATH": str(folder), "STRETTO_ENGINE": engine, **settings}
     return scripts.run(script, "stretto,cpu", 2, **brought)
 
 
@@ -98,6 +98,7 @@ def test_runs_that_give_something_else_than_their_results(
         attempt(jax.device_put(np.arange(4.0), rows))
         """,
         given,
+        STRETTO_NATIVE="0",  # else all devices are called at once
     )
     assert done.returncode == 0, done.stderr
     alone, sharded = done.stdout.splitlines()

@@ -162,7 +162,12 @@ rows, ranks = NamedSharding(mesh, P("x")), np.arange(2, dtype=np.float32)
 def mapped(f, out_specs):
     return jax.jit(jax.shard_map(f, mesh=mesh, in_specs=P("x"), out_specs=out_specs, check_vma=False))
 total = mapped(lambda a: jax.lax.psum(a, "x"), P("x"))
+loop = lambda a: jax.lax.fori_loop(0, 3, lambda _, v: jax.lax.psum(v, "x") * 0.5, a)
+rounds = mapped(loop, P("x"))
+assert rounds(jax.device_put(ranks, rows)).tolist() == [0.5, 0.5]
 def call(a):
+    halves = rounds(jax.device_put(ranks, rows))
+    assert halves.tolist() == [0.5, 0.5]
     return np.asarray(total(jax.device_put(ranks, rows)))[:1] + np.asarray(a)
 def f(a):
     return jax.pure_callback(call, jax.ShapeDtypeStruct((1,), jnp.float32), a)

@@ -221,6 +221,12 @@ class CompiledModule:
             raise InvalidProgramError("the program has no collectives to order")
         return self.source.with_order(order)
 
+    def as_walked(self) -> CompiledModule:
+        """The same module where compiled code calls no collectives, and nothing is planned. Of modules that
+        were partitioned."""
+        assert self.source is not None
+        return self.source.compiled()
+
     def as_written(self) -> CompiledModule:
         """The same module with its collectives as they are written."""
         if self.source is None or not (self.source.rewrites or self.source.splits):

@@ -82,9 +82,9 @@ class NativePolicy:
     prompt: int = 0
     large: int = 0
     step_s: float = 0.0
+    array_s: float = 0.0
     copied_s: float = 0.0
     parted_s: float = 0.0
-    array_s: float = 2e-6
 
     @classmethod
     def of(cls, devices: int, processes: int, nodes: int) -> NativePolicy:
@@ -98,11 +98,14 @@ class NativePolicy:
         collective it takes as long as compiled code does on 8 devices, around two, or with 20 arrays, 1.3 to
         2 times as long."""
         if processes == 1:
-            return cls(devices, 1 << 20, 1, 0, _LARGE, 2e-4, 1e-10)
+            return cls(
+                devices, 1 << 20, few=1, large=_LARGE, step_s=2e-4, array_s=2e-6, copied_s=1e-10
+            )
         prompt = PROMPT if devices == 1 else 0
         if nodes == 1:
             few = 1 if devices > 1 else 2
-            return cls(devices, 1 << 18, few, prompt, _LARGE, 5e-4, 5e-10, 2e-10)
+            longer = {"step_s": 5e-4, "array_s": 2e-6, "copied_s": 5e-10, "parted_s": 2e-10}
+            return cls(devices, 1 << 18, few=few, prompt=prompt, large=_LARGE, **longer)
         return cls(devices, 1 << 16, prompt=prompt)
 
     def longer(self, collective: Collective) -> float:

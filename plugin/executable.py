@@ -11,7 +11,7 @@ import hashlib
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache, cached_property, partial
+from functools import cache, cached_property
 from importlib.metadata import version
 from typing import Any
 from weakref import WeakSet
@@ -222,10 +222,8 @@ def _digest(source: bytes) -> bytes:
     return hashlib.sha256(module.encode()).digest()
 
 
-def compile_module(
-    maker: Maker, source: bytes, options: bytes, *, walked: bool = False
-) -> CompiledModule:
-    """Take a StableHLO module through XLA and the front end. ``walked``: compiled code makes no calls."""
+def compile_module(maker: Maker, source: bytes, options: bytes) -> CompiledModule:
+    """Take a StableHLO module through XLA and the front end."""
     num_replicas, num_partitions, _ = _counts(options)
     statistics.compiled(programs=1)
     return compile_stablehlo(
@@ -238,7 +236,7 @@ def compile_module(
         interleave=maker.options.interleave,
         schedule=maker.options.schedule,
         splits=maker.options.split,
-        calls=None if walked else maker.calls,
+        calls=maker.calls,
         dump=None if maker.dumps is None else maker.dumps.program(),
     )
 
@@ -281,7 +279,6 @@ def _compile_here(
             digested = pool.submit(_digest, source)
             loaded = _onto(client, compiled, device_ids, host_callbacks)
         digest = digested.result()
-    loaded.compile_walked = partial(_compile_walked, client, source, options, device_ids)
     executable = Executable(
         client,
         compiled,
@@ -293,15 +290,6 @@ def _compile_here(
     return LoadedExecutable(client, executable, loaded, device_ids)
 
 
-def _compile_walked(
-    client: Client, source: bytes, options: bytes, device_ids: tuple[int, ...]
-) -> LoadedProgram:
-    """The same program for functions that are called back; see `LoadedProgram`."""
-    with garbage.kept():
-        compiled = compile_module(client, source, options, walked=True)
-        return _onto(client, compiled, device_ids)
-
-
 def _take(
     client: Client, taken: Taken, source: bytes, options: bytes, device_ids: tuple[int, ...]
 ) -> LoadedExecutable:
@@ -309,7 +297,6 @@ def _take(
     compiled = taken.stored.compiled
     _warn(client, compiled)
     loaded = _onto(client, compiled, device_ids, code=taken.stored.code)
-    loaded.compile_walked = partial(_compile_walked, client, source, options, device_ids)
     executable = Executable(
         client,
         compiled,
@@ -379,7 +366,7 @@ def _onto(
     code: Sequence[bytes] = (),
 ) -> LoadedProgram:
     """The program on its devices. ``code``: of segments that need not be compiled."""
-    return client.executor.load(
+    loaded = client.executor.load(
         compiled.program,
         device_ids,
         host_callbacks,
@@ -392,6 +379,11 @@ def _onto(
             client.world, client.overlap, compiled, has_host_callbacks=bool(host_callbacks)
         ),
     )
+    if compiled.source is not None:
+        loaded.compile_walked = lambda: _onto(
+            client, compiled.as_walked(), device_ids, host_callbacks
+        )
+    return loaded
 
 
 def _counts(options: bytes) -> tuple[int, int, bytes]:

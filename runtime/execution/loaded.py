@@ -242,9 +242,8 @@ class LoadedProgram:
             if self._walked is None:
                 if self.compile_walked is None:
                     raise UnsupportedError(
-                        f"program {self.program.name}, whose collectives compiled code calls, was loaded "
-                        "without its source, and cannot be run by a function that another program calls "
-                        "back: set STRETTO_NATIVE=0, or compile it anew"
+                        f"program {self.program.name}, whose collectives compiled code calls, cannot be run "
+                        "by a function that another program calls back: set STRETTO_NATIVE=0"
                     )
                 self._walked = self.compile_walked()
         outputs, event = self._walked.execute_with_completion(arguments)

@@ -21,7 +21,7 @@ SCRIPT = Path(__file__).with_name("gpu_mpi_ranks.py")
 @pytest.fixture(scope="module")
 def fake(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     if not shutil.which("cc"):
-        pytest.skip("no C compiler")
+        pytest.skip("the fake CUDA driver is built with a C compiler (cc), and there is none")
     return cuda.environment(tmp_path_factory.mktemp("cuda")) | {
         "PYTHONPATH": str(SCRIPT.parents[1])
     }

@@ -63,7 +63,7 @@ TYPES = {
 def test_declarations_are_those_of_the_header(tmp_path: Path) -> None:
     compiler = shutil.which("cc")
     if compiler is None:
-        pytest.skip("there is no C compiler")
+        pytest.skip("the header is read by a C compiler (cc), and there is none")
     declared = re.search(r'"""\n(    #include <pthread.h>.*?)"""', SOURCE.read_text(), re.DOTALL)
     assert declared is not None
     checks = [

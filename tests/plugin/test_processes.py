@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from types import MappingProxyType
 
 import pytest
@@ -178,11 +179,17 @@ left = everywhere(jax.device_put(ranks, rows))  # may be under way when the proc
 """
 
 
-def test_programs_that_communicate_run_in_functions_called_back() -> None:
-    """They are part of the run that waits for them, whichever thread calls."""
-    done = run_python(CALLED_BACK_TO_RUN)
-    check(done)
-    assert done.stderr == ""
+def test_programs_that_communicate_run_in_functions_called_back(tmp_path: Path) -> None:
+    """They are part of the run that waits for them, whichever thread calls, wherever they are loaded from."""
+    cache = {
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
+    for _ in range(2):
+        done = run_python(CALLED_BACK_TO_RUN, settings=cache)
+        check(done)
+        assert done.stderr == ""
+    assert list(tmp_path.glob("jit__lambda*"))
 
 
 class TestExit:

@@ -183,7 +183,15 @@ def _check_transfers(part: Part, forward: Forward) -> None:
             if read:
                 iteration, (source, target) = min(read)
                 where = f" (from device {source} to {target} in iteration {iteration})"
+            moved = [t for o in inner.operands if (t := o.type) is not None]
+            why = "a pipeline that is circular already reads it so"
+            if all(t.dtype[0] in "psu" for t in moved):
+                why = (
+                    "a head or a loss may not read labels or a mask that go from stage to stage with a "
+                    "microbatch: let the last stage take them by the number of the microbatch from an "
+                    "argument that all stages have, as labels[i - (stages - 1)]"
+                )
             raise Refusal(
                 f"what {inner.instruction.describe()} moves{where} is read by more than the next "
-                "stage's layers; a pipeline that is circular already reads it so"
+                f"stage's layers; {why}"
             )

@@ -81,6 +81,7 @@ class Walk:
         self.position = {p: n for n, p in enumerate(self.block.parameters)}
         self.flat = [(k, d, at) for k, runs in enumerate(self.runs) for d, at in runs.items()]
         self.crosses = any(d != at.device for _, d, at in self.flat)
+        self.group = {d: n for n, own in enumerate(self.part.groups) for d in own}
 
     def needs(self, values: Iterable[Value]) -> None:
         """Walk from these values. Raises `Refusal`; then nothing is changed."""
@@ -99,7 +100,7 @@ class Walk:
                 if node is None:
                     reads.setdefault(value, []).append((k, device, at))
                     continue
-                residual = self._residual(node, k, at)
+                residual = self._residual(node, k, device, at)
                 if residual is not None:
                     own, row, plus = residual
                     if residuals.setdefault(node.instruction, own) != own:
@@ -168,14 +169,16 @@ class Walk:
         known: dict[int, np.ndarray] = {}
         for parameter, runs in reads.items():
             position = self.position[parameter]
-            if self.block.results[position].root is parameter:
-                init = self.part.loop.instruction.operands[0].operands[position]
-                self._check_before(init)
-                held[position] = init
-                continue
             numbers: list[int | None] = [None]
             if parameter.type is not None and not parameter.type.shape:
                 numbers = [self.origins.number(parameter, at) for _, _, at in runs]
+            if self.block.results[position].root is parameter:
+                init = self.part.loop.instruction.operands[0].operands[position]
+                own = all(self._has(device, init, at.device) for _, device, at in runs)
+                if own or None in numbers:
+                    self._check_before(init, own)
+                    held[position] = init
+                    continue
             if all(n is not None and -(2**31) <= n < 2**31 for n in numbers):
                 old = self.known.get(position)
                 table = self._table() if old is None else old.copy()
@@ -190,22 +193,27 @@ class Walk:
                 )
         return held, known
 
-    def _check_before(self, init: Instruction, sent: bool = False) -> None:
-        """Check that a value of the entry computation is there before the loops, where it is read.
-
-        ``sent``: whether it is read as another stage has it."""
+    def _check_before(self, init: Instruction, own: bool) -> None:
+        """Check that a value of the entry computation is there before the loops. ``own``: whether devices
+        have what they read of it themselves."""
         if init in self.depends:
             raise depends_on_all(init)
-        if (self.crosses or sent) and (
-            self.sameness is None or self.sameness.of(init) is not Class.SAME
-        ):
+        if not own:
             raise Refusal(f"{init.describe()} is of the stage's own")
+
+    def _has(self, device: int, init: Instruction, other: int) -> bool:
+        """Whether a device has the same value of the entry computation as another one."""
+        if device == other:
+            return True
+        if self.sameness is None or self.group.get(device, -1) != self.group.get(other):
+            return False
+        return self.sameness.of(init) is Class.SAME
 
     def _table(self) -> np.ndarray:
         return np.zeros((self.followed.forward.num_devices, len(self.runs)), np.int32)
 
     def _residual(
-        self, node: Node, k: int, at: Execution
+        self, node: Node, k: int, device: int, at: Execution
     ) -> tuple[Residual, int | None, bool] | None:
         """What a slice of a stack is that was made before, in the forward loop or ahead of it, the number of
         the row ahead of it, and whether zeros were added to it on its way; None for another node."""
@@ -223,7 +231,7 @@ class Walk:
         made = source.made
         if made.node is None:
             init = source.loop.instruction.operands[0].operands[made.leaf]
-            self._check_before(init, sent=made.at.device != at.device)
+            self._check_before(init, self._has(device, init, made.at.device))
             return Residual(None, init), made.slot, made.plus
         if source.loop is self.part.loop:
             if position is None:
@@ -232,8 +240,7 @@ class Walk:
         if (
             made.slot is not None
             or source.loop is not self.there.part.loop
-            or self.crosses
-            or made.at != self.there.runs[k].get(at.device)
+            or made.at != self.there.runs[k].get(device)
             or made.node.instruction.computation is not self.there.part.loop.instruction.called[0]
         ):
             raise _other(node)

@@ -24,13 +24,17 @@ OWN = {
     "stacked-chunks": (Draw(balance="stack", loss="squares", again="stage"), "interleaved_1f1b"),
     "keys": (Draw(dropout="carry", balance="carry", loss="squares", inside=True), "1f1b"),
     "keys-shared": (Draw(dropout="shared", head="cond", again="stage", axes="dx"), "1f1b"),
+    "mask": (Draw(travels="mask", head="cond", again="layer", microbatches=3), "zb_h1"),
+    "mask-chunks": (Draw(travels="mask", loss="squares", mask="where"), "interleaved_1f1b"),
+    "segments": (Draw(travels="segments", loss="squares", again="stage", stages=3), "1f1b"),
     "keys-chunks": (Draw(dropout="stack", head="cond", microbatches=3), "interleaved_1f1b"),
 }
 
 
 @pytest.mark.parametrize(("d", "schedule"), OWN.values(), ids=OWN)
 def test_what_each_run_has_for_itself(d, schedule):
-    """Losses that a stage adds up over its own layers, and keys that it folds from numbers."""
+    """Losses that a stage adds up over its own layers, keys that it folds from numbers, and what goes from
+    stage to stage with a microbatch."""
     judge(d, schedule, **({"interleave": 2} if schedule == "interleaved_1f1b" else {}))
 
 
@@ -139,6 +143,39 @@ def test_what_begins_with_a_state_that_changes():
 def test_what_begins_with_what_other_runs_gave():
     alone, _ = beginning_anew(lambda state, total: (total, state))
     assert "a stage takes only a part of what another one gave" in alone
+
+
+def given_on(monkeypatch, change):
+    """Layers of a stage have something else than what came with the microbatch."""
+    written = training_steps.stage_of
+    monkeypatch.setattr(training_steps, "stage_of", lambda d, k, rows: written(d, k, change(rows)))
+
+
+def test_a_mask_that_a_stage_changes(monkeypatch):
+    given_on(monkeypatch, lambda mask: mask ^ (lax.axis_index("x") == 1))
+    assert "depends on the iterations before it" in refused(Draw(travels="mask", loss="squares"))
+
+
+def test_labels_that_go_from_stage_to_stage():
+    why = refused(Draw(travels="labels", head="cond"))
+    assert "let the last stage take them by the number of the microbatch" in why
+
+
+def test_a_mask_of_another_part_of_the_data(monkeypatch):
+    """Which only the gradient reads: it is the same on all stages of that part, not of this one."""
+
+    @jax.custom_vjp
+    def of_rows(y, mask):
+        return y
+
+    of_rows.defvjp(
+        lambda y, mask: (y, mask), lambda mask, g: (jnp.where(mask[:, None], g, 0), None)
+    )
+    monkeypatch.setattr(training_steps, "of_rows", lambda d, mask, y, x: of_rows(y, mask))
+    d = Draw(travels="mask", loss="squares", axes="dx")
+    judge(d)
+    given_on(monkeypatch, lambda mask: lax.ppermute(mask, "d", [(0, 1), (1, 0)]))
+    assert "is of the stage's own" in refused(d)
 
 
 @pytest.mark.parametrize("collect", ["put", "scan"])

@@ -37,6 +37,9 @@ class Draw:
     each layer gives its own (``stack``). ``dropout``: whence layers have the keys of their random numbers, of
     which each stage folds its own from its number and the microbatch's: they split what they hand on
     (``carry``), have one each (``stack``), or fold their numbers into that of the stage (``shared``).
+    ``travels``: what goes from stage to stage with a microbatch: a ``mask`` of its rows, or the numbers of
+    ``segments`` that they are of, which the first stage computes in the loop, both for layers, or ``labels``
+    for a head in the loop.
     ``shift``: how stages hand on where they are one array, under `vmap`, by ``roll`` or by a concatenation
     and a ``where``; empty where the step is written for a device, with `ppermute`.
     """
@@ -65,6 +68,7 @@ class Draw:
     counted: bool = False
     balance: str = ""
     dropout: str = ""
+    travels: str = ""
 
 
 def draw_stacked(rng: random.Random) -> Draw:
@@ -117,7 +121,8 @@ def draw(rng: random.Random) -> Draw:
     if d.collect == "put" and not d.shared and rng.random() < 0.3:
         d = replace(d, collect="cond")
     balance = rng.choice(["", "carry", "stack", "sent"])
-    return replace(d, balance=balance, dropout=rng.choice(["", "", "carry", "stack", "shared"]))
+    d = replace(d, balance=balance, dropout=rng.choice(["", "", "carry", "stack", "shared"]))
+    return replace(d, travels=rng.choice(["", "", "", "mask", "segments"]))
 
 
 def layer(x: jax.Array, w: dict[str, jax.Array]) -> tuple[jax.Array, None]:
@@ -128,7 +133,16 @@ def parallel_layer(x: jax.Array, w: dict[str, jax.Array]) -> tuple[jax.Array, No
     return x + lax.psum(jnp.tanh(x @ w["up"]) @ w["down"], "y"), None
 
 
-def stage_of(d: Draw, microbatch: jax.Array) -> Any:
+def of_rows(d: Draw, rows: jax.Array, y: jax.Array, x: jax.Array) -> jax.Array:
+    """What a layer gives, of what it computed for its rows, and what it took."""
+    if d.travels == "mask":
+        return jnp.where(rows[:, None], y, x)
+    if d.travels == "segments":
+        return y + jnp.where(rows[:, None] == rows, 0.5, 0).astype(x.dtype) @ x
+    return y
+
+
+def stage_of(d: Draw, microbatch: jax.Array, rows: jax.Array) -> Any:
     """A run of a stage: of what it begins with, the losses that are added up, and its layers."""
     one = parallel_layer if "y" in d.axes else layer
 
@@ -143,6 +157,7 @@ def stage_of(d: Draw, microbatch: jax.Array) -> Any:
             x, total, key = handed
             w, own = given
             y, _ = one(x, w)
+            y = of_rows(d, rows, y, x)
             if d.dropout == "carry":
                 key, own = jax.random.split(key)
             elif d.dropout == "shared":
@@ -173,13 +188,20 @@ def outputs_of(
     stage = lax.axis_index("x")
     pairs = [(s, s + 1) for s in range(d.stages - 1)] + [(d.stages - 1, 0)] * d.ring
 
+    mask = wanted % 4 > 0
+
     def iteration(carry, i):
-        received, come, outputs, metric, count, total = carry
-        x = jnp.where(stage == 0, xs[jnp.clip(i, 0, d.microbatches - 1)], received)
+        received, come, rows, outputs, metric, count, total = carry
+        entering = jnp.clip(i, 0, d.microbatches - 1)
+        x = jnp.where(stage == 0, xs[entering], received)
+        if d.travels:
+            begun = mask[entering] if d.travels == "mask" else wanted[entering]
+            begun = begun // 4 if d.travels == "segments" else begun
+            rows = jnp.where(stage == 0, begun, rows)
         begin = jnp.where(stage == 0, 0, come) if d.balance == "sent" else jnp.float32(0)
         slot = i - stage
         working = (slot >= 0) & (slot < d.microbatches)
-        run = stage_of(d, slot)
+        run = stage_of(d, slot, rows)
         if d.mask == "cond":
             y, own = lax.cond(
                 working, run, lambda x, _, __: (jnp.zeros_like(x), jnp.float32(0)), x, begin, layers
@@ -194,10 +216,13 @@ def outputs_of(
         if d.balance:
             total = total + jnp.where(last if d.balance == "sent" else working, own, 0)
             come = lax.ppermute(own, "x", pairs) if d.balance == "sent" else come
+        if d.travels:
+            rows = lax.ppermute(jnp.where(working, rows, jnp.zeros_like(rows)), "x", pairs)
         given = y if d.shared else jnp.where(stage == d.stages - 1, y, 0)
         result = y
         if d.head != "behind":
             target = wanted[jnp.clip(out, 0, d.microbatches - 1)]
+            target = rows if d.travels == "labels" else target
 
             def loss(y):
                 return loss_of(d, head, y, target)
@@ -229,11 +254,12 @@ def outputs_of(
             outputs, given = jnp.where(out >= 0 if d.shared else last, put, outputs), None
         if d.metric:
             metric = metric + lax.stop_gradient(jnp.where(last, jnp.max(jnp.abs(y)), 0))
-        return (lax.ppermute(y, "x", pairs), come, outputs, metric, count, total), given
+        return (lax.ppermute(y, "x", pairs), come, rows, outputs, metric, count, total), given
 
     outputs = jnp.zeros_like(xs) if d.head == "behind" else jnp.zeros(d.microbatches)
     none = jnp.float32(0)
-    start = jnp.zeros_like(xs[0]), none, outputs, jnp.zeros((), xs.dtype), none, none
+    rows = jnp.zeros_like((mask if d.travels == "mask" else wanted)[0])
+    start = jnp.zeros_like(xs[0]), none, rows, outputs, jnp.zeros((), xs.dtype), none, none
     trips = d.microbatches + d.stages - 1
     (*_, outputs, metric, count, total), given = lax.scan(iteration, start, jnp.arange(trips))
     found = given[d.stages - 1 :] if d.collect == "scan" else outputs

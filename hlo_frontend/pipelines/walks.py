@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from ..builder import array_shape
+from ..builder import array_shape, resized
 from ..graph import Instruction, leaf_count
 from ..passes.valid.needs import selected
 from ..passes.valid.trace import is_transfer
@@ -170,7 +170,7 @@ class Walk:
         for parameter, runs in reads.items():
             position = self.position[parameter]
             numbers: list[int | None] = [None]
-            if parameter.type is not None and not parameter.type.shape:
+            if parameter.type is not None and parameter.type.size == 1:
                 numbers = [self.origins.number(parameter, at) for _, _, at in runs]
             if self.block.results[position].root is parameter:
                 init = self.part.loop.instruction.operands[0].operands[position]
@@ -268,7 +268,8 @@ class Walk:
                 env[cut] = held[self.held[position]]
             elif position in self.known:
                 at = [b.convert(device, array_shape(SCALAR)), k]
-                env[cut] = b.convert(b.lookup(self.known[position], at), cut.shape)
+                number = b.convert(b.lookup(self.known[position], at), resized(cut.shape, []))
+                env[cut] = shaped(b, number, cut.shape)
             else:
                 env[cut] = b.zeros(cut.shape)
         return env

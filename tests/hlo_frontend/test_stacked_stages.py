@@ -21,7 +21,9 @@ from training_steps import Draw, program, stacked_outputs
 STEPS = {
     "roll": Draw(stages=4, microbatches=5, shift="roll", embeds=True),
     "where": Draw(stages=3, microbatches=2, shift="where", collect="scan", again="layer"),
-    "data": Draw(axes="dx", microbatches=3, shift="roll", dtype="bfloat16", again="stage"),
+    "data": Draw(
+        axes="dx", microbatches=3, shift="roll", dtype="bfloat16", again="stage", travels="mask"
+    ),
 }
 
 
@@ -50,11 +52,12 @@ def test_a_step_is_run_as_zb_h1():
 def test_a_forward_pass_is_interleaved():
     d = Draw(stages=3, microbatches=4, shift="roll", mask="where", layers=4)
     over = jax.sharding.Mesh(np.array(jax.devices("cpu")[:3]), ("x",))
-    _, (parameters, _, _), _, _ = program(d)
+    _, (parameters, _, wanted), _, _ = program(d)
     xs = np.random.default_rng(1).standard_normal((4, 4, 8)).astype(np.float32)
     by_stage, all_of_it = NamedSharding(over, P("x")), NamedSharding(over, P())
     function = jax.jit(
-        lambda layers, xs: stacked_outputs(d, over, layers, xs), in_shardings=(by_stage, all_of_it)
+        lambda layers, xs: stacked_outputs(d, over, layers, xs, wanted),
+        in_shardings=(by_stage, all_of_it),
     )
     given = parameters["layers"], xs
     module = compiled(function, given, 3, "gpipe", interleave=2)

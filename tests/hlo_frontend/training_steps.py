@@ -89,6 +89,7 @@ def draw_stacked(rng: random.Random) -> Draw:
         embeds=rng.random() < 0.6,
         dtype=rng.choice(["float32", "float32", "float32", "bfloat16"]),
         shift=rng.choice(["roll", "roll", "where"]),
+        travels=rng.choice(["", "", "", "mask", "segments"]),
     )
 
 
@@ -340,14 +341,20 @@ def arguments_of(d: Draw) -> tuple[Any, np.ndarray, np.ndarray]:
     return parameters, tokens, wanted
 
 
-def stacked_outputs(d: Draw, over: jax.sharding.Mesh, layers: Any, xs: jax.Array) -> jax.Array:
+def stacked_outputs(
+    d: Draw, over: jax.sharding.Mesh, layers: Any, xs: jax.Array, wanted: jax.Array
+) -> jax.Array:
     """What the last stage gives, by microbatch, of a pipeline that is one array of all stages."""
     batch = "d" if "d" in d.axes else None
     layers = jax.tree.map(lambda w: w.reshape(d.stages, d.layers, *w.shape[1:]), layers)
-    one = jax.checkpoint(layer) if d.again == "layer" else layer
     stages = jnp.arange(d.stages)
+    begun = wanted % 4 > 0 if d.travels == "mask" else wanted // 4
 
-    def run(x, own, working):
+    def run(x, rows, own, working):
+        def one(x, w):
+            return of_rows(d, rows, layer(x, w)[0], x), None
+
+        one = jax.checkpoint(one) if d.again == "layer" else one
         own = jax.tree.map(lambda w: jnp.where(working, w, 0), own)
         return lax.scan(one, jnp.where(working, x, 0), own)[0]
 
@@ -357,26 +364,32 @@ def stacked_outputs(d: Draw, over: jax.sharding.Mesh, layers: Any, xs: jax.Array
     def sharded(state):
         return lax.with_sharding_constraint(state, NamedSharding(over, P("x", batch)))
 
-    def iteration(carry, i):
-        state, outputs = carry
-        x = xs[jnp.clip(i, 0, d.microbatches - 1)]
+    def shifted(state, x):
         if d.shift == "roll":
-            state = jnp.roll(state, 1, axis=0).at[0].set(x)
-        else:
-            rolled = jnp.concatenate([state[-1:], state[:-1]])
-            first = lax.broadcasted_iota(jnp.int32, rolled.shape, 0) == 0
-            state = jnp.where(first, x, rolled)
+            return jnp.roll(state, 1, axis=0).at[0].set(x)
+        rolled = jnp.concatenate([state[-1:], state[:-1]])
+        first = lax.broadcasted_iota(jnp.int32, rolled.shape, 0) == 0
+        return jnp.where(first, x, rolled)
+
+    def iteration(carry, i):
+        state, rows, outputs = carry
+        entering = jnp.clip(i, 0, d.microbatches - 1)
+        state = shifted(state, xs[entering])
+        if d.travels:
+            rows = sharded(shifted(rows, begun[entering]))
         working = (i >= stages) & (i - stages < d.microbatches)
-        state = sharded(jax.vmap(run)(sharded(state), layers, working))
+        state = sharded(jax.vmap(run)(sharded(state), rows, layers, working))
         out = i - (d.stages - 1)
         if d.collect == "scan":
-            return (state, outputs), state[-1]
+            return (state, rows, outputs), state[-1]
         put = outputs.at[jnp.clip(out, 0, d.microbatches - 1)].set(state[-1])
-        return (state, jnp.where(out >= 0, put, outputs)), None
+        return (state, rows, jnp.where(out >= 0, put, outputs)), None
 
-    start = sharded(jnp.zeros((d.stages, *xs.shape[1:]), xs.dtype)), jnp.zeros_like(xs)
+    start = sharded(jnp.zeros((d.stages, *xs.shape[1:]), xs.dtype))
+    rows = sharded(jnp.zeros((d.stages, d.rows), begun.dtype))
+    start = start, rows, jnp.zeros_like(xs)
     trips = d.microbatches + d.stages - 1
-    (_, outputs), given = lax.scan(iteration, start, jnp.arange(trips))
+    (*_, outputs), given = lax.scan(iteration, start, jnp.arange(trips))
     return outputs if d.collect == "put" else given[d.stages - 1 :]
 
 
@@ -387,7 +400,10 @@ def stacked(d: Draw, over: jax.sharding.Mesh) -> Any:
         xs = parameters["embedding"][tokens]
         xs = xs if d.embeds else lax.stop_gradient(xs)
         return loss_of(
-            d, parameters["head"], stacked_outputs(d, over, parameters["layers"], xs), wanted
+            d,
+            parameters["head"],
+            stacked_outputs(d, over, parameters["layers"], xs, wanted),
+            wanted,
         )
 
     return jax.value_and_grad(loss)

@@ -11,7 +11,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "ci"))
 
-from jax_suite_runner import judge  # noqa: E402
+from jax_suite_runner import __main__ as command  # noqa: E402
+from jax_suite_runner import environment, judge, selection  # noqa: E402
 from jax_suite_runner.results import CRASHED, FAILED, PASSED, SKIPPED, FileResult, Outcome  # noqa: E402
 
 
@@ -77,6 +78,25 @@ def test_both_kinds_of_seconds_are_compared() -> None:
 def test_results_are_kept_whole(tmp_path: Path) -> None:
     CPU.save(tmp_path / "folder/x.json")
     assert FileResult.load(tmp_path / "folder/x.json") == CPU
+
+
+@pytest.mark.parametrize(("outcome", "runs"), [(PASSED, 1), (FAILED, 1), (CRASHED, 2)])
+def test_what_crashed_on_cpu_is_run_there_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, outcome: str, runs: int
+) -> None:
+    (tmp_path / "x_test.py").touch()
+    env = environment.Environment("1.2.3", tmp_path / "python", tmp_path, tmp_path)
+    ran = []
+
+    def run(_env: object, _selection: object, platform: str, *_: object) -> FileResult:
+        ran.append(platform)
+        return result(a=outcome)
+
+    monkeypatch.setattr(command, "_run", run)
+    for _ in range(2):
+        found = command._baseline(env, selection.Selection("x_test.py"), limit=1.0)
+        assert found == result(a=outcome)
+    assert ran == ["cpu"] * runs
 
 
 def test_a_known_failure_without_a_reason_is_refused(tmp_path: Path) -> None:

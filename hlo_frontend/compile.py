@@ -118,8 +118,9 @@ class PartitionedModule(Source):
         assert c.carved is not None
         planned = c.planned is not None and c.planned.changed
         homes: dict[SegmentPlan, int] = {}
-        started = self.starts and any(node.is_started for node in all_nodes(c.entry))
-        program = self.lower(module, c.carved, streams=planned or started, homes=homes)
+        own = [node.collective for node in all_nodes(c.entry) if self.starts and node.is_started]
+        started = frozenset(collective.name for collective in own if collective is not None)
+        program = self.lower(module, c.carved, streams=planned or bool(own), homes=homes)
         if c.planned is not None:
             program = replace(program, predicted=prediction(c.planned))
         if dump is not None:
@@ -127,8 +128,9 @@ class PartitionedModule(Source):
                 dump(module.name, "plan", plan_text(c.planned))
             _dump_program(program, dump)
         return LoweredModule(
-            program, c.entry, c.carved, homes, c.schedule, c.valid, c.rewritten, c.planned, c.splits
-        )
+            program, c.entry, c.carved, homes, c.schedule, c.valid, c.rewritten, c.planned, c.splits,
+            started,
+        )  # fmt: skip
 
     def compiled(
         self, overlap: OverlapPolicy | None = None, dump: Dump | None = None
@@ -147,6 +149,7 @@ class PartitionedModule(Source):
             made.rewritten.digest + digest(decided),
             made.overlap,
             splits=made.splits.told,
+            started=made.started,
         )
 
 
@@ -154,7 +157,8 @@ class PartitionedModule(Source):
 class LoweredModule:
     """A program, and what it was lowered from: the entry as a graph, as it was rewritten, ordered and carved.
 
-    ``homes``: which segment of the program each one of ``carved`` became. The rest as in `CompiledModule`.
+    ``homes``: which segment of the program each one of ``carved`` became. ``started``: names of the
+    collectives that the program itself starts and awaits. The rest as in `CompiledModule`.
     """
 
     program: Program
@@ -166,6 +170,7 @@ class LoweredModule:
     rewritten: RewriteReport
     overlap: Planned | None
     splits: Choice
+    started: frozenset[str]
 
 
 @dataclass(frozen=True)
@@ -181,7 +186,8 @@ class CompiledModule:
     program that ``with_order`` gives goes without.
     ``interleaved`` tells what became of pipelines that were to be interleaved (see `interleaved`).
     ``walked`` says of control flow that communicates, by name, why it is no segment that calls its
-    collectives, where segments might (see `native`).
+    collectives, where segments might (see `native`). ``started``: names of the collectives that the program
+    itself starts and awaits.
     Layouts are what the caller is told, from minor to major; empty ones are row-major, and if all are there
     are none.
     """
@@ -198,6 +204,7 @@ class CompiledModule:
     interleaved: tuple[Interleaved | Scheduled, ...] = ()
     walked: tuple[tuple[str, str], ...] = ()
     splits: tuple[Chosen, ...] = ()
+    started: frozenset[str] = frozenset()
     input_layouts: stablehlo.Layouts = ()
     output_layouts: stablehlo.Layouts = ()
 
@@ -298,7 +305,9 @@ def compile_stablehlo(
     compiled = partitioned.compiled(overlap, dump)
     if calls is not None:
         program = as_segments(compiled.program)
-        made = native(program, calls) if program.communicates else Native(program)
+        made = Native(program)
+        if program.communicates:
+            made = native(program, calls, compiled.started)
         if dump is not None and (made.regions or program is not compiled.program):
             _dump_program(made.program, dump)
         compiled = replace(compiled, program=made.program, walked=made.refused)

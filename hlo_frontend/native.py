@@ -117,10 +117,11 @@ class NativePolicy:
         return nbytes * self.devices * (self.parted_s if parted else self.copied_s)
 
 
-def native(program: Program, policy: NativePolicy) -> Native:
-    """The program with its outermost regions as segments."""
+def native(program: Program, policy: NativePolicy, started: frozenset[str] = frozenset()) -> Native:
+    """The program with its outermost regions as segments. ``started``: names of the collectives that the
+    program itself starts and awaits."""
     program = _with_plain_bounds(program)
-    state = _Rewriting(program, policy)
+    state = _Rewriting(program, policy, started)
     why = state.refusal(program.body)
     if not why and (_is_worth_it(program.body.instructions, state.few) or state.is_prompt()):
         return state.finished(state.whole())
@@ -156,15 +157,19 @@ def _plain(bounds: tuple[int, ...], iterations: int | None) -> tuple[int, ...]:
 class _Rewriting:
     """Puts runs of segments with sites in the place of instructions that communicate."""
 
-    def __init__(self, program: Program, policy: NativePolicy) -> None:
+    def __init__(self, program: Program, policy: NativePolicy, started: frozenset[str]) -> None:
         self.program = program
         self.policy = policy
         self.segments: list[Segment] = list(program.segments)
         self.regions: list[str] = []
         self.refused: list[tuple[str, str]] = []
         planned = program.predicted is not None
-        # Without a plan, what the program itself starts and awaits: in loops the walk would take longer.
-        self.hidden = _hidden(blocks(program.body) if planned else (program.body,))
+        if planned:
+            self.hidden = _hidden(blocks(program.body))
+        else:  # what the program itself starts and awaits: in loops the walk would take longer
+            own = (i for i in program.body.instructions if isinstance(i, Start))
+            events = {i.event for i in own if program.collectives[i.collective].name in started}
+            self.hidden = _hidden((program.body,)) & events
         # A plan is kept as it is told, unless there is more to gain.
         self.few = MANY if planned else policy.few
 

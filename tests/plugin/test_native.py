@@ -537,6 +537,27 @@ def test_what_a_program_computes_between_start_and_done_stays_there(mesh: Mesh) 
     assert walked_instructions(compiled)[1:4] == between
 
 
+def test_results_that_nobody_reads_yet_leave_one_segment(mesh: Mesh) -> None:
+    def f(x: jax.Array) -> list[jax.Array]:
+        x = x[0]
+        sums = []
+        for _ in range(3):
+            sums.append(lax.psum_scatter(jnp.sin(x), "x", tiled=True))
+            x = jnp.tanh(x + lax.pmax(x, "x"))
+        return [*sums, x]
+
+    spec = PartitionSpec("x")
+    mapped = jax.jit(jax.shard_map(f, mesh=mesh, in_specs=spec, out_specs=spec))
+    rows = np.linspace(-1, 1, N * N, dtype=np.float32).reshape(N, N)
+    placed = jax.device_put(rows, NamedSharding(mesh, spec))
+    *sums, last = map(np.asarray, mapped(placed))
+    for got in sums:
+        np.testing.assert_allclose(got, np.sin(rows).sum(0), rtol=1e-5, atol=1e-5)
+        rows = np.tanh(rows + rows.max(0))
+    np.testing.assert_allclose(last, rows.reshape(-1), rtol=1e-5)
+    assert walked_instructions(mapped.lower(placed).compile()) == ["run"]
+
+
 @pytest.mark.parametrize("loops", [False, True])
 def test_what_loops_run_is_one_kernel_and_what_runs_once_is_xlas(mesh: Mesh, loops: bool) -> None:
     def step(x: jax.Array) -> jax.Array:

@@ -317,8 +317,8 @@ cdef void* buffer_from_host(void* a) noexcept nogil:
 
 
 cdef void* call_from_host(PJRT_Client_BufferFromHostBuffer_Args* args) noexcept:
-    """Dense arrays are copied here, or, where an engine can use them in place, lent to it; the handler sees the
-    others."""
+    """Dense arrays are copied here or by the engine, or, where it can use them in place, lent to it; the handler
+    sees the others."""
     cdef stretto_pending pending
     cdef error_t* error = NULL
     cdef bint done = False
@@ -348,7 +348,7 @@ cdef bint take_dense(PJRT_Client_BufferFromHostBuffer_Args* args) except -1:
     cdef bytes key = (<char*>dimensions)[:args.num_dims * sizeof(int64_t)] if args.num_dims else b""
     cdef dict of_type = dense_types.get(args.type)
     cdef tuple found = of_type.get(key) if of_type is not None else None
-    cdef object host
+    cdef object host, client, put
     cdef int64_t step
     cdef size_t i
     if found is None:
@@ -362,22 +362,27 @@ cdef bint take_dense(PJRT_Client_BufferFromHostBuffer_Args* args) except -1:
             if strides[i] != step and dimensions[i] != 1:
                 return False
             step *= dimensions[i]
-    if type.nbytes <= FEW_BYTES:
-        host = PyBytes_FromStringAndSize(<char*>args.data, type.nbytes)
-        host = ndarray(found[1], found[2], host).copy()
-    elif args.host_buffer_semantics == ZERO_COPY and <size_t>args.data % ALIGNMENT == 0:
-        # The caller learns that it is over when the engine drops the array.
-        done = Event()
-        host = ndarray(found[1], found[2], HostMemory(<size_t>args.data, type.nbytes, done))
-    else:
-        host = ndarray(found[1], found[2], copied(args.data, type.nbytes))
     memory = (
         <Memory>(<handle_t*>args.memory).owner if args.memory != NULL
         else <Memory>(<handle_t*>(<device_t*>args.device).default_memory).owner
     )
+    client = memory.device.client
+    put = client.engine.put
+    if args.host_buffer_semantics == ZERO_COPY and type.nbytes > FEW_BYTES and <size_t>args.data % ALIGNMENT == 0:
+        # The caller learns that it is over when the engine drops the array.
+        done = Event()
+        host = ndarray(found[1], found[2], HostMemory(<size_t>args.data, type.nbytes, done))
+    elif client.put_copy is not None:
+        put = client.put_copy
+        host = ndarray(found[1], found[2], HostMemory(<size_t>args.data, type.nbytes))
+    elif type.nbytes <= FEW_BYTES:
+        host = PyBytes_FromStringAndSize(<char*>args.data, type.nbytes)
+        host = ndarray(found[1], found[2], host).copy()
+    else:
+        host = ndarray(found[1], found[2], copied(args.data, type.nbytes))
     buffer = Buffer.__new__(Buffer)
     buffer.set(
-        None, memory.device.client.engine.put(host, type.type, memory.device.c.local_hardware_id), type, memory
+        None, put(host, type.type, memory.device.c.local_hardware_id), type, memory
     )
     if done is None:
         args.done_with_host_buffer = &always_ready

@@ -20,7 +20,7 @@ from stretto.collectives.types import TensorType
 from stretto.runtime.execution.value import Value
 
 from . import _capi, abi
-from .client import Client, memory_of, shape_of, tensor_type
+from .client import Client, memory_of, shape_of, tensor_type, value_of_array
 from .errors import StatusError
 from .structs import STRUCTS, read_bytes, read_int64s
 from .table import entry
@@ -80,15 +80,27 @@ def from_host_buffer(args: Any) -> None:
             args.done_with_host_buffer = _capi.give(done)
             return
         del host
-    if 0 < type.nbytes <= _capi.SMALL_BYTES:
-        # NumPy's copy is the faster one, and so is the engine's.
-        copied = host_array(args.data, type, strides).copy()
-    else:
-        copied = aligned_empty(type.shape, type.numpy)
-        if type.size:
-            copied[...] = host_array(args.data, type, strides)
-    args.buffer = _capi.give(client.put(copied, type, memory, order))
+    host = host_array(args.data, type, strides) if type.size else np.empty(type.shape, type.numpy)
+    args.buffer = _capi.give(_put_strided(client, host, type, memory, order))
     args.done_with_host_buffer = _capi.ready_event()
+
+
+def _put_strided(
+    client: Client,
+    host: np.ndarray,
+    type: TensorType,
+    memory: _capi.Memory,
+    order: tuple[int, ...],
+) -> _capi.Buffer:
+    """As `Client.put`, of a host array with any strides, which is the caller's again when this returns."""
+    if client.put_copy is not None and type.size and type.element.bits >= 8:
+        array = client.put_copy(host, type, memory.device.ordinal)
+        value = value_of_array(array, type, memory)
+        return _capi.make_buffer(value, client.array_type(type, order), memory)
+    small = (
+        0 < type.nbytes <= _capi.SMALL_BYTES
+    )  # NumPy's copy is the faster one, and so is the engine's
+    return client.put(host.copy() if small else row_major(host, type), type, memory, order)
 
 
 @entry("PJRT_Client_CreateErrorBuffer")

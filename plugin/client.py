@@ -19,7 +19,7 @@ from stretto.hlo_frontend import stablehlo
 from stretto.hlo_frontend.native import NativePolicy
 from stretto.hlo_frontend.overlap.policy import policy_of
 from stretto.runtime import dump
-from stretto.runtime.engines.engine import create_engine
+from stretto.runtime.engines.engine import CopyingEngine, create_engine
 from stretto.runtime.execution.executor import Executor
 from stretto.runtime.execution.regions import can_call
 from stretto.runtime.execution.value import Value
@@ -73,6 +73,7 @@ class Client(_capi.Handle):  # type: ignore[misc]
         )
         if self.overlap is not None and chosen.profile:
             self.overlap = replace(self.overlap, measured=known(self.world.measured, rank))
+        self.put_copy = self.engine.put_copy if isinstance(self.engine, CopyingEngine) else None
         self.calls = (
             NativePolicy.of(local, size, self.world.nodes)
             if can_call(self.engine, chosen)

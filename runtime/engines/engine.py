@@ -209,6 +209,18 @@ class LoadedAlone(Protocol):
 
 
 @runtime_checkable
+class CopyingEngine(Protocol):
+    """What an engine has beside `Engine` if it copies what the host lends it faster than others could for it,
+    into memory of its own, which a donated array's results then use. Without it `Engine.put` is given copies.
+    """
+
+    def put_copy(self, host: np.ndarray, type: TensorType, ordinal: int) -> Array:
+        """An array with this content, which may have any strides, no elements of less than a byte, and is
+        the caller's again when this returns."""
+        ...
+
+
+@runtime_checkable
 class CallingEngine(Protocol):
     """What an engine has beside `Engine` if its compiled code can call collectives itself, as custom calls of
     XLA's FFI on memory of the host. Without it the executor makes all of them.

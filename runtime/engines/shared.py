@@ -16,7 +16,7 @@ from stretto.collectives.types import TensorType
 
 from ..errors import StrettoError
 from ..program import Segment
-from .engine import Array, Engine, LoadedSegment, create_engine
+from .engine import Array, CopyingEngine, Engine, LoadedSegment, create_engine
 
 
 def create(num_devices: int, plugin: str = "", place: tuple[int, int] = (0, 1)) -> SharedEngine:
@@ -41,6 +41,8 @@ class SharedEngine:
         self.reproducible = getattr(engine, "reproducible", False)
         self.host_view, self.pointer = engine.host_view, engine.pointer
         self.is_ready, self.block, self.delete = engine.is_ready, engine.block, engine.delete
+        if isinstance(engine, CopyingEngine):
+            self.put_copy = self._put_copy
 
     def compile(
         self, segment: Segment, *, name: str = "", host_callbacks: Sequence[Any] = ()
@@ -50,6 +52,9 @@ class SharedEngine:
 
     def put(self, host: np.ndarray, type: TensorType, ordinal: int) -> Array:
         return self._engine.put(host, type, ordinal % self._engine.num_devices)
+
+    def _put_copy(self, host: np.ndarray, type: TensorType, ordinal: int) -> Array:
+        return self._engine.put_copy(host, type, ordinal % self._engine.num_devices)  # type: ignore[attr-defined]
 
     def copy(self, array: Array, ordinal: int) -> Array:
         return self._engine.copy(array, ordinal % self._engine.num_devices)

@@ -48,6 +48,9 @@ _IN_PLACE = [("xla_cpu_copy_insertion_use_region_analysis", True)]
 # Calls with this attribute are to be one kernel each (`hlo_frontend.one_kernel`).
 _ONE_KERNEL, _ATTRIBUTES = b"xla_cpu_small_call", "mhlo.frontend_attributes"
 _room = CodeRoom()
+# Whether XLA may go on using what the host lends it, or copies it at once.
+_IN_USE = _jax.HostBufferSemantics.ZERO_COPY
+AT_ONCE = _jax.HostBufferSemantics.IMMUTABLE_ONLY_DURING_CALL
 # Bytes up to which `copy` goes by way of the host.
 _SMALL = 1 << 14
 # Transfer guards are about a program's own transfers. jaxlib checks those of the thread that calls, be it the
@@ -350,7 +353,9 @@ class XlaEngine:
     def put(self, host: np.ndarray, type: TensorType, ordinal: int) -> Array:
         return self._put(host, aval(type), ordinal)
 
-    def _put(self, host: np.ndarray, type: core.ShapedArray, ordinal: int) -> Array:
+    def _put(
+        self, host: np.ndarray, type: core.ShapedArray, ordinal: int, semantics: Any = _IN_USE
+    ) -> Array:
         guards = _guards()
         before, guards.host_to_device = guards.host_to_device, _ALLOW
         try:
@@ -359,6 +364,7 @@ class XlaEngine:
                 self._shardings[ordinal],
                 [host],
                 self._device_lists[ordinal],
+                host_buffer_semantics=semantics,
                 enable_x64=True,
             )
         finally:

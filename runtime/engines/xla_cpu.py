@@ -17,12 +17,24 @@ from jax.errors import JaxRuntimeError
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxlib import _jax
 
+from stretto.collectives.types import TensorType
+
 from ..cores import share_blas, to_compute_on
 from ..errors import CompileError
 from ..program import CONTEXT, Segment, calls_back
 from .engine import Column, Joined
 from .in_place import in_place
-from .xla import Array, End, XlaEngine, XlaError, XlaSegment, aval, result_handler, translate
+from .xla import (
+    AT_ONCE,
+    Array,
+    End,
+    XlaEngine,
+    XlaError,
+    XlaSegment,
+    aval,
+    result_handler,
+    translate,
+)
 
 # In the names of custom calls that are routines of SciPy's library.
 _LINEAR_ALGEBRA = (b"lapack_", b"blas_")
@@ -217,6 +229,10 @@ class XlaCpuEngine(XlaEngine):
     def __init__(self, num_devices: int) -> None:
         self._cores = self.callers = to_compute_on()
         super().__init__(xla_client.make_cpu_client(num_devices=num_devices), num_devices)
+
+    def put_copy(self, host: np.ndarray, type: TensorType, ordinal: int) -> Array:
+        """See `stretto.runtime.engines.engine.CopyingEngine`."""
+        return self._put(host, aval(type), ordinal, AT_ONCE)
 
     def compile_on(
         self, segment: Segment, name: str, devices: Any, options: Any,

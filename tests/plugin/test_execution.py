@@ -121,11 +121,12 @@ class TestDonation:
         mesh, spec = Mesh(np.array(devices), ("x",)), PartitionSpec("x")
         mapped = jax.shard_map(f, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
         step = jax.jit(mapped, donate_argnums=0)
-        given = np.ones(size * len(devices), np.float32)
-        state = step(jax.device_put(given, NamedSharding(mesh, spec)))
+        given = np.ones(size * len(devices) + 1, np.float32)[1:]  # nobody can use it in place
+        state = jax.device_put(given, NamedSharding(mesh, spec))
         addresses = [s.data.unsafe_buffer_pointer() for s in state.addressable_shards]
-        state = step(state)
-        assert [s.data.unsafe_buffer_pointer() for s in state.addressable_shards] == addresses
+        for _ in range(2):
+            state = step(state)
+            assert [s.data.unsafe_buffer_pointer() for s in state.addressable_shards] == addresses
 
     def test_memory_of_numpy_is_not_written_to(self) -> None:
         host = np.zeros(1 << 16, np.float32)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import jax
@@ -85,16 +85,22 @@ def test_every_dtype_through_a_program(name: str) -> None:
     ],
     ids=["transposed", "reversed", "strided", "broadcast", "offset", "fortran"],
 )
-def test_strides(name: str, view: object) -> None:
-    host = view(_content(name, (6, 5)) if name != "f32" else np.arange(30, dtype="f").reshape(6, 5))
+@pytest.mark.parametrize("shape", [(6, 5), (61, 37)])
+def test_strides(
+    name: str, view: Callable[[np.ndarray], np.ndarray], shape: tuple[int, int]
+) -> None:
+    numbers = np.arange(shape[0] * shape[1], dtype="f").reshape(shape)
+    host = view(_content(name, shape) if name != "f32" else numbers)
     np.testing.assert_array_equal(np.asarray(jax.device_put(host)), host)
 
 
-def test_a_copy_does_not_change_with_its_source() -> None:
-    host = np.arange(64.0)
-    array = jnp.array(host)
+@pytest.mark.parametrize("size", [64, 1 << 18])
+def test_a_copy_does_not_change_with_its_source(size: int) -> None:
+    host = np.arange(2.0 * size)
+    array, every_other = jnp.array(host), jnp.array(host[::2])
     host[:] = -1
-    np.testing.assert_array_equal(np.asarray(array), np.arange(64.0))
+    np.testing.assert_array_equal(np.asarray(array), np.arange(2.0 * size))
+    np.testing.assert_array_equal(np.asarray(every_other), np.arange(0, 2.0 * size, 2))
 
 
 def test_memory_lent_for_good_is_released_at_the_end() -> None:

@@ -74,8 +74,7 @@ class LoadedProgram:
         # Engines run what they take for cheap in the thread that calls, and a loop may have no end, or a far
         # one. On several devices another thread calls, so that Ctrl-C ends the wait, as on JAX's CPU backend.
         loops = [segment for segment in program.segments if WHILE in segment.module]
-        self._loops = len(local) > 1 and bool(loops)
-        self._may_never_end = self._loops and not all(
+        self._may_never_end = len(local) > 1 and not all(
             0 <= segment.iterations <= FEW for segment in loops
         )
         # How it is agreed on with the other processes that run it; None if there are none. While it is
@@ -105,7 +104,7 @@ class LoadedProgram:
         run = single or program.run_with_ids
         if run is None or program.segments[run.segment].sites:
             return
-        if not self.local or self._loops or self._must_agree:
+        if not self.local or self._may_never_end or self._must_agree:
             return
         loaded = walker.context.segments[run.segment]
         if isinstance(loaded, LoadedTogether):

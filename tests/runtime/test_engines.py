@@ -232,8 +232,10 @@ def test_private_names_of_jaxlib() -> None:
     ):
         assert callable(getattr(client, name)), name
     assert "host_callbacks" in client.compile_and_load.__doc__
-    for parameter in ("aval", "sharding", "xs", "devices", "enable_x64"):
+    for parameter in ("aval", "sharding", "devices", "host_buffer_semantics", "enable_x64"):
         assert parameter in _jax.batched_device_put.__doc__
+    for semantics in ("ZERO_COPY", "IMMUTABLE_ONLY_DURING_CALL"):
+        assert hasattr(_jax.HostBufferSemantics, semantics)
     for parameter in ("aval", "sharding", "committed"):
         assert parameter in _jax.array_result_handler.__doc__
     assert callable(_jax.LoadedExecutable.execute_sharded)

@@ -17,8 +17,14 @@ cdef extern from *:
         clock_gettime(CLOCK_MONOTONIC, &t);
         return (double)((int64_t)t.tv_sec * 1000000000 + t.tv_nsec) / 1e9;
     }
+    static inline double stretto_of_thread(void) {  /* processor time of the calling thread, in seconds */
+        struct timespec t;
+        clock_gettime(CLOCK_THREAD_CPUTIME_ID, &t);
+        return (double)((int64_t)t.tv_sec * 1000000000 + t.tv_nsec) / 1e9;
+    }
     #else
     static inline double stretto_monotonic(void) { return -1.0; }
+    static inline double stretto_of_thread(void) { return -1.0; }
     #endif
     #if defined(__linux__) && defined(__x86_64__)
     #include <x86intrin.h>
@@ -30,6 +36,7 @@ cdef extern from *:
     #endif
     """
     double monotonic "stretto_monotonic"() noexcept nogil
+    double of_thread "stretto_of_thread"() noexcept nogil
     uint64_t counter "stretto_counter"() noexcept nogil
     const bint HAS_COUNTER "STRETTO_HAS_COUNTER"
 

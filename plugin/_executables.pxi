@@ -198,19 +198,23 @@ cdef class LoadedExecutable(Handle):
 
     cdef list run_on_all(self, single, list rows):
         """What ``single``, which another thread may exchange meanwhile, gives on each of several devices: in turn,
-        or on threads where that takes long."""
+        or on threads where that takes this one long. What the engine's own threads compute does not, though they
+        may take the core from this one as soon as they are woken up."""
         cdef list results
         cdef size_t d, n = len(rows)
-        cdef double took, began = monotonic()
+        cdef double took, began
         if self.apart is not None and self.seconds > self.long:
+            began = monotonic()
             results = self.apart(single, rows)
             took = (monotonic() - began) * min(<size_t>self.engine.callers, n)
         else:
+            began = of_thread()
             results = [single(self.ordinal(d), rows[d]) for d in range(n)]
-            took = monotonic() - began
-        self.seconds += 0.25 * (took / n - self.seconds)
+            took = of_thread() - began
         for d in range(n):
-            self.counted(results[d])
+            if self.counted(results[d]) and not self.engine.is_ready(results[d][0]):
+                took = 0.0
+        self.seconds += 0.25 * (took / n - self.seconds)
         return results
 
     cdef int hand_out(

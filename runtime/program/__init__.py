@@ -313,7 +313,8 @@ class Program:
 
     @cached_property
     def run_with_ids(self) -> Run | None:
-        """The run, where the program is one run of a segment, on its inputs and `lasting_ids`."""
+        """The run, where the program is one run of a segment, on some of its inputs and `lasting_ids`, in any
+        order."""
         runs = [i for i in self.body.instructions if isinstance(i, Run)]
         if len(runs) != 1 or not all(
             isinstance(i, Run | Free) or (isinstance(i, LogicalId) and i.output in self.lasting_ids)
@@ -321,7 +322,7 @@ class Program:
         ):
             return None
         (run,) = runs
-        if run.valid or run.outputs != self.body.results or not self.lasting_ids:
+        if run.valid or run.outputs != self.body.results:
             return None
         given = {*self.body.parameters, *self.lasting_ids}
         return run if given.issuperset(run.inputs) else None

@@ -315,6 +315,21 @@ def test_ids_that_segments_alone_read_are_put_once(watched: bool) -> None:
     assert ids == ([[0], [1], [2]] if watched else [[], [], []])  # when it was loaded
 
 
+def test_inputs_in_another_order_need_no_walk() -> None:
+    def rules(s: Segment, inputs: list[np.ndarray]) -> list[np.ndarray]:
+        return [10 * inputs[0] + inputs[1]]
+
+    body = block((0, 1, 2), [Free((1,)), Run(0, (2, 0), (3,))], (3,))
+    made = Program("turned", 1, 2, (F32,) * 4, (segment("mix", (F32, F32)),), (), body)
+    check(made)
+    rig = Rig(2, rules=rules)
+    loaded = rig.load(made)
+    assert loaded.single is not None
+    for last in range(3):
+        rows = loaded.execute(rig.arguments(loaded, [5, 6], [0, 0], [last, 1]))
+        assert firsts([row[0].host_view() for row in rows]) == [10.0 * last + 5, 16.0]
+
+
 def test_ids_that_others_have_are_put_by_each_run() -> None:
     given = with_id((2,))
     for body in (

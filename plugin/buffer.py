@@ -97,9 +97,8 @@ def _put_strided(
         array = client.put_copy(host, type, memory.device.ordinal)
         value = value_of_array(array, type, memory)
         return _capi.make_buffer(value, client.array_type(type, order), memory)
-    small = (
-        0 < type.nbytes <= _capi.SMALL_BYTES
-    )  # NumPy's copy is the faster one, and so is the engine's
+    # NumPy's copy of a small array is the faster one, and so is the engine's.
+    small = 0 < type.nbytes <= _capi.SMALL_BYTES
     return client.put(host.copy() if small else row_major(host, type), type, memory, order)
 
 

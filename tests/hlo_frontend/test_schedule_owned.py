@@ -151,9 +151,17 @@ def given_on(monkeypatch, change):
     monkeypatch.setattr(training_steps, "stage_of", lambda d, k, rows: written(d, k, change(rows)))
 
 
-def test_a_mask_that_a_stage_changes(monkeypatch):
-    given_on(monkeypatch, lambda mask: mask ^ (lax.axis_index("x") == 1))
-    assert "depends on the iterations before it" in refused(Draw(travels="mask", loss="squares"))
+@pytest.mark.parametrize(
+    ("other", "why"),
+    [
+        (jnp.logical_not, "depends on the iterations before it"),
+        (lambda mask: lax.ppermute(mask, "x", [(1, 2)]), "depends on what another stage sent"),
+    ],
+    ids=["flipped", "of-the-next-microbatch"],
+)
+def test_a_mask_that_is_another_one_on_one_stage(monkeypatch, other, why):
+    given_on(monkeypatch, lambda mask: jnp.where(lax.axis_index("x") == 2, other(mask), mask))
+    assert why in refused(Draw(travels="mask", loss="squares", stages=3))
 
 
 def test_labels_that_go_from_stage_to_stage():

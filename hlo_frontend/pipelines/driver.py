@@ -213,13 +213,13 @@ def _step(
         forward.name, "", schedule, backward.name, new.loop, step.forward.stages,
         step.forward.microbatches, trips, slots.iterations, round(slots.length(1, 1, 1)), slots.alive,
         kept_bytes(step),
-        step.forward.trips, slots.rows, new.left, drawn.runs, _rounds(step, new.left) or apart,
+        step.forward.trips, slots.rows, new.left, drawn.runs, _rounds(step, new.left, chunks) or apart,
         chunks=chunks, row=kept_bytes(step, chunks), moved=new.moved, back=new.back, taken=new.parts,
         numbers=drawn.numbers, own_chunks=drawn.own_chunks,
     )  # fmt: skip
 
 
-def _rounds(step: Training, left: int) -> str:
+def _rounds(step: Training, left: int, chunks: int) -> str:
     """Why an engine may round gradients otherwise than in the written step, or an empty string.
 
     ``left``: bytes that are left for runs of weights.
@@ -230,4 +230,7 @@ def _rounds(step: Training, left: int) -> str:
         return "a head is computed in the loop apart from what stands beside it, for it is under no lax.cond"
     if any(own.walk.rounds for own in step.owned.values()):
         return "what a stage has for itself is computed apart"
-    return "gradients of weights are computed apart" if left else ""
+    if left:
+        return "gradients of weights are computed apart"
+    # Slices of weights are then whole arrays, which an engine's kernels may read in another order.
+    return "a chunk is a single layer" if 1 < chunks == step.forward.layers.count else ""

@@ -1,110 +1,29 @@
 """Collectives split into parts: what is found, what the parts are, and that results stay.
 
 Modules are run on the executor's devices with XLA's CPU engine, on whole numbers, so that sums are exact, and
-compared with NumPy's results. Whether a split pays is asked with tables of costs made up here.
+compared with NumPy's results.
 """
 
 from __future__ import annotations
 
 import re
-from collections import Counter
-from dataclasses import replace
 
 import numpy as np
 import pytest
-from executed import Executed, execute
+from split_support import (
+    kinds,
+    looped,
+    names,
+    numbers,
+    partitioned,
+    ran,
+    regions,
+    split,
+    table,
+)
 
 from stretto.collectives.ops import Kind
-from stretto.hlo_frontend.compile import PartitionedModule
-from stretto.hlo_frontend.graph import Module
 from stretto.hlo_frontend.overlap.apply import OverlapPolicy
-from stretto.hlo_frontend.overlap.costs import CostTable
-from stretto.hlo_frontend.passes.split import Decision
-from stretto.hlo_frontend.passes.split.apply import found
-from stretto.hlo_frontend.passes.split.overhead import overhead
-from stretto.hlo_frontend.passes.split.regions import Region
-from stretto.hlo_frontend.pipeline import SETTLING, Compilation, run
-from stretto.hlo_frontend.text import parse_hlo_text
-from stretto.runtime.program import Program
-
-SUM = """
-sum {
-  a = f32[] parameter(0)
-  b = f32[] parameter(1)
-  ROOT c = f32[] add(a, b)
-}
-"""
-
-
-def table(
-    bytes_per_s: float = 1e8, busy: float = 0.0, launch_s: float = 1e-6, latency_s: float = 1e-5
-) -> CostTable:
-    links = [
-        {
-            "axis_stride": 1,
-            "group_size": n,
-            "latency_s": latency_s,
-            "bytes_per_s": bytes_per_s,
-            "busy": busy,
-        }
-        for n in (2, 4, 8)
-    ]
-    compute = {"flops_per_s": 1e10, "bytes_per_s": 1e10, "launch_s": launch_s}
-    return CostTable.from_json({"compute": compute, "links": links})
-
-
-def partitioned(body: str, n: int, more: str = "") -> PartitionedModule:
-    """``ALL`` and ``PAIRS`` in the text stand for groups."""
-    everyone = ",".join(map(str, range(n)))
-    attributes = "channel_id=1, use_global_device_ids=true, replica_groups="
-    body = body.replace("ALL", f"{attributes}{{{{{everyone}}}}}")
-    body = body.replace("PAIRS", f"{attributes}{{{{0,1}},{{2,3}}}}")
-    text = f"HloModule m, num_partitions={n}\n{SUM}{more}\nENTRY e {{{body}}}\n"
-    return PartitionedModule(parse_hlo_text(text), 1, n)
-
-
-def regions(module: PartitionedModule) -> list[tuple[int, int, Region]]:
-    c = Compilation.of(module, Module.parse(module.hlo))
-    run(c, SETTLING)
-    blocks = found(c.entry, module.num_replicas * module.num_partitions)
-    return [(number, i, r) for number, _, rs in blocks for i, r in enumerate(rs)]
-
-
-def names(region: Region) -> tuple[set[str], set[str]]:
-    """Its collectives and its other nodes."""
-    own = lambda nodes: {n.instruction.name.split(".")[0] for n in nodes}  # noqa: E731
-    ends = own(region.collectives)
-    return ends, own(region.cuts) - ends
-
-
-def split(module: PartitionedModule, tiles: int, pieces: bool = False) -> PartitionedModule:
-    """With all regions split that can be."""
-    chosen = [
-        Decision(block, i, tiles, pieces)
-        for block, i, region in regions(module)
-        if region.divides(region.size * tiles)
-    ]
-    assert chosen
-    return replace(module, splits=tuple(chosen))
-
-
-def numbers(program: Program, seed: int = 0) -> list[list[np.ndarray]]:
-    """Small whole numbers for each parameter and device."""
-    rng = np.random.default_rng(seed)
-    return [
-        [rng.integers(-3, 4, t.shape).astype(t.numpy) for _ in range(program.num_devices)]
-        for t in program.inputs
-    ]
-
-
-def ran(module: PartitionedModule, arguments: list[list[np.ndarray]]) -> tuple[Program, Executed]:
-    program = module.lowered().program
-    return program, execute(program, arguments)
-
-
-def kinds(program: Program) -> Counter[Kind]:
-    return Counter(c.kind for c in program.collectives)
-
 
 GATHERED = """
   x = f32[6,5] parameter(0)
@@ -509,46 +428,6 @@ def test_experts_between_two_exchanges(tiles: int) -> None:
             np.testing.assert_array_equal(got.results[0][device][owner], want)
 
 
-def looped(trips: int, rows: int = 4, width: int = 6, hidden: int = 8) -> PartitionedModule:
-    """A gather, two products and a scatter in each iteration."""
-    x, g = f"f32[{rows},{width}]", f"f32[{2 * rows},{width}]"
-    w, v, h = f"f32[{width},{hidden}]", f"f32[{hidden},{width}]", f"f32[{2 * rows},{hidden}]"
-    carry = f"(s32[], {x}, {w}, {v})"
-    attributes = "channel_id=1, use_global_device_ids=true, replica_groups={{0,1}}"
-    more = f"""
-body {{
-  p = {carry} parameter(0)
-  i = s32[] get-tuple-element(p), index=0
-  x = {x} get-tuple-element(p), index=1
-  w = {w} get-tuple-element(p), index=2
-  v = {v} get-tuple-element(p), index=3
-  g = {g} all-gather(x), {attributes}, dimensions={{0}}
-  h = {h} dot(g, w), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}
-  e = {g} dot(h, v), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}
-  r = {x} reduce-scatter(e), {attributes}, dimensions={{0}}, to_apply=sum
-  one = s32[] constant(1)
-  j = s32[] add(i, one)
-  ROOT o = {carry} tuple(j, r, w, v)
-}}
-cond {{
-  p = {carry} parameter(0)
-  i = s32[] get-tuple-element(p), index=0
-  last = s32[] constant({trips})
-  ROOT c = pred[] compare(i, last), direction=LT
-}}
-"""
-    body = f"""
-  x = {x} parameter(0)
-  w = {w} parameter(1)
-  v = {v} parameter(2)
-  zero = s32[] constant(0)
-  t = {carry} tuple(zero, x, w, v)
-  l = {carry} while(t), condition=cond, body=body
-  ROOT r = {x} get-tuple-element(l), index=1
-"""
-    return partitioned(body, 2, more)
-
-
 def test_in_a_loop() -> None:
     module = looped(3)
     ((block, _, _),) = regions(module)
@@ -607,82 +486,3 @@ def test_not_every_device_in_a_group() -> None:
     assert regions(partitioned(text, 4))
     half = text.replace("PAIRS", "channel_id=1, use_global_device_ids=true, replica_groups={{0,1}}")
     assert not regions(partitioned(half, 4))
-
-
-def large(rows: int, width: int, n: int = 2) -> PartitionedModule:
-    return partitioned(
-        f"""
-  x = f32[{rows},{width}] parameter(0)
-  w = f32[{width},{width}] parameter(1)
-  g = f32[{n * rows},{width}] all-gather(x), ALL, dimensions={{0}}
-  ROOT q = f32[{n * rows},{width}] dot(g, w), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}
-""",
-        n,
-    )
-
-
-def decided(module: PartitionedModule, costs: CostTable) -> tuple[tuple[Decision, ...], str]:
-    made = replace(module, splits=None).compiled(OverlapPolicy(costs))
-    assert made.source is not None and made.source.splits is not None
-    return made.source.splits, made.splits[0].describe() if made.splits else ""
-
-
-def test_a_split_is_made_where_it_pays() -> None:
-    # 13 ms of compute, 2.6 ms of messages.
-    ((_, _, tiles),) = [(d.block, d.region, d.tiles) for d in decided(large(256, 512), table())[0]]
-    assert tiles in (1, 2, 4)
-    decisions, said = decided(large(256, 512), table(1e12))
-    assert decisions == () and said.startswith("is not split: ")
-    # Launches would eat it.
-    decisions, said = decided(large(256, 512), table(launch_s=3e-3))
-    assert decisions == () and said.startswith("is not split: ")
-
-
-def test_what_parts_cost_counts_in_each_iteration() -> None:
-    """What launches cost that the table does not have is charged for as many iterations as there are."""
-    seconds = []
-    for trips in (8, 16):
-        module = looped(trips, 256, 512, 512)
-        policy = OverlapPolicy(table(launch_s=1e-5))
-        c = Compilation.of(replace(module, splits=None), Module.parse(module.hlo), overlap=policy)
-        run(c, SETTLING)
-        assert c.splits.decisions
-        seconds.append(c.splits.after)
-    assert seconds[1] == pytest.approx(2 * seconds[0], rel=1e-4)
-
-
-@pytest.mark.parametrize(("rows", "again"), [(256, 1.0), (2048, 1 / 3 + 16.0)])
-def test_what_is_too_large_for_a_cache_is_read_and_written_from_memory(
-    rows: int, again: float
-) -> None:
-    """``again``: MiB that are read and written once more, a third of those of what a cache holds: a weight of
-    1 MiB, and twice a result of 1 or 8 MiB."""
-    module = large(rows, 512)
-    c = Compilation.of(module, Module.parse(module.hlo))
-    run(c, SETTLING)
-    ((_, block, (region,)),) = found(c.entry, 2)
-    costs = table(launch_s=0.0)
-    took = overhead(region, block, 1, False, costs)
-    assert took == pytest.approx(again * 2**20 / costs.compute.bytes_per_s)
-
-
-def test_more_tiles_where_messages_take_longest() -> None:
-    few = decided(large(256, 512), table(2e8))[0]
-    many = decided(large(256, 512), table(2e7))[0]
-    assert few[0].tiles < many[0].tiles
-
-
-def test_many_devices_have_pieces_where_latency_counts() -> None:
-    """Eight devices: seven transfers of an eighth would take longer than two gathers of a half."""
-    for latency_s, pieces in ((1e-6, False), (1e-4, True)):
-        chosen, said = decided(large(32, 128, 8), table(latency_s=latency_s))
-        assert [d.pieces for d in chosen] == [pieces], said
-
-
-def test_a_split_program_is_made_again_as_it_was_decided() -> None:
-    made = replace(large(256, 512), splits=None).compiled(OverlapPolicy(table()))
-    assert made.source is not None and made.rewritten
-    again = made.source.compiled(OverlapPolicy(table(1e12)))
-    assert kinds(again.program) == kinds(made.program) == {Kind.PERMUTE: made.splits[0].parts // 2}
-    whole = made.as_written()
-    assert kinds(whole.program) == {Kind.ALL_GATHER: 1} and not whole.rewritten

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from frontend_support import P, compiled, judge_program, manual, mesh
 from jax import lax
-from test_split import kinds, numbers, partitioned, ran, regions, table
+from split_support import kinds, numbers, partitioned, ran, regions, table
 
 from stretto.collectives.ops import Kind
 from stretto.hlo_frontend.compile import PartitionedModule

@@ -1,0 +1,97 @@
+"""Whether collectives are split, by tables of costs made up here."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from split_support import kinds, looped, partitioned, table
+
+from stretto.collectives.ops import Kind
+from stretto.hlo_frontend.compile import PartitionedModule
+from stretto.hlo_frontend.graph import Module
+from stretto.hlo_frontend.overlap.apply import OverlapPolicy
+from stretto.hlo_frontend.overlap.costs import CostTable
+from stretto.hlo_frontend.passes.split import Decision
+from stretto.hlo_frontend.passes.split.apply import found
+from stretto.hlo_frontend.passes.split.overhead import overhead
+from stretto.hlo_frontend.pipeline import SETTLING, Compilation, run
+
+
+def large(rows: int, width: int, n: int = 2) -> PartitionedModule:
+    return partitioned(
+        f"""
+  x = f32[{rows},{width}] parameter(0)
+  w = f32[{width},{width}] parameter(1)
+  g = f32[{n * rows},{width}] all-gather(x), ALL, dimensions={{0}}
+  ROOT q = f32[{n * rows},{width}] dot(g, w), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}
+""",
+        n,
+    )
+
+
+def decided(module: PartitionedModule, costs: CostTable) -> tuple[tuple[Decision, ...], str]:
+    made = replace(module, splits=None).compiled(OverlapPolicy(costs))
+    assert made.source is not None and made.source.splits is not None
+    return made.source.splits, made.splits[0].describe() if made.splits else ""
+
+
+def test_a_split_is_made_where_it_pays() -> None:
+    # 13 ms of compute, 2.6 ms of messages.
+    ((_, _, tiles),) = [(d.block, d.region, d.tiles) for d in decided(large(256, 512), table())[0]]
+    assert tiles in (1, 2, 4)
+    decisions, said = decided(large(256, 512), table(1e12))
+    assert decisions == () and said.startswith("is not split: ")
+    # Launches would eat it.
+    decisions, said = decided(large(256, 512), table(launch_s=3e-3))
+    assert decisions == () and said.startswith("is not split: ")
+
+
+def test_what_parts_cost_counts_in_each_iteration() -> None:
+    """What launches cost that the table does not have is charged for as many iterations as there are."""
+    seconds = []
+    for trips in (8, 16):
+        module = looped(trips, 256, 512, 512)
+        policy = OverlapPolicy(table(launch_s=1e-5))
+        c = Compilation.of(replace(module, splits=None), Module.parse(module.hlo), overlap=policy)
+        run(c, SETTLING)
+        assert c.splits.decisions
+        seconds.append(c.splits.after)
+    assert seconds[1] == pytest.approx(2 * seconds[0], rel=1e-4)
+
+
+@pytest.mark.parametrize(("rows", "again"), [(256, 1.0), (2048, 1 / 3 + 16.0)])
+def test_what_is_too_large_for_a_cache_is_read_and_written_from_memory(
+    rows: int, again: float
+) -> None:
+    """``again``: MiB that are read and written once more, a third of those of what a cache holds: a weight of
+    1 MiB, and twice a result of 1 or 8 MiB."""
+    module = large(rows, 512)
+    c = Compilation.of(module, Module.parse(module.hlo))
+    run(c, SETTLING)
+    ((_, block, (region,)),) = found(c.entry, 2)
+    costs = table(launch_s=0.0)
+    took = overhead(region, block, 1, False, costs)
+    assert took == pytest.approx(again * 2**20 / costs.compute.bytes_per_s)
+
+
+def test_more_tiles_where_messages_take_longest() -> None:
+    few = decided(large(256, 512), table(2e8))[0]
+    many = decided(large(256, 512), table(2e7))[0]
+    assert few[0].tiles < many[0].tiles
+
+
+def test_many_devices_have_pieces_where_latency_counts() -> None:
+    """Eight devices: seven transfers of an eighth would take longer than two gathers of a half."""
+    for latency_s, pieces in ((1e-6, False), (1e-4, True)):
+        chosen, said = decided(large(32, 128, 8), table(latency_s=latency_s))
+        assert [d.pieces for d in chosen] == [pieces], said
+
+
+def test_a_split_program_is_made_again_as_it_was_decided() -> None:
+    made = replace(large(256, 512), splits=None).compiled(OverlapPolicy(table()))
+    assert made.source is not None and made.rewritten
+    again = made.source.compiled(OverlapPolicy(table(1e12)))
+    assert kinds(again.program) == kinds(made.program) == {Kind.PERMUTE: made.splits[0].parts // 2}
+    whole = made.as_written()
+    assert kinds(whole.program) == {Kind.ALL_GATHER: 1} and not whole.rewritten

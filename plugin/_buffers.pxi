@@ -381,9 +381,7 @@ cdef bint take_dense(PJRT_Client_BufferFromHostBuffer_Args* args) except -1:
     else:
         host = ndarray(found[1], found[2], copied(args.data, type.nbytes))
     buffer = Buffer.__new__(Buffer)
-    buffer.set(
-        None, put(host, type.type, memory.device.c.local_hardware_id), type, memory
-    )
+    buffer.set(None, put(host, type.type, memory.device.c.local_hardware_id), type, memory)
     if done is None:
         args.done_with_host_buffer = &always_ready
     else:

@@ -198,8 +198,7 @@ cdef class LoadedExecutable(Handle):
 
     cdef list run_on_all(self, single, list rows):
         """What ``single``, which another thread may exchange meanwhile, gives on each of several devices: in turn,
-        or on threads where that takes this one long. What the engine's own threads compute does not, though they
-        may take the core from this one as soon as they are woken up."""
+        or on threads where the engine computes in the thread that calls, for long."""
         cdef list results
         cdef size_t d, n = len(rows)
         cdef double took, began
@@ -208,12 +207,12 @@ cdef class LoadedExecutable(Handle):
             results = self.apart(single, rows)
             took = (monotonic() - began) * min(<size_t>self.engine.callers, n)
         else:
-            began = of_thread()
+            began = of_thread()  # the engine's threads, once woken up, may take the core meanwhile
             results = [single(self.ordinal(d), rows[d]) for d in range(n)]
             took = of_thread() - began
         for d in range(n):
             if self.counted(results[d]) and not self.engine.is_ready(results[d][0]):
-                took = 0.0
+                took = 0.0  # they compute it
         self.seconds += 0.25 * (took / n - self.seconds)
         return results
 

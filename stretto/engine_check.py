@@ -24,6 +24,7 @@ from stretto.collectives.types import ELEMENT_TYPES, TensorType
 from stretto.hlo_frontend.stablehlo import MLIR_TYPES
 from stretto.runtime.engines.engine import (
     CallingEngine,
+    CopyingEngine,
     Engine,
     LoadedSegment,
     RestoringEngine,
@@ -284,6 +285,14 @@ def _transfers(engine: Engine, dtypes: Iterable[str]) -> None:
         array = engine.put(_ramp(), F32, 0)
         lies_there = ctypes.string_at(engine.pointer(array), F32.nbytes)
         _expect(lies_there == _ramp().tobytes(), "host_memory: the content lies at its pointer")
+    if isinstance(engine, CopyingEngine):
+        lent = _aligned(32)
+        for view in (lent[:16], lent[::2], lent[::-2]):
+            lent[:] = np.arange(32)
+            wanted = view.copy()
+            array = engine.put_copy(view, F32, 0)
+            lent[:] = -1
+            _same(engine.host_view(array), wanted, "put_copy is done with the host's memory")
 
 
 def _pointer(engine: Engine, array: Any) -> int | None:

@@ -166,9 +166,11 @@ class Compute:
             nonlocal seconds
             began, before = perf_counter(), thread_time()
             arrays = run(ordinals[position], [column[position] for column in columns])
-            took = thread_time() - before
-            if arrays and not is_ready(arrays[0]):  # the engine's threads compute it
-                took = 0.0
+            took = (
+                thread_time() - before
+            )  # the engine's threads, once woken up, may take the core meanwhile
+            if arrays and not is_ready(arrays[0]):
+                took = 0.0  # they compute it
             seconds += 0.25 * (took - seconds)  # an estimate: threads may write at once
             return began, arrays
 

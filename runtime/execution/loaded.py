@@ -101,7 +101,7 @@ class LoadedProgram:
             and not self.has_host_callbacks
             and self.dispatcher.instrument is None
         )
-        run = single or program.run_with_ids
+        run = single or program.arranged_run
         if run is None or program.segments[run.segment].sites:
             return
         if not self.local or self._may_never_end or self._must_agree:
@@ -112,7 +112,7 @@ class LoadedProgram:
         instrument = self.dispatcher.instrument
         if single is None:
             if instrument is None and not self.has_host_callbacks:
-                self._single = walker.with_ids(run, loaded.run)
+                self._single = walker.arranged(run, loaded.run)
         elif self.has_host_callbacks:
             if instrument is None and len(self.local) == 1:
                 self._calling = getattr(loaded, "run_with_end", None)

@@ -433,10 +433,11 @@ class Walker:
             ]
         return found
 
-    def with_ids(
+    def arranged(
         self, run: Run, segment: Callable[[int, list[Any]], list[Any]]
     ) -> Callable[[int, list[Any]], list[Any]]:
-        """``f(ordinal, arguments)``: the segment of a program's `run_with_ids`, with the device's ids."""
+        """``f(ordinal, arguments)``: the segment of a program's `arranged_run`, given those of the program's
+        arguments that it takes, in its order, and the device's ids."""
         slots = list(self.program.lasting_ids)
         order = [*self.program.body.parameters, *slots]
         places = [order.index(slot) for slot in run.inputs]

@@ -312,7 +312,7 @@ class Program:
         return found
 
     @cached_property
-    def run_with_ids(self) -> Run | None:
+    def arranged_run(self) -> Run | None:
         """The run, where the program is one run of a segment, on some of its inputs and `lasting_ids`, in any
         order."""
         runs = [i for i in self.body.instructions if isinstance(i, Run)]

@@ -339,9 +339,9 @@ def test_ids_that_others_have_are_put_by_each_run() -> None:
     ):
         made = replace(given, body=body, slot_types=(F32, U32, F32, U32))
         assert not made.lasting_ids
-        assert made.run_with_ids is None
+        assert made.arranged_run is None
     assert list(given.lasting_ids) == [1]
-    assert given.run_with_ids == Run(0, (1, 0), (2,))
+    assert given.arranged_run == Run(0, (1, 0), (2,))
 
 
 @pytest.mark.parametrize(

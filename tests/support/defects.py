@@ -80,6 +80,13 @@ class Overwriting(Plain):
         return loaded.run(ordinal, inputs)
 
 
+class Borrowing(Plain):
+    """Goes on using what the host lends it to be copied."""
+
+    def put_copy(self, host: np.ndarray, type: TensorType, ordinal: int) -> Any:
+        return self.inner.put(host, type, ordinal)
+
+
 class Swallowing(Plain):
     """A run that fails gives zeros."""
 

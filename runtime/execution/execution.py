@@ -45,6 +45,9 @@ class Executable(Protocol):
     communicates: bool
     negotiation: FirstRuns | None
 
+    @property
+    def is_prompt(self) -> bool: ...
+
 
 class Issued(NamedTuple):
     """What the caller has of an execution that goes on elsewhere.
@@ -84,8 +87,8 @@ class Execution:
 
     @property
     def is_prompt(self) -> bool:
-        """Whether all that it waits for is small collectives."""
-        return self.loaded.walker.prompt is not None
+        """Whether it is over in a moment, as far as its program is known."""
+        return self.loaded.is_prompt
 
     def walk(self) -> None:
         """Walk the program. Errors go to the outputs."""

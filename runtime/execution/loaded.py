@@ -26,15 +26,15 @@ from .compiled_segments import CompiledSegments
 from .dispatch import PATIENCE, Dispatcher
 from .execution import Execution, FirstRuns, Issued
 from .frame import Frame, Hosted, named
-from .regions import Rest
+from .regions import FEW, Rest
+from .restraint import Restraint
 from .side_by_side import among
 from .stream import Event
 from .value import DeletedError, Landed, Part, Promise, Value
 from .walk import Walker
 
-# Iterations that take no loop long: XLA runs one in the thread that calls only where an iteration has fewer
-# than 1,000 operations.
-FEW = 4096
+OVER = Event()
+OVER.set()
 # Bytes that a process in which allocating them fails would not live without.
 LITTLE = 2**20
 
@@ -77,6 +77,7 @@ class LoadedProgram:
         self._may_never_end = len(local) > 1 and not all(
             0 <= segment.iterations <= FEW for segment in loops
         )
+        self._restraint = Restraint()
         # How it is agreed on with the other processes that run it; None if there are none. While it is
         # measured, what does that stands here too.
         self.negotiation: FirstRuns | None = None
@@ -164,6 +165,11 @@ class LoadedProgram:
             return self._run_calling
         return self._run_region if self._may_be_region else None
 
+    @property
+    def is_prompt(self) -> bool:
+        """Whether a caller may begin it, and wait for a moment until it is over."""
+        return self.walker.prompt is not None and not self._restraint.holds
+
     def run_apart(
         self, single: Callable[[int, list[Any]], Any], rows: Sequence[list[Any]]
     ) -> list[list[Any]]:
@@ -215,13 +221,14 @@ class LoadedProgram:
             if outputs is not None:
                 return outputs, None
         if (
-            self.walker.prompt is not None
+            self.is_prompt
             and (self.negotiation is None or self.negotiation.agreed)
             and self.dispatcher.catch_up()
         ):
             begun = self._run_promptly(arguments)
             if begun is not None:
                 return begun
+        self._restraint.count()
         if len(arguments) != len(self.local) or any(
             len(row) != len(self.input_types) for row in arguments
         ):
@@ -380,13 +387,13 @@ class LoadedProgram:
         rest: Callable[[], None] | None = None
         error: BaseException | None = None
         run, done = dispatcher.next_run(), 0
+        until = perf_counter() + PATIENCE
         assert prompt is not None
         try:
             if self.negotiation is not None:
                 self.negotiation.begin()
             if walker.started is not None:
                 walker.started(run)
-            until = perf_counter() + PATIENCE
             for attempt in prompt:
                 done += 1
                 rest = attempt(frame, until)
@@ -396,19 +403,20 @@ class LoadedProgram:
                 results = walker.results(frame)
         except BaseException as raised:
             error = raised
+        if self._together:  # where other processes are late, that says nothing of it
+            self._restraint.ran(in_time=rest is None and perf_counter() < until)
         if error is None and rest is None:
             dispatcher.end_turn()
             if walker.finished is not None:
                 walker.finished(run, None)
-            outputs = [
-                [
-                    Value(t, ordinal, self._engine, None, Landed(register[position]))
-                    if type(register) is Hosted
-                    else Value(t, ordinal, self._engine, register[position])
-                    for t, register in zip(self.output_types, results, strict=True)
-                ]
-                for position, (_, ordinal) in enumerate(self.local)
+            columns = [
+                self._there(*column) for column in zip(self.output_types, results, strict=True)
             ]
+            outputs = (
+                [list(row) for row in zip(*columns, strict=True)]
+                if columns
+                else [[] for _ in self.local]
+            )
             event = None
         else:
             execution = Execution(self, [], None, run)
@@ -422,6 +430,23 @@ class LoadedProgram:
             self._delete_donated(arguments)
         return outputs, event
 
+    def _there(self, type_: TensorType, register: Any) -> list[Value]:
+        """The values of one output that is there, of all devices."""
+        engine, ordinals = self._engine, self.walker.ordinals
+        if isinstance(register, Joined):
+            promise = Promise(OVER)
+            promise.content = register
+            return [Value(type_, o, engine, None, promise, i) for i, o in enumerate(ordinals)]
+        if type(register) is Hosted:
+            return [
+                Value(type_, ordinal, engine, None, Landed(host))
+                for ordinal, host in zip(ordinals, register, strict=True)
+            ]
+        return [
+            Value(type_, ordinal, engine, array)
+            for ordinal, array in zip(ordinals, register, strict=True)
+        ]
+
     def _frame_of(self, arguments: Sequence[Sequence[Value]]) -> Frame | None:
         """The frame of a walk with these arguments, if they are all there."""
         program = self.walker.program
@@ -431,6 +456,12 @@ class LoadedProgram:
             return None
         for index, slot in enumerate(program.body.parameters):
             type_, landed = self.input_types[index], 0
+            whole = self._whole(arguments, index) if count > 1 else None
+            if whole is not None:
+                if not isinstance(whole.content, Joined):
+                    return None
+                registers[slot] = whole.content
+                continue
             register: list[Any] = []
             for row in arguments:
                 value = row[index]

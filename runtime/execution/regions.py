@@ -5,7 +5,9 @@ ended. The collectives count, and are told of, as those of a walk, after the run
 
 A device that is alone in its process may run where it is called (`Region.attempt`). The thread that calls is
 in the engine then, so it waits for other processes for a moment only: after that the run is given up, and
-made anew by the dispatch thread, which finds in the table what was sent and received so far.
+made anew by the dispatch thread, which finds in the table what was sent and received so far. Several devices
+that have no others to wait for may be begun where they are called: they run on threads of the engine's, and
+the dispatch thread waits for what does not end in a moment.
 """
 
 from __future__ import annotations
@@ -56,6 +58,9 @@ _log = logging.getLogger("stretto")
 _NOTHING: frozenset[int] = frozenset()
 # Tables of runs that have failed. Their devices may still come, so they are kept.
 _forsaken: list[Table] = []
+# Iterations that take no loop long: XLA runs one in the thread that calls only where an iteration has fewer
+# than 1,000 operations.
+FEW = 4096
 
 
 def can_call(engine: Engine, options: Options) -> bool:
@@ -94,22 +99,26 @@ class Region:
         # Of each site: messages and bytes that a call moves, and messages that it leaves out.
         self.payload = list(map(_payload, self.collectives, bound))
         self.what = f"segment {segment.name} of {program.name}"
-        # Whether `attempt` can be used: each site is called once and moves what takes no time beside a call,
-        # nothing is used up by a run, and it may be made anew.
+        # Whether a run of one device may be made anew: each site is called once and moves what takes no time
+        # beside a call, and nothing is used up.
         sizes = (
             sum(t.nbytes for t in types)
             for c in self.collectives
             for types in (c.operands, c.results)
         )
-        self.prompt = (
-            len(context.local) == 1
+        alone = len(context.local) == 1
+        self._resumable = (
+            alone
             and max(sizes) <= PROMPT
             and isinstance(self.loaded, LoadedAlone)
             and not segment.donated
             and not segment.once
             and WHILE not in segment.module
         )
-        if self.prompt:
+        # `attempt` can be used of several devices too, where they wait for nobody else and end by themselves.
+        endless = WHILE in segment.module and not 0 <= segment.iterations <= FEW
+        self.prompt = self._resumable or not (alone or peers.owner or endless)
+        if self._resumable:
             self._run_alone = cast("LoadedAlone", self.loaded).run_alone
             (self.ordinal,) = context.ordinals
         # What a run counts where each site is called once: collectives, messages, left out, bytes.
@@ -129,7 +138,7 @@ class Region:
         """A table, and what each device's code is given first."""
         context, partitions = self.context, self.context.program.num_partitions
         positions = {id: i for i, id in enumerate(context.logical)}
-        self.table = table_of(self.collectives, positions, self.peers, resumed=self.prompt)
+        self.table = table_of(self.collectives, positions, self.peers, resumed=self._resumable)
         self.first = [
             context.engine.put(
                 np.array(
@@ -150,17 +159,17 @@ class Region:
             for slot in self.instruction.inputs:
                 if type(frame.registers[slot]) is Hosted:
                     land(frame.registers, slot)
-            self._begin()
-            self.lane.progress.watch(self._look)
-            self.lane.hand_over(self.table)
+            self._begin_all()
             self._run(frame)
 
         return run_region
 
     def attempt(self, land: Callable[[list[Any], Slot], list[Any]]) -> Attempt:
         """The same for a thread that must not wait: see `communication.Communication.attempt`. Only if it is
-        `prompt`: the device runs here as far as the engine has it."""
+        `prompt`: a device that is alone runs here as far as the engine has it."""
         inputs, outputs = self.instruction.inputs, self.instruction.outputs
+        if not self._resumable:
+            return partial(self._attempt_together, land)
 
         def attempt(frame: Frame, until: float) -> Callable[[], None] | None:
             registers = frame.registers
@@ -178,11 +187,25 @@ class Region:
 
         return attempt
 
+    def _attempt_together(
+        self, land: Callable[[list[Any], Slot], list[Any]], frame: Frame, until: float
+    ) -> Callable[[], None] | None:
+        """`attempt` for several devices."""
+        for slot in self.instruction.inputs:
+            if type(frame.registers[slot]) is Hosted:
+                land(frame.registers, slot)
+        self._begin_all()
+        results = self._enqueue(frame)
+        if not self.table.wait(max(until - perf_counter(), 0.0)):
+            return partial(self._end, frame, results)
+        self._end(frame, results)
+        return None
+
     def run_here(self, arrays: list[Array], until: float) -> list[Array] | Rest:
         """Run the only device in the thread that calls, by the time ``until`` (of ``perf_counter``).
 
         Gives its results, or what is left to do with the frame that has the operands: it blocks, and may be
-        called by another thread. Only if it is `prompt`.
+        called by another thread. Only for one that may be made anew.
         """
         table, lane, instrument = self.table, self.lane, self.context.instrument
         progress = lane.progress
@@ -222,12 +245,22 @@ class Region:
             self._began = perf_counter()
         self.table.begin(instrument is not None, until)
 
+    def _begin_all(self) -> None:
+        """A run of all devices begins, each on a thread of the engine's."""
+        self._begin()
+        self.lane.progress.watch(self._looked)
+        self.lane.hand_over(self.table)
+
     def _again(self, frame: Frame) -> None:
         """Go on with a run that was given up."""
         self.table.resume()
         self._run(frame)
 
     def _run(self, frame: Frame) -> None:
+        self._end(frame, self._enqueue(frame))
+
+    def _enqueue(self, frame: Frame) -> Sequence[Column]:
+        """Have all devices run. Gives their results, to come."""
         registers = frame.registers
         columns = [self.first, *(registers[slot] for slot in self.instruction.inputs)]
         try:
@@ -237,7 +270,7 @@ class Region:
         columns.clear()
         for slot in self.instruction.donated:
             registers[slot] = None
-        self._end(frame, results)
+        return results
 
     def _end(self, frame: Frame, results: Sequence[Column]) -> None:
         """Wait for a run that has been enqueued, and put its results into their registers."""
@@ -308,7 +341,7 @@ class Region:
         counters.nbytes += nbytes
 
     def _account(self, active: tuple[int, ...]) -> None:
-        if self.prompt and self.table.executed == len(self.payload):
+        if self._resumable and self.table.executed == len(self.payload):
             self._account_once()
         else:
             counters = self.lane.counters

@@ -7,9 +7,7 @@ Here such control flow becomes one segment that is given the ids.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
 
 from stretto.runtime.program import (
     Block,
@@ -30,6 +28,7 @@ from stretto.runtime.program import (
 
 from .region_module import plain_module
 from .used_segments import with_body
+from .work import work_of
 
 
 def as_segments(program: Program) -> Program:
@@ -43,14 +42,6 @@ def as_segments(program: Program) -> Program:
         return program
     program = replace(program, slot_types=tuple(state.slot_types))
     return with_body(program, state.segments, body)
-
-
-class Work(NamedTuple):
-    """What a run does, as of `Segment`: of branches the most."""
-
-    arithmetic: int
-    flops: float
-    iterations: int
 
 
 class _Rewriting:
@@ -115,7 +106,7 @@ class _Rewriting:
                 ran.add(instruction.segment)
         inputs = (*inputs, *ids.values())
         whole = replace(program, slot_types=tuple(self.slot_types))
-        work = self.work(block)
+        work = work_of(self.program, block.instructions)
         made = Segment(
             tuple(self.slot_types[s] for s in inputs),
             tuple(program.slot_types[s] for s in outputs),
@@ -132,26 +123,3 @@ class _Rewriting:
         run = Run(len(self.segments) - 1, inputs, outputs, donated)
         before = [LogicalId(kind, slot) for kind, slot in ids.items()]
         return [*before, run, *([Free(tuple(ids.values()))] if ids else [])]
-
-    def work(self, block: Block) -> Work:
-        """What a run of the block does."""
-        found = [self._work(i) for i in block.instructions if isinstance(i, Run | Loop | Branch)]
-        return Work(*map(_total, zip(*found, strict=True))) if found else Work(0, 0.0, 0)
-
-    def _work(self, instruction: Run | Loop | Branch) -> Work:
-        if isinstance(instruction, Run):
-            segment = self.program.segments[instruction.segment]
-            return Work(segment.arithmetic, segment.flops, segment.iterations)
-        if isinstance(instruction, Branch):
-            branches = [self.work(b) for b in instruction.branches]
-            return Work(*(-1 if min(b) < 0 else max(b) for b in zip(*branches, strict=True)))
-        once, trips = self.work(instruction.body), instruction.trip_count
-        if trips is None:
-            return once._replace(iterations=-1)
-        arithmetic, flops, iterations = (-1 if w < 0 else w * trips for w in once)
-        return Work(int(arithmetic), flops, int(_total([iterations, trips])))
-
-
-def _total(numbers: Sequence[Any]) -> Any:
-    """Their sum; -1, if one of them is not known."""
-    return -1 if min(numbers, default=0) < 0 else sum(numbers)

@@ -35,6 +35,7 @@ from stretto.runtime.program import (
 
 from .region_module import region_module, stretches
 from .used_segments import with_body
+from .work import work_of
 
 # Bytes of a collective that is never called by compiled code: there each device has a result of its own.
 _LARGE = 16 << 20
@@ -342,6 +343,7 @@ class _Rewriting:
             reproducible=any(program.segments[i].reproducible for i in made.segments),
             sites=made.sites,
             once=any(program.segments[i].once for i in made.segments),
+            iterations=work_of(program, body).iterations,
         )
         self.regions.append(name)
         self.segments.append(segment)

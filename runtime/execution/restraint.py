@@ -8,7 +8,8 @@ MOST = 64
 
 class Restraint:
     """Holds callers back from a program for one run after one that took longer than a moment; for twice as
-    many after the next, up to `MOST`, until one ends in time. Threads may use it at once: it is an estimate.
+    many after the next, up to `MOST`, and for one less after each that ended in time: where both come,
+    callers seldom wait. Threads may use it at once: it is an estimate.
     """
 
     __slots__ = ("_left", "_next")
@@ -30,6 +31,6 @@ class Restraint:
     def ran(self, in_time: bool) -> None:
         """A caller has begun a run, and waited for a moment: whether it was over then."""
         if in_time:
-            self._next = 1
+            self._next = max(self._next - 1, 1)
         else:
             self._left, self._next = self._next, min(2 * self._next, MOST)

@@ -1,0 +1,160 @@
+"""Callers begin compiled code that calls its collectives on several devices, where it ends in a moment.
+
+A moment is as long as a test wants it to be: who begins a run follows from that alone.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from itertools import chain
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from stretto.runtime.execution import dispatch, loaded
+from stretto.runtime.execution.regions import Region
+from stretto.runtime.execution.restraint import MOST, Restraint
+
+pytestmark = pytest.mark.usefixtures("on_stretto")
+
+N = 4
+LONG = 60.0  # seconds: a moment that no run exceeds
+SPEC = PartitionSpec("x")
+
+
+@pytest.fixture
+def mesh(devices: list[jax.Device]) -> Mesh:
+    return Mesh(np.array(devices), ("x",))
+
+
+@pytest.fixture
+def begun(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Who begins each run of compiled code, in order."""
+    monkeypatch.setattr(dispatch, "PATIENCE", LONG)
+    monkeypatch.setattr(loaded, "PATIENCE", LONG)
+    runs: list[str] = []
+    caller, enqueue = threading.get_ident(), Region._enqueue
+
+    def noted(self: Region, *arguments: Any) -> Any:
+        runs.append("caller" if threading.get_ident() == caller else "dispatch")
+        return enqueue(self, *arguments)
+
+    monkeypatch.setattr(Region, "_enqueue", noted)
+    return runs
+
+
+def mapped(mesh: Mesh, f: Callable[..., Any], **more: Any) -> Any:
+    """``f`` of each device's two numbers."""
+    return jax.jit(
+        jax.shard_map(f, mesh=mesh, in_specs=SPEC, out_specs=SPEC, check_vma=False), **more
+    )
+
+
+def placed(mesh: Mesh) -> jax.Array:
+    return jax.device_put(np.arange(2 * N, dtype=np.float32), NamedSharding(mesh, SPEC))
+
+
+def step(x: jax.Array) -> jax.Array:
+    return lax.psum(x, "x") * 0.25 + lax.axis_index("x")
+
+
+def by_hand(x: np.ndarray) -> np.ndarray:
+    return (x.reshape(N, 2).mean(0) + np.arange(N)[:, None]).ravel()
+
+
+def test_what_ends_in_a_moment_is_begun_by_the_caller(mesh: Mesh, begun: list[str]) -> None:
+    """Each run takes what the one before gave, and nobody waits between."""
+    run, x, want = mapped(mesh, step), placed(mesh), np.arange(2.0 * N)
+    for _ in range(5):
+        x, want = run(x), by_hand(want)
+    np.testing.assert_allclose(x, want)
+    assert begun == ["caller"] * 5
+
+
+def test_what_takes_longer_is_begun_by_callers_ever_less_often(
+    mesh: Mesh, begun: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loaded, "PATIENCE", 0.0)
+    run, x, want = mapped(mesh, step), placed(mesh), np.arange(2.0 * N)
+    for _ in range(11):
+        x, want = jax.block_until_ready(run(x)), by_hand(want)
+        np.testing.assert_allclose(x, want)
+    later = [["caller", *["dispatch"] * left] for left in (1, 2, 4)]
+    assert begun == [*chain(*later), "caller"]
+
+
+def test_a_loop_that_may_not_end_is_never_begun_by_the_caller(mesh: Mesh, begun: list[str]) -> None:
+    run = mapped(mesh, lambda x: lax.while_loop(lambda a: lax.pmax(a, "x")[0] < 50, step, x))
+    short = mapped(mesh, lambda x: lax.fori_loop(0, 3, lambda _, a: step(a), x))
+    want = by_hand(by_hand(by_hand(np.arange(2.0 * N))))
+    for _ in range(2):
+        np.testing.assert_allclose(short(placed(mesh)), want)
+        jax.block_until_ready(run(placed(mesh) + 50))
+    assert begun == ["caller", "dispatch"] * 2
+
+
+def test_a_donated_argument_is_used_up(mesh: Mesh, begun: list[str]) -> None:
+    run, x = mapped(mesh, lambda x: x + step(x), donate_argnums=0), placed(mesh)
+    want = np.arange(2.0 * N)
+    for _ in range(3):
+        given, (x, want) = x, (run(x), want + by_hand(want))
+        assert given.is_deleted()
+    np.testing.assert_allclose(x, want)
+    assert begun == ["caller"] * 3
+
+
+def test_an_error_of_its_devices_reaches_the_caller(mesh: Mesh, begun: list[str]) -> None:
+    """Two devices ask for a sum, the others do not: nobody waits for ever, and what follows runs."""
+
+    def f(x: jax.Array) -> jax.Array:
+        ask = lax.axis_index("x") < 2
+        return lax.cond(ask, lambda a: lax.psum(a, "x"), lambda a: a * 2, x)
+
+    run, right = mapped(mesh, f), mapped(mesh, step)
+    for _ in range(2):
+        with pytest.raises(Exception, match="devices came"):
+            jax.block_until_ready(run(placed(mesh)))
+        np.testing.assert_allclose(right(placed(mesh)), by_hand(np.arange(2.0 * N)))
+    assert begun == ["caller"] * 4
+
+
+def test_what_waits_for_other_runs_is_right(mesh: Mesh, begun: list[str]) -> None:
+    """Arguments that are computed yet, by devices one by one."""
+    parts = [s.data for s in placed(mesh).addressable_shards]
+    slow = jax.jit(
+        lambda a: lax.fori_loop(0, 300, lambda _, m: jnp.tanh(m @ m), jnp.eye(64))[:2, 0] * 0 + a
+    )
+    x = jax.make_array_from_single_device_arrays(
+        (2 * N,), NamedSharding(mesh, SPEC), [slow(p) for p in parts]
+    )
+    np.testing.assert_allclose(mapped(mesh, step)(x), by_hand(np.arange(2.0 * N)))
+    assert begun == ["caller"]
+
+
+def test_restraint() -> None:
+    """Doubles with each run that was late, is one less for each that was not, and ends at `MOST`."""
+    restraint = Restraint()
+
+    def left_out() -> int:
+        count = 0
+        while restraint.holds:
+            restraint.count()
+            count += 1
+        return count
+
+    found = []
+    for _ in range(9):
+        restraint.ran(in_time=False)
+        found.append(left_out())
+    assert found == [1, 2, 4, 8, 16, 32, 64, MOST, MOST]
+    restraint.ran(in_time=True)
+    restraint.ran(in_time=True)
+    assert left_out() == 0
+    restraint.ran(in_time=False)
+    assert left_out() == MOST - 2

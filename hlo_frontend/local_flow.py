@@ -3,6 +3,9 @@
 XLA's partitioner puts device ids into loops: where a sharded constant or iota is read in one, for example. A
 module has no way to ask for them, so the loop was walked, its body a segment that ran once in each iteration.
 Here such control flow becomes one segment that is given the ids.
+
+So does a program that hands arguments on: XLA leaves no instruction of a reshape, or of what a step of
+training returns as it was, and copying them to arrays of their own was the walk's, one by one.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from dataclasses import replace
 from stretto.runtime.program import (
     Block,
     Branch,
+    Copy,
     Free,
     Instruction,
     LogicalId,
@@ -33,15 +37,23 @@ from .work import work_of
 
 def as_segments(program: Program) -> Program:
     """The program with its outermost loops and branches that neither communicate nor call back as segments;
-    with one segment, if there is nothing else."""
+    with one segment, if there is nothing else, or nothing but copies of arguments."""
     state = _Rewriting(program)
     flows = [i for i in program.body.instructions if isinstance(i, Loop | Branch)]
-    whole = bool(flows) and state.is_local(program.body)
+    whole = (bool(flows) or _hands_on(program)) and state.is_local(program.body)
     body = state.whole() if whole else state.block(program.body)
     if len(state.segments) == len(program.segments):
         return program
     program = replace(program, slot_types=tuple(state.slot_types))
     return with_body(program, state.segments, body)
+
+
+def _hands_on(program: Program) -> bool:
+    """Whether it gives some arguments as they came, and what one segment makes of others, or no more."""
+    body = program.body
+    runs = sum(isinstance(i, Run) for i in body.instructions)
+    copies = any(isinstance(i, Copy) for i in body.instructions)
+    return runs <= 1 and (copies or not set(body.parameters).isdisjoint(body.results))
 
 
 class _Rewriting:

@@ -33,6 +33,9 @@ from .stream import Event
 from .value import DeletedError, Landed, Part, Promise, Value
 from .walk import Walker
 
+# Seconds that a caller waits for compiled code on several devices, instead of `PATIENCE`: their threads take
+# turns on the cores, and beside other work what takes half a millisecond often takes more than one.
+MOMENT = 2e-3
 OVER = Event()
 OVER.set()
 # Bytes that a process in which allocating them fails would not live without.
@@ -387,7 +390,7 @@ class LoadedProgram:
         rest: Callable[[], None] | None = None
         error: BaseException | None = None
         run, done = dispatcher.next_run(), 0
-        until = perf_counter() + PATIENCE
+        until = perf_counter() + (MOMENT if self._together else PATIENCE)
         assert prompt is not None
         try:
             if self.negotiation is not None:
@@ -495,8 +498,9 @@ class LoadedProgram:
         ]
 
     def _delete_donated(self, arguments: Sequence[Sequence[Value]]) -> None:
-        for index in self.program.donated:
-            for row in arguments:
+        donated = self.program.donated
+        for row in arguments:
+            for index in donated:
                 row[index].delete()
 
     def _whole(self, arguments: Sequence[Sequence[Value]], index: int) -> Promise | None:

@@ -37,7 +37,7 @@ def mesh(devices: list[jax.Device]) -> Mesh:
 def begun(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Who begins each run of compiled code, in order."""
     monkeypatch.setattr(dispatch, "PATIENCE", LONG)
-    monkeypatch.setattr(loaded, "PATIENCE", LONG)
+    monkeypatch.setattr(loaded, "MOMENT", LONG)
     runs: list[str] = []
     caller, enqueue = threading.get_ident(), Region._enqueue
 
@@ -80,7 +80,7 @@ def test_what_ends_in_a_moment_is_begun_by_the_caller(mesh: Mesh, begun: list[st
 def test_what_takes_longer_is_begun_by_callers_ever_less_often(
     mesh: Mesh, begun: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loaded, "PATIENCE", 0.0)
+    monkeypatch.setattr(loaded, "MOMENT", 0.0)
     run, x, want = mapped(mesh, step), placed(mesh), np.arange(2.0 * N)
     for _ in range(11):
         x, want = jax.block_until_ready(run(x)), by_hand(want)

@@ -118,3 +118,54 @@ def test_a_constant_that_is_sharded(devices: list[jax.Device]) -> None:
         want = np.sin(want) * np.asarray(weights)
     np.testing.assert_allclose(np.asarray(compiled(given)), want, rtol=1e-5)
     assert "loop" not in str(stretto.explain(compiled).program)
+
+
+def words_of(compiled: Any) -> list[str]:
+    program = str(stretto.explain(compiled).program)
+    body = program[program.index("\nbody") :].splitlines()[2:-2]
+    return [line.split()[0] for line in body if line.split()[0] != "free"]
+
+
+HANDED_ON: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "alone": (lambda s, x: s, lambda s, x: s),
+    "in another form": (lambda s, x: s.reshape(2, 4), lambda s, x: s.reshape(2, 4)),
+    "twice": (lambda s, x: (s, s.ravel(), x + 1), lambda s, x: (s, s.ravel(), x + 1)),
+    "the other way round": (lambda s, x: (x, s), lambda s, x: (x, s)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
+@pytest.mark.parametrize(("f", "by_hand"), HANDED_ON.values(), ids=HANDED_ON)
+@pytest.mark.parametrize("donate", [(), (0,), (0, 1)], ids=str)
+@pytest.mark.parametrize("count", [1, N])
+def test_arguments_that_are_handed_on_are_results_of_their_own(
+    devices: list[jax.Device],
+    f: Callable[..., Any],
+    by_hand: Callable[..., Any],
+    donate: tuple[int, ...],
+    count: int,
+) -> None:
+    """One run; results share no memory, with arguments or among themselves."""
+    sharding = NamedSharding(Mesh(np.array(devices[:count]), ("x",)), P())
+    s, x = np.arange(8, dtype=np.int16), np.arange(3, dtype=np.float32)
+    given = [jax.device_put(a, sharding) for a in (s, x)]
+    # `keep_unused`, since JAX drops arguments that are not read, and does not run what only hands on.
+    compiled = jax.jit(f, donate_argnums=donate, keep_unused=True).lower(*given).compile()
+    assert words_of(compiled) == ["run"]
+    results = jax.tree.leaves(compiled(*given))
+    wanted = jax.tree.leaves(by_hand(s, x))
+    donated = [
+        i in donate and any(a.nbytes == w.nbytes for w in wanted) for i, a in enumerate(given)
+    ]
+    assert [a.is_deleted() for a in given] == donated  # what fits no result stays, as JAX says
+    held = [a for a in given if not a.is_deleted()]
+    for d in range(count):
+        of_device = [a.addressable_shards[d].data for a in (*results, *held)]
+        assert len({a.unsafe_buffer_pointer() for a in of_device}) == len(of_device)
+    for have, want in zip(results, wanted, strict=True):
+        np.testing.assert_array_equal(have, want)
+        assert have.dtype == want.dtype
+    for a in held:
+        a.delete()
+    for have, want in zip(results, wanted, strict=True):
+        np.testing.assert_array_equal(have, want)

@@ -133,6 +133,18 @@ class Builder:
         shape = resized(array.shape, [array.shape.dimensions[d] for d in permutation])
         return self.add("transpose", shape, [array], dimensions=permutation)
 
+    def reinterpret(self, array: Any, source: Any, target: Any) -> Any:
+        """A bitcast of an array of shape ``source`` to one of shape ``target``, of the same type of elements:
+        transpose into memory order, reshape, transpose out of it."""
+        into = list(source.layout.minor_to_major)[::-1]
+        out = list(target.layout.minor_to_major)[::-1]
+        if into != sorted(into):
+            array = self.transpose(array, into)
+        array = self.reshape(array, [target.dimensions[i] for i in out])
+        if out != sorted(out):
+            array = self.transpose(array, [out.index(i) for i in range(len(out))])
+        return array
+
     def dynamic_slice(self, array: Any, starts: Sequence[Any], sizes: Sequence[int]) -> Any:
         """``starts``: a scalar for each dimension."""
         shape = resized(array.shape, sizes)

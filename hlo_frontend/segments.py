@@ -406,20 +406,12 @@ class ModuleBuilder:
         return leaves
 
     def _bitcast(self, instruction: Instruction, operand: Any) -> Any:
-        """A bitcast reinterprets memory: transpose into memory order, reshape, transpose out of it."""
         source, target = instruction.operands[0].shape, instruction.shape
         if source.element_type != target.element_type:
             if list(source.layout.minor_to_major) != list(target.layout.minor_to_major):
                 raise instruction.unsupported("a bitcast of both type and layout")
             return self._to.add("bitcast-convert", resized(target, target.dimensions), [operand])
-        into = list(source.layout.minor_to_major)[::-1]
-        out = list(target.layout.minor_to_major)[::-1]
-        if into != sorted(into):
-            operand = self._to.transpose(operand, into)
-        operand = self._to.reshape(operand, [target.dimensions[i] for i in out])
-        if out != sorted(out):
-            operand = self._to.transpose(operand, [out.index(i) for i in range(len(out))])
-        return operand
+        return self._to.reinterpret(operand, source, target)
 
     # Computations.
 

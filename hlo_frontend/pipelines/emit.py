@@ -106,6 +106,15 @@ class Builder(builder.Builder):
         if copied is None and self.metadata is not None:
             proto.metadata.CopyFrom(self.metadata)
 
+    def copy(self, instruction: Instruction, operands: Sequence[Any]) -> Any:
+        """The same instruction on other operands, which may lie in memory in another way: what a bitcast does
+        depends on the way that its own operand lies."""
+        if instruction.opcode == "bitcast":
+            source, target = instruction.operands[0].shape, instruction.shape
+            if source.element_type == target.element_type:
+                return self.reinterpret(operands[0], source, target)
+        return super().copy(instruction, operands)
+
     def clone(
         self, wanted: Iterable[Instruction], env: dict[Instruction, Any]
     ) -> dict[Instruction, Any]:

@@ -34,8 +34,7 @@ from ..builder import array_shape, resized, tuple_shape
 from ..collectives import native_reduction
 from ..graph import Instruction
 from ..ops import op_of
-from ..passes.valid.known import keeps_order
-from ..schema import PRIMITIVE_CODES, TUPLE
+from ..schema import PRIMITIVE_CODES, TUPLE, ShapeProto
 from .emit import Builder, fenced, needed_by
 from .members import Members
 from .refusal import Refusal
@@ -97,7 +96,7 @@ class Rows:
         for value, block, _ in self.steps:
             if block is None:
                 continue
-            length = value.shape.dimensions[block.axis]
+            length = _dimensions(value)[block.axis]
             for slot in slots:
                 if not 0 <= (slot + block.shift) * block.unit <= length - block.unit:
                     raise Refusal(
@@ -163,8 +162,15 @@ class Rows:
                 made[key] = leaves[value.proto.tuple_index]
             elif _summed(value) is not None:
                 made[key] = without_sign_of_zero(b, made[operands[0]])
+            elif value.opcode == "get-tuple-element" and operands[0][0] is value.operands[0]:
+                made[key] = b.element(made[operands[0]], value.proto.tuple_index)
             elif value.opcode == "get-tuple-element" or operands[0][0] not in value.operands:
                 made[key] = made[operands[0]]
+            elif value.opcode == "bitcast":
+                target = ShapeProto.FromString(value.shape.SerializeToString())
+                target.dimensions[block.axis] = block.unit
+                source = value.operands[0].shape
+                made[key] = b.reinterpret(made[operands[0]], source, target)
             else:
                 made[key] = _resized(b.copy(value, [made[o] for o in operands]), block)
 
@@ -182,10 +188,20 @@ def _cut(b: Builder, whole: Any, block: Block, row: Any) -> Any:
     return b.dynamic_slice(whole, starts, sizes)
 
 
+def _dimensions(value: Instruction) -> Sequence[int]:
+    """Those of an array, or of the first one of a tuple; all results of a reduce have the same."""
+    shapes = value.shape.tuple_shapes
+    return list((shapes[0] if shapes else value.shape).dimensions)
+
+
 def _resized(proto: Any, block: Block) -> Any:
-    sizes = list(proto.shape.dimensions)
-    sizes[block.axis] = block.unit
-    proto.shape.CopyFrom(resized(proto.shape, sizes))
+    def part(shape: Any) -> Any:
+        sizes = list(shape.dimensions)
+        sizes[block.axis] = block.unit
+        return resized(shape, sizes)
+
+    parts = proto.shape.tuple_shapes
+    proto.shape.CopyFrom(tuple_shape(map(part, parts)) if parts else part(proto.shape))
     if proto.HasField("padding_config"):
         own = proto.padding_config.dimensions[block.axis]
         own.edge_padding_low = own.edge_padding_high = 0
@@ -200,7 +216,7 @@ def rounds(instructions: Iterable[Instruction]) -> bool:
     product and a sum, and add up in another order."""
     opcodes = {
         i.opcode for i in instructions
-        if not i.shape.tuple_shapes and i.shape.element_type in _FLOATS
+        if any(s.element_type in _FLOATS for s in i.shape.tuple_shapes or [i.shape])
         and not (i.opcode == "reduce" and native_reduction(i.called[0]) in _EXACT)
     }  # fmt: skip
     products = opcodes & {"multiply", "dot"}
@@ -313,7 +329,7 @@ def _operands(
             return rule(value, block)
         except Refusal:
             return ((value, None),)
-    if rule is None or value.shape.element_type == TUPLE:
+    if rule is None or (value.shape.element_type == TUPLE and value.opcode != "reduce"):
         raise _mixed(value)
     return rule(value, block)
 
@@ -335,7 +351,7 @@ def _others(
         rule = _elementwise
     if value not in depends and (rule is None or not _is_fused(value)):
         return ((value, None),)
-    if rule is None or value.shape.element_type == TUPLE:
+    if rule is None or (value.shape.element_type == TUPLE and value.opcode != "reduce"):
         raise _mixed(value)
     return rule(value, block)
 
@@ -347,6 +363,8 @@ def _is_fused(value: Instruction) -> bool:
 
 
 def _mixed(value: Instruction) -> Refusal:
+    if value.opcode == "get-tuple-element":
+        value = value.operands[0]
     return Refusal(
         f"between the forward pass and the backward pass, the rows of microbatches are not separate in "
         f"{value.describe()}. Compute what the backward pass begins with row by row, by microbatch along the "
@@ -368,9 +386,12 @@ def _broadcast(value: Instruction, block: Block) -> tuple[Part, ...]:
 
 
 def _reduce(value: Instruction, block: Block) -> tuple[Part, ...]:
-    operand, begin = value.operands
-    kept = [d for d in range(len(operand.shape.dimensions)) if d not in value.proto.dimensions]
-    return (operand, Block(kept[block.axis], block.unit, block.shift)), (begin, None)
+    """Of any number of arrays, which are reduced together, as values and their indices for an argmax."""
+    count = len(value.operands) // 2
+    arrays, begins = value.operands[:count], value.operands[count:]
+    kept = [d for d in range(len(arrays[0].shape.dimensions)) if d not in value.proto.dimensions]
+    own = Block(kept[block.axis], block.unit, block.shift)
+    return *((a, own) for a in arrays), *((b, None) for b in begins)
 
 
 def _transpose(value: Instruction, block: Block) -> tuple[Part, ...]:
@@ -379,18 +400,29 @@ def _transpose(value: Instruction, block: Block) -> tuple[Part, ...]:
 
 
 def _reshape(value: Instruction, block: Block) -> tuple[Part, ...]:
-    """A block stays one where the dimensions before it are as many elements, and those behind it fit."""
-    if value.opcode == "bitcast" and not keeps_order(value):
-        raise _mixed(value)
+    """A block stays one where the dimensions before it are as many elements, and those behind it fit; for a
+    bitcast, in the order in which they lie in memory."""
     (operand,) = value.operands
-    here, there = list(value.shape.dimensions), list(operand.shape.dimensions)
-    before = prod(here[: block.axis])
-    size = block.unit * prod(here[block.axis + 1 :])
-    for axis, length in enumerate(there):
-        inner = prod(there[axis + 1 :])
-        if prod(there[:axis]) == before and length > 1 and size % inner == 0:
-            return ((operand, Block(axis, size // inner, block.shift)),)
+    if value.shape.element_type != operand.shape.element_type:
+        raise _mixed(value)
+    axes, inner_axes = (_ordered(v, value.opcode == "bitcast") for v in (value, operand))
+    here = [value.shape.dimensions[d] for d in axes]
+    there = [operand.shape.dimensions[d] for d in inner_axes]
+    at = axes.index(block.axis)
+    before = prod(here[:at])
+    size = block.unit * prod(here[at + 1 :])
+    for place, length in enumerate(there):
+        inner = prod(there[place + 1 :])
+        if prod(there[:place]) == before and length > 1 and size % inner == 0:
+            return ((operand, Block(inner_axes[place], size // inner, block.shift)),)
     raise _mixed(value)
+
+
+def _ordered(value: Instruction, in_memory: bool) -> list[int]:
+    """The dimensions of a value, from major to minor."""
+    if in_memory:
+        return list(value.shape.layout.minor_to_major)[::-1]
+    return list(range(len(value.shape.dimensions)))
 
 
 def _slice(value: Instruction, block: Block) -> tuple[Part, ...]:
@@ -441,9 +473,9 @@ def _dot(value: Instruction, block: Block) -> tuple[Part, ...]:
 
 
 def _element(value: Instruction, block: Block) -> tuple[Part, ...]:
-    """An element of a tuple that is made in this computation."""
+    """An element of a tuple that is made in this computation, or one result of a reduce."""
     source = needed_by(value)[0]
-    if source is value.operands[0]:
+    if source is value.operands[0] and source.opcode != "reduce":
         raise _mixed(value)
     return ((source, block),)
 

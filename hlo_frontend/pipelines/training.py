@@ -33,7 +33,7 @@ from .emit import needed_by
 from .members import Members
 from .owned import Owned, owned
 from .parts import Own, Part, Pipeline
-from .pieces import Pieces
+from .pieces import Pieces, instructions_of
 from .refusal import Refusal, about
 from .rows import Rows, separated
 from .sameness import Sameness
@@ -268,11 +268,12 @@ def _begin(
         if len(own) != 1:
             return None
         slots.append(own.pop() or 0)
-    result = first.begin.node.instruction
+    made = first.begin.node.instruction
+    if len(first.begin.node.results) != 1 and made.opcode != "reduce":
+        return None
+    (result, *_) = instructions_of(first.begin)
     taken = backward.stage.instruction.shape.tuple_shapes[i].dimensions
-    if len(first.begin.node.results) != 1 or [d for d in result.shape.dimensions[1:] if d != 1] != [
-        d for d in taken if d != 1
-    ]:
+    if [d for d in result.shape.dimensions[1:] if d != 1] != [d for d in taken if d != 1]:
         return None
     loop = forward.loop.instruction
     rows = separated(result, loop, dependents(loop), members)

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import training_steps
+from interpreter import Interpreter
+from jax import lax
 from random_steps import Step, compare
-from schedule_judges import judge
+from schedule_judges import judge, refused
 from training_steps import Draw
 
+from stretto.hlo_frontend.compile import compile_hlo
+from stretto.hlo_frontend.graph import Module
 from stretto.hlo_frontend.pipelines import members
+from stretto.hlo_frontend.pipelines.emit import Editor
+from stretto.hlo_frontend.text import parse_hlo_text
 
 # A head that all stages compute, of what the last one gave to all.
 
@@ -133,3 +140,95 @@ def test_a_number_that_the_loop_counts(d):
 def test_a_number_that_the_loop_counts_in_other_schedules(schedule):
     how = {"interleave": 2} if schedule == "interleaved_1f1b" else {}
     judge(COUNTED["cond"], schedule, **how)
+
+
+# Heads with reduces of several arrays, which have a result for each.
+
+ACCURACY = {
+    "cross": (Draw(accuracy=True, stages=3), "1f1b"),
+    "of-zeros": (Draw(accuracy=True, shared="psum", loss="smooth", collect="scan"), "zb_h1"),
+    "chunks": (Draw(accuracy=True, dtype="bfloat16", axes="dx"), "interleaved_1f1b"),
+    "in-the-loop": (Draw(accuracy=True, head="where", microbatches=3), "1f1b"),
+}
+
+
+@pytest.mark.parametrize(("d", "schedule"), ACCURACY.values(), ids=ACCURACY)
+def test_an_accuracy_beside_the_loss(d, schedule):
+    """XLA makes one reduce of an argmax and of the maximum that a softmax subtracts."""
+    judge(d, schedule, **({"interleave": 2} if schedule == "interleaved_1f1b" else {}))
+
+
+def weighted(monkeypatch, dimensions):
+    """The step's loss is squares of outputs, weighted by results of a reduce of three arrays along
+    ``dimensions`` of [rows, microbatches, width]."""
+
+    def largest(one, other):
+        """The largest value, its double and its place."""
+        more = one[0] >= other[0]
+        return tuple(jnp.where(more, a, b) for a, b in zip(one, other, strict=True))
+
+    def loss_of(d, head, h, wanted):
+        x = jnp.moveaxis(lax.stop_gradient(h), 0, 1)
+        place = lax.broadcasted_iota(jnp.int32, x.shape, 2)
+        begins = np.float32(-1), np.float32(-2), np.int32(0)
+        value, double, place = lax.reduce((x, x * 2, place), begins, largest, dimensions)
+        return jnp.sum((double + jnp.sin(value) * place) * (h**2).sum((1, 2)))
+
+    monkeypatch.setattr(training_steps, "loss_of", loss_of)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b"])
+def test_a_reduce_of_several_arrays(monkeypatch, schedule):
+    weighted(monkeypatch, (0, 2))
+    how = {"interleave": 2} if schedule == "interleaved_1f1b" else {}
+    found = compare(Draw(microbatches=3), schedule, **how)
+    assert found.whys == found.differs == ()
+    assert found.module.interleaved[0].rounds == "a head is computed row by row"
+
+
+def test_a_reduce_of_several_arrays_over_microbatches(monkeypatch):
+    weighted(monkeypatch, (0, 1))
+    assert "the rows of microbatches are not separate" in refused(Draw(width=4))
+
+
+def test_bitcasts_on_what_lies_otherwise():
+    """What a bitcast gives depends on how its operand lies in memory. Copied, it may get another one."""
+    module = Module.parse(
+        parse_hlo_text(
+            """HloModule m
+            ENTRY e {
+              given = f32[2,3]{1,0} parameter(0)
+              other = f32[2,3]{0,1} copy(given)
+              turned = f32[3,2]{1,0} bitcast(other)
+              ROOT flat = f32[6]{0} bitcast(turned)
+            }"""
+        )
+    )
+    root, given = module.entry.root, module.entry.parameters[0]
+    (other,) = (i for i in module.entry.instructions if i.opcode == "copy")
+    editor = Editor(module)
+    builder = editor.replace(root)
+    builder.stand_in(builder.clone([root], {other: given.proto})[root])
+    x = np.arange(6, dtype=np.float32).reshape(2, 3)
+    ((found,),) = Interpreter(compile_hlo(editor.finish(), 1, 1).program).run([x])
+    np.testing.assert_array_equal(found, x.T.reshape(-1))
+
+
+@pytest.mark.parametrize("axis", [0, 2])
+def test_what_the_backward_pass_begins_with_is_one_result_of_a_reduce(monkeypatch, axis):
+    @jax.custom_vjp
+    def total(h):
+        return jnp.sum(h)
+
+    def summed(one, other):
+        return tuple(a + b for a, b in zip(one, other, strict=True))
+
+    def back(h, g):
+        x = jnp.stack([h * g, h * 0.5, jnp.tanh(h)], axis)
+        return (lax.reduce((x, x * x), (np.float32(0),) * 2, summed, (axis,))[1],)
+
+    total.defvjp(lambda h: (jnp.sum(h), h), back)
+    monkeypatch.setattr(training_steps, "loss_of", lambda d, head, h, wanted: total(h))
+    found = compare(Draw(microbatches=3), "1f1b")
+    assert found.whys == found.differs == ()
+    assert found.module.interleaved[0].rounds == "a head is computed row by row"

@@ -29,6 +29,7 @@ class Draw:
     ``head``: where the loss is computed, ``behind`` the loop for all microbatches at once, or in it, on the
     last stage, under a ``cond``, or with its input masked by ``where``, or with a mask on the ``loss`` alone,
     or the loss ``times`` that mask.
+    ``accuracy``: whether the share of rows whose class is the right one is given beside the loss.
     ``shared``: how all stages get the outputs of the last one, for a head behind the loop that all of them
     compute: by ``psum`` or by ``gather``; empty where they do not. ``alike``: whether all then give the same
     loss, and not zeros but on the last one.
@@ -39,7 +40,7 @@ class Draw:
     (``carry``), have one each (``stack``), or fold their numbers into that of the stage (``shared``).
     ``travels``: what goes from stage to stage with a microbatch: a ``mask`` of its rows, or the numbers of
     ``segments`` that they are of, which the first stage computes in the loop, both for layers, or ``labels``
-    for a head in the loop.
+    for a head, which the last stage puts away for one behind the loop.
     ``shift``: how stages hand on where they are one array, under `vmap`, by ``roll`` or by a concatenation
     and a ``where``; empty where the step is written for a device, with `ppermute`.
     """
@@ -59,6 +60,7 @@ class Draw:
     inside: bool = False
     embeds: bool = True
     metric: bool = False
+    accuracy: bool = False
     dtype: str = "float32"
     head: str = "behind"
     shift: str = ""
@@ -123,7 +125,9 @@ def draw(rng: random.Random) -> Draw:
         d = replace(d, collect="cond")
     balance = rng.choice(["", "carry", "stack", "sent"])
     d = replace(d, balance=balance, dropout=rng.choice(["", "", "carry", "stack", "shared"]))
-    return replace(d, travels=rng.choice(["", "", "", "mask", "segments"]))
+    d = replace(d, travels=rng.choice(["", "", "", "mask", "segments"]))
+    d = replace(d, accuracy=rng.random() < 0.3)
+    return replace(d, travels="labels") if not d.shared and rng.random() < 0.2 else d
 
 
 def layer(x: jax.Array, w: dict[str, jax.Array]) -> tuple[jax.Array, None]:
@@ -141,6 +145,11 @@ def of_rows(d: Draw, rows: jax.Array, y: jax.Array, x: jax.Array) -> jax.Array:
     if d.travels == "segments":
         return y + jnp.where(rows[:, None] == rows, 0.5, 0).astype(x.dtype) @ x
     return y
+
+
+def handed_on(rows: jax.Array) -> jax.Array:
+    """What a stage sends on of what travels with a microbatch."""
+    return rows
 
 
 def stage_of(d: Draw, microbatch: jax.Array, rows: jax.Array) -> Any:
@@ -183,16 +192,16 @@ def stage_of(d: Draw, microbatch: jax.Array, rows: jax.Array) -> Any:
 
 def outputs_of(
     d: Draw, layers: Any, xs: jax.Array, head: jax.Array, wanted: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
     """What the last stage gives, by microbatch, or the losses of a head in the loop, a metric that is
-    summed up in the loop, a number of labels that is, and losses of layers."""
+    summed up in the loop, a number of labels that is, losses of layers, and the labels of what is given."""
     stage = lax.axis_index("x")
     pairs = [(s, s + 1) for s in range(d.stages - 1)] + [(d.stages - 1, 0)] * d.ring
 
     mask = wanted % 4 > 0
 
     def iteration(carry, i):
-        received, come, rows, outputs, metric, count, total = carry
+        received, come, rows, outputs, metric, count, total, labelled = carry
         entering = jnp.clip(i, 0, d.microbatches - 1)
         x = jnp.where(stage == 0, xs[entering], received)
         if d.travels:
@@ -217,13 +226,18 @@ def outputs_of(
         if d.balance:
             total = total + jnp.where(last if d.balance == "sent" else working, own, 0)
             come = lax.ppermute(own, "x", pairs) if d.balance == "sent" else come
+        if d.travels == "labels" and d.head == "behind":
+            put = labelled.at[jnp.clip(out, 0, d.microbatches - 1)].set(rows)
+            labelled = jnp.where(last, put, labelled)
+        labels = rows
         if d.travels:
-            rows = lax.ppermute(jnp.where(working, rows, jnp.zeros_like(rows)), "x", pairs)
+            sent = jnp.where(working, handed_on(rows), jnp.zeros_like(rows))
+            rows = lax.ppermute(sent, "x", pairs)
         given = y if d.shared else jnp.where(stage == d.stages - 1, y, 0)
         result = y
         if d.head != "behind":
             target = wanted[jnp.clip(out, 0, d.microbatches - 1)]
-            target = rows if d.travels == "labels" else target
+            target = labels if d.travels == "labels" else target
 
             def loss(y):
                 return loss_of(d, head, y, target)
@@ -253,22 +267,46 @@ def outputs_of(
         if d.collect == "put":
             put = outputs.at[jnp.clip(out, 0, d.microbatches - 1)].set(result)
             outputs, given = jnp.where(out >= 0 if d.shared else last, put, outputs), None
+        if d.accuracy and d.head != "behind":
+            own = lax.cond(
+                last, lambda y: accuracy_of(head, y, target), lambda y: jnp.zeros((), y.dtype), y
+            )
+            metric = metric + own / d.microbatches
         if d.metric:
             metric = metric + lax.stop_gradient(jnp.where(last, jnp.max(jnp.abs(y)), 0))
-        return (lax.ppermute(y, "x", pairs), come, rows, outputs, metric, count, total), given
+        received = lax.ppermute(y, "x", pairs)
+        return (received, come, rows, outputs, metric, count, total, labelled), given
 
     outputs = jnp.zeros_like(xs) if d.head == "behind" else jnp.zeros(d.microbatches)
     none = jnp.float32(0)
     rows = jnp.zeros_like((mask if d.travels == "mask" else wanted)[0])
-    start = jnp.zeros_like(xs[0]), none, rows, outputs, jnp.zeros((), xs.dtype), none, none
+    labelled = jnp.zeros_like(wanted)
+    start = (
+        jnp.zeros_like(xs[0]),
+        none,
+        rows,
+        outputs,
+        jnp.zeros((), xs.dtype),
+        none,
+        none,
+        labelled,
+    )
     trips = d.microbatches + d.stages - 1
-    (*_, outputs, metric, count, total), given = lax.scan(iteration, start, jnp.arange(trips))
+    (*_, outputs, metric, count, total, labelled), given = lax.scan(
+        iteration, start, jnp.arange(trips)
+    )
     found = given[d.stages - 1 :] if d.collect == "scan" else outputs
     if d.shared == "psum":
         found = lax.psum(jnp.where(stage == d.stages - 1, found, 0), "x")
     elif d.shared == "gather":
         found = lax.all_gather(found, "x")[-1]
-    return found, metric, count, total
+    sent = d.travels == "labels" and d.head == "behind"
+    return found, metric, count, total, labelled if sent else wanted
+
+
+def accuracy_of(head: jax.Array, h: jax.Array, wanted: jax.Array) -> jax.Array:
+    """The share of rows whose largest score is that of the class which is wanted."""
+    return jnp.mean((h @ head).argmax(-1) == wanted).astype(h.dtype)
 
 
 def loss_of(d: Draw, head: jax.Array, h: jax.Array, wanted: jax.Array) -> jax.Array:
@@ -292,7 +330,7 @@ def local(d: Draw, parameters: Any, tokens: jax.Array, wanted: jax.Array) -> Any
         if d.embeds
         else lax.stop_gradient(parameters["embedding"][tokens])
     )
-    outputs, metric, count, total = outputs_of(
+    outputs, metric, count, total, wanted = outputs_of(
         d, parameters["layers"], xs, parameters["head"], wanted
     )
     last = lax.axis_index("x") == d.stages - 1
@@ -303,6 +341,9 @@ def local(d: Draw, parameters: Any, tokens: jax.Array, wanted: jax.Array) -> Any
             axes = tuple(a for a in d.axes if a in "xd")
             loss = loss / jnp.maximum(lax.psum(count, axes), 1)
         return jnp.where(last, loss, 0) + more, metric
+
+    if d.accuracy:
+        metric = metric + jnp.where(last, accuracy_of(parameters["head"], outputs, wanted), 0)
 
     def head(outputs):
         return loss_of(d, parameters["head"], outputs, wanted)

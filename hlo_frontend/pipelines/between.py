@@ -2,7 +2,8 @@
 
 - Numbers that the forward loop counts beside its pipeline, as the labels that are not ignored, are divided by
   behind it, and the backward pass begins with that. What such a number needs of the loop's body, without the
-  stage and what is received, becomes a loop of its own before it (`_counted`).
+  stage and what is received, becomes a loop of its own before it (`_counted`); so do arrays that it collects,
+  as the masks of microbatches that went through the stages, of which a head behind it computes.
 - A head behind the loop may stand under `lax.cond`, which runs it on the last stage alone, and so does its
   gradient. A conditional between the loops becomes selects (`_opened`), so that rows of what it gives can be
   followed. Which branch counts is known on each device; the other one's values are read by nobody there.
@@ -94,7 +95,7 @@ def _counted(module: Module, names: Sequence[str]) -> tuple[Module, bool]:
     reads = [
         i for i in first.computation.instructions
         if i in between and i.opcode == "get-tuple-element" and i.operands[0] is first
-        and not i.shape.dimensions
+        and (not i.shape.dimensions or _is_computed_with(i, between))
     ]  # fmt: skip
     if not reads or first.operands[0].opcode != "tuple":
         return module, False
@@ -112,6 +113,23 @@ def _counted(module: Module, names: Sequence[str]) -> tuple[Module, bool]:
         builder.go_on_to(read)
         builder.stand_in(number)
     return Module.parse(editor.finish()), rounds(beside.computing(wanted))
+
+
+def _is_computed_with(value: Instruction, between: set[Instruction]) -> bool:
+    """Whether more is done with a value between the loops than that it is handed to the second one."""
+    moved = [value]
+    for instruction in value.computation.instructions:
+        if instruction in between and any(o in moved for o in needed_by(instruction)):
+            if instruction.opcode not in (
+                "bitcast",
+                "copy",
+                "get-tuple-element",
+                "reshape",
+                "tuple",
+            ):
+                return True
+            moved.append(instruction)
+    return False
 
 
 def _flat(module: Module, name: str) -> Module:

@@ -26,6 +26,7 @@ from .sameness import Sameness
 from .slots import SCHEDULES
 from .timetable import Timetable, timetable
 from .training import Training, kept_bytes, owner_of, training
+from .travelling import at_home
 from .verify import check
 
 
@@ -170,6 +171,7 @@ def _analyzed(
 
 def _pair(module: Module, names: list[str], num_replicas: int, num_partitions: int) -> list[str]:
     """The first two loops of which one goes back through the layers of the other. Raises `Refusal`."""
+    module, _ = at_home(module, names, num_replicas, num_partitions)
     _, _, parts = _analyzed(module, names, num_replicas, num_partitions)
     alone = {part.name for part in parts}
     pairs: list[list[str]] = []
@@ -191,7 +193,10 @@ def _step(
 ) -> tuple[bytes, Scheduled]:  # fmt: skip
     """The step that two loops make, in one loop. Raises `Refusal`, which names one of them, and
     `GaveUpError`."""
+    module, copied = at_home(module, names[:1], num_replicas, num_partitions)
     module, apart = prepared(module, names)
+    if copied:
+        apart = apart or "what travels with a microbatch is computed apart"
     module, followed, parts = _analyzed(module, names, num_replicas, num_partitions)
     forward, backward = parts
     with about(backward.name):

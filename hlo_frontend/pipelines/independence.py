@@ -185,11 +185,18 @@ def _check_transfers(part: Part, forward: Forward) -> None:
                 where = f" (from device {source} to {target} in iteration {iteration})"
             moved = [t for o in inner.operands if (t := o.type) is not None]
             why = "a pipeline that is circular already reads it so"
+            if part.layers.reverse:
+                why = (
+                    "if it is the gradient of something that goes from stage to stage along with a "
+                    "microbatch, as what an encoder gave for it, let each stage take that by the number of "
+                    "its microbatch from an array that all stages have, as memory[i - stage]"
+                )
             if all(t.dtype[0] in "psu" for t in moved):
                 why = (
-                    "a head or a loss may not read labels or a mask that go from stage to stage with a "
-                    "microbatch: let the last stage take them by the number of the microbatch from an "
-                    "argument that all stages have, as labels[i - (stages - 1)]"
+                    "a head or a loss may read labels or a mask that go from stage to stage with a "
+                    "microbatch only if stages hand them on as they are, and all stages have what they are "
+                    "taken from. Or let the last stage take them by the number of the microbatch, as "
+                    "labels[i - (stages - 1)], from an argument that all stages have"
                 )
             raise Refusal(
                 f"what {inner.instruction.describe()} moves{where} is read by more than the next "

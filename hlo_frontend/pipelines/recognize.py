@@ -61,26 +61,17 @@ def analyzed(
     if num_replicas > 1:
         with about(nodes[0].instruction.name):
             raise Refusal("pipelines over replicas are not interleaved, only those over partitions")
-    forward = Forward(num_replicas, num_partitions, follow_zeros=True)
-    trace = forward.program(entry)
-    loops = {
-        node: inner for node, inner in trace.inner.items()
-        if isinstance(inner, LoopTrace) and inner.iterations
-    }  # fmt: skip
-    followed = Followed(forward, trace, loops)
+    followed = follow(entry, num_replicas, num_partitions)
     parts: list[Part] = []
     for node in nodes:
         with about(node.instruction.name):
             _check_body(node)
             _check_rings(node)
-            if node not in loops:
-                why = forward.not_followed.get(node, "it has no iterations")
+            if node not in followed.origins:
+                why = followed.forward.not_followed.get(node, "it has no iterations")
                 raise Refusal(f"it cannot be followed: {why}")
-            stage = _stage(followed, node, num_partitions)
-            layers = layer_loop(stage.instruction, followed.reader)
-            trips = len(loops[node].iterations)
-            parts.append(Part(node, trips, stage, layers, Constants(node.instruction)))
-    find_live(entry, parts, forward, trace)
+            parts.append(part_in(followed, node))
+    find_live(entry, parts, followed.forward, followed.entry)
     for part in parts:
         with about(part.name):
             _find_chains(followed, part, parts)
@@ -91,6 +82,25 @@ def analyzed(
             find_sums(followed, part, num_partitions)
     check_alone(entry, parts, num_replicas, num_partitions)
     return followed, parts
+
+
+def follow(entry: BlockGraph, num_replicas: int, num_partitions: int) -> Followed:
+    """A program, followed iteration by iteration. Raises `GaveUpError` if it is too large."""
+    forward = Forward(num_replicas, num_partitions, follow_zeros=True)
+    trace = forward.program(entry)
+    loops = {
+        node: inner for node, inner in trace.inner.items()
+        if isinstance(inner, LoopTrace) and inner.iterations
+    }  # fmt: skip
+    return Followed(forward, trace, loops)
+
+
+def part_in(followed: Followed, node: Node) -> Part:
+    """A loop that was followed, with its loop over layers. Raises `Refusal`."""
+    stage = _stage(followed, node, followed.forward.num_devices)
+    layers = layer_loop(stage.instruction, followed.reader)
+    trips = len(followed.origins[node].iterations)
+    return Part(node, trips, stage, layers, Constants(node.instruction))
 
 
 def _check_body(node: Node) -> None:
@@ -142,26 +152,27 @@ def _loops_of_groups(node: Node) -> list[Node]:
     ]  # fmt: skip
 
 
+def connected(node: Node) -> dict[int, frozenset[int]]:
+    """The devices that the permutes of a loop's body connect with each other, by device."""
+    found: dict[int, frozenset[int]] = {}
+    for permute in filter(is_transfer, node.blocks[1].nodes):
+        assert permute.collective is not None
+        for pair in permute.collective.pairs:
+            both = frozenset().union(*(found.get(d, {d}) for d in pair))
+            found |= dict.fromkeys(both, both)
+    return found
+
+
 def _check_rings(node: Node) -> None:
     """Check that collectives in inner loops do not connect stages of one pipeline.
 
     The devices that permutes connect are the stages of a pipeline; a group may have only one of them.
     """
-    ring: dict[int, int] = {}
-
-    def root(device: int) -> int:
-        while ring.get(device, device) != device:
-            device = ring[device]
-        return device
-
-    for permute in filter(is_transfer, node.blocks[1].nodes):
-        assert permute.collective is not None
-        for source, target in permute.collective.pairs:
-            ring[root(source)] = root(target)
+    ring = connected(node)
     for loop in _loops_of_groups(node):
         for inner in (n for block in loop.blocks for n in all_nodes(block)):
             for group in () if inner.collective is None else inner.collective.groups:
-                if len({root(d) for d in group}) < len(group):
+                if len({ring.get(d, d) for d in group}) < len(group):
                     raise Refusal(
                         f"its layers communicate by {inner.instruction.describe()} among devices "
                         f"{list(group)}, of which some are stages of the same pipeline"

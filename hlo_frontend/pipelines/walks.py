@@ -41,10 +41,11 @@ Run = tuple[int, int, Execution]  # microbatch, device, and where a value is rea
 @dataclass(frozen=True)
 class Residual:
     """What a slice of a stack is, that the backward loop reads: ``value`` of the forward body, or, if that is
-    None, ``begin`` of the entry computation."""
+    None, ``begin`` of the entry computation, or a row of it if ``is_row``."""
 
     value: Value | None
     begin: Instruction | None
+    is_row: bool = False
 
 
 @dataclass(eq=False)
@@ -57,8 +58,9 @@ class Walk:
     By position in the loop's carry: ``held``, values of the entry computation that do not change; ``known``,
     numbers, s32[devices, microbatches]. What is read besides is zeros, or is not read. ``there``: the walk of
     the forward loop, for that of the backward loop; ``depends``: what depends on that loop. ``residuals``:
-    slices of stacks that were made before; where a stack is of the entry computation, ``rows`` has their
-    numbers, and ``pluses`` says whether zeros were added to them on their way.
+    slices of stacks that were made before, all that one read gives, and ``choices`` which of them; where a
+    stack is of the entry computation, ``rows`` has their numbers, and ``pluses`` says whether zeros were
+    added to them on their way.
     """
 
     followed: Followed
@@ -70,7 +72,8 @@ class Walk:
     ends: bool = True
     held: dict[int, Instruction] = field(default_factory=dict)
     known: dict[int, np.ndarray] = field(default_factory=dict)
-    residuals: dict[Instruction, Residual] = field(default_factory=dict)
+    residuals: dict[Instruction, tuple[Residual, ...]] = field(default_factory=dict)
+    choices: dict[Instruction, np.ndarray] = field(default_factory=dict)
     rows: dict[Instruction, np.ndarray] = field(default_factory=dict)
     pluses: dict[Instruction, np.ndarray] = field(default_factory=dict)
     finished: set[tuple[Value, Execution, int]] = field(default_factory=set)
@@ -88,9 +91,11 @@ class Walk:
         begin = [v.root for v in values]
         seen: set[tuple[Value, Execution, int]] = set()
         reads: dict[Value, list[Run]] = {}
-        residuals: dict[Instruction, Residual] = {}
-        rows: dict[Instruction, np.ndarray] = {}
-        pluses: dict[Instruction, np.ndarray] = {}
+        residuals = dict(self.residuals)
+        choices, rows, pluses = (
+            {read: table.copy() for read, table in tables.items()}
+            for tables in (self.choices, self.rows, self.pluses)
+        )
         for k, device, at in self.flat:
             stack = [v for v in begin if (v, at, device) not in self.finished]
             seen |= {(v, at, device) for v in stack}
@@ -103,11 +108,14 @@ class Walk:
                 residual = self._residual(node, k, device, at)
                 if residual is not None:
                     own, row, plus = residual
-                    if residuals.setdefault(node.instruction, own) != own:
-                        raise _other(node)
+                    read = node.instruction
+                    found = residuals.setdefault(read, (own,))
+                    if own not in found:
+                        found = residuals[read] = *found, own
+                    choices.setdefault(read, self._table())[device, k] = found.index(own)
                     if row is not None:
-                        rows.setdefault(node.instruction, self._table())[device, k] = row
-                    pluses.setdefault(node.instruction, self._table())[device, k] = plus
+                        rows.setdefault(read, self._table())[device, k] = row
+                    pluses.setdefault(read, self._table())[device, k] = plus
                     continue
                 for operand in self._operands(value, node, at):
                     key = operand.root, at, device
@@ -115,14 +123,12 @@ class Walk:
                         seen.add(key)
                         stack.append(operand.root)
         held, known = self._classified(reads)
-        wanted = [r.value for r in residuals.values() if r.value is not None]
+        wanted = [r.value for own in residuals.values() for r in own if r.value is not None]
         if wanted and self.there is not None:
             self.there.needs(wanted)
         self.held |= held
         self.known |= known
-        self.residuals |= residuals
-        self.rows |= rows
-        self.pluses |= pluses
+        self.residuals, self.choices, self.rows, self.pluses = residuals, choices, rows, pluses
         self.finished |= seen
 
     def _operands(self, value: Value, node: Node, at: Execution) -> Sequence[Value]:
@@ -174,7 +180,7 @@ class Walk:
                 numbers = [self.origins.number(parameter, at) for _, _, at in runs]
             if self.block.results[position].root is parameter:
                 init = self.part.loop.instruction.operands[0].operands[position]
-                own = all(self._has(device, init, at.device) for _, device, at in runs)
+                own = all(self.has(device, init, at.device) for _, device, at in runs)
                 if own or None in numbers:
                     self._check_before(init, own)
                     held[position] = init
@@ -201,7 +207,7 @@ class Walk:
         if not own:
             raise Refusal(f"{init.describe()} is of the stage's own")
 
-    def _has(self, device: int, init: Instruction, other: int) -> bool:
+    def has(self, device: int, init: Instruction, other: int) -> bool:
         """Whether a device has the same value of the entry computation as another one."""
         if device == other:
             return True
@@ -231,8 +237,8 @@ class Walk:
         made = source.made
         if made.node is None:
             init = source.loop.instruction.operands[0].operands[made.leaf]
-            self._check_before(init, self._has(device, init, made.at.device))
-            return Residual(None, init), made.slot, made.plus
+            self._check_before(init, self.has(device, init, made.at.device))
+            return Residual(None, init, made.slot is not None), made.slot, made.plus
         if source.loop is self.part.loop:
             if position is None:
                 return None
@@ -287,7 +293,7 @@ class Walk:
     @property
     def reads(self) -> list[Instruction]:
         """What it reads that is there before both loops, the walk of the forward loop too."""
-        begun = [r.begin for r in self.residuals.values() if r.begin is not None]
+        begun = [r.begin for own in self.residuals.values() for r in own if r.begin is not None]
         there = [] if self.there is None else self.there.reads
         return list(dict.fromkeys([*there, *self.held.values(), *begun]))
 
@@ -301,7 +307,7 @@ class Walk:
     @property
     def kept(self) -> list[Value]:
         """Values of the forward body that it reads."""
-        return [r.value for r in self.residuals.values() if r.value is not None]
+        return [r.value for own in self.residuals.values() for r in own if r.value is not None]
 
     def emit(
         self, b: Builder, k: Any, device: Any, ys: Mapping[int, Any], given: Mapping[Value, Any],
@@ -316,21 +322,31 @@ class Walk:
             if stage in i.operands and i.proto.tuple_index in ys
         }
         where = [b.convert(device, array_shape(SCALAR)), k]
-        for read, residual in self.residuals.items():
-            if residual.value is not None:
-                part = given[residual.value]
-            else:
-                assert residual.begin is not None
-                part = held[residual.begin]
-                if read in self.rows:
-                    part = entry_of(b, part, [b.lookup(self.rows[read], where)])
-            part = shaped(b, part, read.shape)
+        for read, residuals in self.residuals.items():
+            first, *others = (self._part(b, read, r, given, held, where) for r in residuals)
+            part = first
+            for n, other in enumerate(others, 1):
+                is_other = b.lookup((self.choices[read] == n).astype(np.int32), where)
+                part = b.select(b.is_one(is_other), other, part)
             if self.pluses[read].any():
                 plus = b.is_one(b.lookup(self.pluses[read], where))
                 part = b.select(plus, without_sign_of_zero(b, part), part)
             env[read] = part
         b.clone(wanted, self.env(b, k, device, held, wanted, env))
         return [env[i] for i in wanted]
+
+    def _part(
+        self, b: Builder, read: Instruction, residual: Residual, given: Mapping[Value, Any],
+        held: Mapping[Instruction, Any], where: Sequence[Any],
+    ) -> Any:  # fmt: skip
+        """A slice that ``read`` gives."""
+        if residual.value is not None:
+            return shaped(b, given[residual.value], read.shape)
+        assert residual.begin is not None
+        part = held[residual.begin]
+        if residual.is_row:
+            part = entry_of(b, part, [b.lookup(self.rows[read], where)])
+        return shaped(b, part, read.shape)
 
     def emit_all(
         self, b: Builder, k: Any, device: Any, held: Mapping[Instruction, Any],

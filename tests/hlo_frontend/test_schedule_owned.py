@@ -50,8 +50,8 @@ def test_a_loss_of_layers_that_is_not_linear(monkeypatch):
     written = training_steps.outputs_of
 
     def outputs_of(*arguments):
-        *found, total = written(*arguments)
-        return *found, total**2
+        *found, total, wanted = written(*arguments)
+        return *found, total**2, wanted
 
     monkeypatch.setattr(training_steps, "outputs_of", outputs_of)
     why = refused(Draw(balance="carry", head="cond"))
@@ -74,8 +74,8 @@ def test_a_number_that_depends_on_the_stages(monkeypatch):
     written = training_steps.outputs_of
 
     def outputs_of(*arguments):
-        found, metric, count, total = written(*arguments)
-        return found, metric, count + metric, total
+        found, metric, count, *others = written(*arguments)
+        return found, metric, count + metric, *others
 
     monkeypatch.setattr(training_steps, "outputs_of", outputs_of)
     why = refused(Draw(counted=True, head="cond", metric=True))
@@ -152,21 +152,36 @@ def given_on(monkeypatch, change):
 
 
 @pytest.mark.parametrize(
-    ("other", "why"),
-    [
-        (jnp.logical_not, "depends on the iterations before it"),
-        (lambda mask: lax.ppermute(mask, "x", [(1, 2)]), "depends on what another stage sent"),
-    ],
+    "other",
+    [jnp.logical_not, lambda mask: lax.ppermute(mask, "x", [(1, 2)])],
     ids=["flipped", "of-the-next-microbatch"],
 )
-def test_a_mask_that_is_another_one_on_one_stage(monkeypatch, other, why):
+def test_a_mask_that_is_another_one_on_one_stage(monkeypatch, other):
     given_on(monkeypatch, lambda mask: jnp.where(lax.axis_index("x") == 2, other(mask), mask))
-    assert why in refused(Draw(travels="mask", loss="squares", stages=3))
+    judge(Draw(travels="mask", loss="squares", stages=3))
 
 
-def test_labels_that_go_from_stage_to_stage():
-    why = refused(Draw(travels="labels", head="cond"))
-    assert "let the last stage take them by the number of the microbatch" in why
+LABELS = {
+    "in-the-loop": (Draw(travels="labels", head="cond", stages=3), "1f1b"),
+    "masked": (Draw(travels="labels", head="where", ring=False, axes="dx"), "zb_h1"),
+    "chunks": (Draw(travels="labels", head="cond", mask="where"), "interleaved_1f1b"),
+    "behind": (Draw(travels="labels", microbatches=3, collect="scan"), "1f1b"),
+    "behind-chunks": (Draw(travels="labels", again="layer", accuracy=True), "interleaved_1f1b"),
+}
+
+
+@pytest.mark.parametrize(("d", "schedule"), LABELS.values(), ids=LABELS)
+def test_labels_that_go_from_stage_to_stage(d, schedule):
+    """The last stage computes those of its microbatch as the first stage does, of what all stages have."""
+    judge(d, schedule, **({"interleave": 2} if schedule == "interleaved_1f1b" else {}))
+
+
+def test_labels_that_stages_change(monkeypatch):
+    """The second stage gets what the first one made of them, a third one what the second made of that."""
+    monkeypatch.setattr(training_steps, "handed_on", lambda rows: (rows * 3 + 1) % 16)
+    judge(Draw(travels="labels", head="cond", ring=False))
+    why = refused(Draw(travels="labels", head="cond", ring=False, stages=3))
+    assert "only if stages hand them on as they are" in why
 
 
 def test_a_mask_of_another_part_of_the_data(monkeypatch):

@@ -61,10 +61,24 @@ class Processes(Protocol):
     def assembly(self, processes: tuple[int, ...]) -> Assembly: ...
 
 
+class Caller(threading.local):
+    """Whose a run is: each thread has a ``mark`` of its own, which no later thread is given."""
+
+    def __init__(self) -> None:
+        self.mark = object()
+
+
+caller = Caller()
+
+
 class Dispatched(Protocol):
-    """What the dispatcher needs to know of a run of a program: `execution.Execution`."""
+    """What the dispatcher needs to know of a run of a program: `execution.Execution`.
+
+    ``caller``: the mark of the thread that asked for it.
+    """
 
     event: Event
+    caller: object
 
     @property
     def must_agree(self) -> bool:
@@ -148,6 +162,14 @@ class Dispatcher:
             return False
         return self.stream.try_turn(PATIENCE)
 
+    def may_overtake(self) -> bool:
+        """Whether runs under way are other threads', so that the order of the caller's does not forbid it to
+        run a program beside them."""
+        if self.closed or self.world.error is not None or called_back.inside():
+            return False
+        mark = caller.mark
+        return all(execution.caller is not mark for execution in list(self._executions.values()))
+
     def end_turn(
         self, execution: Dispatched | None = None, rest: Callable[[], None] | None = None
     ) -> None:
@@ -173,6 +195,11 @@ class Dispatcher:
             execution.walk()
         else:
             self.stream.run(execution.walk)
+
+    def walk_beside(self, execution: Dispatched) -> None:
+        """Walk a run in the caller's thread, whatever others run: one that `may_overtake`."""
+        self._executions[id(execution)] = execution
+        execution.walk()
 
     def claim(self, execution: Dispatched) -> bool:
         """Whether the caller is the one to end this execution."""

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 from stretto.collectives.types import TensorType
 
 from ..engines.engine import Column, Joined
-from .dispatch import Dispatcher
+from .dispatch import Dispatcher, caller
 from .frame import Frame, Hosted, drop_tracebacks
 from .stream import Event, completions
 from .value import Landed, Part, Promise, Value
@@ -63,7 +63,7 @@ class Issued(NamedTuple):
 class Execution:
     """One run of a program, from its arguments to its outputs."""
 
-    __slots__ = ("_columns", "_failed", "end", "event", "loaded", "promises", "run")
+    __slots__ = ("_columns", "_failed", "caller", "end", "event", "loaded", "promises", "run")
 
     def __init__(
         self,
@@ -73,6 +73,7 @@ class Execution:
         run: int | None = None,
     ) -> None:
         self.loaded = loaded
+        self.caller = caller.mark
         self.event = Event()  # all is issued
         self.end = Event() if loaded.has_host_callbacks else self.event  # and called back
         self.promises = [Promise(self.event) for _ in loaded.output_types]

@@ -81,6 +81,11 @@ class LoadedProgram:
             0 <= segment.iterations <= FEW for segment in loops
         )
         self._restraint = Restraint()
+        # Whether it may run beside what other threads run, see `_run_calling`: nobody waits for it, and no
+        # run that has an argument of it, but has not begun, loses that.
+        self._may_overtake = (
+            has_host_callbacks and len(local) == 1 and not self.communicates and not self.donates
+        )
         # How it is agreed on with the other processes that run it; None if there are none. While it is
         # measured, what does that stands here too.
         self.negotiation: FirstRuns | None = None
@@ -313,12 +318,16 @@ class LoadedProgram:
 
         As a walk in the caller's thread does, it waits for the functions where the results are there: then
         the engine has called them in this thread. A function may wait for programs that other threads run,
-        so it does not keep the turn. Raises what such a function raised, see `execute`.
+        so it does not keep the turn, and what another thread runs is not waited for: that may be a program
+        whose functions wait for this one. Raises what such a function raised, see `execute`.
         """
         dispatcher, run = self.dispatcher, self._calling
-        if run is None or not dispatcher.take_turn():
+        if run is None:
             return None
-        dispatcher.end_turn()
+        if dispatcher.take_turn():
+            dispatcher.end_turn()
+        elif not dispatcher.may_overtake():
+            return None
         try:
             results, end = run(ordinal, arrays)
             counted(results, len(self.output_types))
@@ -559,6 +568,9 @@ class LoadedProgram:
         here = idle and issued and not self.communicates and not self._may_never_end
         if here:
             self.dispatcher.walk_here(execution)
+        elif issued and self._may_overtake and self.dispatcher.may_overtake():
+            here = True
+            self.dispatcher.walk_beside(execution)
         else:
             self.dispatcher.enqueue(execution)
         if self.donates:

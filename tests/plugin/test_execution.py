@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +23,7 @@ from stretto.runtime.engines import xla_cpu
 from stretto.runtime.engines.xla_cpu import XlaCpuEngine
 from stretto.runtime.execution import execution
 from stretto.runtime.execution.dispatch import Dispatcher
+from stretto.runtime.execution.loaded import LoadedProgram
 
 pytestmark = pytest.mark.usefixtures("on_stretto")
 
@@ -216,6 +218,47 @@ class TestCallbacks:
             outer = jax.jit(lambda a: jax.pure_callback(run, a, a) * 2)
             for k in range(3):  # the first time it is compiled
                 assert outer(jnp.full(2, k, np.float32)).tolist() == [2 * (k + len(devices))] * 2
+
+    @pytest.mark.parametrize("walked", [False, True])
+    def test_a_function_of_several_devices_may_wait_for_programs_on_one_that_call_back(
+        self, devices: list[jax.Device], walked: bool
+    ) -> None:
+        """As Pallas's interpreter of several cores does: two threads for each device, which meet."""
+        spec = PartitionSpec("x")
+        together = [threading.Barrier(2) for _ in devices]
+        seen: list[tuple[int, int]] = []
+
+        def meet(device: np.ndarray, thread: np.ndarray) -> np.ndarray:
+            together[int(device)].wait(timeout=30)
+            seen.append((int(device), int(thread)))
+            return device + thread
+
+        # Compiled ahead: the first call of a jitted function keeps those of other threads waiting.
+        zero = np.int32(0)
+        inner = jax.jit(lambda a, b: io_callback(meet, a, a, b)).lower(zero, zero).compile()
+
+        def run(place: np.ndarray) -> np.ndarray:
+            device = np.int32(place)
+            threads = ThreadPoolExecutor(2)
+            try:
+                runs = [
+                    threads.submit(lambda k=k: int(inner(device, np.int32(k)))) for k in range(2)
+                ]
+                return np.int32(sum(run.result(timeout=30) for run in runs))
+            finally:
+                threads.shutdown(wait=False)
+
+        def outer() -> jax.Array:
+            return io_callback(run, jax.ShapeDtypeStruct((), np.int32), lax.axis_index("x"))[None]
+
+        mesh = Mesh(np.array(devices), ("x",))
+        program = jax.jit(jax.shard_map(outer, mesh=mesh, in_specs=(), out_specs=spec))
+        # Programs that are observed are walked.
+        not_short = patch.object(LoadedProgram, "_run_calling", return_value=None)
+        with not_short if walked else nullcontext():
+            result = np.asarray(program())
+        assert result.tolist() == [2 * k + 1 for k in range(len(devices))]
+        assert sorted(seen) == [(d, k) for d in range(len(devices)) for k in range(2)]
 
     def test_pure_callback(self) -> None:
         result = jax.jit(lambda a: jax.pure_callback(np.sin, a, a))(jnp.arange(4.0))

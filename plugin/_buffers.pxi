@@ -177,6 +177,7 @@ cdef class Buffer(Handle):
     cdef readonly ArrayType array_type
     cdef readonly Memory memory
     cdef readonly int external_references
+    cdef bint shared  # its array is that of other buffers too, so that no run may write to it
     cdef public object reordered
     cdef object lent
     cdef Outputs outputs
@@ -184,7 +185,7 @@ cdef class Buffer(Handle):
     def __cinit__(self):
         self.c.owner = <void*>self
         self.pointer = &self.c
-        self.c.deleted = self.c.ready = False
+        self.c.deleted = self.c.ready = self.shared = False
 
     cdef inline void set(self, object value, object array, ArrayType type, Memory memory) noexcept:
         self.value, self.array, self.array_type, self.memory = value, array, type, memory
@@ -305,6 +306,7 @@ cdef enum:
     LONG_COPY = 65536  # bytes, in whose time other threads can do something
     FEW_DIMENSIONS = 8
     KNOWN_TYPES = 4096
+    KNOWN_SCALARS = 256  # of a memory
 
 SMALL_BYTES = FEW_BYTES  # that are copied sooner than aligned
 
@@ -350,6 +352,7 @@ cdef bint take_dense(PJRT_Client_BufferFromHostBuffer_Args* args) except -1:
     cdef tuple found = of_type.get(key) if of_type is not None else None
     cdef object host, client, put
     cdef int64_t step
+    cdef uint64_t bits = 0
     cdef size_t i
     if found is None:
         found = dense_type(args.type, tuple([dimensions[i] for i in range(args.num_dims)]), key)
@@ -367,6 +370,13 @@ cdef bint take_dense(PJRT_Client_BufferFromHostBuffer_Args* args) except -1:
         else <Memory>(<handle_t*>(<device_t*>args.device).default_memory).owner
     )
     client = memory.device.client
+    if args.num_dims == 0 and type.nbytes <= sizeof(bits) and client.shares_scalars:
+        memcpy(&bits, <void*>args.data, type.nbytes)
+        buffer = scalar(client, found, bits, memory)
+        args.done_with_host_buffer = &always_ready
+        Py_INCREF(buffer)
+        args.buffer = buffer.pointer
+        return True
     put = client.engine.put
     if args.host_buffer_semantics == ZERO_COPY and type.nbytes > FEW_BYTES and <size_t>args.data % ALIGNMENT == 0:
         # The caller learns that it is over when the engine drops the array.
@@ -390,6 +400,25 @@ cdef bint take_dense(PJRT_Client_BufferFromHostBuffer_Args* args) except -1:
     Py_INCREF(buffer)
     args.buffer = buffer.pointer
     return True
+
+
+cdef Buffer scalar(client, tuple found, uint64_t bits, Memory memory):
+    """A buffer for a number with these bits, of one of the `dense_types`. Python's numbers come anew with every call,
+    mostly the same ones: a memory has one array for all buffers of one. A run that is donated one gets a copy."""
+    cdef ArrayType type = <ArrayType>found[0]
+    cdef Buffer buffer = Buffer.__new__(Buffer)
+    cdef tuple key = (type.code, bits)
+    cdef object array = memory.scalars.get(key), host
+    if array is None:
+        host = ndarray(found[1], found[2], HostMemory(<size_t>&bits, type.nbytes))
+        array = client.put_copy(host, type.type, memory.device.c.local_hardware_id)
+        client.engine.block(array)
+        if len(memory.scalars) >= KNOWN_SCALARS:
+            memory.scalars.clear()
+        memory.scalars[key] = array
+    buffer.set(None, array, type, memory)
+    buffer.shared = buffer.c.ready = True
+    return buffer
 
 
 cdef tuple dense_type(int code, tuple shape, bytes key):

@@ -102,8 +102,10 @@ cdef class Memory(Handle):
     cdef tuple keep
     cdef readonly Device device
     cdef readonly str kind
+    cdef dict scalars  # arrays of the engine, by type and bits
 
     def __cinit__(self, int id, int kind_id, str kind, str debug_string, str name, Device device):
+        self.scalars = {}
         texts = (kind.encode(), debug_string.encode(), name.encode())
         self.keep, self.kind, self.device = texts, kind, device
         self.c.owner = <void*>self

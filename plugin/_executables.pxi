@@ -304,7 +304,7 @@ cdef class LoadedExecutable(Handle):
                 self.check_repeated(row, options)
             for i in self.donated:
                 buffer = <Buffer>(<handle_t*>handles[i]).owner
-                if buffer.external_references or not self.may_donate(options, i):
+                if buffer.external_references or buffer.shared or not self.may_donate(options, i):
                     row[i] = self.copy(buffer.value)
             arguments.append(row)
         try:

@@ -32,6 +32,30 @@ def _x64() -> object:
         yield
 
 
+NUMBERS = [
+    np.float32(0.0), np.float32(-0.0), np.int32(0), np.float32(1), np.uint32(0x3F800000), np.int8(-3),
+    np.uint8(253), np.bool_(True), ml_dtypes.bfloat16(1.5), np.float16(1.5), np.float64(1e300),
+    np.complex64(1 + 2j), np.int64(-1), np.uint64(2**64 - 1), np.complex128(3j),
+]  # fmt: skip
+
+
+def test_equal_numbers_may_have_one_array() -> None:
+    """Bits of one type are no number of another one, and what one of them is, others stay."""
+    one, other = ([jax.device_put(n) for n in NUMBERS] for _ in range(2))
+    for array in one[::2]:
+        array.delete()
+    give_up = jax.jit(lambda n: n + n, donate_argnums=0)
+    for number, array in zip(NUMBERS[1::2], one[1::2], strict=True):
+        with np.errstate(over="ignore"):
+            assert np.asarray(give_up(array)) == number + number
+        assert array.is_deleted()
+    for number, array in zip(NUMBERS, other, strict=True):
+        assert array.dtype == number.dtype
+        assert np.asarray(array).tobytes() == number.tobytes()
+    many = [jax.device_put(np.int32(i)) for i in range(600)]  # more than are kept
+    assert [int(a) for a in many] == list(range(600))
+
+
 @pytest.mark.parametrize("name", ["pred", "s8", "bf16", "f32", "c128"])
 def test_small_arrays_however_they_lie_in_memory(name: str) -> None:
     host = _content(name, (4, 6, 2))

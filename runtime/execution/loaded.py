@@ -2,9 +2,9 @@
 
 Programs that only compute, and whose arguments are there, are handed to the engine in the caller's thread.
 All others become an `Execution`, which the dispatch thread walks. Where a program's collectives are all
-small, the caller's thread begins the walk, which saves two thread switches if the other processes are there
-already, and leaves the rest to the dispatch thread where it would have to wait for long. A program that is
-one small region (`regions`) needs no walk for that.
+small, or compiled code calls them on several devices of this process, the caller's thread begins the walk,
+which saves two thread switches if all is there in a moment, and leaves the rest to the dispatch thread where
+it would have to wait for long. A program that is one small region (`regions`) needs no walk for that.
 """
 
 from __future__ import annotations

@@ -329,7 +329,7 @@ def _operands(
             return rule(value, block)
         except Refusal:
             return ((value, None),)
-    if rule is None or (value.shape.element_type == TUPLE and value.opcode != "reduce"):
+    if rule is None or _is_mixed(value):
         raise _mixed(value)
     return rule(value, block)
 
@@ -351,7 +351,7 @@ def _others(
         rule = _elementwise
     if value not in depends and (rule is None or not _is_fused(value)):
         return ((value, None),)
-    if rule is None or (value.shape.element_type == TUPLE and value.opcode != "reduce"):
+    if rule is None or _is_mixed(value):
         raise _mixed(value)
     return rule(value, block)
 
@@ -360,6 +360,11 @@ def _is_fused(value: Instruction) -> bool:
     """Whether a block of a value that is there before the loop is computed again instead of being cut out."""
     op = op_of(value.opcode)
     return op.fuses or op.renames or value.opcode in ("copy", "broadcast")
+
+
+def _is_mixed(value: Instruction) -> bool:
+    """Whether it is a tuple whose elements need not have rows alike, as those of a reduce have."""
+    return value.shape.element_type == TUPLE and value.opcode != "reduce"
 
 
 def _mixed(value: Instruction) -> Refusal:

@@ -176,7 +176,7 @@ class XlaSegment(Runs):  # type: ignore[misc]
 
     @property
     def executable(self) -> Any:
-        """jaxlib's executable for device 0, for its analyses (cost, memory, layouts)."""
+        """jaxlib's executable for device 0, for its analyses (memory, layouts)."""
         return self._by_device[0]
 
     @property
@@ -195,10 +195,6 @@ class XlaSegment(Runs):  # type: ignore[misc]
             return module.as_serialized_hlo_module_proto()
         except (JaxRuntimeError, ValueError):
             return b""
-
-    def cost_analysis(self) -> dict[str, float]:
-        """XLA's estimate for one run: ``flops``, ``bytes accessed`` and more."""
-        return self.executable.cost_analysis()
 
     def make_ready(self, ordinals: Sequence[int]) -> None:
         """Load the machine code for these devices."""

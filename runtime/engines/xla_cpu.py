@@ -177,10 +177,6 @@ class XlaCpuTogether:
         """As of `XlaSegment`."""
         return self.executable.get_compiled_memory_stats().temp_size_in_bytes
 
-    def cost_analysis(self) -> dict[str, float]:
-        """As of `XlaSegment`."""
-        return self.executable.cost_analysis()
-
     def serialize(self) -> bytes:
         """The machine code. Raises ``JaxRuntimeError`` where XLA cannot."""
         if not self._code:

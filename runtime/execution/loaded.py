@@ -9,7 +9,7 @@ it would have to wait for long. A program that is one small region (`regions`) n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from threading import Lock
@@ -20,14 +20,14 @@ from stretto.collectives.types import TensorType
 
 from ..engines.engine import Joined, LoadedTogether, counted
 from ..errors import InvalidProgramError, UnsupportedError
-from ..program import CALLS, WHILE, Block, Branch, Loop, Run
+from ..program import CALLS
 from . import called_back
+from .backoff import Backoff
 from .compiled_segments import CompiledSegments
 from .dispatch import PATIENCE, Dispatcher
 from .execution import Execution, FirstRuns, Issued
 from .frame import Frame, Hosted, named
-from .regions import FEW, Rest
-from .restraint import Restraint
+from .regions import Rest
 from .side_by_side import among
 from .stream import Event
 from .value import DeletedError, Landed, Part, Promise, Value
@@ -36,6 +36,7 @@ from .walk import Walker
 # Seconds that a caller waits for compiled code on several devices, instead of `PATIENCE`: their threads take
 # turns on the cores, and beside other work what takes half a millisecond often takes more than one.
 MOMENT = 2e-3
+# What results that are there were promised for.
 OVER = Event()
 OVER.set()
 # Bytes that a process in which allocating them fails would not live without.
@@ -76,11 +77,10 @@ class LoadedProgram:
         self._must_agree = must_agree
         # Engines run what they take for cheap in the thread that calls, and a loop may have no end, or a far
         # one. On several devices another thread calls, so that Ctrl-C ends the wait, as on JAX's CPU backend.
-        loops = [segment for segment in program.segments if WHILE in segment.module]
         self._may_never_end = len(local) > 1 and not all(
-            0 <= segment.iterations <= FEW for segment in loops
+            segment.ends_soon for segment in program.segments
         )
-        self._restraint = Restraint()
+        self._backoff = Backoff()
         # Whether it may run beside what other threads run, see `_run_calling`: nobody waits for it, and no
         # run that has an argument of it, but has not begun, loses that.
         self._may_overtake = (
@@ -176,7 +176,7 @@ class LoadedProgram:
     @property
     def is_prompt(self) -> bool:
         """Whether a caller may begin it, and wait for a moment until it is over."""
-        return self.walker.prompt is not None and not self._restraint.holds
+        return self.walker.prompt is not None and not self._backoff.holds
 
     def run_apart(
         self, single: Callable[[int, list[Any]], Any], rows: Sequence[list[Any]]
@@ -236,7 +236,7 @@ class LoadedProgram:
             begun = self._run_promptly(arguments)
             if begun is not None:
                 return begun
-        self._restraint.count()
+        self._backoff.count()
         if len(arguments) != len(self.local) or any(
             len(row) != len(self.input_types) for row in arguments
         ):
@@ -266,23 +266,6 @@ class LoadedProgram:
                 with suppress(Exception):  # whoever reads it is told
                     value.block()
         return outputs, event
-
-    def cost_analysis(self) -> dict[str, float]:
-        """Flops, transcendentals and bytes of one device's run, as far as the engine tells.
-
-        Every segment counts once for each place it runs at, times the trip counts that are known.
-        """
-        analyses: list[dict[str, float]] = [
-            getattr(segment, "cost_analysis", dict)() for segment in self.walker.context.segments
-        ]
-        if self.program.single_segment is not None and analyses:
-            return analyses[0]
-        totals: dict[str, float] = {}
-        for segment, times in segment_runs(self.program.body):
-            for key in ("flops", "transcendentals", "bytes accessed"):
-                if segment < len(analyses) and key in analyses[segment]:
-                    totals[key] = totals.get(key, 0.0) + times * analyses[segment][key]
-        return totals
 
     def _run_single(self, arguments: Sequence[Sequence[Value]]) -> list[list[Value]] | None:
         """Hand the one segment to the engine; None if that cannot be done here and now."""
@@ -416,19 +399,15 @@ class LoadedProgram:
         except BaseException as raised:
             error = raised
         if self._together:  # where other processes are late, that says nothing of it
-            self._restraint.ran(in_time=rest is None and perf_counter() < until)
+            self._backoff.ran(in_time=rest is None and perf_counter() < until)
         if error is None and rest is None:
             dispatcher.end_turn()
             if walker.finished is not None:
                 walker.finished(run, None)
-            columns = [
-                self._there(*column) for column in zip(self.output_types, results, strict=True)
-            ]
-            outputs = (
-                [list(row) for row in zip(*columns, strict=True)]
-                if columns
-                else [[] for _ in self.local]
-            )
+            outputs: list[list[Value]] = [[] for _ in self.local]
+            for type_, register in zip(self.output_types, results, strict=True):
+                for row, value in zip(outputs, self._there(type_, register), strict=True):
+                    row.append(value)
             event = None
         else:
             execution = Execution(self, [], None, run)
@@ -589,18 +568,3 @@ _types: dict[TensorType, TensorType] = {}
 
 def _the_one(type: TensorType) -> TensorType:
     return _types.setdefault(type, type)
-
-
-def segment_runs(block: Block, times: int = 1) -> Iterator[tuple[int, int]]:
-    """Every run of a segment in a block: its index, and how often it runs if loops run as known."""
-    for instruction in block.instructions:
-        if isinstance(instruction, Run):
-            yield instruction.segment, times
-        elif isinstance(instruction, Loop):
-            count = 1 if instruction.trip_count is None else instruction.trip_count
-            yield from segment_runs(instruction.body, times * count)
-            if instruction.trip_count is None:
-                yield from segment_runs(instruction.condition, times)
-        elif isinstance(instruction, Branch):
-            for branch in instruction.branches:
-                yield from segment_runs(branch, times)

@@ -58,9 +58,6 @@ _log = logging.getLogger("stretto")
 _NOTHING: frozenset[int] = frozenset()
 # Tables of runs that have failed. Their devices may still come, so they are kept.
 _forsaken: list[Table] = []
-# Iterations that take no loop long: XLA runs one in the thread that calls only where an iteration has fewer
-# than 1,000 operations.
-FEW = 4096
 
 
 def can_call(engine: Engine, options: Options) -> bool:
@@ -116,8 +113,7 @@ class Region:
             and WHILE not in segment.module
         )
         # `attempt` can be used of several devices too, where they wait for nobody else and end by themselves.
-        endless = WHILE in segment.module and not 0 <= segment.iterations <= FEW
-        self.prompt = self._resumable or not (alone or peers.owner or endless)
+        self.prompt = self._resumable or (not alone and not peers.owner and segment.ends_soon)
         if self._resumable:
             self._run_alone = cast("LoadedAlone", self.loaded).run_alone
             (self.ordinal,) = context.ordinals
@@ -156,10 +152,7 @@ class Region:
 
         def run_region(frame: Frame) -> None:
             assert len(frame.active) == everyone
-            for slot in self.instruction.inputs:
-                if type(frame.registers[slot]) is Hosted:
-                    land(frame.registers, slot)
-            self._begin_all()
+            self._begin_all(frame, land)
             self._run(frame)
 
         return run_region
@@ -191,10 +184,7 @@ class Region:
         self, land: Callable[[list[Any], Slot], list[Any]], frame: Frame, until: float
     ) -> Callable[[], None] | None:
         """`attempt` for several devices."""
-        for slot in self.instruction.inputs:
-            if type(frame.registers[slot]) is Hosted:
-                land(frame.registers, slot)
-        self._begin_all()
+        self._begin_all(frame, land)
         results = self._enqueue(frame)
         if not self.table.wait(max(until - perf_counter(), 0.0)):
             return partial(self._end, frame, results)
@@ -245,8 +235,11 @@ class Region:
             self._began = perf_counter()
         self.table.begin(instrument is not None, until)
 
-    def _begin_all(self) -> None:
-        """A run of all devices begins, each on a thread of the engine's."""
+    def _begin_all(self, frame: Frame, land: Callable[[list[Any], Slot], list[Any]]) -> None:
+        """A run of all devices begins, each on a thread of the engine's; its operands are the engine's."""
+        for slot in self.instruction.inputs:
+            if type(frame.registers[slot]) is Hosted:
+                land(frame.registers, slot)
         self._begin()
         self.lane.progress.watch(self._looked)
         self.lane.hand_over(self.table)

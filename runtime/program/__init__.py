@@ -61,6 +61,9 @@ CONTEXT = TensorType("u64", (4,))
 WHILE = b"while"
 # And of those that call something, be it a library.
 CALLS = b"custom_call"
+# Iterations that take no loop long: XLA runs one in the thread that calls only where an iteration has fewer
+# than 1,000 operations.
+FEW = 4096
 
 
 def calls_back(module: bytes) -> bool:
@@ -96,6 +99,11 @@ class Segment:
     sites: tuple[int, ...] = ()
     once: bool = False
     iterations: int = -1
+
+    @property
+    def ends_soon(self) -> bool:
+        """Whether its loops, if it has any, are known to end, after few iterations."""
+        return WHILE not in self.module or 0 <= self.iterations <= FEW
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from stretto.hlo_frontend.compile import compile_hlo
 from stretto.hlo_frontend.graph import Module
 from stretto.hlo_frontend.pipelines import members
 from stretto.hlo_frontend.pipelines.emit import Editor
+from stretto.hlo_frontend.pipelines.rows import rounds
 from stretto.hlo_frontend.text import parse_hlo_text
 
 # A head that all stages compute, of what the last one gave to all.
@@ -212,6 +213,31 @@ def test_bitcasts_on_what_lies_otherwise():
     x = np.arange(6, dtype=np.float32).reshape(2, 3)
     ((found,),) = Interpreter(compile_hlo(editor.finish(), 1, 1).program).run([x])
     np.testing.assert_array_equal(found, x.T.reshape(-1))
+
+
+@pytest.mark.parametrize(("of", "may_round"), [("f32", True), ("s32", False)])
+def test_sums_of_a_reduce_of_several_arrays_may_round(of, may_round):
+    """Without any product beside them, by which the rest of a head tells."""
+    module = Module.parse(
+        parse_hlo_text(
+            f"""HloModule m
+            sums {{
+              a = {of}[] parameter(0)
+              b = {of}[] parameter(1)
+              c = {of}[] parameter(2)
+              d = {of}[] parameter(3)
+              one = {of}[] add(a, c)
+              other = {of}[] add(b, d)
+              ROOT both = ({of}[], {of}[]) tuple(one, other)
+            }}
+            ENTRY e {{
+              x = {of}[4,3]{{1,0}} parameter(0)
+              zero = {of}[] constant(0)
+              ROOT r = ({of}[4]{{0}}, {of}[4]{{0}}) reduce(x, x, zero, zero), dimensions={{1}}, to_apply=sums
+            }}"""
+        )
+    )
+    assert rounds(module.entry.instructions) == may_round
 
 
 @pytest.mark.parametrize("axis", [0, 2])

@@ -18,8 +18,8 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from stretto.runtime.execution import dispatch, loaded
+from stretto.runtime.execution.backoff import MOST, Backoff
 from stretto.runtime.execution.regions import Region
-from stretto.runtime.execution.restraint import MOST, Restraint
 
 pytestmark = pytest.mark.usefixtures("on_stretto")
 
@@ -137,24 +137,24 @@ def test_what_waits_for_other_runs_is_right(mesh: Mesh, begun: list[str]) -> Non
     assert begun == ["caller"]
 
 
-def test_restraint() -> None:
+def test_backoff() -> None:
     """Doubles with each run that was late, is one less for each that was not, and ends at `MOST`."""
-    restraint = Restraint()
+    backoff = Backoff()
 
     def left_out() -> int:
         count = 0
-        while restraint.holds:
-            restraint.count()
+        while backoff.holds:
+            backoff.count()
             count += 1
         return count
 
     found = []
     for _ in range(9):
-        restraint.ran(in_time=False)
+        backoff.ran(in_time=False)
         found.append(left_out())
     assert found == [1, 2, 4, 8, 16, 32, 64, MOST, MOST]
-    restraint.ran(in_time=True)
-    restraint.ran(in_time=True)
+    backoff.ran(in_time=True)
+    backoff.ran(in_time=True)
     assert left_out() == 0
-    restraint.ran(in_time=False)
+    backoff.ran(in_time=False)
     assert left_out() == MOST - 2

@@ -1,4 +1,4 @@
-"""`Restraint`: whether a caller still begins runs of a program whose runs were seen to take long."""
+"""`Backoff`: whether a caller still begins runs of a program whose runs were seen to take long."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from __future__ import annotations
 MOST = 64
 
 
-class Restraint:
+class Backoff:
     """Holds callers back from a program for one run after one that took longer than a moment; for twice as
     many after the next, up to `MOST`, and for one less after each that ended in time: where both come,
     callers seldom wait. Threads may use it at once: it is an estimate.

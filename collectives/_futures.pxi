@@ -31,19 +31,20 @@ cdef void fail(const ffi_api* api, void* future, const char* message) noexcept n
     drop_error(api, api.future_set_error(&args))
 
 
-cdef void finish_timed(const ffi_api* api, void* future, site_t* site) noexcept nogil:
+cdef void finish_timed(const ffi_api* api, void* future, estimate_t* estimate) noexcept nogil:
     cdef double began = now()
     finish(api, future)
     # Threads may write this at once: it is an estimate.
-    site.compute += 0.125 * (now() - began - site.compute)
+    estimate.seconds += 0.125 * (now() - began - estimate.seconds)
 
 
-# Devices whose future is to be finished by whichever thread has time.
+# Devices whose future is to be finished by whichever thread has time. That a device has gone on does not mean that the
+# thread has come back from it: by then its run may be over and the table gone, so the thread has a part in the estimate.
 
 cdef struct ready_t:
     const ffi_api* api
     void* future
-    site_t* site
+    estimate_t* estimate
 
 cdef enum:
     QUEUE = 4096
@@ -63,6 +64,13 @@ pthread_mutex_init(&queue.mutex, NULL)
 pthread_cond_init(&queue.filled, NULL)
 
 
+cdef void give_up(estimate_t* estimate) noexcept nogil:
+    """One user fewer. Called with the queue's mutex."""
+    estimate.users -= 1
+    if estimate.users == 0:
+        free(estimate)
+
+
 cdef void* help(void* unused) noexcept nogil:
     cdef ready_t item
     flush_denormals()
@@ -76,8 +84,9 @@ cdef void* help(void* unused) noexcept nogil:
         queue.first = (queue.first + 1) % QUEUE
         queue.count -= 1
         pthread_mutex_unlock(&queue.mutex)
-        finish_timed(item.api, item.future, item.site)
+        finish_timed(item.api, item.future, item.estimate)
         pthread_mutex_lock(&queue.mutex)
+        give_up(item.estimate)
 
 
 def start_helpers(int count) -> None:
@@ -90,14 +99,15 @@ def start_helpers(int count) -> None:
         queue.helpers += 1
 
 
-cdef bint hand_over(const ffi_api* api, void* future, site_t* site) noexcept nogil:
+cdef bint hand_over(const ffi_api* api, void* future, estimate_t* estimate) noexcept nogil:
     """Leave a device to the helpers; False where there are none, or too many are waiting."""
     cdef bint taken = False
     cdef ready_t* item
     pthread_mutex_lock(&queue.mutex)
     if queue.helpers > 0 and queue.count < QUEUE:
         item = &queue.items[(queue.first + queue.count) % QUEUE]
-        item.api, item.future, item.site = api, future, site
+        item.api, item.future, item.estimate = api, future, estimate
+        estimate.users += 1
         queue.count += 1
         taken = True
         if queue.idle > 0:
@@ -118,17 +128,20 @@ cdef bint take(ready_t* item) noexcept nogil:
     return found
 
 
-cdef void release(const ffi_api* api, site_t* site, void** futures, int count) noexcept nogil:
+cdef void release(const ffi_api* api, estimate_t* estimate, void** futures, int count) noexcept nogil:
     """Go on with these members; the caller's own goes on when this returns."""
     cdef int k
     cdef ready_t item
-    if site.compute > SIDE_BY_SIDE and queue.helpers > 0:
+    if estimate.seconds > SIDE_BY_SIDE and queue.helpers > 0:
         for k in range(count):
-            if not hand_over(api, futures[k], site):
-                finish_timed(api, futures[k], site)
+            if not hand_over(api, futures[k], estimate):
+                finish_timed(api, futures[k], estimate)
         # The caller's own device is one more: it leaves the helpers their share.
         while queue.count > queue.helpers and take(&item):
-            finish_timed(item.api, item.future, item.site)
+            finish_timed(item.api, item.future, item.estimate)
+            pthread_mutex_lock(&queue.mutex)
+            give_up(item.estimate)
+            pthread_mutex_unlock(&queue.mutex)
         return
     for k in range(count):
-        finish_timed(api, futures[k], site)
+        finish_timed(api, futures[k], estimate)

@@ -151,7 +151,7 @@ cdef bint drive(table_t* table) noexcept nogil:
         table.seconds += now() - group.wire.began
         if table.rows != NULL:
             note(table, item.site, item.group, group.wire.began)
-        release(table.api, site, futures, count)
+        release(table.api, site.estimate, futures, count)
         free(futures)
         k = 0
 

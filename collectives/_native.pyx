@@ -301,6 +301,11 @@ cdef struct group_t:
     void** results
     void** futures  # NULL for members that have not come
 
+# Seconds that a member of a site runs until it waits again, smoothed. ``users``: the table, and threads that run a member.
+cdef struct estimate_t:
+    double seconds
+    int users
+
 cdef struct site_t:
     int kind
     int operands
@@ -311,7 +316,7 @@ cdef struct site_t:
     int64_t idle  # calls by the first device, counted where no group is here
     int* group_of  # by position: the group, or -1
     int* index_of  # by position: the member
-    double compute  # seconds that a member runs until it waits again, smoothed
+    estimate_t* estimate
     char* name
 
 cdef struct row_t:
@@ -476,7 +481,7 @@ cdef void* meet(table_t* table, site_t* site, int number, int position, ffi_fram
             table.seconds += now() - began
     if table.rows != NULL and not again:
         note(table, number, which, began)
-    release(frame.api, site, futures, size - 1)
+    release(frame.api, site.estimate, futures, size - 1)
     if futures != &few[0]:
         free(futures)
     return NULL
@@ -590,6 +595,8 @@ cdef class Table:
             site.leaves[k].item_bytes = item_bytes
             if reduction is not None:
                 site.leaves[k].fold = <fold_t><uintptr_t>_FOLDS[reduction]
+        site.estimate = <estimate_t*>calloc(1, sizeof(estimate_t))
+        site.estimate.users = 1
         site.group_of = <int*>calloc(table.devices, sizeof(int))
         site.index_of = <int*>calloc(table.devices, sizeof(int))
         for k in range(table.devices):
@@ -706,8 +713,13 @@ cdef class Table:
 
     @property
     def over(self) -> bool:
-        """Whether all devices have come to their end."""
-        return self.table.ended == self.table.devices
+        """Whether all devices have come to their end, and let go of the table."""
+        cdef bint over
+        with nogil:
+            pthread_mutex_lock(&self.table.mutex)
+            over = self.table.ended == self.table.devices
+            pthread_mutex_unlock(&self.table.mutex)
+        return over
 
     @property
     def seconds(self) -> float:
@@ -822,6 +834,9 @@ cdef class Table:
             free(table.sites[s].leaves)
             free(table.sites[s].group_of)
             free(table.sites[s].index_of)
+            pthread_mutex_lock(&queue.mutex)
+            give_up(table.sites[s].estimate)
+            pthread_mutex_unlock(&queue.mutex)
         free(table.sites)
         free(table.failure)
         free(table.rows)

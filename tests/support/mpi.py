@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
+
+from .processes import finished
 
 
 def find_mpiexec() -> str | None:
@@ -47,8 +48,8 @@ def run_ranks(
     """Run Python on ``ranks`` ranks; returns exit code, stdout and stderr of all of them.
 
     ``script`` is a path, or a list of arguments to Python (``["-c", code]``). ``env`` is added to the
-    environment of all ranks, ``rank_env[r]`` to rank r's. Skips the test where there is no mpiexec. After
-    ``timeout`` seconds everything is killed and the test fails with the output so far.
+    environment of all ranks, ``rank_env[r]`` to rank r's. Skips the test where there is no mpiexec. What does
+    not end in ``timeout`` seconds: see `processes.finished`.
     """
     mpiexec = find_mpiexec()
     if mpiexec is None:
@@ -63,29 +64,4 @@ def run_ranks(
             command += [*([":"] if rank else []), "-n", "1", "env", *own, *python]
     else:
         command += ["-n", str(ranks), *python]
-    process = subprocess.Popen(
-        command,
-        env={**os.environ, **(env or {})},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        out, err = process.communicate(timeout=timeout)
-    except subprocess.TimeoutExpired:
-        shown = subprocess.run(
-            ["ps", "-eo", "pid,ppid,stat,etimes,wchan:20,args", "--forest"],
-            check=False,
-            capture_output=True,
-            text=True,
-        ).stdout
-        os.killpg(process.pid, signal.SIGTERM)  # mpiexec ends its ranks
-        try:
-            out, err = process.communicate(timeout=10)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            out, err = process.communicate()
-        pytest.fail(f"{' '.join(command)} did not end in {timeout:g} s\n{shown}\n{out}\n{err}")
-    return subprocess.CompletedProcess(command, process.returncode, out, err)
+    return finished(command, {**os.environ, **(env or {})}, timeout)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from .mpi import run_ranks
+from .processes import finished
 
 DROPPED = ("STRETTO_", "XLA_", "JAX_", "PMI")
 
@@ -24,15 +25,7 @@ def run(
     env |= {"STRETTO_LOCAL_DEVICES": str(devices), **environment}
     if platforms is not None:
         env["JAX_PLATFORMS"] = platforms
-    return subprocess.run(
-        [sys.executable, "-X", "faulthandler", "-c", textwrap.dedent(script)],
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        stdin=subprocess.DEVNULL,
-    )
+    return finished([sys.executable, "-c", textwrap.dedent(script)], env)
 
 
 def passes(script: str, platforms: str | None = "stretto", devices: int = 4) -> str:
@@ -68,14 +61,7 @@ def reports_of(
     if ranks > 1:
         done = run_ranks(ranks, [str(script), str(folder)], env=env, rank_env=rank_env)
     else:
-        done = subprocess.run(
-            [sys.executable, str(script), str(folder)],
-            env={**os.environ, **env},
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
+        done = finished([sys.executable, str(script), str(folder)], {**os.environ, **env})
     assert done.returncode == 0, done.stderr
     reports = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
     assert len(reports) == ranks

@@ -46,27 +46,53 @@ cdef struct buffer_t:
     bint ready  # known to be computed, without error
 
 
+cdef tuple weakly(list things):
+    """Weak references to what holds arrays."""
+    cdef tuple references = tuple([PyWeakref_NewRef(thing, None) for thing in things])
+    for reference in references:
+        untrack(reference)
+    return references
+
+
 @cython.final
 cdef class Outputs:
     """What one run gave one device. To jaxlib all of it is ready once all is, as with runtimes whose runs end as
     a whole: one event serves all buffers, where each had its own.
 
-    ``buffers`` are weak references: nothing here keeps an array alive. ``issued`` is as for `Event`. ``alike``: they
-    are of one run of XLA, which ends as a whole, so that one of them tells of all.
+    ``parts`` are weak references: nothing here keeps an array alive. They are buffers, or promises of the device at
+    this ``position`` of a program, which buffers hold. ``issued`` is as for `Event`. ``alike``: they are of one run of
+    XLA, which ends as a whole, so that one of them tells of all.
     """
 
-    cdef tuple buffers
+    cdef tuple parts
+    cdef object engine
+    cdef size_t position
     cdef bint alike
     cdef readonly object issued
     cdef Event event
 
     is_deleted = False
 
-    def __cinit__(self, list buffers not None, issued, bint alike=False):
-        self.buffers, self.alike = tuple([PyWeakref_NewRef(buffer, None) for buffer in buffers]), alike
-        for reference in self.buffers:
-            untrack(reference)
+    def __cinit__(self, tuple parts not None, issued, bint alike, engine, size_t position):
+        self.parts, self.alike, self.engine, self.position = parts, alike, engine, position
         self.issued, self.event = issued, None
+
+    cdef object part(self, reference):
+        """What a reference refers to; None if that has been given up."""
+        cdef object part = reference()
+        return None if type(part) is Buffer and (<Buffer>part).c.deleted else part
+
+    cdef bint is_part_ready(self, part) except -1:
+        if type(part) is Buffer:
+            return (<Buffer>part).is_ready()
+        return part.is_ready(self.engine, self.position)
+
+    cdef int block_part(self, part) except -1:
+        if type(part) is Buffer:
+            (<Buffer>part).block()
+        else:
+            part.block(self.engine, self.position)
+        return 0
 
     cdef Event ready(self):
         """The event for all buffers being computed."""
@@ -76,16 +102,16 @@ cdef class Outputs:
 
     def is_ready(self):
         """Whether there is nothing to wait for."""
-        cdef tuple buffers = self.buffers
-        if buffers is None:
+        cdef tuple parts = self.parts
+        if parts is None:
             return True
         if self.issued is not None and not self.issued.done:
             return False
-        for buffer in buffers:
-            buffer = buffer()
-            if buffer is None or (<Buffer>buffer).c.deleted:
+        for reference in parts:
+            part = self.part(reference)
+            if part is None:
                 continue
-            if not (<Buffer>buffer).is_ready():
+            if not self.is_part_ready(part):
                 return False
             if self.alike:
                 break
@@ -93,26 +119,26 @@ cdef class Outputs:
 
     def block(self):
         """Wait until all is computed. Raises the first error."""
-        cdef tuple buffers = self.buffers
+        cdef tuple parts = self.parts
         cdef object failure = None
-        if buffers is None:
+        if parts is None:
             return
-        for buffer in buffers:
-            buffer = buffer()
-            if buffer is None or (<Buffer>buffer).c.deleted:
+        for reference in parts:
+            part = self.part(reference)
+            if part is None:
                 continue
             try:
-                (<Buffer>buffer).block()
+                self.block_part(part)
                 if self.alike:
                     break
             except Exception as error:
                 # Donated to a later run: that array is gone, and this run was not at fault. The value may not
                 # know yet, where that run is being started at this moment.
-                if failure is None and not (<Buffer>buffer).c.deleted and "deleted" not in str(error):
+                if failure is None and self.part(reference) is not None and "deleted" not in str(error):
                     failure = error
         if failure is not None:
             raise failure
-        self.buffers = None  # and so it stays
+        self.parts = None  # and so it stays
 
     def on_ready(self, callback):
         """Have ``callback(error)`` called soon after all is computed: a thread waits for what is issued."""
@@ -166,14 +192,17 @@ cdef class Buffer(Handle):
     """A value in a memory.
 
     The value is row-major, and to jaxlib so is every buffer. Whoever asks for the address of one that has
-    another layout to JAX gets that of a copy, which is kept in ``reordered``. A buffer holds a ``Value``, or
-    the engine's array alone, from which the ``Value`` is made when somebody asks for it; neither once the
-    buffer was deleted or donated. ``outputs`` are those of the run that gave it, if it gave several.
+    another layout to JAX gets that of a copy, which is kept in ``reordered``. A buffer holds the engine's array, or
+    the ``Promise`` of a program's output, of whose devices it is the one at ``position``; or a ``Value``, which is
+    made of these when somebody asks for it. It holds none once it was deleted or donated. ``outputs`` are those of
+    the run that gave it, if it gave several.
     """
 
     cdef buffer_t c
     cdef object array
     cdef object value
+    cdef object promise
+    cdef size_t position
     cdef readonly ArrayType array_type
     cdef readonly Memory memory
     cdef readonly int external_references
@@ -188,7 +217,15 @@ cdef class Buffer(Handle):
         self.c.deleted = self.c.ready = self.shared = False
 
     cdef inline void set(self, object value, object array, ArrayType type, Memory memory) noexcept:
-        self.value, self.array, self.array_type, self.memory = value, array, type, memory
+        self.value, self.array = value, array
+        self.lies(type, memory)
+
+    cdef inline void set_promised(self, object promise, size_t position, ArrayType type, Memory memory) noexcept:
+        self.promise, self.position = promise, position
+        self.lies(type, memory)
+
+    cdef inline void lies(self, ArrayType type, Memory memory) noexcept:
+        self.array_type, self.memory = type, memory
         self.c.type, self.c.rank, self.c.nbytes = type.code, type.rank, type.nbytes
         self.c.dimensions, self.c.minor_to_major = type.dimensions, type.minor_to_major
         self.c.device, self.c.memory = memory.c.device, memory.pointer
@@ -201,7 +238,7 @@ cdef class Buffer(Handle):
         if self.c.deleted:
             raise ValueError("the buffer has been deleted or donated")
         if self.value is None:
-            self.value = make_value(self.array, self.array_type.type, self.memory)
+            self.value = make_value(self.array, self.promise, self.position, self.array_type.type, self.memory)
         return self.value
 
     def live_value(self):
@@ -211,35 +248,41 @@ cdef class Buffer(Handle):
     cdef object issued_array(self):
         """The engine's array, or None if it is not there yet or will never be."""
         if self.array is None and not self.c.deleted:
+            if self.promise is not None and not self.promise.event.done:
+                return None
             try:
-                self.array = self.value.issued()
+                self.array = self.alive().issued()
             except Exception:
                 return None
         return self.array
 
     def is_ready(self):
         """Whether there is nothing to wait for; so it is with what was given up."""
-        cdef object array = self.array, value = self.value
+        cdef object array = self.array, value = self.value, promise = self.promise
         if value is not None:
             return value.is_ready()
         if array is not None and type(array) is array_type:
             return array_is_ready(array)
-        return array is None or self.memory.device.client.engine.is_ready(array)
+        if array is not None:
+            return self.memory.device.client.engine.is_ready(array)
+        return promise is None or promise.is_ready(self.memory.device.client.engine, self.position)
 
     def block(self):
         """Wait until it is computed. Raises the error of its run."""
-        cdef object array = self.array, value = self.value
+        cdef object array = self.array, value = self.value, promise = self.promise
         if value is not None:
             value.block()
         elif array is not None:
             self.memory.device.client.engine.block(array)
+        elif promise is not None:
+            promise.block(self.memory.device.client.engine, self.position)
 
     def delete(self):
         """Give up the value. Its memory is freed when its last user is done."""
         self.c.deleted = True
         if self.external_references:
-            self.lent = (self.value, self.array, self.reordered)
-        self.value = self.array = self.reordered = self.outputs = None
+            self.lent = (self.value, self.array, self.promise, self.reordered)
+        self.value = self.array = self.promise = self.reordered = self.outputs = None
 
     def add_external_reference(self):
         """Its memory is in use outside of JAX: it stays, even if the buffer is deleted."""
@@ -281,7 +324,7 @@ cdef class Buffer(Handle):
             if event.c.error == NULL:
                 self.c.ready = True
                 return <size_t>&always_ready
-        if self.value is None and self.is_computed():
+        if self.value is None and self.array is not None and self.is_computed():
             self.c.ready = True
             return <size_t>&always_ready
         event = Event((self.alive(),))
@@ -291,7 +334,7 @@ cdef class Buffer(Handle):
         return give(event)
 
 
-# Makes the ``Value`` of (engine array, type, memory); and the type of (code, shape). Set by `install`.
+# Makes the ``Value`` of (engine array or None, its promise otherwise, position, type, memory); and the type of (code, shape). Set by `install`.
 cdef object make_value = None
 cdef object tensor_type = None
 

@@ -369,14 +369,14 @@ exported_table = &api
 
 
 def install(
-    list functions not None, describe_exception, value_of_array, type_of, tell_event_later, run_on_a_thread
+    list functions not None, describe_exception, value_of, type_of, tell_event_later, run_on_a_thread
 ):
     """Set the handlers, in the order of ``abi.ALL_FUNCTIONS``, and what the C face asks of Python.
 
     A handler takes the address of its arguments; None stands for a function that is not implemented.
     ``describe_exception(exception)`` gives a status code and a message as bytes;
-    ``value_of_array(array, type, memory)`` the ``Value`` of an engine's array; ``type_of(code, shape)`` the type
-    of an array of a PJRT_Buffer_Type; ``tell_event_later(event)``
+    ``value_of(array, promise, position, type, memory)`` the ``Value`` of an engine's array, or of what is promised;
+    ``type_of(code, shape)`` the type of an array of a PJRT_Buffer_Type; ``tell_event_later(event)``
     has an event completed when its values are computed; ``run_on_a_thread(function)`` calls a function
     that may wait.
     """
@@ -384,7 +384,7 @@ def install(
     if len(functions) != len(names):
         raise ValueError(f"{len(functions)} handlers for {len(names)} functions")
     handlers, describe = functions, describe_exception
-    make_value, tensor_type = value_of_array, type_of
+    make_value, tensor_type = value_of, type_of
     tell_later, run_elsewhere = tell_event_later, run_on_a_thread
 
 

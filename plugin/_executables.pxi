@@ -40,6 +40,7 @@ cdef class LoadedExecutable(Handle):
     cdef list output_types
     cdef list output_memories
     cdef tuple donated
+    cdef bytearray donates  # by parameter, whether it is donated
     cdef tuple devices
     cdef size_t num_parameters
     cdef bint has_callbacks
@@ -60,8 +61,9 @@ cdef class LoadedExecutable(Handle):
     ):
         """What `Execute` needs.
 
-        ``run(arguments)`` takes a list of values for each local device and gives such lists of results, and
-        an event that is set once the run has been issued (with callbacks: has called), or None.
+        ``run(arguments)`` takes for each parameter a list of values, one for each local device, or a promise of all of
+        them, and gives a promise for each result, and an event that is set once the run has been issued (with
+        callbacks: has called), or None.
         ``single(ordinal, arrays)`` is the engine's way to do the same for one device, with arrays that are
         there, or None. It may give None, which asks for ``run``, or
         `Issued`. ``cannot_fail``: a call of it gives no array with an error, if no argument has one, and only
@@ -72,6 +74,9 @@ cdef class LoadedExecutable(Handle):
         """
         self.run, self.copy, self.engine, self.num_parameters = run, copy, engine, num_parameters
         self.donated, self.devices, self.has_callbacks = donated, devices, has_callbacks
+        self.donates = bytearray(num_parameters)
+        for i in donated:
+            self.donates[i] = True
         self.jax_arrays = getattr(engine, "jax_arrays", False)
         self.cannot_fail = cannot_fail
         self.alike = ends_as_one and self.jax_arrays
@@ -129,16 +134,24 @@ cdef class LoadedExecutable(Handle):
             raise NotImplementedError("stretto has no host callbacks by send and recv operations")
         return 0
 
-    cdef int check_repeated(self, list row, PJRT_ExecuteOptions* options) except -1:
+    cdef int check_repeated(self, PJRT_LoadedExecutable_Execute_Args* args) except -1:
         """Raise ``ValueError`` if an argument is donated and is another argument too. A run would find it
         gone half way, and end the job."""
-        for i in self.donated:
-            for j in range(len(row)):
-                if j != i and row[j] is row[i] and self.may_donate(options, i):
-                    raise ValueError(
-                        f"argument {i}, {row[i].type}, is donated and given as argument {j} too: donate neither, "
-                        "or pass a copy as one of them"
-                    )
+        cdef void** handles
+        cdef list row
+        cdef size_t d
+        for d in range(args.num_devices):
+            handles = (<void***>args.argument_lists)[d]
+            row = [<object>(<handle_t*>handles[i]).owner for i in range(args.num_args)]
+            if len(set(row)) == len(row):
+                continue
+            for i in self.donated:
+                for j in range(len(row)):
+                    if j != i and row[j] is row[i] and self.may_donate(<PJRT_ExecuteOptions*>args.options, i):
+                        raise ValueError(
+                            f"argument {i}, {row[i].array_type.type}, is donated and given as argument {j} too: donate "
+                            "neither, or pass a copy as one of them"
+                        )
         return 0
 
     cdef int execute(self, PJRT_LoadedExecutable_Execute_Args* args) except -1:
@@ -182,7 +195,7 @@ cdef class LoadedExecutable(Handle):
         if given is None:
             return False
         if type(given) is _Issued:
-            self.deliver(args, given.values, given.event)
+            self.deliver(args, given.promises, given.event)
         else:
             self.hand_out(args, 0, <list>self.counted(given), over, computed)
         return True
@@ -225,14 +238,14 @@ cdef class LoadedExecutable(Handle):
         cdef list memories = <list>PyList_GET_ITEM(self.output_memories, d), made
         cdef size_t i, count = len(arrays)
         if count == 1:
-            out[0] = self.output(None, <object>PyList_GET_ITEM(arrays, 0), 0, memories)
+            out[0] = self.output(<object>PyList_GET_ITEM(arrays, 0), 0, memories)
         else:
             made = []
             for i in range(count):
-                out[i] = self.output(None, <object>PyList_GET_ITEM(arrays, i), i, memories)
+                out[i] = self.output(<object>PyList_GET_ITEM(arrays, i), i, memories)
                 made.append(<object>(<handle_t*>out[i]).owner)
             if not over:
-                self.group(made, None, self.jax_arrays)
+                self.group(made, Outputs(weakly(made), None, self.jax_arrays, self.engine, d))
         if args.device_complete_events == NULL:
             return 0
         if count == 0:
@@ -270,17 +283,16 @@ cdef class LoadedExecutable(Handle):
             return event.pointer
         return event.hand_out()
 
-    cdef Outputs group(self, list made, issued, bint alike=False):
+    cdef int group(self, list made, Outputs outputs) except -1:
         """Have buffers that one device was given be ready together."""
-        cdef Outputs outputs = Outputs(made, issued, alike)
         for buffer in made:
             (<Buffer>buffer).outputs = outputs
-        return outputs
+        return 0
 
-    cdef inline void* output(self, value, array, size_t i, list memories) except NULL:
+    cdef inline void* output(self, array, size_t i, list memories) except NULL:
         cdef Buffer buffer = Buffer.__new__(Buffer)
         buffer.set(
-            value,
+            None,
             array,
             <ArrayType>PyList_GET_ITEM(self.output_types, i),
             <Memory>PyList_GET_ITEM(memories, i),
@@ -288,67 +300,96 @@ cdef class LoadedExecutable(Handle):
         Py_INCREF(buffer)
         return buffer.pointer
 
-    cdef int execute_program(self, PJRT_LoadedExecutable_Execute_Args* args) except -1:
-        cdef size_t d, i
-        cdef list row, arguments
-        cdef Buffer buffer
-        cdef void** handles
-        cdef PJRT_ExecuteOptions* options = <PJRT_ExecuteOptions*>args.options
-        arguments = []
+    cdef object column(self, PJRT_LoadedExecutable_Execute_Args* args, size_t i):
+        """What is given for a parameter, on all devices."""
+        cdef void*** lists = <void***>args.argument_lists
+        cdef Buffer buffer = <Buffer>(<handle_t*>lists[0][i]).owner
+        cdef object promise = buffer.promise, value
+        cdef bint donated = PyByteArray_AS_STRING(self.donates)[i] != 0
+        cdef bint kept = donated and not self.may_donate(<PJRT_ExecuteOptions*>args.options, i)
+        cdef size_t d
+        cdef list values
+        if promise is not None and not kept and not self.has_callbacks:
+            for d in range(args.num_devices):
+                buffer = <Buffer>(<handle_t*>lists[d][i]).owner
+                if buffer.promise is not promise or buffer.position != d or (donated and buffer.external_references):
+                    break
+            else:
+                return promise
+        values = []
         for d in range(args.num_devices):
-            handles = (<void***>args.argument_lists)[d]
-            row = []
+            buffer = <Buffer>(<handle_t*>lists[d][i]).owner
+            value = buffer.alive()
+            if donated and (kept or buffer.external_references or buffer.shared):
+                value = self.copy(value)
+            values.append(value)
+        return values
+
+    cdef int execute_program(self, PJRT_LoadedExecutable_Execute_Args* args) except -1:
+        cdef size_t i
+        cdef list columns = []
+        if args.num_devices:
+            if self.donated:
+                self.check_repeated(args)
             for i in range(args.num_args):
-                row.append((<Buffer>(<handle_t*>handles[i]).owner).alive())
-            if self.donated and len(set(row)) < len(row):
-                self.check_repeated(row, options)
-            for i in self.donated:
-                buffer = <Buffer>(<handle_t*>handles[i]).owner
-                if buffer.external_references or buffer.shared or not self.may_donate(options, i):
-                    row[i] = self.copy(buffer.value)
-            arguments.append(row)
+                columns.append(self.column(args, i))
         try:
-            results, issued = self.run(arguments)
+            promises, issued = self.run(columns)
         except BaseException:
             # Of a function that it called, perhaps: then it has taken what is donated.
-            self.delete_donated(args, arguments)
+            self.delete_donated(args, columns)
             raise
         self.delete_donated(args, None)
-        self.deliver(args, results, issued)
+        self.deliver(args, promises, issued)
         return 0
 
-    cdef int delete_donated(self, PJRT_LoadedExecutable_Execute_Args* args, list rows) except -1:
-        """Delete the buffers that are donated; with ``rows``, the values given to a run, those that it took."""
+    cdef int delete_donated(self, PJRT_LoadedExecutable_Execute_Args* args, list columns) except -1:
+        """Delete the buffers that are donated; with ``columns``, what was given to a run, those that it took."""
         cdef size_t d, i
-        cdef void** handles
-        cdef PJRT_ExecuteOptions* options = <PJRT_ExecuteOptions*>args.options
-        for d in range(args.num_devices):
-            handles = (<void***>args.argument_lists)[d]
-            for i in self.donated:
-                if self.may_donate(options, i) and (rows is None or rows[d][i].is_deleted):
-                    (<Buffer>(<handle_t*>handles[i]).owner).delete()
+        cdef Buffer buffer
+        if args.num_devices == 0:
+            return 0
+        for i in self.donated:
+            if not self.may_donate(<PJRT_ExecuteOptions*>args.options, i):
+                continue
+            if columns is not None and type(columns[i]) is not list:
+                continue
+            for d in range(args.num_devices):
+                if columns is not None and not columns[i][d].is_deleted:
+                    continue
+                buffer = <Buffer>(<handle_t*>(<void***>args.argument_lists)[d][i]).owner
+                if buffer.value is not None and not buffer.external_references:
+                    buffer.value.delete()  # whoever waits for it is not to keep its memory
+                buffer.delete()
         return 0
 
-    cdef int deliver(self, PJRT_LoadedExecutable_Execute_Args* args, list results, issued) except -1:
-        """Hand out what ``run`` gave."""
-        cdef size_t d, i
-        cdef list outputs, memories, made
-        cdef object value
-        cdef Outputs made_together
+    cdef int deliver(self, PJRT_LoadedExecutable_Execute_Args* args, list promises, issued) except -1:
+        """Hand out what ``run`` promised."""
+        cdef size_t d, i, count = len(promises)
+        cdef list memories
+        cdef tuple parts = None
+        cdef object promise
+        cdef Buffer buffer
+        cdef Outputs outputs = None
+        if count and not (self.has_callbacks and issued is not None):
+            parts = weakly(promises)
         for d in range(args.num_devices):
-            outputs = <list>PyList_GET_ITEM(results, d)
             memories = <list>PyList_GET_ITEM(self.output_memories, d)
-            made = []
-            for i in range(<size_t>len(outputs)):
-                value = <object>PyList_GET_ITEM(outputs, i)
-                untrack(value)
-                (<void***>args.output_lists)[d][i] = self.output(value, None, i, memories)
-                made.append(<object>(<handle_t*>(<void***>args.output_lists)[d][i]).owner)
-            made_together = None
-            if made and not (self.has_callbacks and issued is not None):
-                made_together = self.group(made, issued, self.alike)
+            if parts is not None:
+                outputs = Outputs(parts, issued, self.alike, self.engine, d)
+            for i in range(count):
+                promise = <object>PyList_GET_ITEM(promises, i)
+                if d == 0:
+                    untrack(promise)
+                buffer = Buffer.__new__(Buffer)
+                buffer.set_promised(
+                    promise, d, <ArrayType>PyList_GET_ITEM(self.output_types, i), <Memory>PyList_GET_ITEM(memories, i)
+                )
+                buffer.outputs = outputs
+                Py_INCREF(buffer)
+                (<void***>args.output_lists)[d][i] = buffer.pointer
             if args.device_complete_events != NULL:
-                (<void**>args.device_complete_events)[d] = self.completion(made_together, issued)
+                (<void**>args.device_complete_events)[d] = self.completion(outputs, issued)
         return 0
 
     cdef void* completion(self, Outputs made, issued) except NULL:

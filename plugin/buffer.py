@@ -20,7 +20,7 @@ from stretto.collectives.types import TensorType
 from stretto.runtime.execution.value import Value
 
 from . import _capi, abi
-from .client import Client, memory_of, shape_of, tensor_type, value_of_array
+from .client import Client, memory_of, shape_of, tensor_type
 from .errors import StatusError
 from .structs import STRUCTS, read_bytes, read_int64s
 from .table import entry
@@ -95,7 +95,7 @@ def _put_strided(
     """As `Client.put`, of a host array with any strides, which is the caller's again when this returns."""
     if client.put_copy is not None and type.size and type.element.bits >= 8:
         array = client.put_copy(host, type, memory.device.ordinal)
-        value = value_of_array(array, type, memory)
+        value = Value.of(client.engine, array, type, memory.device.ordinal)
         return _capi.make_buffer(value, client.array_type(type, order), memory)
     # NumPy's copy of a small array is the faster one, and so is the engine's.
     small = 0 < type.nbytes <= _capi.SMALL_BYTES

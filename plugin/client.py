@@ -22,7 +22,7 @@ from stretto.runtime import dump
 from stretto.runtime.engines.engine import CopyingEngine, create_engine
 from stretto.runtime.execution.executor import Executor
 from stretto.runtime.execution.regions import can_call
-from stretto.runtime.execution.value import Value
+from stretto.runtime.execution.value import Promise, Value
 from stretto.runtime.job.rendezvous import Rendezvous
 from stretto.runtime.job.world import bootstrap
 from stretto.runtime.options import Options
@@ -170,10 +170,13 @@ class Client(_capi.Handle):  # type: ignore[misc]
         return Value.of(self.engine, array, value.type, value.ordinal)
 
 
-def value_of_array(array: Any, type: TensorType, memory: _capi.Memory) -> Value:
-    """The value of an array of the engine that has the memory."""
+def value_of(
+    array: Any, promise: Promise | None, position: int, type: TensorType, memory: _capi.Memory
+) -> Value:
+    """The value of an array of the engine that has the memory; where there is none, of what is promised."""
     device = memory.device
-    return Value.of(device.client.engine, array, type, device.ordinal)
+    other = None if array is not None else promise
+    return Value(type, device.ordinal, device.client.engine, array, other, position)
 
 
 def element_name(code: int) -> str:

@@ -28,7 +28,7 @@ def install() -> None:
     _capi.install(
         handlers(),
         describe,
-        client.value_of_array,
+        client.value_of,
         client.tensor_type,
         later.add,
         completions.submit,

@@ -188,7 +188,7 @@ class LoadedExecutable(_capi.LoadedExecutable):  # type: ignore[misc]
         ]
         client.loads(self)
         self.prepare(
-            loaded.execute_with_completion,
+            loaded.begin,
             client.copy,
             loaded.single,
             loaded.run_apart if getattr(client.engine, "callers", 1) > 1 else None,

@@ -16,7 +16,7 @@ from ..engines.engine import Column, Joined
 from .dispatch import Dispatcher, caller
 from .frame import Frame, Hosted, drop_tracebacks
 from .stream import Event, completions
-from .value import Landed, Part, Promise, Value
+from .value import Landed, Part, Promise
 from .walk import Walker
 
 
@@ -52,11 +52,10 @@ class Executable(Protocol):
 class Issued(NamedTuple):
     """What the caller has of an execution that goes on elsewhere.
 
-    ``values[d]``: its results on the program's local device d, to come. ``event``: its end, None if that
-    is over.
+    ``promises``: its results. ``event``: its end, None if that is over.
     """
 
-    values: list[list[Value]]
+    promises: list[Promise]
     event: Event | None
 
 
@@ -69,14 +68,14 @@ class Execution:
         self,
         loaded: Executable,
         columns: list[Promise | list[Any]],
-        failed: Exception | None,
+        failed: BaseException | None,
         run: int | None = None,
     ) -> None:
         self.loaded = loaded
         self.caller = caller.mark
         self.event = Event()  # all is issued
         self.end = Event() if loaded.has_host_callbacks else self.event  # and called back
-        self.promises = [Promise(self.event) for _ in loaded.output_types]
+        self.promises = [Promise(self.event, type) for type in loaded.output_types]
         self.run = loaded.dispatcher.next_run() if run is None else run
         self._columns = columns
         self._failed = failed

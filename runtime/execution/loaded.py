@@ -36,9 +36,6 @@ from .walk import Walker
 # Seconds that a caller waits for compiled code on several devices, instead of `PATIENCE`: their threads take
 # turns on the cores, and beside other work what takes half a millisecond often takes more than one.
 MOMENT = 2e-3
-# What results that are there were promised for.
-OVER = Event()
-OVER.set()
 # Bytes that a process in which allocating them fails would not live without.
 LITTLE = 2**20
 
@@ -218,16 +215,61 @@ class LoadedProgram:
     def execute_with_completion(
         self, arguments: Sequence[Sequence[Value]]
     ) -> tuple[list[list[Value]], Event | None]:
-        """The same, with an event that is set once all is issued (its ``error`` says whether the run
-        failed); None if that is so already. Where the program calls back into Python, it is set once
-        everything has been called.
+        """The same, with the event of `begin`."""
+        if len(arguments) != len(self.local) or any(
+            len(row) != self._num_inputs for row in arguments
+        ):
+            raise InvalidProgramError(
+                f"program {self.program.name} takes {self._num_inputs} arguments for each of "
+                f"{len(self.local)} local devices, not {[len(row) for row in arguments]}"
+            )
+        columns = [self._together_or_not(column) for column in zip(*arguments, strict=True)]
+        promises, event = self.begin(columns)
+        for index in self.program.donated:
+            for row in arguments:
+                row[index].delete()
+        engine = self._engine
+        rows = [
+            [
+                Value(type_, ordinal, engine, None, promise, position)
+                for type_, promise in zip(self.output_types, promises)  # noqa: B905
+            ]
+            for position, (_, ordinal) in enumerate(self.local)
+        ]
+        return rows, event
+
+    def _together_or_not(self, values: Sequence[Value]) -> Given:
+        """What is given for one parameter: where it was promised for all devices, in their order, that."""
+        promise = values[0]._other
+        if type(promise) is not Promise or promise.type is None or self.has_host_callbacks:
+            return values
+        for position, value in enumerate(values):
+            if (
+                value._other is not promise
+                or value._array is not None
+                or value.position != position
+            ):
+                return values
+        return promise
+
+    def begin(self, arguments: Sequence[Given]) -> tuple[list[Promise], Event | None]:
+        """Run it: ``arguments[i]`` is parameter i on all of ``local``. Otherwise as `execute`.
+
+        Donated values are deleted; who has handles of what a promise stands for deletes those, once this has
+        returned. Where a program calls back into Python, and may raise after it has taken what it is donated,
+        values are to be given.
+
+        The event is set once all is issued (its ``error`` says whether the run failed); None if that is so
+        already. Where the program calls back into Python, it is set once everything has been called.
         """
+        if not self.local:
+            return [], None
         if self._together and called_back.inside():
             return self._walk_within(arguments)
         if self._single is not None and (not self.donates or self.dispatcher.idle):
-            outputs = self._run_single(arguments)
-            if outputs is not None:
-                return outputs, None
+            promises = self._run_single(arguments)
+            if promises is not None:
+                return promises, None
         if (
             self.is_prompt
             and (self.negotiation is None or self.negotiation.agreed)
@@ -237,20 +279,9 @@ class LoadedProgram:
             if begun is not None:
                 return begun
         self._backoff.count()
-        if len(arguments) != len(self.local) or any(
-            len(row) != len(self.input_types) for row in arguments
-        ):
-            raise InvalidProgramError(
-                f"program {self.program.name} takes {len(self.input_types)} arguments for each of "
-                f"{len(self.local)} local devices, not {[len(row) for row in arguments]}"
-            )
-        if not self.local:
-            return [], None
         return self._launch(arguments)
 
-    def _walk_within(
-        self, arguments: Sequence[Sequence[Value]]
-    ) -> tuple[list[list[Value]], Event | None]:
+    def _walk_within(self, arguments: Sequence[Given]) -> tuple[list[Promise], Event | None]:
         """Run it in a function that another run has called back. Waits for what it gives."""
         with self._walking:
             if self._walked is None:
@@ -260,41 +291,44 @@ class LoadedProgram:
                         "by a function that another program calls back: set STRETTO_NATIVE=0"
                     )
                 self._walked = self.compile_walked()
-        outputs, event = self._walked.execute_with_completion(arguments)
-        for row in outputs:
-            for value in row:
+        promises, event = self._walked.begin(arguments)
+        for promise in promises:
+            for position in range(len(self.local)):
                 with suppress(Exception):  # whoever reads it is told
-                    value.block()
-        return outputs, event
+                    promise.block(self._engine, position)
+        return promises, event
 
-    def _run_single(self, arguments: Sequence[Sequence[Value]]) -> list[list[Value]] | None:
+    def _run_single(self, arguments: Sequence[Given]) -> list[Promise] | None:
         """Hand the one segment to the engine; None if that cannot be done here and now."""
         run = self._single
         if run is None:
             return None
-        count, engine, types = self._num_inputs, self._engine, self.output_types
-        if len(arguments) != len(self.local):
-            return None
-        rows = []
-        for values in arguments:
-            row = []
-            for value in values:
+        rows: list[list[Any]] = [[] for _ in self.local]
+        for given in arguments:
+            if isinstance(given, Promise):
+                if not given.event.done:
+                    return None
+                for position, (row, (_, ordinal)) in enumerate(zip(rows, self.local, strict=True)):
+                    array = given.array(self._engine, position, ordinal)
+                    if array is None:
+                        return None
+                    row.append(array)
+                continue
+            for row, value in zip(rows, given, strict=True):
                 array = value._array
                 if array is None:
                     if type(value._other) is not Landed:
                         return None
                     array = value.array()
                 row.append(array)
-            if len(row) != count:
-                return None
-            rows.append(row)
-        outputs = []
-        for (_, ordinal), row in zip(self.local, rows, strict=True):
-            arrays = counted(run(ordinal, row), len(types))
-            outputs.append([Value(t, ordinal, engine, a) for t, a in zip(types, arrays)])  # noqa: B905
+        types = self.output_types
+        outputs = [
+            counted(run(ordinal, row), len(types))
+            for (_, ordinal), row in zip(self.local, rows, strict=True)
+        ]
         if self.donates:
             self._delete_donated(arguments)
-        return outputs
+        return [Promise.of(type_, content) for type_, content in zip(types, zip(*outputs))]  # noqa: B905
 
     def _run_calling(self, ordinal: int, arrays: list[Any]) -> Any:
         """Run a program of one segment that calls back into Python here; see `single`.
@@ -334,7 +368,7 @@ class LoadedProgram:
         execution.finish(frame, None)
         event = execution.end
         ended = event.done and event.error is None
-        return Issued(self._values_of(execution), None if ended else event)
+        return Issued(execution.promises, None if ended else event)
 
     def _run_region(self, ordinal: int, arrays: list[Any]) -> Any:
         """Run a program that is one `prompt` region here; see `single`."""
@@ -369,11 +403,11 @@ class LoadedProgram:
             dispatcher.end_turn(
                 execution, partial(execution.resume, frame, partial(rest, frame), 1)
             )
-        return Issued(self._values_of(execution), execution.event)
+        return Issued(execution.promises, execution.event)
 
     def _run_promptly(
-        self, arguments: Sequence[Sequence[Value]]
-    ) -> tuple[list[list[Value]], Event | None] | None:
+        self, arguments: Sequence[Given]
+    ) -> tuple[list[Promise], Event | None] | None:
         """Begin the walk of a `prompt` program here; None if that cannot be done here and now."""
         dispatcher, walker = self.dispatcher, self.walker
         prompt, frame = walker.prompt, self._frame_of(arguments)
@@ -404,14 +438,11 @@ class LoadedProgram:
             dispatcher.end_turn()
             if walker.finished is not None:
                 walker.finished(run, None)
-            outputs: list[list[Value]] = [[] for _ in self.local]
-            for type_, register in zip(self.output_types, results, strict=True):
-                for row, value in zip(outputs, self._there(type_, register), strict=True):
-                    row.append(value)
+            promises = list(map(_there, self.output_types, results))
             event = None
         else:
             execution = Execution(self, [], None, run)
-            outputs, event = self._values_of(execution), execution.event
+            promises, event = execution.promises, execution.event
             if rest is not None:
                 dispatcher.end_turn(execution, partial(execution.resume, frame, rest, done))
             else:
@@ -419,55 +450,49 @@ class LoadedProgram:
                 execution.finish(frame, error)
         if self.donates:
             self._delete_donated(arguments)
-        return outputs, event
+        return promises, event
 
-    def _there(self, type_: TensorType, register: Any) -> list[Value]:
-        """The values of one output that is there, of all devices."""
-        engine, ordinals = self._engine, self.walker.ordinals
-        if isinstance(register, Joined):
-            promise = Promise(OVER)
-            promise.content = register
-            return [Value(type_, o, engine, None, promise, i) for i, o in enumerate(ordinals)]
-        if type(register) is Hosted:
-            return [
-                Value(type_, ordinal, engine, None, Landed(host))
-                for ordinal, host in zip(ordinals, register, strict=True)
-            ]
-        return [
-            Value(type_, ordinal, engine, array)
-            for ordinal, array in zip(ordinals, register, strict=True)
-        ]
-
-    def _frame_of(self, arguments: Sequence[Sequence[Value]]) -> Frame | None:
+    def _frame_of(self, arguments: Sequence[Given]) -> Frame | None:
         """The frame of a walk with these arguments, if they are all there."""
         program = self.walker.program
         frame = self.walker.new_frame()
         registers, count = frame.registers, len(self.local)
-        if len(arguments) != count or any(len(row) != self._num_inputs for row in arguments):
-            return None
-        for index, slot in enumerate(program.body.parameters):
-            type_, landed = self.input_types[index], 0
-            whole = self._whole(arguments, index) if count > 1 else None
-            if whole is not None:
-                if not isinstance(whole.content, Joined):
-                    return None
-                registers[slot] = whole.content
-                continue
+        for type_, given, slot in zip(
+            self.input_types, arguments, program.body.parameters, strict=True
+        ):
             register: list[Any] = []
-            for row in arguments:
-                value = row[index]
-                array = value._array
-                if array is None:
-                    other = value._other
-                    if type(other) is Promise and other.gave(value.position):
-                        array = value.array()
-                    elif type(other) is Landed:
-                        array, landed = other.host, landed + 1
-                    else:
-                        return None
-                if value.type is not type_ and value.type != type_:
+            landed = 0
+            if isinstance(given, Promise):
+                content = given.content
+                if not given.event.done or content is None:
                     return None
-                register.append(array)
+                if given.type is not type_ and given.type != type_:
+                    return None
+                if isinstance(content, Joined):
+                    if len(content) == count:
+                        registers[slot] = content
+                        continue
+                    content = [content[position] for position in range(count)]
+                register = list(content[:count])
+                if any(array is None for array in register):
+                    return None
+                landed = sum(type(array) is Landed for array in register)
+                if landed == count:
+                    register = [array.host for array in register]
+            else:
+                for value in given:
+                    array = value._array
+                    if array is None:
+                        other = value._other
+                        if type(other) is Promise and other.gave(value.position):
+                            array = value.array()
+                        elif type(other) is Landed:
+                            array, landed = other.host, landed + 1
+                        else:
+                            return None
+                    if value.type is not type_ and value.type != type_:
+                        return None
+                    register.append(array)
             if landed:
                 if landed < count:
                     return None
@@ -475,62 +500,37 @@ class LoadedProgram:
             registers[slot] = register
         return frame
 
-    def _values_of(self, execution: Execution) -> list[list[Value]]:
-        """The outputs that an execution will give."""
-        return [
-            [
-                Value(type, ordinal, self._engine, None, promise, position)
-                for type, promise in zip(self.output_types, execution.promises, strict=True)
-            ]
-            for position, (_, ordinal) in enumerate(self.local)
-        ]
+    def _delete_donated(self, arguments: Sequence[Given]) -> None:
+        for index in self.program.donated:
+            given = arguments[index]
+            if not isinstance(given, Promise):
+                for value in given:
+                    value.delete()
 
-    def _delete_donated(self, arguments: Sequence[Sequence[Value]]) -> None:
-        donated = self.program.donated
-        for row in arguments:
-            for index in donated:
-                row[index].delete()
-
-    def _whole(self, arguments: Sequence[Sequence[Value]], index: int) -> Promise | None:
-        """The promise that an argument is of on all devices, in this order: one that is not there yet, or is
-        there as a whole. It is taken together."""
-        first = arguments[0][index]
-        promise = first._other
-        if type(promise) is not Promise or first.type is not self.input_types[index]:
-            return None
-        if promise.event.done and not isinstance(promise.content, Joined):
-            return None
-        for position, row in enumerate(arguments):
-            value = row[index]
-            if (
-                value._other is not promise
-                or value._array is not None
-                or value.position != position
-            ):
-                return None
-        return promise
-
-    def _launch(
-        self, arguments: Sequence[Sequence[Value]]
-    ) -> tuple[list[list[Value]], Event | None]:
-        idle = self.dispatcher.idle
+    def _launch(self, arguments: Sequence[Given]) -> tuple[list[Promise], Event | None]:
+        idle, count = self.dispatcher.idle, len(self.local)
         columns: list[Promise | list[Any]] = []
         issued = True
-        failed: Exception | None = None
-        for index, type_ in enumerate(self.input_types):
-            whole = self._whole(arguments, index)
-            if whole is not None:
-                issued = issued and whole.event.done
-                columns.append(whole)
+        failed: BaseException | None = None  # of an argument
+        for index, (type_, given) in enumerate(zip(self.input_types, arguments, strict=True)):
+            if isinstance(given, Promise):
+                self._check(index, given.type)
+                if not given.event.done:
+                    issued = False
+                elif given.content is None:
+                    failed = failed or given.error
+                elif not isinstance(given.content, Joined):
+                    column = list(given.content[:count])
+                    if given.error is not None and any(array is None for array in column):
+                        failed = failed or given.error
+                    columns.append(column)
+                    continue
+                columns.append(given)
                 continue
             column = []
-            for row in arguments:
-                value = row[index]
-                if value.type is not type_ and value.type != type_:
-                    raise InvalidProgramError(
-                        f"argument {index} of program {self.program.name} is {value.type}, "
-                        f"not {type_}"
-                    )
+            for value in given:
+                if value.type is not type_:
+                    self._check(index, value.type)
                 try:
                     content = value.capture()
                 except DeletedError:
@@ -543,7 +543,6 @@ class LoadedProgram:
                 column.append(content)
             columns.append(column)
         execution = Execution(self, columns, failed)
-        outputs = self._values_of(execution)
         here = idle and issued and not self.communicates and not self._may_never_end
         if here:
             self.dispatcher.walk_here(execution)
@@ -554,12 +553,30 @@ class LoadedProgram:
             self.dispatcher.enqueue(execution)
         if self.donates:
             self._delete_donated(arguments)
-        if here and failed is None and self.has_host_callbacks and len(self.local) == 1:
+        if here and failed is None and self.has_host_callbacks and count == 1:
             raised = execution.event.error
             if raised is not None:
                 raise raised
         event = execution.end if self.has_host_callbacks else execution.event
-        return outputs, None if event.done and event.error is None else event
+        return execution.promises, None if event.done and event.error is None else event
+
+    def _check(self, index: int, found: TensorType | None) -> None:
+        wanted = self.input_types[index]
+        if found is not wanted and found != wanted:
+            raise InvalidProgramError(
+                f"argument {index} of program {self.program.name} is {found}, not {wanted}"
+            )
+
+
+# What is given for one parameter on all local devices of a program: a value on each, or a promise of it.
+Given = Promise | Sequence[Value]
+
+
+def _there(type: TensorType, register: Any) -> Promise:
+    """An output that is there, of all devices."""
+    return Promise.of(
+        type, list(map(Landed, register)) if isinstance(register, Hosted) else register
+    )
 
 
 # Each type once: what one program gives the next one takes, which are then the same object.

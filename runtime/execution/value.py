@@ -16,7 +16,7 @@ Transitions set ``_array`` before they clear ``_other``, so that they need no lo
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -49,19 +49,33 @@ class Landed:
         self.host = host
 
 
+# What results that are there were promised for.
+_OVER = Event()
+_OVER.set()
+
+
 class Promise:
-    """One output of a run that is under way, on all local devices: it is there once ``event`` is set.
+    """One output of a run, on all local devices: it is there once ``event`` is set.
 
     ``content`` has an engine array or `Landed` for each device, in the order of the run's, and None where
     there is only the ``error``; or it is `Joined` arrays. It is None if there is no more than the error.
+    ``type``: that of each array, None where only values stand for it.
     """
 
-    __slots__ = ("content", "error", "event")
+    __slots__ = ("__weakref__", "content", "error", "event", "type")
 
-    def __init__(self, event: Event) -> None:
+    def __init__(self, event: Event, type: TensorType | None = None) -> None:
         self.event = event
+        self.type = type
         self.content: Sequence[Any] | Joined | None = None
         self.error: BaseException | None = None
+
+    @classmethod
+    def of(cls, type: TensorType, content: Sequence[Any] | Joined) -> Promise:
+        """An output that is there."""
+        promise = cls(_OVER, type)
+        promise.content = content
+        return promise
 
     def result(self, position: int = 0) -> Any:
         """Wait; the engine array or `Landed` of the device at this position. Raises the error."""
@@ -77,6 +91,41 @@ class Promise:
         if content is None or not self.event.done:
             return False
         return isinstance(content, Joined) or content[position] is not None
+
+    def array(self, engine: Engine, position: int, ordinal: int) -> Array | None:
+        """The engine array of a device, of a promise whose event is set; None if it has an error."""
+        content = self.content
+        if content is None:
+            return None
+        array = content[position]
+        if type(array) is Landed:
+            assert self.type is not None
+            array = engine.put(array.host, self.type, ordinal)
+            cast("list[Any]", content)[position] = array  # so that it is put once
+        return array
+
+    def is_ready(self, engine: Engine, position: int) -> bool:
+        """Whether a device has nothing left to wait for: its content is there, or an error is."""
+        if not self.event.done:
+            return False
+        content = self.content
+        if content is None:
+            return True
+        if isinstance(content, Joined):
+            return content.is_ready()
+        array = content[position]
+        return array is None or type(array) is Landed or engine.is_ready(array)
+
+    def block(self, engine: Engine, position: int) -> None:
+        """Wait until a device has its content. Raises the error of the run or computation."""
+        self.event.wait()
+        content = self.content
+        if isinstance(content, Joined):
+            content.block()
+            return
+        array = self.result(position)
+        if type(array) is not Landed:
+            engine.block(array)
 
 
 class Part:
@@ -158,18 +207,7 @@ class Value:
         array = self._array
         if array is None:
             other = self._other
-            if type(other) is not Promise:
-                return True
-            if not other.event.done:
-                return False
-            content = other.content
-            if content is None:
-                return True
-            if isinstance(content, Joined):
-                return content.is_ready()
-            array = content[self.position]
-            if array is None or type(array) is Landed:
-                return True
+            return type(other) is not Promise or other.is_ready(self.engine, self.position)
         return self.engine.is_ready(array)
 
     def block(self) -> None:

@@ -41,6 +41,8 @@ _LINEAR_ALGEBRA = (b"lapack_", b"blas_")
 _registered: set[str] = set()
 # Segments whose modules have so many bytes are compiled for all devices at once; with loops in them, so many.
 _LARGE, _LARGE_LOOPS = 32768, 16384
+# And segments that have so many results: arrays of each device are made, and given up, one by one.
+_MANY = 32
 
 
 def create(num_devices: int) -> XlaCpuEngine:
@@ -273,8 +275,11 @@ class XlaCpuEngine(XlaEngine):
 
         A copy for another device takes XLA 2 us for each byte of a module, a twelfth of what compiling it
         takes; beginning 8 devices at once 0.2 ms more than one run after the other, which a short loop of
-        small steps does not make up for.
+        small steps does not make up for. Where each device's results are arrays of their own, making and
+        giving up 32 for 8 devices takes as long.
         """
+        if len(segment.outputs) >= _MANY:
+            return True
         limit = _LARGE_LOOPS if b"while" in segment.module else _LARGE
         return len(segment.module) >= limit
 

@@ -104,8 +104,37 @@ class Compute:
 
     def _all(self, instruction: Run) -> Operation:
         some = self._some(instruction, lambda iteration: frozenset())
-        run = self.segments[instruction.segment].run
-        return lambda frame: some(frame, run)
+        loaded = self.segments[instruction.segment]
+        if self.context.instrument is None and isinstance(loaded, LoadedTogether):
+            return self._as_one(instruction, loaded, some)
+        return lambda frame: some(frame, loaded.run)
+
+    def _as_one(
+        self, instruction: Run, loaded: LoadedTogether, some: Callable[..., None]
+    ) -> Operation:
+        """An operation for all devices that leaves their results together."""
+        inputs, outputs, donated = instruction.inputs, instruction.outputs, instruction.donated
+        everyone, what, land = tuple(range(len(self.ordinals))), self._what(instruction), self.land
+
+        def issue(frame: Frame) -> None:
+            if frame.active != everyone:
+                some(frame, self.segments[instruction.segment].run)
+                return
+            registers = frame.registers
+            columns = []
+            for slot in inputs:
+                register = registers[slot]
+                columns.append(land(registers, slot) if type(register) is Hosted else register)
+            try:
+                results = loaded.run_together(columns)
+            except BaseException as error:
+                raise named(error, what) from error
+            for slot in donated:
+                registers[slot] = None
+            for slot, result in zip(outputs, results, strict=True):
+                registers[slot] = result
+
+        return issue
 
     def _one(self, instruction: Run) -> Operation:
         """An operation for the only local device."""

@@ -20,7 +20,7 @@ from jax.experimental import io_callback, serialize_executable
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from stretto.runtime.engines import xla_cpu
-from stretto.runtime.engines.xla_cpu import XlaCpuEngine
+from stretto.runtime.engines.xla_cpu import XlaCpuEngine, XlaJoined
 from stretto.runtime.execution import execution
 from stretto.runtime.execution.dispatch import Dispatcher
 from stretto.runtime.execution.loaded import LoadedProgram
@@ -486,6 +486,26 @@ class TestSideBySide:
         )
         np.testing.assert_array_equal(np.asarray(again(x, 2)), found)
         assert (len(compilations), len(loaded)) == (1, 1)
+
+    def test_many_results_stay_together(
+        self, devices: list[jax.Device], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """No array of one device is made before somebody wants it, and each can be given up by itself."""
+        split: list[object] = []
+        of_one = XlaJoined._split
+        monkeypatch.setattr(XlaJoined, "_split", lambda a: (split.append(a), of_one(a))[1])
+        sharding = NamedSharding(Mesh(np.array(devices), ("x",)), PartitionSpec("x"))
+        x = jax.device_put(np.arange(8, dtype=np.float32), sharding)
+        many = jax.jit(lambda a: [a + k for k in range(40)])
+        doubled = jax.jit(lambda many: [2 * a for a in many], donate_argnums=0)
+        for _ in range(2):
+            before = jax.block_until_ready(many(x))
+            after = jax.block_until_ready(doubled(before))
+            assert not split and all(a.is_deleted() for a in before)
+            after[39].delete()
+            np.testing.assert_array_equal(np.asarray(after[3]), 2 * np.arange(3, 11))
+            assert split
+            split.clear()
 
     def test_they_meet(self, devices: list[jax.Device]) -> None:
         barrier = threading.Barrier(len(devices))

@@ -31,6 +31,7 @@ cdef class LoadedExecutable(Handle):
     cdef loaded_t c
     cdef object run
     cdef object copy
+    cdef object join
     cdef object single
     cdef object apart
     # What ``single`` takes, smoothed, and what is long: engines run in the thread that calls what they take for cheap.
@@ -57,7 +58,7 @@ cdef class LoadedExecutable(Handle):
     def prepare(
         self, run, copy, single, apart, engine, bint has_callbacks, size_t num_parameters,
         tuple donated not None, list output_types not None, list output_memories not None, tuple devices not None,
-        bint cannot_fail=False, bint ends_as_one=False,
+        bint cannot_fail=False, bint ends_as_one=False, join=None,
     ):
         """What `Execute` needs.
 
@@ -69,6 +70,8 @@ cdef class LoadedExecutable(Handle):
         `Issued`. ``cannot_fail``: a call of it gives no array with an error, if no argument has one, and only
         then. ``apart(single, rows)`` calls it for all devices, given the arrays of each, on several threads; or is None.
         ``ends_as_one``: what ``run`` gives a device, if of jaxlib's arrays, is there at one time.
+        ``join(type, arrays)`` makes a promise of the arrays that are given for a parameter, which spares later runs
+        something; or is None.
         ``copy(value)`` copies a value; ``donated`` are the parameters that a run consumes;
         ``output_memories`` has a list for each of ``devices``, the local ones in the order of the arguments.
         """
@@ -81,6 +84,7 @@ cdef class LoadedExecutable(Handle):
         self.cannot_fail = cannot_fail
         self.alike = ends_as_one and self.jax_arrays
         self.apart, self.seconds, self.long = apart, 0.0, _compute.LONG
+        self.join = join
         self.use_single(single)
         self.output_types, self.output_memories = output_types, output_memories
         self.smallest = 0
@@ -300,6 +304,25 @@ cdef class LoadedExecutable(Handle):
         Py_INCREF(buffer)
         return buffer.pointer
 
+    cdef object joined(self, void*** lists, size_t i, size_t count):
+        """A promise of what is given for a parameter, which its buffers keep; None if that cannot be made."""
+        cdef list arrays = []
+        cdef Buffer buffer
+        cdef object array, promise
+        cdef size_t d
+        for d in range(count):
+            buffer = <Buffer>(<handle_t*>lists[d][i]).owner
+            array = None if buffer.shared or buffer.promise is not None else buffer.issued_array()
+            if array is None:
+                return None
+            arrays.append(array)
+        promise = self.join((<Buffer>(<handle_t*>lists[0][i]).owner).array_type.type, arrays)
+        for d in range(count):
+            buffer = <Buffer>(<handle_t*>lists[d][i]).owner
+            if not buffer.c.deleted:
+                buffer.promise, buffer.position = promise, d
+        return promise
+
     cdef object column(self, PJRT_LoadedExecutable_Execute_Args* args, size_t i):
         """What is given for a parameter, on all devices."""
         cdef void*** lists = <void***>args.argument_lists
@@ -315,6 +338,10 @@ cdef class LoadedExecutable(Handle):
                 if buffer.promise is not promise or buffer.position != d or (donated and buffer.external_references):
                     break
             else:
+                return promise
+        elif self.join is not None and not donated:
+            promise = self.joined(lists, i, args.num_devices)
+            if promise is not None:
                 return promise
         values = []
         for d in range(args.num_devices):

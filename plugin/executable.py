@@ -201,6 +201,7 @@ class LoadedExecutable(_capi.LoadedExecutable):  # type: ignore[misc]
             self.devices,
             loaded.cannot_fail,
             loaded.ends_as_one,
+            loaded.join,
         )
 
     @cached_property

@@ -200,6 +200,16 @@ class LoadedTogether(Protocol):
 
 
 @runtime_checkable
+class Joins(Protocol):
+    """What a `LoadedTogether` may have beside, where `Joined` arrays spare it something."""
+
+    def join(self, type: TensorType, arrays: list[Array]) -> Joined:
+        """A parameter's arrays of this type, one for each device, as `run_together` would join them in each
+        run that is given them."""
+        ...
+
+
+@runtime_checkable
 class LoadedAlone(Protocol):
     """What a `LoadedTogether` may have beside, for a segment that is compiled for one device."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import platform
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from importlib.metadata import version
@@ -161,14 +162,23 @@ class XlaCpuTogether:
         end = End(results.consume_token())
         return self._results(results), end
 
+    def join(self, type: TensorType, arrays: list[Array]) -> XlaJoined:
+        """See `stretto.runtime.engines.engine.Joins`."""
+        joined = XlaJoined(self._whole(aval(type), arrays), _Run(self._ordinals))
+        joined._arrays = arrays
+        return joined
+
     def _wholes(self, columns: Sequence[Column]) -> list[Any]:
-        sharding, ordinals = self._sharding, self._ordinals
+        ordinals = self._ordinals
         return [
             column.whole
             if type(column) is XlaJoined and column.ordinals == ordinals
-            else _jax.ArrayImpl(aval, sharding, list(column), True, _skip_checks=True)
+            else self._whole(aval, list(column))
             for aval, column in zip(self._avals, columns, strict=True)
         ]
+
+    def _whole(self, aval: Any, arrays: list[Array]) -> Any:
+        return _jax.ArrayImpl(aval, self._sharding, arrays, True, _skip_checks=True)
 
     def _results(self, results: Any) -> list[XlaJoined]:
         run = _Run(self._ordinals)
@@ -308,12 +318,18 @@ class XlaCpuEngine(XlaEngine):
         return _target()
 
     def memory_stats(self, ordinal: int) -> dict[str, int]:
-        """``bytes_in_use`` of live arrays, counted when asked; XLA's CPU client keeps no peak."""
+        """``bytes_in_use`` of live arrays, counted when asked; XLA's CPU client keeps no peak.
+
+        Arrays on several devices may be there as a whole and in parts: what counts is the memory.
+        """
         (device,) = self._device_lists[ordinal]
-        live = [
-            a for a in self._client.live_arrays() if not a.is_deleted() and device in a.devices()
-        ]
-        return {
-            "bytes_in_use": sum(a.on_device_size_in_bytes() for a in live),
-            "num_allocs": len(live),
-        }
+        live: dict[int, int] = {}
+        for array in self._client.live_arrays():
+            if array.is_deleted() or device not in array.devices():
+                continue
+            parts = [array] if len(array.devices()) == 1 else array._arrays
+            for part in parts:
+                if part.devices() == {device}:
+                    with suppress(JaxRuntimeError):  # it has an error in the place of memory
+                        live[part.unsafe_buffer_pointer()] = part.on_device_size_in_bytes()
+        return {"bytes_in_use": sum(live.values()), "num_allocs": len(live)}

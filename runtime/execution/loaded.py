@@ -18,7 +18,7 @@ from typing import Any, cast
 
 from stretto.collectives.types import TensorType
 
-from ..engines.engine import Joined, LoadedTogether, counted
+from ..engines.engine import Joined, Joins, LoadedTogether, counted
 from ..errors import InvalidProgramError, UnsupportedError
 from ..program import CALLS
 from . import called_back
@@ -195,6 +195,18 @@ class LoadedProgram:
         loaded = self.walker.context.segments[program.body.instructions[0].segment]  # type: ignore[union-attr]
         scratch = getattr(loaded, "scratch_bytes", LITTLE)
         return scratch + sum(type.nbytes for type in self.output_types) < LITTLE
+
+    @property
+    def join(self) -> Callable[[TensorType, list[Any]], Promise] | None:
+        """What makes of a parameter's arrays, one for each local device, what runs would make of them each
+        time; None where they make nothing of them."""
+        if len(self.local) < 2 or self.has_host_callbacks:
+            return None
+        for segment in self.walker.context.segments:
+            if isinstance(segment, Joins):
+                join = segment.join
+                return lambda type, arrays: Promise.of(type, join(type, arrays))
+        return None
 
     @property
     def ends_as_one(self) -> bool:

@@ -39,6 +39,7 @@ from ..engines.engine import (
     Column,
     Engine,
     Joined,
+    Joins,
     LoadedAlone,
     LoadedTogether,
 )
@@ -135,7 +136,7 @@ class Region:
         context, partitions = self.context, self.context.program.num_partitions
         positions = {id: i for i, id in enumerate(context.logical)}
         self.table = table_of(self.collectives, positions, self.peers, resumed=self._resumable)
-        self.first = [
+        first = [
             context.engine.put(
                 np.array(
                     [self.table.address, i, logical % partitions, logical // partitions], np.uint64
@@ -145,6 +146,9 @@ class Region:
             )
             for i, (logical, ordinal) in enumerate(context.local)
         ]
+        loaded = self.loaded
+        joins = len(first) > 1 and isinstance(loaded, Joins)
+        self.first: Column = loaded.join(CONTEXT, first) if joins else first  # type: ignore[attr-defined]
 
     def operation(self, land: Callable[[list[Any], Slot], list[Any]]) -> Operation:
         """Run it, and wait until all devices have ended."""

@@ -20,7 +20,7 @@ from jax.experimental import io_callback, serialize_executable
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from stretto.runtime.engines import xla_cpu
-from stretto.runtime.engines.xla_cpu import XlaCpuEngine, XlaJoined
+from stretto.runtime.engines.xla_cpu import XlaCpuEngine, XlaCpuTogether, XlaJoined
 from stretto.runtime.execution import execution
 from stretto.runtime.execution.dispatch import Dispatcher
 from stretto.runtime.execution.loaded import LoadedProgram
@@ -506,6 +506,43 @@ class TestSideBySide:
             np.testing.assert_array_equal(np.asarray(after[3]), 2 * np.arange(3, 11))
             assert split
             split.clear()
+
+    def test_arguments_are_joined_once(
+        self, devices: list[jax.Device], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Weights that many runs are given are one array after the first, until they are deleted."""
+        joined: list[object] = []
+        join = XlaCpuTogether._whole
+        monkeypatch.setattr(
+            XlaCpuTogether, "_whole", lambda *given: (joined.append(given[1]), join(*given))[1]
+        )
+        mesh, spec = Mesh(np.array(devices), ("x",)), PartitionSpec("x")
+        sharding = NamedSharding(mesh, spec)
+
+        def f(a: jax.Array, b: jax.Array) -> jax.Array:
+            return a + lax.psum(b, "x")
+
+        mapped = jax.shard_map(f, mesh=mesh, in_specs=spec, out_specs=spec)
+        keeping, donating = jax.jit(mapped), jax.jit(mapped, donate_argnums=0)
+        x, y = (jax.device_put(np.arange(4.0) + k, sharding) for k in range(2))
+        jax.block_until_ready((keeping(y, y), donating(y + 0, y)))  # all that is its own is there
+        joined.clear()
+        for _ in range(3):
+            np.testing.assert_array_equal(np.asarray(keeping(x, y)), np.arange(4) + 10.0)
+        assert len(joined) == 1  # of x: those of y were joined before
+        shard = x.addressable_shards[1].data
+        np.testing.assert_array_equal(np.asarray(shard + 1), [2.0])
+        np.testing.assert_array_equal(np.asarray(donating(x, y)), np.arange(4) + 10.0)
+        assert x.is_deleted() and len(joined) == 1
+        with pytest.raises(ValueError, match="deleted"):
+            keeping(x, y)
+        np.testing.assert_array_equal(np.asarray(keeping(y, y)), np.arange(4) + 11.0)
+        more = jax.device_put(np.ones((4, 1000), np.float32), sharding)
+        jax.block_until_ready(keeping(more, y))
+        before = [device.memory_stats()["bytes_in_use"] for device in devices]
+        more.delete()  # as a whole and in parts
+        after = [device.memory_stats()["bytes_in_use"] for device in devices]
+        assert [b - a for b, a in zip(before, after, strict=True)] == [4000] * 4
 
     def test_they_meet(self, devices: list[jax.Device]) -> None:
         barrier = threading.Barrier(len(devices))

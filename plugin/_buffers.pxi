@@ -44,6 +44,8 @@ cdef struct buffer_t:
     void* memory
     bint deleted
     bint ready  # known to be computed, without error
+    int questions  # that wait for an answer (`ask`)
+    bint released  # destroyed by jaxlib meanwhile
 
 
 cdef tuple weakly(list things):
@@ -551,7 +553,10 @@ cdef void* buffer_ready_event(void* a) noexcept nogil:
     if gone() or (buffer.ready and not buffer.deleted):
         args.event = &always_ready
         return NULL
-    with gil:
+    args.event = ask(buffer)
+    if args.event != NULL:
+        return NULL
+    with gil:  # nobody answers, or there is no memory
         return make_ready_event(buffer, args)
 
 

@@ -11,6 +11,7 @@ Invariants:
   while an exception is on its way.
 - A handle is a pointer to a struct inside a Python object; the struct begins with the address of that object.
   What a caller must destroy holds a reference; devices, memories and topologies belong to their client.
+- What jaxlib calls with a lock of its own held never takes the GIL (`_answers.pxi` says what that is).
 - A callback of the caller is called with the GIL released and with no lock held.
 """
 
@@ -302,6 +303,7 @@ cdef class Bytes(Handle):
 include "_events.pxi"
 include "_devices.pxi"
 include "_buffers.pxi"
+include "_answers.pxi"
 include "_rows.pxi"
 include "_executables.pxi"
 include "_profiler.pxi"
@@ -360,7 +362,7 @@ api.PJRT_LoadedExecutable_Execute = execute
 api.PJRT_Client_Destroy = destroy
 api.PJRT_Executable_Destroy = destroy
 api.PJRT_LoadedExecutable_Destroy = destroy
-api.PJRT_Buffer_Destroy = destroy
+api.PJRT_Buffer_Destroy = buffer_destroy
 api.PJRT_TopologyDescription_Destroy = destroy
 api.PJRT_ExecuteContext_Destroy = destroy
 api.PJRT_AsyncHostToDeviceTransferManager_Destroy = destroy

@@ -2,10 +2,21 @@
 
 ctypedef void (*on_ready_t)(void* error, void* user_arg) noexcept nogil
 
+cdef struct callback_t:
+    on_ready_t function
+    error_t* error
+    void* argument
+    callback_t* next
+
+
 cdef struct event_t:
-    void* owner  # null for the one event that is always ready
+    void* owner  # null for the one event that is always ready, and for answers
     bint ready
     error_t* error
+    bint asked  # an answer (`ask`), all of C
+    int references
+    callback_t* callbacks
+
 
 cdef event_t always_ready
 always_ready.owner = NULL
@@ -169,12 +180,6 @@ cdef void call_back(on_ready_t callback, error_t* error, void* argument) noexcep
         callback(error, argument)
 
 
-cdef struct callback_t:
-    on_ready_t function
-    error_t* error
-    void* argument
-
-
 cdef int call_all(list callbacks, const error_t* error) except -1:
     """Call them without the GIL in between: whom they wake up wants it."""
     cdef size_t i, count = len(callbacks)
@@ -205,7 +210,11 @@ def event_at(pointer):
 
 cdef void* event_destroy(void* a) noexcept nogil:
     cdef event_t* event = <event_t*>(<PJRT_Event_Destroy_Args*>a).event
-    if event != NULL and event.owner != NULL:
+    if event == NULL:
+        return NULL
+    if event.asked:
+        forget(event)
+    elif event.owner != NULL:
         release(event)
     return NULL
 
@@ -213,6 +222,9 @@ cdef void* event_destroy(void* a) noexcept nogil:
 cdef void* event_is_ready(void* a) noexcept nogil:
     cdef PJRT_Event_IsReady_Args* args = <PJRT_Event_IsReady_Args*>a
     cdef event_t* event = <event_t*>args.event
+    if event.asked:
+        args.is_ready = is_answered(event)
+        return NULL
     if event.ready:
         args.is_ready = True
         return NULL
@@ -236,17 +248,18 @@ cdef void* poll_event(event_t* event, PJRT_Event_IsReady_Args* args) noexcept:
 
 
 cdef void* event_error(void* a) noexcept nogil:
-    return copy_error((<event_t*>(<PJRT_Event_Error_Args*>a).event).error)
+    cdef event_t* event = <event_t*>(<PJRT_Event_Error_Args*>a).event
+    return error_of_answer(event) if event.asked else copy_error(event.error)
 
 
 cdef void* event_await(void* a) noexcept nogil:
     cdef event_t* event = <event_t*>(<PJRT_Event_Await_Args*>a).event
-    if not event.ready:
+    if not (is_answered(event) if event.asked else event.ready):
         if gone():
             return NULL
         with gil:
             return await_event(event)
-    return copy_error(event.error)
+    return error_of_answer(event) if event.asked else copy_error(event.error)
 
 
 cdef void* await_event(event_t* event) noexcept:
@@ -257,10 +270,13 @@ cdef void* await_event(event_t* event) noexcept:
     depth = open_signals(pending.entered)
     try:
         try:
-            (<Event>event.owner).wait()
+            if event.asked:
+                await_answer(event)
+            else:
+                (<Event>event.owner).wait()
         finally:
             close_signals(depth)
-        error = copy_error(event.error)
+        error = error_of_answer(event) if event.asked else copy_error(event.error)
     except BaseException as exception:
         if pending.entered:  # it comes from a handler: an error for jaxlib, and still for the program
             keep_raised(exception)
@@ -274,6 +290,10 @@ cdef void* await_event(event_t* event) noexcept:
 cdef void* event_on_ready(void* a) noexcept nogil:
     cdef PJRT_Event_OnReady_Args* args = <PJRT_Event_OnReady_Args*>a
     cdef event_t* event = <event_t*>args.event
+    if event.asked:
+        if not listen(event, <on_ready_t>args.callback, args.user_arg):
+            return new_error(8, b"no memory for a callback", 24)
+        return NULL
     if event.ready:
         (<on_ready_t>args.callback)(copy_error(event.error), args.user_arg)
         return NULL

@@ -241,6 +241,7 @@ cdef class LoadedExecutable(Handle):
         cdef void** out = (<void***>args.output_lists)[d]
         cdef list memories = <list>PyList_GET_ITEM(self.output_memories, d), made
         cdef size_t i, count = len(arrays)
+        cdef void* event
         if count == 1:
             out[0] = self.output(<object>PyList_GET_ITEM(arrays, 0), 0, memories)
         else:
@@ -255,9 +256,13 @@ cdef class LoadedExecutable(Handle):
         if count == 0:
             (<void**>args.device_complete_events)[d] = &always_ready
             return 0
-        (<void**>args.device_complete_events)[d] = self.array_event(
+        event = self.array_event(
             <Buffer>(<handle_t*>out[self.smallest]).owner, over, computed and self.cannot_fail
         )
+        (<void**>args.device_complete_events)[d] = event
+        if event == &always_ready and (over or self.jax_arrays):
+            for i in range(count):  # whoever asks for them need not ask Python
+                (<buffer_t*>out[i]).ready = True
         if self.cannot_fail and not computed and (<buffer_t*>out[self.smallest]).ready:
             # No argument had an error, or the result had it.
             for i in range(args.num_args):
@@ -398,6 +403,7 @@ cdef class LoadedExecutable(Handle):
         cdef object promise
         cdef Buffer buffer
         cdef Outputs outputs = None
+        cdef void* event
         if count and not (self.has_callbacks and issued is not None):
             parts = weakly(promises)
         for d in range(args.num_devices):
@@ -416,7 +422,11 @@ cdef class LoadedExecutable(Handle):
                 Py_INCREF(buffer)
                 (<void***>args.output_lists)[d][i] = buffer.pointer
             if args.device_complete_events != NULL:
-                (<void**>args.device_complete_events)[d] = self.completion(outputs, issued)
+                event = self.completion(outputs, issued)
+                (<void**>args.device_complete_events)[d] = event
+                if event == &always_ready and outputs is not None:
+                    for i in range(count):
+                        (<buffer_t*>(<void***>args.output_lists)[d][i]).ready = True
         return 0
 
     cdef void* completion(self, Outputs made, issued) except NULL:

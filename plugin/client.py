@@ -31,6 +31,7 @@ from stretto.runtime.recording.instrument import Instrument
 
 from . import _capi, abi, jax_private, store
 from .device import PLATFORM, make_devices
+from .later import answers
 from .profile import known
 from .structs import NamedValues, read_int64s
 from .table import entry
@@ -229,6 +230,7 @@ def plugin_attributes(args: Any) -> None:
 @entry("PJRT_Client_Create")
 def create(args: Any) -> None:
     args.client = _capi.give(Client(store.rendezvous()))
+    answers.start()
     _guard_signals()
 
 

@@ -1,8 +1,9 @@
-"""Ends of runs that nobody is waiting for: told to jaxlib soon, at little cost.
+"""Ends of runs, told to jaxlib by threads of their own.
 
 jaxlib asks with every run to be called back when the run is over, mostly without waiting for it. A thread
-switch for each would cost more than a small run, so one thread takes them in turn: it waits for the
-oldest, tells all that are over, and rests for a moment if they come fast.
+switch for each would cost more than a small run, so one thread (`Later`) takes them in turn: it waits for the
+oldest, tells all that are over, and rests for a moment if they come fast. Another one (`Answers`) tells at
+once whether a buffer is computed that somebody asks for.
 """
 
 from __future__ import annotations
@@ -82,4 +83,32 @@ class Later:
                 time.sleep(REST)
 
 
+class Answers:
+    """The thread that tells jaxlib whether buffers are computed.
+
+    jaxlib may hold a lock while it asks, so that who asks may not wait for the GIL (`_answers.pxi`).
+    """
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Have the thread run until Python ends."""
+        if self._thread is None:
+            atexit.register(self.close)
+            self._thread = threading.Thread(
+                target=_capi.answer_questions, name="stretto-answers", daemon=True
+            )
+            _capi.start_answering()
+            self._thread.start()
+
+    def close(self) -> None:
+        """Answer what was asked, and end: whoever asks from now on takes the GIL."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            _capi.stop_answering()
+            thread.join()
+
+
 later = Later()
+answers = Answers()

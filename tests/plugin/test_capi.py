@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import gc
 import sys
+import threading
+import time
 import weakref
 from typing import Any
 
@@ -41,6 +43,23 @@ def call(name: str, **fields: Any) -> Any:
         code, message = call("PJRT_Error_GetCode", error=error).code, _message(error)
         call("PJRT_Error_Destroy", error=error)
         raise RuntimeError(f"{code} {message}")
+    return args
+
+
+def _called_apart(name: str, **fields: Any) -> Any:
+    """Call a function on a thread that Python does not know, with the GIL held here until it has returned."""
+    args = STRUCTS[f"{name}_Args"]()
+    args.struct_size = ctypes.sizeof(args)
+    for field, value in fields.items():
+        setattr(args, field, value)
+    library = ctypes.PyDLL(None)  # whose functions keep the GIL
+    thread = ctypes.c_ulong()
+    address, argument = ctypes.c_void_p(_address(name)), ctypes.c_void_p(ctypes.addressof(args))
+    assert library.pthread_create(ctypes.byref(thread), None, address, argument) == 0
+    limit = (ctypes.c_long * 2)(int(time.time()) + 30, 0)
+    error = ctypes.c_void_p()
+    assert library.pthread_timedjoin_np(thread, ctypes.byref(error), limit) == 0, "it waits for us"
+    assert error.value is None
     return args
 
 
@@ -235,6 +254,7 @@ class TestTransferManager:
                 transfer_size=12,
                 is_last_transfer=last,
             )
+        call("PJRT_Event_Await", event=ready)
         assert call("PJRT_Event_IsReady", event=ready).is_ready
         out = np.zeros((2, 3), np.int32)
         event = call(
@@ -257,6 +277,61 @@ class TestTransferManager:
             (query + "Destroy", "transfer_manager", manager),
         ):
             call(name, **{field: pointer})
+
+    def test_a_buffer_is_asked_about_without_the_gil(self, client: int) -> None:
+        """jaxlib holds a lock meanwhile, for which a thread that has the GIL may wait."""
+        manager = self._manager(client, (2,), "s32")
+        query = "PJRT_AsyncHostToDeviceTransferManager_"
+        buffer = call(query + "RetrieveBuffer", transfer_manager=manager, buffer_index=0).buffer_out
+        ready = _called_apart("PJRT_Buffer_ReadyEvent", buffer=buffer).event
+        assert not _called_apart("PJRT_Event_IsReady", event=ready).is_ready
+        called = threading.Event()
+        callback = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p)(
+            lambda error, argument: called.set()
+        )
+        pointer = ctypes.cast(callback, ctypes.c_void_p).value
+        _called_apart("PJRT_Event_OnReady", event=ready, callback=pointer)
+        host = np.arange(2, dtype=np.int32)
+        call(
+            query + "TransferData",
+            transfer_manager=manager,
+            data=host.ctypes.data,
+            transfer_size=8,
+            is_last_transfer=True,
+        )
+        call("PJRT_Event_Await", event=ready)
+        assert _called_apart("PJRT_Event_IsReady", event=ready).is_ready
+        assert called.wait(60)
+        for name, field, pointer in (
+            ("PJRT_Event_Destroy", "event", ready),
+            ("PJRT_Buffer_Destroy", "buffer", buffer),
+            (query + "Destroy", "transfer_manager", manager),
+        ):
+            call(name, **{field: pointer})
+
+    def test_an_event_may_outlive_its_buffer(self, client: int) -> None:
+        manager = self._manager(client, (2,), "s32")
+        query = "PJRT_AsyncHostToDeviceTransferManager_"
+        buffer = call(query + "RetrieveBuffer", transfer_manager=manager, buffer_index=0).buffer_out
+        gone = threading.Event()
+        weakref.finalize(_capi.take(buffer), gone.set)
+        ready = call("PJRT_Buffer_ReadyEvent", buffer=buffer).event
+        unused = call("PJRT_Buffer_ReadyEvent", buffer=buffer).event
+        call("PJRT_Event_Destroy", event=unused)
+        call("PJRT_Buffer_Destroy", buffer=buffer)
+        host = np.arange(2, dtype=np.int32)
+        call(
+            query + "TransferData",
+            transfer_manager=manager,
+            data=host.ctypes.data,
+            transfer_size=8,
+            is_last_transfer=True,
+        )
+        call("PJRT_Event_Await", event=ready)
+        call("PJRT_Event_Error", event=ready)
+        call("PJRT_Event_Destroy", event=ready)
+        call(query + "Destroy", transfer_manager=manager)
+        assert gone.wait(60)
 
     def test_content_that_never_comes(self, client: int) -> None:
         manager = self._manager(client, (2,), "f32")

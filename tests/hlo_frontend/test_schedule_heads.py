@@ -11,8 +11,8 @@ import pytest
 import training_steps
 from interpreter import Interpreter
 from jax import lax
-from random_steps import Step, compare
-from schedule_judges import judge, refused
+from random_steps import Step
+from schedule_judges import compare_in, judge, refused
 from training_steps import Draw
 
 from stretto.hlo_frontend.compile import compile_hlo
@@ -24,29 +24,27 @@ from stretto.hlo_frontend.text import parse_hlo_text
 
 # A head that all stages compute, of what the last one gave to all.
 
+EVERY = ("1f1b", "zb_h1", "interleaved_1f1b")
 SHARED = {
-    "psum": Draw(shared="psum", loss="squares"),
-    "psum-alike": Draw(shared="psum", alike=True, loss="squares", stages=4, microbatches=5),
-    "psum-data": Draw(shared="psum", axes="dx", loss="squares", inside=True, collect="scan"),
-    "psum-tensors": Draw(shared="psum", axes="yx", loss="squares", alike=True),
-    "psum-cross": Draw(shared="psum", stages=3, mask="where"),
-    "gather": Draw(shared="gather", loss="squares", stages=3, inside=True),
-    "gather-cross": Draw(shared="gather", alike=True, collect="scan"),
-}
+    "psum": (Draw(shared="psum", loss="squares", microbatches=3), EVERY),
+    "psum-alike": (
+        Draw(shared="psum", alike=True, loss="squares", stages=4, microbatches=5), EVERY[:1]
+    ),
+    "psum-data": (
+        Draw(shared="psum", axes="dx", loss="squares", inside=True, collect="scan"), EVERY[:1]
+    ),
+    "psum-tensors": (Draw(shared="psum", axes="yx", loss="squares", alike=True), EVERY[:1]),
+    "psum-cross": (Draw(shared="psum", stages=3, mask="where"), EVERY[:1]),
+    "gather": (Draw(shared="gather", loss="squares", stages=3, inside=True), EVERY[:1]),
+    "gather-cross": (Draw(shared="gather", alike=True, collect="scan"), EVERY[:1]),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("d", SHARED.values(), ids=SHARED)
-def test_a_head_that_all_stages_compute(d):
+@pytest.mark.parametrize(("d", "schedules"), SHARED.values(), ids=SHARED)
+def test_a_head_that_all_stages_compute(d, schedules):
     """What the backward pass begins with is summed up over stages; the last one computes it for all."""
-    found = judge(d)
-    (report,) = found.module.interleaved
+    (report,) = judge(d, *schedules)["1f1b"].module.interleaved
     assert report.alive[0] == min(d.stages, d.microbatches) == report.rows
-
-
-@pytest.mark.parametrize("schedule", ["zb_h1", "interleaved_1f1b"])
-def test_a_head_that_all_stages_compute_in_other_schedules(schedule):
-    how = {"interleave": 2} if schedule == "interleaved_1f1b" else {}
-    judge(Draw(shared="psum", loss="squares", microbatches=3), schedule, **how)
 
 
 @pytest.mark.parametrize("stages", [2, 3])
@@ -81,9 +79,8 @@ def test_a_sum_of_the_same_number_is_the_same_in_any_order(stages):
 
 
 def test_sums_of_more_stages_may_round():
-    (report,) = compare(
-        Draw(shared="psum", alike=True, loss="squares", stages=5), "1f1b"
-    ).module.interleaved
+    d = Draw(shared="psum", alike=True, loss="squares", stages=5)
+    (report,) = Step(d).in_schedule("1f1b").interleaved
     assert (report.why, report.rounds) == ("", "a head is computed row by row")
 
 
@@ -98,8 +95,8 @@ UNDER = {
 @pytest.mark.parametrize("d", UNDER.values(), ids=UNDER)
 def test_a_head_under_a_conditional(d):
     """Behind the loop, on the last stage alone, as its gradient is."""
-    found = compare(d, "1f1b")
-    assert found.whys == found.differs == ()
+    found = compare_in(d, "1f1b")["1f1b"]
+    assert found.differs == ()
     (report,) = found.module.interleaved
     one_row = d.loss == "squares"
     assert report.rounds == (
@@ -124,23 +121,21 @@ def test_what_other_stages_do_not_give_is_zeros(monkeypatch):
 
 
 COUNTED = {
-    "cond": Draw(counted=True, head="cond", microbatches=5),
-    "cond-data": Draw(counted=True, head="cond", axes="xd", stages=2, inside=True, collect="scan"),
-    "cond-metric": Draw(counted=True, head="cond", stages=3, metric=True, again="stage"),
-    "where": Draw(counted=True, head="where", loss="squares"),
-}
+    "cond": (Draw(counted=True, head="cond", microbatches=5), EVERY),
+    "cond-data": (
+        Draw(counted=True, head="cond", axes="xd", inside=True, collect="scan"), EVERY[:1]
+    ),
+    "cond-metric": (
+        Draw(counted=True, head="cond", stages=3, metric=True, again="stage"), EVERY[:1]
+    ),
+    "where": (Draw(counted=True, head="where", loss="squares"), EVERY[:1]),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("d", COUNTED.values(), ids=COUNTED)
-def test_a_number_that_the_loop_counts(d):
+@pytest.mark.parametrize(("d", "schedules"), COUNTED.values(), ids=COUNTED)
+def test_a_number_that_the_loop_counts(d, schedules):
     """The loss is divided by it behind the loop, so that the backward pass begins with it."""
-    judge(d)
-
-
-@pytest.mark.parametrize("schedule", ["zb_h1", "interleaved_1f1b"])
-def test_a_number_that_the_loop_counts_in_other_schedules(schedule):
-    how = {"interleave": 2} if schedule == "interleaved_1f1b" else {}
-    judge(COUNTED["cond"], schedule, **how)
+    judge(d, *schedules)
 
 
 # Heads with reduces of several arrays, which have a result for each.
@@ -156,7 +151,7 @@ ACCURACY = {
 @pytest.mark.parametrize(("d", "schedule"), ACCURACY.values(), ids=ACCURACY)
 def test_an_accuracy_beside_the_loss(d, schedule):
     """XLA makes one reduce of an argmax and of the maximum that a softmax subtracts."""
-    judge(d, schedule, **({"interleave": 2} if schedule == "interleaved_1f1b" else {}))
+    judge(d, schedule)
 
 
 def weighted(monkeypatch, dimensions):
@@ -178,13 +173,11 @@ def weighted(monkeypatch, dimensions):
     monkeypatch.setattr(training_steps, "loss_of", loss_of)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b"])
-def test_a_reduce_of_several_arrays(monkeypatch, schedule):
+def test_a_reduce_of_several_arrays(monkeypatch):
     weighted(monkeypatch, (0, 2))
-    how = {"interleave": 2} if schedule == "interleaved_1f1b" else {}
-    found = compare(Draw(microbatches=3), schedule, **how)
-    assert found.whys == found.differs == ()
-    assert found.module.interleaved[0].rounds == "a head is computed row by row"
+    for found in compare_in(Draw(microbatches=3), "1f1b", "interleaved_1f1b").values():
+        assert found.differs == ()
+        assert found.module.interleaved[0].rounds == "a head is computed row by row"
 
 
 def test_a_reduce_of_several_arrays_over_microbatches(monkeypatch):
@@ -255,6 +248,6 @@ def test_what_the_backward_pass_begins_with_is_one_result_of_a_reduce(monkeypatc
 
     total.defvjp(lambda h: (jnp.sum(h), h), back)
     monkeypatch.setattr(training_steps, "loss_of", lambda d, head, h, wanted: total(h))
-    found = compare(Draw(microbatches=3), "1f1b")
-    assert found.whys == found.differs == ()
+    found = compare_in(Draw(microbatches=3), "1f1b")["1f1b"]
+    assert found.differs == ()
     assert found.module.interleaved[0].rounds == "a head is computed row by row"

@@ -19,23 +19,27 @@ from training_steps import Draw
 
 OWN = {
     "balance-sent": (Draw(balance="sent", head="cond", stages=3, again="layer"), "1f1b"),
-    "balance-stacked": (Draw(balance="stack", head="cond", microbatches=3), "zb_h1"),
-    "balance-chunks": (Draw(balance="carry", head="cond", stages=3), "interleaved_1f1b"),
-    "stacked-chunks": (Draw(balance="stack", loss="squares", again="stage"), "interleaved_1f1b"),
-    "keys": (Draw(dropout="carry", balance="carry", loss="squares", inside=True), "1f1b"),
+    "balance-stacked": (
+        Draw(balance="stack", head="cond", microbatches=3, again="stage"), "zb_h1 interleaved_1f1b"
+    ),
+    "keys": (
+        Draw(dropout="carry", balance="carry", loss="squares", inside=True), "1f1b interleaved_1f1b"
+    ),
     "keys-shared": (Draw(dropout="shared", head="cond", again="stage", axes="dx"), "1f1b"),
-    "mask": (Draw(travels="mask", head="cond", again="layer", microbatches=3), "zb_h1"),
-    "mask-chunks": (Draw(travels="mask", loss="squares", mask="where"), "interleaved_1f1b"),
+    "keys-stacked": (Draw(dropout="stack", head="cond", microbatches=3), "interleaved_1f1b"),
+    "mask": (
+        Draw(travels="mask", head="cond", again="layer", mask="where", microbatches=3),
+        "zb_h1 interleaved_1f1b",
+    ),
     "segments": (Draw(travels="segments", loss="squares", again="stage", stages=3), "1f1b"),
-    "keys-chunks": (Draw(dropout="stack", head="cond", microbatches=3), "interleaved_1f1b"),
-}
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(("d", "schedule"), OWN.values(), ids=OWN)
-def test_what_each_run_has_for_itself(d, schedule):
+@pytest.mark.parametrize(("d", "schedules"), OWN.values(), ids=OWN)
+def test_what_each_run_has_for_itself(d, schedules):
     """Losses that a stage adds up over its own layers, keys that it folds from numbers, and what goes from
     stage to stage with a microbatch."""
-    judge(d, schedule, **({"interleave": 2} if schedule == "interleaved_1f1b" else {}))
+    judge(d, *schedules.split())
 
 
 @pytest.mark.parametrize(
@@ -162,18 +166,21 @@ def test_a_mask_that_is_another_one_on_one_stage(monkeypatch, other):
 
 
 LABELS = {
-    "in-the-loop": (Draw(travels="labels", head="cond", stages=3), "1f1b"),
+    "in-the-loop": (
+        Draw(travels="labels", head="cond", stages=3, mask="where"), "1f1b interleaved_1f1b"
+    ),
     "masked": (Draw(travels="labels", head="where", ring=False, axes="dx"), "zb_h1"),
-    "chunks": (Draw(travels="labels", head="cond", mask="where"), "interleaved_1f1b"),
-    "behind": (Draw(travels="labels", microbatches=3, collect="scan"), "1f1b"),
-    "behind-chunks": (Draw(travels="labels", again="layer", accuracy=True), "interleaved_1f1b"),
-}
+    "behind": (
+        Draw(travels="labels", microbatches=3, collect="scan", again="layer", accuracy=True),
+        "1f1b interleaved_1f1b",
+    ),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(("d", "schedule"), LABELS.values(), ids=LABELS)
-def test_labels_that_go_from_stage_to_stage(d, schedule):
+@pytest.mark.parametrize(("d", "schedules"), LABELS.values(), ids=LABELS)
+def test_labels_that_go_from_stage_to_stage(d, schedules):
     """The last stage computes those of its microbatch as the first stage does, of what all stages have."""
-    judge(d, schedule, **({"interleave": 2} if schedule == "interleaved_1f1b" else {}))
+    judge(d, *schedules.split())
 
 
 def test_labels_that_stages_change(monkeypatch):

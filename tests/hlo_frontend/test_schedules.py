@@ -128,9 +128,57 @@ def test_interleaved(stages, microbatches, chunks):
 # Steps that are run in a schedule.
 
 
+# Each with the schedules in which it is run, and the number of chunks of layers where it is interleaved.
+EVERY = ("1f1b", "zb_h1", "interleaved_1f1b")
+VARIANTS = {
+    "plain": (Draw(stages=3, microbatches=3), EVERY[:2], 2),
+    "data": (Draw(axes="dx", stages=4, loss="squares", mask="where"), EVERY[::2], 2),
+    "tensors": (Draw(axes="yx", again="layer", loss="squares", microbatches=5), EVERY, 2),
+    "stage-again": (
+        Draw(again="stage", mask="where", layers=3, head="cond", microbatches=3, ring=False), EVERY, 3
+    ),
+    "scanned": (Draw(collect="scan", metric=True, inside=True, stages=4, microbatches=2), EVERY[:1], 0),
+    "bfloat16": (Draw(dtype="bfloat16", loss="distance", stages=3, embeds=False), EVERY[:1], 0),
+    "loss-inside": (
+        Draw(head="cond", stages=4, layers=4, microbatches=5, metric=True), EVERY[::2], 2
+    ),
+    "loss-inside-scanned": (
+        Draw(head="cond", collect="scan", loss="smooth", inside=True, axes="xd"), EVERY[:2], 0
+    ),
+    "loss-inside-bfloat16": (
+        Draw(head="cond", collect="scan", metric=True, inside=True, dtype="bfloat16"), EVERY[2:], 2
+    ),
+    "loss-inside-masked": (
+        Draw(head="where", mask="where", dtype="bfloat16", microbatches=3), EVERY[:1], 0
+    ),
+    "one-array": (Draw(shift="roll", mask="where", loss="squares"), EVERY[2:], 2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("d", "schedules", "chunks"), VARIANTS.values(), ids=VARIANTS)
+def test_however_the_step_is_written(d, schedules, chunks):
+    for schedule, found in judge(d, *schedules, chunks=chunks).items():
+        (report,) = found.module.interleaved
+        assert report.after == len(report.runs[0])
+        counts = {k: {row.count(k) for row in report.runs} for k in "FBW"}
+        if schedule == "1f1b":
+            assert counts == {"F": {d.microbatches}, "B": {d.microbatches}, "W": {0}}
+        elif schedule == "zb_h1":
+            assert report.left > 0
+            assert 0 <= report.after - (3 * d.microbatches + d.stages - 1) < 2
+            assert {sum(row.count(k) for row in report.runs) for k in "FBW"} == {
+                len(report.runs) * d.microbatches
+            }
+        else:
+            # Devices have the layers of other virtual stages than as written, and gradients of their own.
+            assert report.longest >= 2 * (chunks * d.microbatches + d.stages - 1)
+            assert counts["F"] == counts["B"] == {chunks * d.microbatches}
+            assert report.rows == report.alive[0] and report.moved > 0 and report.back > 0
+
+
 def test_messages_and_bytes():
-    d = Draw(stages=3, microbatches=5)
-    found = judge(d)
+    d = Draw(stages=3, microbatches=5, loss="squares")
+    found = judge(d)["1f1b"]
     assert found.ran is not None
     assert sum(found.ran.messages.values()) == 2 * 5 * (3 - 1)
     (report,) = found.module.interleaved
@@ -139,66 +187,7 @@ def test_messages_and_bytes():
     assert report.kept > 0 and report.before == report.after == 2 * 7
 
 
-VARIANTS = {
-    "data": Draw(axes="dx", microbatches=3),
-    "tensors": Draw(axes="yx", again="layer"),
-    "stage-again": Draw(again="stage", ring=False),
-    "masked": Draw(mask="where", loss="squares"),
-    "scanned": Draw(collect="scan", metric=True, inside=True),
-    "bfloat16": Draw(dtype="bfloat16", loss="distance", stages=3),
-    "loss-inside": Draw(head="cond", stages=3, metric=True),
-    "loss-inside-scanned": Draw(head="cond", collect="scan", loss="smooth", inside=True, axes="dx"),
-    "loss-inside-masked": Draw(head="where", mask="where", dtype="bfloat16", microbatches=3),
-    "few": Draw(stages=4, microbatches=2, embeds=False),
-}
-
-
-@pytest.mark.parametrize("d", VARIANTS.values(), ids=VARIANTS)
-def test_however_the_step_is_written(d):
-    judge(d)
-
-
-ZERO_BUBBLE = {
-    "plain": Draw(stages=3, microbatches=3),
-    "tensors": Draw(axes="yx", again="layer", loss="squares", microbatches=3),
-    "stage-again": Draw(again="stage", mask="where", loss="squares"),
-    "loss-inside": Draw(head="cond", axes="xy"),
-}
-
-
-@pytest.mark.parametrize("d", ZERO_BUBBLE.values(), ids=ZERO_BUBBLE)
-def test_weights_in_runs_of_their_own(d):
-    found = judge(d, "zb_h1")
-    (report,) = found.module.interleaved
-    assert report.left > 0 and report.after == len(report.runs[0])
-    assert 0 <= report.after - (3 * d.microbatches + d.stages - 1) < 2
-    assert {sum(row.count(k) for row in report.runs) for k in "FBW"} == {
-        len(report.runs) * d.microbatches
-    }
-
-
-INTERLEAVED = {
-    "plain": (Draw(stages=4, layers=4, microbatches=5, head="cond"), 2),
-    "tensors": (Draw(axes="yx", again="layer", loss="squares", microbatches=5), 2),
-    "data": (Draw(stages=4, axes="dx", loss="squares", mask="where"), 2),
-    "stage-again": (Draw(again="stage", mask="where", layers=3, head="cond", microbatches=3), 3),
-    "scanned": (Draw(collect="scan", metric=True, inside=True, head="cond", dtype="bfloat16"), 2),
-    "one-array": (Draw(shift="roll", mask="where", loss="squares"), 2),
-}
-
-
-@pytest.mark.parametrize(("d", "chunks"), INTERLEAVED.values(), ids=INTERLEAVED)
-def test_chunks_of_layers(d, chunks):
-    """Devices have the layers of other virtual stages than as written, and gradients of their own."""
-    found = judge(d, "interleaved_1f1b", interleave=chunks)
-    (report,) = found.module.interleaved
-    assert report.after == len(report.runs[0])
-    assert report.longest >= 2 * (chunks * d.microbatches + d.stages - 1)
-    assert {row.count(k) for row in report.runs for k in "FB"} == {chunks * d.microbatches}
-    assert report.rows == report.alive[0] and report.moved > 0 and report.back > 0
-
-
-@pytest.mark.parametrize("seed", [4, 5])
+@pytest.mark.parametrize("seed", [4])
 def test_drawn_at_random(seed):
     judge(replace(draw(random.Random(seed)), loss="squares"))
 

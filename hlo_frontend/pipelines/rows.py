@@ -35,11 +35,16 @@ from ..collectives import native_reduction
 from ..graph import Instruction
 from ..ops import op_of
 from ..schema import PRIMITIVE_CODES, TUPLE, ShapeProto
+from . import indexed
 from .emit import Builder, fenced, needed_by
 from .members import Members
 from .refusal import Refusal
 from .rewrite import without_sign_of_zero
 
+_ROW_BY_ROW = (
+    "Compute what the backward pass begins with row by row, by microbatch along the first dimension (indices "
+    "along others, as of jnp.take_along_axis), or the loss within the loop"
+)
 _EXACT = (Reduction.MAX, Reduction.MIN)
 _FLOATS = {code for name, code in PRIMITIVE_CODES.items() if name[0] in "bcf"}
 
@@ -172,7 +177,8 @@ class Rows:
                 source = value.operands[0].shape
                 made[key] = b.reinterpret(made[operands[0]], source, target)
             else:
-                made[key] = _resized(b.copy(value, [made[o] for o in operands]), block)
+                given = _counted(b, value, block, row, [made[o] for o in operands])
+                made[key] = _resized(b.copy(value, given), block)
 
 
 def _cut(b: Builder, whole: Any, block: Block, row: Any) -> Any:
@@ -186,6 +192,23 @@ def _cut(b: Builder, whole: Any, block: Block, row: Any) -> Any:
     zero = b.constant(0)
     starts = [at if d == block.axis else zero for d in range(len(sizes))]
     return b.dynamic_slice(whole, starts, sizes)
+
+
+def _counted(
+    b: Builder, value: Instruction, block: Block, row: Any, operands: list[Any]
+) -> list[Any]:
+    """The operands of a block of ``value``, with indices that are counted from where their blocks begin."""
+    found, shift = None, block.shift
+    if value.opcode == "gather":
+        _, found = indexed.gathered(value, block.axis, block.unit)
+        shift += found.shift if found is not None else 0
+    elif value.opcode == "scatter":
+        found = indexed.scattered(value, block.axis, block.unit)
+    if found is None:
+        return operands
+    begin = b.add("add", row.shape, [row, b.constant(shift)])
+    begin = b.add("multiply", begin.shape, [begin, b.constant(found.unit)])
+    return [operands[0], indexed.from_block(b, value, found, begin, operands[1]), *operands[2:]]
 
 
 def _dimensions(value: Instruction) -> Sequence[int]:
@@ -221,7 +244,7 @@ def rounds(instructions: Iterable[Instruction]) -> bool:
     }  # fmt: skip
     products = opcodes & {"multiply", "dot"}
     sums = opcodes & {"add", "subtract", "reduce", "dot"}
-    return bool(products and sums) or "reduce" in opcodes
+    return bool(products and sums) or bool(opcodes & {"reduce", "scatter"})
 
 
 def separated(
@@ -311,7 +334,7 @@ def _operands(
         if value in depends:
             raise Refusal(
                 "between the forward pass and the backward pass, the rows of microbatches are not separate: "
-                f"all of {value.describe()} is read for each of them"
+                f"all of {value.describe()} is read for each of them. {_ROW_BY_ROW}"
             )
         scalar = not value.shape.dimensions and op_of(value.opcode).elementwise
         return tuple((o, None) for o in value.operands) if scalar else ()
@@ -359,6 +382,8 @@ def _others(
 def _is_fused(value: Instruction) -> bool:
     """Whether a block of a value that is there before the loop is computed again instead of being cut out."""
     op = op_of(value.opcode)
+    if value.opcode == "gather":  # no arithmetic
+        return False
     return op.fuses or op.renames or value.opcode in ("copy", "broadcast")
 
 
@@ -372,8 +397,7 @@ def _mixed(value: Instruction) -> Refusal:
         value = value.operands[0]
     return Refusal(
         f"between the forward pass and the backward pass, the rows of microbatches are not separate in "
-        f"{value.describe()}. Compute what the backward pass begins with row by row, by microbatch along the "
-        "first dimension, or the loss within the loop"
+        f"{value.describe()}. {_ROW_BY_ROW}"
     )
 
 
@@ -477,6 +501,32 @@ def _dot(value: Instruction, block: Block) -> tuple[Part, ...]:
     return (left, None), (right, Block(free[axis], unit, shift))
 
 
+def _gather(value: Instruction, block: Block) -> tuple[Part, ...]:
+    """Of all of the operand where it is not known to need a block of it alone."""
+    operand, indices = value.operands
+    at, found = indexed.gathered(value, block.axis, block.unit)
+    if at < 0:
+        raise _mixed(value)
+    own = None
+    if found is not None:
+        own = Block(found.axis, found.unit, block.shift + found.shift)
+    return (operand, own), (indices, Block(at, block.unit, block.shift))
+
+
+def _scatter(value: Instruction, block: Block) -> tuple[Part, ...]:
+    found = indexed.scattered(value, block.axis, block.unit)
+    if found is None:
+        raise _mixed(value)
+    operand, indices, updates = value.operands
+    count, shift = found.count, block.shift - found.shift
+    at = indexed.updates_dimension(value, found.at)
+    return (
+        (operand, block),
+        (indices, Block(found.at, count, shift)),
+        (updates, Block(at, count, shift)),
+    )
+
+
 def _element(value: Instruction, block: Block) -> tuple[Part, ...]:
     """An element of a tuple that is made in this computation, or one result of a reduce."""
     source = needed_by(value)[0]
@@ -491,11 +541,13 @@ _RULES: dict[str, Callable[[Instruction, Block], tuple[Part, ...]]] = {
     "concatenate": _concatenate,
     "copy": _elementwise,
     "dot": _dot,
+    "gather": _gather,
     "get-tuple-element": _element,
     "pad": _pad,
     "reduce": _reduce,
     "reshape": _reshape,
     "reverse": _reverse,
+    "scatter": _scatter,
     "select": _elementwise,
     "slice": _slice,
     "transpose": _transpose,

@@ -17,7 +17,7 @@ from training_steps import Draw
 
 from stretto.hlo_frontend.compile import compile_hlo
 from stretto.hlo_frontend.graph import Module
-from stretto.hlo_frontend.pipelines import members
+from stretto.hlo_frontend.pipelines import indexed, members
 from stretto.hlo_frontend.pipelines.emit import Editor
 from stretto.hlo_frontend.pipelines.rows import rounds
 from stretto.hlo_frontend.text import parse_hlo_text
@@ -183,6 +183,152 @@ def test_a_reduce_of_several_arrays(monkeypatch):
 def test_a_reduce_of_several_arrays_over_microbatches(monkeypatch):
     weighted(monkeypatch, (0, 1))
     assert "the rows of microbatches are not separate" in refused(Draw(width=4))
+
+
+# Heads that take elements by their numbers, whose gradients are scatters.
+
+
+def chosen(h, head, wanted):
+    """The logarithm of the probability of each row's class."""
+    return jnp.take_along_axis(jax.nn.log_softmax(h @ head), wanted[..., None], -1)[..., 0]
+
+
+def clipped_policy(h, head, wanted):
+    """Of proximal policy optimization; the reference is another policy of the same actions."""
+    found = chosen(h, head, wanted)
+    old, gain = -2.5 - 0.1 * (wanted % 3), jnp.sin(wanted * 1.0)
+    ratio = jnp.exp(found - old)
+    return -jnp.minimum(ratio * gain, jnp.clip(ratio, 0.8, 1.2) * gain) + 0.1 * (
+        ratio - found + old
+    )
+
+
+def focal(h, head, wanted):
+    share = jnp.exp(chosen(h, head, wanted))
+    return -((1 - share) ** 2) * jnp.log(share)
+
+
+def by_number(h, head, wanted):
+    count, rows = wanted.shape
+    scores = jnp.tanh(h @ head)
+    return scores[jnp.arange(count)[:, None], jnp.arange(rows), wanted] ** 2
+
+
+def by_map(h, head, wanted):
+    return jax.vmap(jax.vmap(jnp.take))(jnp.tanh(h @ head), wanted) ** 2
+
+
+TAKEN = {
+    "policy": (clipped_policy, Draw(microbatches=3), EVERY),
+    "focal": (focal, Draw(shared="psum", stages=3, inside=True, collect="scan"), EVERY[:1]),
+    "number": (by_number, Draw(axes="dx", microbatches=3, dtype="bfloat16"), EVERY[:1]),
+    "map": (by_map, Draw(under=True, microbatches=3), EVERY[:1]),
+}
+
+
+@pytest.mark.parametrize(("loss", "d", "schedules"), TAKEN.values(), ids=TAKEN)
+def test_a_head_that_takes_elements_by_their_numbers(monkeypatch, loss, d, schedules):
+    monkeypatch.setattr(
+        training_steps, "loss_of",
+        lambda d, head, h, wanted: jnp.mean(loss(h, head, wanted)).astype(np.float32),
+    )  # fmt: skip
+    for found in compare_in(d, *schedules).values():
+        assert found.differs == ()
+        assert found.module.interleaved[0].rounds == "a head is computed row by row"
+
+
+def test_a_head_that_takes_elements_of_other_microbatches(monkeypatch):
+    """Their numbers are known, or are those of classes."""
+
+    def other(d, head, h, wanted):
+        at = (jnp.arange(h.shape[0]) * 3) % 4
+        return jnp.sum(h[at[:, None], jnp.arange(h.shape[1]), wanted % 8] ** 2)
+
+    monkeypatch.setattr(training_steps, "loss_of", other)
+    assert "(indices along others, as of jnp.take_along_axis)" in refused(Draw())
+    monkeypatch.setattr(
+        training_steps, "loss_of", lambda d, head, h, wanted: jnp.sum(h[wanted % 4] ** 2)
+    )
+    assert "(indices along others, as of jnp.take_along_axis)" in refused(Draw())
+
+
+def indexed_of(rows: str):
+    """What is known of a gather of eight elements, and of the scatter that is its transpose, of four rows of
+    16. ``rows``: HLO of s32[8], the number of the row of each index vector."""
+    module = Module.parse(
+        parse_hlo_text(
+            f"""HloModule m
+            sum {{
+              a = f32[] parameter(0)
+              b = f32[] parameter(1)
+              ROOT c = f32[] add(a, b)
+            }}
+            ENTRY e {{
+              x = f32[4,16]{{1,0}} parameter(0)
+              class = s32[8,1]{{1,0}} parameter(1)
+              {rows}
+              row = s32[8,1]{{1,0}} reshape(rows)
+              at = s32[8,2]{{1,0}} concatenate(row, class), dimensions={{1}}
+              g = f32[8]{{0}} gather(x, at), offset_dims={{}}, collapsed_slice_dims={{0,1}},
+                start_index_map={{0,1}}, index_vector_dim=1, slice_sizes={{1,1}}
+              ROOT s = f32[4,16]{{1,0}} scatter(x, at, g), update_window_dims={{}},
+                inserted_window_dims={{0,1}}, scatter_dims_to_operand_dims={{0,1}},
+                index_vector_dim=1, to_apply=sum
+            }}"""
+        )
+    )
+    root = module.entry.root
+    _, gathered = indexed.gathered(root.operands[2], 0, 2)
+    return gathered, indexed.scattered(root, 0, 1)
+
+
+def test_rows_that_are_batching_dimensions():
+    module = Module.parse(
+        parse_hlo_text(
+            """HloModule m
+            sum {
+              a = f32[] parameter(0)
+              b = f32[] parameter(1)
+              ROOT c = f32[] add(a, b)
+            }
+            ENTRY e {
+              x = f32[4,16]{1,0} parameter(0)
+              at = s32[4,2,1]{2,1,0} parameter(1)
+              g = f32[4,2]{1,0} gather(x, at), offset_dims={}, collapsed_slice_dims={1},
+                operand_batching_dims={0}, start_indices_batching_dims={0}, start_index_map={1},
+                index_vector_dim=2, slice_sizes={1,1}
+              ROOT s = f32[4,16]{1,0} scatter(x, at, g), update_window_dims={},
+                inserted_window_dims={1}, input_batching_dims={0}, scatter_indices_batching_dims={0},
+                scatter_dims_to_operand_dims={1}, index_vector_dim=2, to_apply=sum
+            }"""
+        )
+    )
+    root, own = module.entry.root, indexed.Indexed(axis=0, unit=1, at=0, count=1)
+    gather = root.operands[2]
+    assert indexed.gathered(gather, 0, 1) == (0, own) and indexed.scattered(root, 0, 1) == own
+    assert indexed.gathered(gather, 1, 1) == (1, None) and indexed.scattered(root, 1, 1) is None
+
+
+REPEATED = "i = s32[4]{0} iota(), iota_dimension=0\n b = s32[4,2]{1,0} broadcast(i), dimensions={0}"
+TURNED = "i = s32[4]{0} iota(), iota_dimension=0\n b = s32[2,4]{1,0} broadcast(i), dimensions={1}"
+
+
+def test_index_vectors_of_each_row():
+    own = indexed.Indexed(axis=0, unit=1, at=0, count=2, shift=0, component=0)
+    assert indexed_of(f"{REPEATED}\n rows = s32[8]{{0}} reshape(b)") == (own, own)
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        f"{TURNED}\n rows = s32[8]{{0}} reshape(b)",
+        "rows = s32[8]{0} iota(), iota_dimension=0",  # beyond the operand, where gathers clamp
+        "rows = s32[8]{0} parameter(2)",
+    ],
+    ids=["turned", "beyond", "unknown"],
+)
+def test_index_vectors_of_other_rows(rows):
+    assert indexed_of(rows) == (None, None)
 
 
 def test_bitcasts_on_what_lies_otherwise():

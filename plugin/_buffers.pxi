@@ -62,11 +62,13 @@ cdef class Outputs:
     a whole: one event serves all buffers, where each had its own.
 
     ``parts`` are weak references: nothing here keeps an array alive. They are buffers, or promises of the device at
-    this ``position`` of a program, which buffers hold. ``issued`` is as for `Event`. ``alike``: they are of one run of
-    XLA, which ends as a whole, so that one of them tells of all.
+    this ``position`` of a program, which buffers hold; buffers that have taken their part out of one are ``taken``.
+    ``issued`` is as for `Event`. ``alike``: they are of one run of XLA, which ends as a whole, so that one of them
+    tells of all.
     """
 
     cdef tuple parts
+    cdef list taken
     cdef object engine
     cdef size_t position
     cdef bint alike
@@ -77,7 +79,13 @@ cdef class Outputs:
 
     def __cinit__(self, tuple parts not None, issued, bint alike, engine, size_t position):
         self.parts, self.alike, self.engine, self.position = parts, alike, engine, position
-        self.issued, self.event = issued, None
+        self.issued, self.event, self.taken = issued, None, []
+
+    cdef int takes(self, Buffer buffer) except -1:
+        """A buffer holds its part by itself from now on."""
+        if self.parts is not None:
+            self.taken.append(PyWeakref_NewRef(buffer, None))
+        return 0
 
     cdef object part(self, reference):
         """What a reference refers to; None if that has been given up."""
@@ -109,7 +117,7 @@ cdef class Outputs:
             return True
         if self.issued is not None and not self.issued.done:
             return False
-        for reference in parts:
+        for reference in (*self.taken, *parts):
             part = self.part(reference)
             if part is None:
                 continue
@@ -125,7 +133,7 @@ cdef class Outputs:
         cdef object failure = None
         if parts is None:
             return
-        for reference in parts:
+        for reference in (*self.taken, *parts):
             part = self.part(reference)
             if part is None:
                 continue
@@ -140,7 +148,7 @@ cdef class Outputs:
                     failure = error
         if failure is not None:
             raise failure
-        self.parts = None  # and so it stays
+        self.parts, self.taken = None, []  # and so it stays
 
     def on_ready(self, callback):
         """Have ``callback(error)`` called soon after all is computed: a thread waits for what is issued."""
@@ -196,14 +204,16 @@ cdef class Buffer(Handle):
     The value is row-major, and to jaxlib so is every buffer. Whoever asks for the address of one that has
     another layout to JAX gets that of a copy, which is kept in ``reordered``. A buffer holds the engine's array, or
     the ``Promise`` of a program's output, of whose devices it is the one at ``position``; or a ``Value``, which is
-    made of these when somebody asks for it. It holds none once it was deleted or donated. ``outputs`` are those of
-    the run that gave it, if it gave several.
+    made of these when somebody asks for it, and holds a promise in its place: what other devices have is not to stay
+    for one that has its part. ``promised`` refers to a promise that others hold. It holds none once it was deleted or
+    donated. ``outputs`` are those of the run that gave it, if it gave several.
     """
 
     cdef buffer_t c
     cdef object array
     cdef object value
     cdef object promise
+    cdef object promised
     cdef size_t position
     cdef readonly ArrayType array_type
     cdef readonly Memory memory
@@ -241,7 +251,17 @@ cdef class Buffer(Handle):
             raise ValueError("the buffer has been deleted or donated")
         if self.value is None:
             self.value = make_value(self.array, self.promise, self.position, self.array_type.type, self.memory)
+            if self.array is None and self.promise is not None:
+                self.promised, self.promise = PyWeakref_NewRef(self.promise, None), None
+                if self.outputs is not None:
+                    self.outputs.takes(self)
         return self.value
+
+    cdef inline object whole(self):
+        """The promise of all devices' parts, of which this is one, as long as somebody holds it."""
+        if self.promise is not None:
+            return self.promise
+        return self.promised() if self.promised is not None else None
 
     def live_value(self):
         """The value. Raises ``ValueError`` if the buffer was deleted or donated."""
@@ -250,7 +270,7 @@ cdef class Buffer(Handle):
     cdef object issued_array(self):
         """The engine's array, or None if it is not there yet or will never be."""
         if self.array is None and not self.c.deleted:
-            if self.promise is not None and not self.promise.event.done:
+            if self.value is None and not self.promise.event.done:
                 return None
             try:
                 self.array = self.alive().issued()
@@ -284,7 +304,7 @@ cdef class Buffer(Handle):
         self.c.deleted = True
         if self.external_references:
             self.lent = (self.value, self.array, self.promise, self.reordered)
-        self.value = self.array = self.promise = self.reordered = self.outputs = None
+        self.value = self.array = self.promise = self.promised = self.reordered = self.outputs = None
 
     def add_external_reference(self):
         """Its memory is in use outside of JAX: it stays, even if the buffer is deleted."""

@@ -310,10 +310,11 @@ cdef class LoadedExecutable(Handle):
         return buffer.pointer
 
     cdef object joined(self, void*** lists, size_t i, size_t count):
-        """A promise of what is given for a parameter, which its buffers keep; None if that cannot be made."""
+        """A promise of what is given for a parameter, which the last of its buffers keeps, and all find again; None if
+        that cannot be made."""
         cdef list arrays = []
         cdef Buffer buffer
-        cdef object array, promise
+        cdef object array, promise, reference
         cdef size_t d
         for d in range(count):
             buffer = <Buffer>(<handle_t*>lists[d][i]).owner
@@ -322,17 +323,20 @@ cdef class LoadedExecutable(Handle):
                 return None
             arrays.append(array)
         promise = self.join((<Buffer>(<handle_t*>lists[0][i]).owner).array_type.type, arrays)
+        reference = PyWeakref_NewRef(promise, None)
         for d in range(count):
             buffer = <Buffer>(<handle_t*>lists[d][i]).owner
             if not buffer.c.deleted:
-                buffer.promise, buffer.position = promise, d
+                buffer.promised, buffer.position = reference, d
+        if not buffer.c.deleted:
+            buffer.promise = promise
         return promise
 
     cdef object column(self, PJRT_LoadedExecutable_Execute_Args* args, size_t i):
         """What is given for a parameter, on all devices."""
         cdef void*** lists = <void***>args.argument_lists
         cdef Buffer buffer = <Buffer>(<handle_t*>lists[0][i]).owner
-        cdef object promise = buffer.promise, value
+        cdef object promise = buffer.whole(), value
         cdef bint donated = PyByteArray_AS_STRING(self.donates)[i] != 0
         cdef bint kept = donated and not self.may_donate(<PJRT_ExecuteOptions*>args.options, i)
         cdef size_t d
@@ -340,7 +344,7 @@ cdef class LoadedExecutable(Handle):
         if promise is not None and not kept and not self.has_callbacks:
             for d in range(args.num_devices):
                 buffer = <Buffer>(<handle_t*>lists[d][i]).owner
-                if buffer.promise is not promise or buffer.position != d or (donated and buffer.external_references):
+                if buffer.whole() is not promise or buffer.position != d or (donated and buffer.external_references):
                     break
             else:
                 return promise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -543,6 +544,32 @@ class TestSideBySide:
         more.delete()  # as a whole and in parts
         after = [device.memory_stats()["bytes_in_use"] for device in devices]
         assert [b - a for b, a in zip(before, after, strict=True)] == [4000] * 4
+
+    @pytest.mark.parametrize("given", [False, True])
+    def test_a_part_that_is_kept_keeps_no_others(
+        self, devices: list[jax.Device], given: bool
+    ) -> None:
+        """Once it was read. ``given``: of an argument, otherwise of a result."""
+        mesh, spec = Mesh(np.array(devices), ("x",)), PartitionSpec("x")
+        sharding = NamedSharding(mesh, spec)
+        summed = jax.jit(
+            jax.shard_map(lambda a: a + lax.psum(a, "x"), mesh=mesh, in_specs=spec, out_specs=spec)
+        )
+        x = jax.device_put(np.ones((4, 1000), np.float32), sharding)
+        for _ in range(2):
+            y = jax.block_until_ready(summed(x))
+        part = (x if given else y).addressable_shards[0].data
+        np.testing.assert_array_equal(np.asarray(part), np.full((1, 1000), 1.0 if given else 5.0))
+        np.testing.assert_array_equal(np.asarray(summed(x)), np.full((4, 1000), 5.0))
+        gc.collect()
+        before = devices[1].memory_stats()["bytes_in_use"]
+        if given:
+            del x
+        else:
+            del y
+        gc.collect()
+        assert before - devices[1].memory_stats()["bytes_in_use"] == 4000
+        assert not part.is_deleted()
 
     def test_they_meet(self, devices: list[jax.Device]) -> None:
         barrier = threading.Barrier(len(devices))

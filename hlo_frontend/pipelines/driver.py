@@ -84,7 +84,9 @@ def _all(
     written: Module, names: list[str], num_replicas: int, num_partitions: int, chunks: int
 ) -> tuple[bytes, list[Interleaved]]:
     """All of these loops rewritten. Raises `Refusal`, which names one of them, and `GaveUpError`."""
-    module = written
+    module, copied = at_home(written, names, num_replicas, num_partitions)
+    if copied:  # there is no promise of rounding here
+        module = written
     for name in names:
         module = inlined(module, name)
     entry = flatten(module.entry, CollectiveReader(num_replicas, num_partitions))

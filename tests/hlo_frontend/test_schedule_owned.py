@@ -11,7 +11,7 @@ import pytest
 import training_steps
 from frontend_support import P, manual, mesh
 from jax import lax
-from random_steps import compiled
+from random_steps import compare, compiled
 from schedule_judges import judge, refused
 from training_steps import Draw
 
@@ -181,6 +181,19 @@ LABELS = {
 def test_labels_that_go_from_stage_to_stage(d, schedules):
     """The last stage computes those of its microbatch as the first stage does, of what all stages have."""
     judge(d, *schedules.split())
+
+
+@pytest.mark.parametrize("head", ["cond", "behind"])
+def test_labels_with_chunks_alone(head):
+    """Interleaved, but otherwise as it is written."""
+    found = compare(Draw(travels="labels", head=head, microbatches=3), "gpipe", interleave=2)
+    assert found.whys == found.differs == ()
+    assert all(report.chunks == 2 for report in found.module.interleaved)
+
+
+def test_a_mask_with_chunks_alone():
+    found = compare(Draw(travels="mask", loss="squares"), "gpipe", interleave=2)
+    assert "which its layers take, changes from iteration to iteration" in found.whys[0]
 
 
 def test_labels_that_stages_change(monkeypatch):

@@ -233,6 +233,17 @@ def stop_answering():
         PyThread_release_lock(bell)
 
 
+def answer_no_more():
+    """In a forked child, which has no thread that answers: who asks takes the GIL. Locks may be those of threads that
+    are gone, so there are others; what was asked stays with the parent."""
+    global answers_lock, answering, asleep, first_question, last_question
+    cdef PyThread_type_lock fresh = PyThread_allocate_lock()
+    if fresh == NULL:
+        raise MemoryError
+    answers_lock, answering, asleep = fresh, False, False
+    first_question = last_question = NULL
+
+
 cdef void* buffer_destroy(void* a) noexcept nogil:
     cdef buffer_t* buffer = <buffer_t*>(<PJRT_Buffer_Destroy_Args*>a).buffer
     if buffer == NULL:

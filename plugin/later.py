@@ -9,6 +9,7 @@ once whether a buffer is computed that somebody asks for.
 from __future__ import annotations
 
 import atexit
+import os
 import threading
 import time
 from collections import deque
@@ -96,11 +97,16 @@ class Answers:
         """Have the thread run until Python ends."""
         if self._thread is None:
             atexit.register(self.close)
+            os.register_at_fork(after_in_child=self._forked)
             self._thread = threading.Thread(
                 target=_capi.answer_questions, name="stretto-answers", daemon=True
             )
             _capi.start_answering()
             self._thread.start()
+
+    def _forked(self) -> None:
+        self._thread = None
+        _capi.answer_no_more()
 
     def close(self) -> None:
         """Answer what was asked, and end: whoever asks from now on takes the GIL."""

@@ -192,6 +192,20 @@ def test_programs_that_communicate_run_in_functions_called_back(tmp_path: Path) 
     assert list(tmp_path.glob("jit__lambda*"))
 
 
+def test_forked_children_read_arrays() -> None:
+    """As workers that load data do. The thread that tells whether they are computed is the parent's."""
+    code = """
+import os, jax, numpy as np
+x = jax.device_put(np.arange(8, dtype=np.float32))
+child = os.fork()
+if not child:
+    os._exit(int(np.asarray(jax.block_until_ready(x)).sum()))
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 28
+np.testing.assert_array_equal(np.asarray(x), np.arange(8))
+"""
+    check(run_python(code))
+
+
 class TestExit:
     def test_with_live_arrays(self) -> None:
         done = run_python(EXIT_WITH_LIVE_ARRAYS)

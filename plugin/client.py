@@ -76,8 +76,8 @@ class Client(_capi.Handle):  # type: ignore[misc]
             self.overlap = replace(self.overlap, measured=known(self.world.measured, rank))
         self.put_copy = self.engine.put_copy if isinstance(self.engine, CopyingEngine) else None
         # Whether buffers of equal numbers may have one array.
-        jax_arrays = getattr(self.engine, "jax_arrays", False)
-        self.shares_scalars = jax_arrays and self.put_copy is not None
+        self.jax_arrays = getattr(self.engine, "jax_arrays", False)
+        self.shares_scalars = self.jax_arrays and self.put_copy is not None
         self.calls = (
             NativePolicy.of(local, size, self.world.nodes)
             if can_call(self.engine, chosen)

@@ -25,6 +25,7 @@ import test_native as cases
 
 import stretto
 from stretto.plugin.client import clients
+from stretto.runtime.execution import dispatch
 from stretto.runtime.execution.regions import Region
 
 
@@ -89,7 +90,10 @@ def late(mesh: Mesh) -> None:
     before = stretto.stats()
     world = MPI.COMM_WORLD
     here = Region.run_here
-    with patch.object(Region, "run_here", autospec=True, side_effect=here) as alone:
+    with (
+        patch.object(dispatch, "PATIENCE", 30.0),  # for the thread that has ended the run before
+        patch.object(Region, "run_here", autospec=True, side_effect=here) as alone,
+    ):
         for _ in range(5):
             if world.Get_rank() > 0:
                 world.recv(source=0)

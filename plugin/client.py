@@ -75,8 +75,8 @@ class Client(_capi.Handle):  # type: ignore[misc]
         if self.overlap is not None and chosen.profile:
             self.overlap = replace(self.overlap, measured=known(self.world.measured, rank))
         self.put_copy = self.engine.put_copy if isinstance(self.engine, CopyingEngine) else None
-        # Whether buffers of equal numbers may have one array.
         self.jax_arrays = getattr(self.engine, "jax_arrays", False)
+        # Whether buffers of equal numbers may have one array.
         self.shares_scalars = self.jax_arrays and self.put_copy is not None
         self.calls = (
             NativePolicy.of(local, size, self.world.nodes)

@@ -36,6 +36,8 @@ from .walk import Walker
 # Seconds that a caller waits for compiled code on several devices, instead of `PATIENCE`: their threads take
 # turns on the cores, and beside other work what takes half a millisecond often takes more than one.
 MOMENT = 2e-3
+# What is given for one parameter on all local devices of a program: a value on each, or a promise of it.
+Given = Promise | Sequence[Value]
 # Bytes that a process in which allocating them fails would not live without.
 LITTLE = 2**20
 
@@ -235,7 +237,7 @@ class LoadedProgram:
                 f"program {self.program.name} takes {self._num_inputs} arguments for each of "
                 f"{len(self.local)} local devices, not {[len(row) for row in arguments]}"
             )
-        columns = [self._together_or_not(column) for column in zip(*arguments, strict=True)]
+        columns = [self._given(column) for column in zip(*arguments, strict=True)]
         promises, event = self.begin(columns)
         for index in self.program.donated:
             for row in arguments:
@@ -250,7 +252,7 @@ class LoadedProgram:
         ]
         return rows, event
 
-    def _together_or_not(self, values: Sequence[Value]) -> Given:
+    def _given(self, values: Sequence[Value]) -> Given:
         """What is given for one parameter: where it was promised for all devices, in their order, that."""
         promise = values[0]._other
         if type(promise) is not Promise or promise.type is None or self.has_host_callbacks:
@@ -578,10 +580,6 @@ class LoadedProgram:
             raise InvalidProgramError(
                 f"argument {index} of program {self.program.name} is {found}, not {wanted}"
             )
-
-
-# What is given for one parameter on all local devices of a program: a value on each, or a promise of it.
-Given = Promise | Sequence[Value]
 
 
 def _there(type: TensorType, register: Any) -> Promise:

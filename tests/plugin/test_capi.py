@@ -278,6 +278,15 @@ class TestTransferManager:
         ):
             call(name, **{field: pointer})
 
+    def _transfer(self, manager: int, host: np.ndarray) -> None:
+        call(
+            "PJRT_AsyncHostToDeviceTransferManager_TransferData",
+            transfer_manager=manager,
+            data=host.ctypes.data,
+            transfer_size=host.nbytes,
+            is_last_transfer=True,
+        )
+
     def test_a_buffer_is_asked_about_without_the_gil(self, client: int) -> None:
         """jaxlib holds a lock meanwhile, for which a thread that has the GIL may wait."""
         manager = self._manager(client, (2,), "s32")
@@ -291,14 +300,7 @@ class TestTransferManager:
         )
         pointer = ctypes.cast(callback, ctypes.c_void_p).value
         _called_apart("PJRT_Event_OnReady", event=ready, callback=pointer)
-        host = np.arange(2, dtype=np.int32)
-        call(
-            query + "TransferData",
-            transfer_manager=manager,
-            data=host.ctypes.data,
-            transfer_size=8,
-            is_last_transfer=True,
-        )
+        self._transfer(manager, np.arange(2, dtype=np.int32))
         call("PJRT_Event_Await", event=ready)
         assert _called_apart("PJRT_Event_IsReady", event=ready).is_ready
         assert called.wait(60)
@@ -319,14 +321,7 @@ class TestTransferManager:
         unused = call("PJRT_Buffer_ReadyEvent", buffer=buffer).event
         call("PJRT_Event_Destroy", event=unused)
         call("PJRT_Buffer_Destroy", buffer=buffer)
-        host = np.arange(2, dtype=np.int32)
-        call(
-            query + "TransferData",
-            transfer_manager=manager,
-            data=host.ctypes.data,
-            transfer_size=8,
-            is_last_transfer=True,
-        )
+        self._transfer(manager, np.arange(2, dtype=np.int32))
         call("PJRT_Event_Await", event=ready)
         call("PJRT_Event_Error", event=ready)
         call("PJRT_Event_Destroy", event=ready)

@@ -37,12 +37,15 @@ def finished(
             capture_output=True,
             text=True,
         ).stdout
-        for pid in _pythons(process.pid):
+        own = _of_session(
+            process.pid
+        )  # while mpiexec is there, whose ranks have sessions of their own
+        for pid in filter(_is_python, own):
             _signal(pid, signal.SIGABRT)  # has Python's fault handler write the stacks
         try:
             out, err = process.communicate(timeout=10)
         except subprocess.TimeoutExpired:
-            for pid in _of_session(process.pid):
+            for pid in own:
                 _signal(pid, signal.SIGKILL)
             out, err = process.communicate()
         pytest.fail(f"{' '.join(command)} did not end in {timeout:g} s\n{shown}\n{out}\n{err}")
@@ -64,16 +67,11 @@ def _of_session(leader: int) -> list[int]:
     return sorted(found)
 
 
-def _pythons(leader: int) -> list[int]:
-    found = []
-    for pid in _of_session(leader):
-        try:
-            name = os.readlink(f"/proc/{pid}/exe")
-        except OSError:  # it has ended
-            continue
-        if os.path.basename(name).startswith("python"):
-            found.append(pid)
-    return found
+def _is_python(pid: int) -> bool:
+    try:
+        return os.path.basename(os.readlink(f"/proc/{pid}/exe")).startswith("python")
+    except OSError:  # it has ended
+        return False
 
 
 def _signal(pid: int, number: int) -> None:

@@ -377,10 +377,13 @@ SMALL_BYTES = FEW_BYTES  # that are copied sooner than aligned
 
 
 cdef void* buffer_from_host(void* a) noexcept nogil:
-    if gone():
-        return NULL
-    with gil:
-        return call_from_host(<PJRT_Client_BufferFromHostBuffer_Args*>a)
+    cdef void* error = NULL
+    come_in()
+    if not gone():
+        with gil:
+            error = call_from_host(<PJRT_Client_BufferFromHostBuffer_Args*>a)
+    go_out()
+    return error
 
 
 cdef void* call_from_host(PJRT_Client_BufferFromHostBuffer_Args* args) noexcept:

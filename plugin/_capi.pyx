@@ -12,6 +12,7 @@ Invariants:
 - A handle is a pointer to a struct inside a Python object; the struct begins with the address of that object.
   What a caller must destroy holds a reference; devices, memories and topologies belong to their client.
 - What jaxlib calls with a lock of its own held never takes the GIL (`_answers.pxi` says what that is).
+- Threads that still compute when Python ends rest in the entries that take long (`_ends.pxi`).
 - A callback of the caller is called with the GIL released and with no lock held.
 """
 
@@ -100,6 +101,8 @@ cdef extern from *:
     const void* exported_table "stretto_table"
     void PyErr_SetInterrupt()
 
+include "_ends.pxi"
+
 cdef extern from "Python.h":
     void* PyGILState_GetThisThreadState() noexcept nogil
     int Py_AddPendingCall(int (*)(void*) noexcept, void*) noexcept nogil
@@ -177,10 +180,13 @@ cdef tuple names = _abi.ALL_FUNCTIONS
 
 
 cdef void* dispatch(int number, void* args) noexcept nogil:
-    if gone():
-        return NULL
-    with gil:
-        return call_handler(number, args)
+    cdef void* error = NULL
+    come_in()
+    if not gone():
+        with gil:
+            error = call_handler(number, args)
+    go_out()
+    return error
 
 
 cdef int create_client = names.index("PJRT_Client_Create")

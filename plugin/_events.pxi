@@ -255,11 +255,18 @@ cdef void* event_error(void* a) noexcept nogil:
 cdef void* event_await(void* a) noexcept nogil:
     cdef event_t* event = <event_t*>(<PJRT_Event_Await_Args*>a).event
     if not (is_answered(event) if event.asked else event.ready):
-        if gone():
-            return NULL
-        with gil:
-            return await_event(event)
+        return block_on(event)
     return error_of_answer(event) if event.asked else copy_error(event.error)
+
+
+cdef void* block_on(event_t* event) noexcept nogil:
+    cdef void* error = NULL
+    come_in()
+    if not gone():
+        with gil:
+            error = await_event(event)
+    go_out()
+    return error
 
 
 cdef void* await_event(event_t* event) noexcept:

@@ -463,10 +463,15 @@ cdef inline bint is_without_error(object array) noexcept:
 
 cdef void* execute(void* a) noexcept nogil:
     cdef PJRT_LoadedExecutable_Execute_Args* args = <PJRT_LoadedExecutable_Execute_Args*>a
+    cdef void* error
+    come_in()
     if gone():
-        return new_error(1, b"the interpreter is going away", 29)
-    with gil:
-        return run_executable(args)
+        error = new_error(1, b"the interpreter is going away", 29)
+    else:
+        with gil:
+            error = run_executable(args)
+    go_out()
+    return error
 
 
 cdef void* run_executable(PJRT_LoadedExecutable_Execute_Args* args) noexcept:

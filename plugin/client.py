@@ -31,7 +31,7 @@ from stretto.runtime.recording.instrument import Instrument
 
 from . import _capi, abi, jax_private, store
 from .device import PLATFORM, make_devices
-from .later import answers
+from .later import answers, rest
 from .profile import known
 from .structs import NamedValues, read_int64s
 from .table import entry
@@ -40,6 +40,9 @@ from .topology import Text, Topology, platform_version, pointers
 
 _TYPE_NAMES = {code: name for name, code in abi.BUFFER_TYPES.items()}
 
+# Seconds for which threads that still compute rest when Python ends, should Python wait for one of them.
+# Where there are other processes it may have to wait for those, and such a thread can run nothing any more.
+REST_ALONE, REST_OF_RANKS = 1.0, 10.0
 
 clients: WeakSet[Client] = WeakSet()
 
@@ -229,8 +232,10 @@ def plugin_attributes(args: Any) -> None:
 
 @entry("PJRT_Client_Create")
 def create(args: Any) -> None:
-    args.client = _capi.give(Client(store.rendezvous()))
+    client = Client(store.rendezvous())
+    args.client = _capi.give(client)
     answers.start()
+    rest.expect(REST_ALONE if client.world.size == 1 else REST_OF_RANKS)
     _guard_signals()
 
 

@@ -10,8 +10,7 @@ import ctypes
 import hashlib
 import logging
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from importlib.metadata import version
 from typing import Any
 from weakref import WeakSet
@@ -27,6 +26,7 @@ from stretto.hlo_frontend.schema import (
 from stretto.runtime.errors import InvalidProgramError
 from stretto.runtime.execution.compiled_segments import CompiledSegments, compile_segments
 from stretto.runtime.execution.executor import LoadedProgram
+from stretto.runtime.execution.side_by_side import beside
 from stretto.runtime.program import calls_back
 from stretto.runtime.program.memory_plan import MemoryPlan
 from stretto.runtime.recording import statistics
@@ -276,9 +276,8 @@ def _compile_here(
         compiled = compile_module(client, source, options)
         _warn(client, compiled)
         # While the engine compiles, which leaves Python alone.
-        with ThreadPoolExecutor(1, thread_name_prefix="stretto-digest") as pool:
-            digested = pool.submit(_digest, source)
-            loaded = _onto(client, compiled, device_ids, host_callbacks)
+        digested = beside(partial(_digest, source))
+        loaded = _onto(client, compiled, device_ids, host_callbacks)
         digest = digested.result()
     executable = Executable(
         client,

@@ -14,12 +14,15 @@ import threading
 import time
 from collections import deque
 
-from stretto.runtime.job.exits import await_at_exit
+from stretto.runtime.job.exits import await_at_exit, grace
 
 from . import _capi
 
 # The longest that an event may be told late: long beside a thread switch, short beside what matters.
 REST = 0.001
+# Seconds without a call from any other thread after which all are taken to rest, at the end of Python:
+# between two calls they are elsewhere in JAX.
+QUIET = 0.02
 
 
 class Later:
@@ -32,9 +35,13 @@ class Later:
         self._asleep = False
         self._lock = threading.Lock()
         self._closing = False
+        self._closed = False
 
     def add(self, event: _capi.Event) -> None:
-        """Complete this event when what it stands for is done."""
+        """Complete this event when what it stands for is done; at once, where Python is ending."""
+        if self._closed:
+            event.wait()
+            return
         self._events.append(event)
         if self._thread is None:
             self._start()
@@ -53,6 +60,7 @@ class Later:
 
     def close(self) -> None:
         """Wait for all events, then end the thread: it must not be inside of jaxlib when Python ends."""
+        self._closed = True
         thread, self._thread = self._thread, None
         if thread is not None and thread.is_alive():
             self._closing = True
@@ -116,5 +124,29 @@ class Answers:
             thread.join()
 
 
+class Rest:
+    """Has threads rest that still compute when Python ends (`_ends.pxi`)."""
+
+    def __init__(self) -> None:
+        self._expected = False
+
+    def expect(self, seconds: float) -> None:
+        """Do so when Python ends. ``seconds``: for how long at most, should Python wait for one of them."""
+        if not self._expected:
+            self._expected = True
+            atexit.register(self.begin, seconds)
+
+    def begin(self, seconds: float) -> None:
+        """Have all others rest that there are."""
+        ending = threading.current_thread()
+        others = (t for t in threading.enumerate() if t is not ending)
+        if all(thread.name.startswith("stretto-") for thread in others):
+            return
+        _capi.have_others_rest(seconds)
+        until = time.monotonic() + grace()
+        await_at_exit(lambda tick: _capi.others_rest(QUIET, tick) or time.monotonic() > until)
+
+
+rest = Rest()
 later = Later()
 answers = Answers()

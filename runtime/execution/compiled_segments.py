@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from ..engines.engine import (
@@ -21,6 +21,7 @@ from ..program import Program, Run, Segment, calls_back, instructions
 from ..program.memory_plan import MemoryPlan, plan
 from ..recording import statistics
 from .regions import register
+from .side_by_side import among
 
 
 @dataclass(frozen=True)
@@ -113,8 +114,8 @@ def compile_segments(
     else:
         # The largest first: one that is left to the end would be compiled by one thread alone.
         by_size = sorted(indices, key=lambda index: -len(program.segments[index].module))
-        with ThreadPoolExecutor(workers, thread_name_prefix="stretto-compile") as pool:
-            compiled = dict(zip(by_size, pool.map(compile_one, by_size), strict=True))
+        made = among(workers, [partial(compile_one, index) for index in by_size])
+        compiled = dict(zip(by_size, made, strict=True))
     segments = [compiled[home] for home in homes]
     return CompiledSegments(program, engine, segments, bool(host_callbacks))
 

@@ -78,6 +78,7 @@ class Dispatched(Protocol):
     """
 
     event: Event
+    end: Event
     caller: object
 
     @property
@@ -100,7 +101,8 @@ class Dispatcher:
 
     ``stream`` has the dispatch thread. ``next_run()`` numbers the executions. ``instrument`` observes them;
     ``observing`` is held while it is exchanged, also in programs that are loaded. ``closed``: no run may
-    begin.
+    begin. ``late``: Python is ending, and a run is over when its call returns: where Python ends a thread in
+    the middle of one, the process aborts.
     """
 
     def __init__(self, world: Processes, instrument: Instrument | None) -> None:
@@ -109,7 +111,7 @@ class Dispatcher:
         self.observing = threading.Lock()
         self.stream = Stream("stretto-dispatch")
         self.next_run: Callable[[], int] = count(1).__next__
-        self.closed = False
+        self.closed = self.late = False
         self._executions: dict[int, Dispatched] = {}
         self._nested = threading.RLock()  # held by runs within a run, where they span processes
         world.on_failure(self._fail)
@@ -117,8 +119,8 @@ class Dispatcher:
     def enqueue(self, execution: Dispatched) -> None:
         """Have the dispatch thread walk a run. A run asked for by a host callback is walked at once."""
         nested = called_back.inside()
-        if self.closed and not nested:
-            raise StrettoError("the executor is closed: the process is ending")
+        if not nested:
+            self.check_open()
         if not nested and len(self._executions) >= MAX_QUEUED:
             oldest = list(self._executions.values())[:1]
             for ahead in oldest:
@@ -133,6 +135,17 @@ class Dispatcher:
                 execution.walk()
         else:
             self.stream.submit(execution.walk)
+            if self.late:
+                execution.end.wait()
+
+    def check_open(self) -> None:
+        """Raises `StrettoError` where no run may begin any more."""
+        if self.closed:
+            raise StrettoError(
+                "the executor is closed: the process is ending, and other ranks do not wait for it. "
+                "Functions that Python calls at its end can compute where they are registered after JAX "
+                "made its devices"
+            )
 
     @property
     def idle(self) -> bool:
@@ -158,14 +171,18 @@ class Dispatcher:
 
     def take_turn(self) -> bool:
         """Have the caller be the dispatch thread until it calls `end_turn`, if no run is under way."""
-        if self._executions or self.closed or self.world.error is not None or called_back.inside():
+        if self._executions or self._ending or self.world.error is not None or called_back.inside():
             return False
         return self.stream.try_turn(PATIENCE)
+
+    @property
+    def _ending(self) -> bool:
+        return self.closed or self.late
 
     def may_overtake(self) -> bool:
         """Whether runs under way are other threads', so that the order of the caller's does not forbid it to
         run a program beside them."""
-        if self.closed or self.world.error is not None or called_back.inside():
+        if self._ending or self.world.error is not None or called_back.inside():
             return False
         mark = caller.mark
         return all(execution.caller is not mark for execution in list(self._executions.values()))

@@ -123,6 +123,7 @@ class Executor:
         first runs (`negotiation`). Raises `CompileError`, `UnsupportedError`, `InvalidProgramError` where
         devices and program disagree, and `CollectiveMismatch` where the program waits for itself.
         """
+        self.dispatcher.check_open()
         device_ids = tuple(device_ids)
         self._check_devices(program, device_ids)
         per_process = self.world.local_devices
@@ -238,6 +239,15 @@ class Executor:
                 lane.gpus.close()
             lane.communicator.close()
 
+    def settle(self) -> None:
+        """Wait for the runs under way. Python is ending, and may call functions that run others."""
+        self.dispatcher.late = True
+        for stream in [self.dispatcher.stream, *(lane.stream for lane in self._lanes)]:
+            if not stream.idle:
+                await_at_exit(stream.submit(_nothing).wait_for)
+        await_left()
+        await_idle(completions)
+
     def _ended(self, stream: Stream, seconds: float) -> bool:
         return stream.close(seconds) or self.world.error is not None
 
@@ -337,5 +347,14 @@ def _poisoned(communicators: Callable[[int], Communicator]) -> Callable[[int], C
 
 def _close_at_exit(reference: weakref.ref[Executor]) -> None:
     executor = reference()
-    if executor is not None:
+    if executor is None:
+        return
+    # Other processes may wait for this one, and GPUs for their host, as long as something may run.
+    if executor.world.size > 1 or isinstance(executor.engine, StreamedEngine):
         executor.close()
+    else:
+        executor.settle()
+
+
+def _nothing() -> None:
+    pass

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from ..errors import StrettoError
 from ..job.exits import await_at_exit, grace
 from .called_back import CalledBack
-from .stream import Completions
+from .stream import Completions, Event
 
 Result = TypeVar("Result")
 
@@ -76,6 +76,23 @@ def among(threads: int, calls: Sequence[Callable[[], Result]]) -> list[Result]:
     if failure is not None:
         raise failure
     return [results[index] for index in range(len(calls))]
+
+
+def beside(call: Callable[[], Result]) -> Event:
+    """Have another thread make the call, whose result is the event's. Where Python is ending and begins no
+    threads it is made here."""
+    event = Event()
+
+    def run() -> None:
+        try:
+            value = call()
+        except BaseException as error:
+            event.set(error=error)
+        else:
+            event.set(value)
+
+    _helpers.submit(run)
+    return event
 
 
 def or_error(call: Callable[[], Result], called: CalledBack) -> Result:

@@ -81,6 +81,7 @@ class World:
         self.patience = cores.patience(places, nodes) if comm else math.inf
         self.comm = comm
         self.size: int = comm.Get_size() if comm else 1
+        self.has_left = False  # a job of several processes
         self.nodes = nodes
         self.local_devices = options.local_devices
         self.host = socket.gethostname()
@@ -204,6 +205,7 @@ class World:
                     self._control.await_end(code)
                 exits.end_process(code)
             self._control.close()
+        self.has_left = self.size > 1
         finalize_mpi()
 
     def forget(self) -> None:
@@ -241,6 +243,11 @@ def bootstrap(chosen: Options | None = None, rendezvous: Rendezvous | None = Non
                 "set options before JAX makes its devices"
             )
         _world = World(chosen)
+    if _world.has_left:
+        raise WorldError(
+            "the process is ending, and has left its job: functions that Python calls at its end can compute "
+            "where they are registered after JAX made its devices"
+        )
     return _world
 
 

@@ -281,6 +281,73 @@ for _ in range(5):
 """
         check(run_python(code))
 
+    @pytest.mark.parametrize(("first", "local_devices"), [("the function", 2), ("the devices", 1)])
+    def test_functions_that_python_calls_at_its_end_compute(
+        self, first: str, local_devices: int
+    ) -> None:
+        code = """
+import atexit, sys
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import NamedSharding, PartitionSpec as P
+def show(where):
+    mesh = jax.make_mesh((jax.device_count(),), ("x",))
+    a = jax.device_put(np.arange(8 * 2048, dtype=np.float32).reshape(8, -1), NamedSharding(mesh, P("x")))
+    def f(a):  # several segments, between which arrays are gathered, and a callback
+        for _ in range(3):
+            a = a - jax.lax.psum(a @ a.T, "x").sum() / 1e9 + jax.lax.ppermute(a, "x", [(0, 0)])
+        return jax.pure_callback(lambda v: v + 1, jax.ShapeDtypeStruct(a.shape, a.dtype), a)
+    mapped = jax.jit(jax.shard_map(f, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=False))
+    print(where, np.asarray(mapped(a)).tobytes()[:32].hex(), float(jnp.arange(10.0).mean()))
+if sys.argv[1] == "the function":
+    atexit.register(show, "late")
+jax.devices()
+if sys.argv[1] == "the devices":
+    atexit.register(show, "late")
+atexit.register(jax.clear_caches)
+show("before")
+"""
+        done = run_python(code, first, local_devices=local_devices)
+        lines = [line.split() for line in check(done).splitlines()]
+        assert done.stderr == ""
+        assert [line[0] for line in lines] == ["before", "late"]
+        assert lines[0][1:] == lines[1][1:]
+        assert lines[0][2] == "4.5"
+
+    @pytest.mark.parametrize("waited_for", [False, True], ids=["left", "waited for"])
+    def test_beside_daemon_threads_that_compute(self, waited_for: bool) -> None:
+        code = """
+import atexit, sys, threading
+import jax, numpy as np
+from jax.sharding import NamedSharding, PartitionSpec as P
+def wait():
+    stop.set()
+    for thread in threads:
+        thread.join()
+    print("ended")
+if sys.argv[1] == "True":
+    atexit.register(wait)  # ahead of all that runs at the end: it is called last
+mesh = jax.make_mesh((2,), ("x",))
+f = jax.jit(jax.shard_map(lambda a: jax.lax.psum(a, "x"), mesh=mesh, in_specs=P("x"), out_specs=P()))
+started, stop = threading.Semaphore(0), threading.Event()
+def go():
+    i = 0
+    while not stop.is_set():
+        a = jax.device_put(np.full(8, i, np.float32), NamedSharding(mesh, P("x")))
+        assert np.asarray(f(a))[0] == 2 * i
+        jax.jit(lambda b: b * 2 + 1)(i).block_until_ready()
+        i += 1
+        if i == 3:
+            started.release()
+threads = [threading.Thread(target=go, daemon=True) for _ in range(3)]
+for thread in threads:
+    thread.start()
+for _ in threads:
+    started.acquire()
+"""
+        done = run_python(code, str(waited_for))
+        assert check(done) == ("ended\n" if waited_for else "")
+        assert done.stderr == ""
+
 
 def test_a_thread_of_c_lets_go_of_a_handle_without_the_gil() -> None:
     """As jaxlib's threads do of executables, also while Python ends: who waits for the GIL then is ended."""

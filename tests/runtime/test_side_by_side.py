@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from stretto.runtime.execution.side_by_side import among, side_by_side
+from stretto.runtime.execution.side_by_side import among, beside, side_by_side
+from stretto.runtime.execution.stream import Completions
 
 
 def test_calls_that_meet_in_a_barrier_give_their_results_in_order() -> None:
@@ -78,3 +79,25 @@ def test_an_error_ends_the_calls_that_have_not_begun() -> None:
     with pytest.raises(KeyError, match="its own"):
         among(1, [fail, lambda: made.append(1) or 1])
     assert made == []
+
+
+def test_a_call_beside_the_caller_gives_its_result_or_raises() -> None:
+    began, go = threading.Event(), threading.Event()
+    event = beside(lambda: (began.set(), go.wait(30)))
+    assert began.wait(30) and not event.done
+    go.set()
+    assert event.result() == (None, True)
+    with pytest.raises(ZeroDivisionError):
+        beside(lambda: 1 // 0).result()
+
+
+def test_a_call_is_made_here_where_python_begins_no_threads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr("stretto.runtime.execution.side_by_side._helpers", Completions("test"))
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    assert beside(threading.get_ident).result() == threading.get_ident()
+    assert among(2, [lambda: 1, lambda: 2]) == [1, 2]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -110,3 +113,34 @@ def test_the_lists_of_known_failures(path: Path) -> None:
     known = judge.known_failures(path.stem)
     assert known
     assert all(re.fullmatch(r"\w+::\w+", test) for test in known)
+
+
+def test_the_record_names_errors_that_python_could_not_raise(tmp_path: Path) -> None:
+    file = tmp_path / "test_hidden.py"
+    file.write_text(
+        """
+class Hidden:
+    def __init__(self, error): self.error = error
+    def __del__(self): raise self.error
+def test_two(): Hidden(RuntimeError("the loop is closed")), Hidden(ValueError("the other"))
+def test_raised(): assert False, "as it is"
+"""
+    )
+    record = tmp_path / "record.jsonl"
+    settings = {"RECORD": str(record), "MODULUS": "1", "RESIDUE": "0", "LEFT_OUT": ""}
+    env = os.environ | {f"JAX_SUITE_{name}": value for name, value in settings.items()}
+    env |= {"PYTHONPATH": str(ROOT / "ci/jax_suite_runner/inside"), "JAX_PLATFORMS": "cpu"}
+    subprocess.run(
+        [sys.executable, "-m", "pytest", "-W", "error", "-p", "jax_suite_recorder", str(file)],
+        env=env,
+        cwd=tmp_path,
+        capture_output=True,
+        timeout=120,
+        check=False,
+    )
+    told = map(json.loads, record.read_text().splitlines())
+    details = {line["end"]: line["detail"] for line in told if "end" in line}
+    assert details["::test_two"].startswith(
+        "RuntimeError: the loop is closed; ValueError: the other; "
+    )
+    assert details["::test_raised"].startswith("AssertionError: as it is")

@@ -72,13 +72,13 @@ _worst: dict[str, tuple[str, float, str]] = {}
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item) -> Any:
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Any:
     """The worst of set-up, call and tear-down is what the test did; their times add up."""
     report: pytest.TestReport = yield
     name = _name(item)
     outcome, seconds, detail = _worst.get(name, ("passed", 0.0, ""))
     if report.outcome != "passed" and outcome != "failed":
-        outcome, detail = report.outcome, _reason(report)
+        outcome, detail = report.outcome, _reason(report, call.excinfo)
     _worst[name] = outcome, seconds + report.duration, detail
     if report.when == "teardown":
         outcome, seconds, detail = _worst.pop(name)
@@ -86,7 +86,20 @@ def pytest_runtest_makereport(item: pytest.Item) -> Any:
     return report
 
 
-def _reason(report: pytest.TestReport) -> str:
+def _reason(report: pytest.TestReport, found: pytest.ExceptionInfo[BaseException] | None) -> str:
     text = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
     crash = getattr(report.longrepr, "reprcrash", None)
-    return (crash.message if crash else text)[:2000]
+    message = crash.message if crash else text
+    causes = (
+        []
+        if found is None
+        else [cause for cause in _causes(found.value) if cause is not found.value]
+    )
+    told = dict.fromkeys(f"{type(cause).__name__}: {cause}" for cause in causes)
+    return "; ".join([*told, message])[:2000]
+
+
+def _causes(error: BaseException) -> list[BaseException]:
+    """What an error was raised from, or an error of several is made of: those that no other one caused."""
+    below = [*getattr(error, "exceptions", ())] or [*filter(None, [error.__cause__])]
+    return [cause for one in below for cause in _causes(one)] or [error]

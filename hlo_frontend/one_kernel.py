@@ -10,14 +10,14 @@ Such a kernel has neither libraries nor threads. So `prepare` admits only operat
 have, on arrays of `MOST_BYTES`, and writes dots, which may be calls of a library, as products and sums.
 
 XLA ends the process when it makes a kernel of a function with a parameter that nothing reads, as its own
-simplification leaves behind: of an index that can only be 0, or of a constant that it folds into what is
-called. So a function with parameters that may come to that gives one more result, for which it reads an
-element of each of them.
+simplification leaves behind: of an index that can only be 0, of a constant that it folds into what is
+called, or of what a loop hands on for nobody. So a function with parameters that may come to that gives one
+more result, for which it reads an element of each of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import reduce
 from math import prod
 from typing import Any
@@ -110,25 +110,63 @@ def mark(call: Any, function: Any) -> None:
     call.erase()
 
 
-def _kept(block: Any, kept: set[ir.Value]) -> set[ir.Value]:
-    """``kept`` with the values on which, for all that XLA finds, something depends that the block gives.
+def _keep(block: Any, kept: set[ir.Value], live: Collection[int] | None = None) -> None:
+    """Add to ``kept`` the values on which, for all that XLA finds, something depends that the block gives.
+    ``live``: the positions of what it gives that somebody reads, all if None.
 
     What is simple it has found already, in the whole program: what it may still find to be without use are
-    numbers and arrays that only say where to look, and what is overwritten as a whole.
+    numbers and arrays that only say where to look, what is overwritten as a whole, and what a loop or a
+    branch hands on for nobody.
     """
-    for operation in reversed(list(block.operations)):
+    *operations, ends = block.operations
+    kept.update(v for i, v in enumerate(ends.operands) if live is None or i in live)
+    for operation in reversed(operations):
+        if operation.operation.name in _FLOW:
+            read = {i for i, result in enumerate(operation.results) if result in kept}
+            if read:
+                kept.update(operation.operands[i] for i in _kept_by_flow(operation, kept, read))
+            continue
         for region in operation.operation.regions:
             for inner in region:
-                _kept(inner, kept)
+                _keep(inner, kept)
         kept.update(o for i, o in enumerate(operation.operands) if _keeps(operation, i, kept))
-    return kept
+
+
+def _kept_by_flow(operation: Any, kept: set[ir.Value], live: set[int]) -> set[int]:
+    """The positions of what a loop, a branch or a call is given that is kept, where its results at ``live``
+    are. What its regions take from outside is added to ``kept``."""
+    name, blocks = operation.operation.name, [region.blocks[0] for region in operation.regions]
+    if name == "func.call":
+        block = _callee(operation).entry_block
+        inner: set[ir.Value] = set()
+        _keep(block, inner, live)
+        return {i for i, argument in enumerate(block.arguments) if argument in inner}
+    if name != "stablehlo.while":
+        for block in blocks:
+            _keep(block, kept, live)
+        return {0}
+    condition, body = blocks
+    _keep(condition, kept)
+    while True:
+        _keep(body, kept, live)
+        both = zip(condition.arguments, body.arguments, strict=True)
+        more = {i for i, own in enumerate(both) if kept.intersection(own)}
+        if more <= live:
+            return live
+        live = live | more
+
+
+def _callee(call: Any) -> Any:
+    module = call.operation.parent
+    while module.name != "builtin.module":
+        module = module.operation.parent
+    name = ir.FlatSymbolRefAttr(call.operation.attributes["callee"]).value
+    return ir.SymbolTable(module.operation)[name]
 
 
 def _keeps(operation: Any, position: int, kept: set[ir.Value]) -> bool:
     """Whether an operand is kept, where these are of what follows."""
     name, results = operation.operation.name, list(operation.results)
-    if name in _FLOW:
-        return True
     if name == "stablehlo.optimization_barrier":
         return results[position] in kept
     if name in ("stablehlo.dynamic_slice", "stablehlo.gather") and position > 0:
@@ -143,7 +181,8 @@ def _keeps(operation: Any, position: int, kept: set[ir.Value]) -> bool:
 def _read_all(function: Any) -> None:
     """Add a result, a scalar of s32 to which an element of each argument contributes that may be left."""
     block = function.entry_block
-    kept = _kept(block, set())
+    kept: set[ir.Value] = set()
+    _keep(block, kept)
     left = [argument for argument in block.arguments if argument not in kept]
     if not left:
         return

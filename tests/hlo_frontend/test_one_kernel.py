@@ -5,6 +5,7 @@ A function of JAX is the only segment of a region without collectives.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -298,6 +299,68 @@ def test_a_long_computation_of_an_index() -> None:
         return jnp.sin(lax.dynamic_slice(x * 2, (i[0], 0), (2, 3)))
 
     check(f, X, np.int32([1]))
+
+
+LOOP = """
+  %zero = stablehlo.constant dense<0> : tensor<i32>
+  %one = stablehlo.constant dense<1> : tensor<i32>
+  %five = stablehlo.constant dense<5> : tensor<i32>
+  %r:4 = stablehlo.while(%a = %x, %b = %y, %c = %y, %n = %zero) : tensor<4xf32>, tensor<4xf32>,
+      tensor<4xf32>, tensor<i32>
+    cond {
+      %less = stablehlo.compare LT, %n, %five : (tensor<i32>, tensor<i32>) -> tensor<i1>
+      stablehlo.return %less : tensor<i1>
+    } do {
+      %sine = stablehlo.sine %a : tensor<4xf32>
+      %next = stablehlo.add %sine, %a : tensor<4xf32>
+      %other = stablehlo.multiply %b, %c : tensor<4xf32>
+      %m = stablehlo.add %n, %one : tensor<i32>
+      stablehlo.return %next, %other, %c, %m : tensor<4xf32>, tensor<4xf32>, tensor<4xf32>, tensor<i32>
+    }
+  %end = stablehlo.cosine %r#0 : tensor<4xf32>"""
+BRANCH = """
+  %zeros = stablehlo.constant dense<0.0> : tensor<4xf32>
+  %positive = stablehlo.compare GT, %x, %zeros : (tensor<4xf32>, tensor<4xf32>) -> tensor<4xi1>
+  %first = stablehlo.slice %positive [0:1] : (tensor<4xi1>) -> tensor<1xi1>
+  %p = stablehlo.reshape %first : (tensor<1xi1>) -> tensor<i1>
+  %r:2 = "stablehlo.if"(%p) ({
+    %sine = stablehlo.sine %x : tensor<4xf32>
+    stablehlo.return %sine, %y : tensor<4xf32>, tensor<4xf32>
+  }, {
+    %more = stablehlo.exponential %y : tensor<4xf32>
+    stablehlo.return %x, %more : tensor<4xf32>, tensor<4xf32>
+  }) : (tensor<i1>) -> (tensor<4xf32>, tensor<4xf32>)
+  %end = stablehlo.cosine %r#0 : tensor<4xf32>"""
+CALL = """
+  %r:2 = func.call @both(%x, %y) : (tensor<4xf32>, tensor<4xf32>) -> (tensor<4xf32>, tensor<4xf32>)
+  %cosine = stablehlo.cosine %r#0 : tensor<4xf32>
+  %end = stablehlo.add %cosine, %cosine : tensor<4xf32>"""
+BOTH = """
+func.func private @both(%x: tensor<4xf32>, %y: tensor<4xf32>) -> (tensor<4xf32>, tensor<4xf32>) {
+  %sine = stablehlo.sine %x : tensor<4xf32>
+  %more = stablehlo.exponential %y : tensor<4xf32>
+  return %sine, %more : tensor<4xf32>, tensor<4xf32>
+}"""
+
+
+@pytest.mark.parametrize("body", [LOOP, BRANCH, CALL], ids=["loop", "branch", "call"])
+def test_what_is_handed_on_for_nobody_leaves_a_kernel(body: str) -> None:
+    """The process ended."""
+    text = f"""module {{
+      func.func public @main(%x: tensor<4xf32>, %y: tensor<4xf32>) -> tensor<4xf32> {{{body}
+        return %end : tensor<4xf32>
+      }}{BOTH if body is CALL else ""}
+    }}"""
+    with stablehlo.parsed(text) as module:
+        assert one_kernel.prepare(module)
+        assert len(stablehlo.main(module).type.results) == 2
+    x = np.float32([0.5, -1, 2, 3])
+    wanted = {
+        LOOP: lambda x: np.cos(functools.reduce(lambda a, _: np.sin(a) + a, range(5), x)),
+        BRANCH: lambda x: np.cos(np.sin(x)),
+        CALL: lambda x: 2 * np.cos(np.sin(x)),
+    }[body](x)
+    same(run(region(text), [x, np.ones(4, np.float32)]), [wanted])
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,8 @@
 
     python benchmarks/gpu.py [RANKS [SIDE]]
 
-Each measurement is a launch of its own, and its row the median of 20, but for copies the best. No GPU has run
-it yet. SIDE (4096) is that of the matrices, of 64 MiB then; the fake computes smaller ones.
+Each measurement is a launch of its own, and its row the median of 20, but for copies the best. SIDE (4096) is
+that of the matrices, of 64 MiB then; the fake computes smaller ones.
 
 - dispatch: `jit(x + 1)` of 8 floats, awaited, on one device, and how many times JAX's own that is.
 - copies: 64 MiB from a GPU and to it in one copy each, and as a collective through the host makes them: in
@@ -11,8 +11,8 @@ it yet. SIDE (4096) is that of the matrices, of 64 MiB then; the fake computes s
 - all-reduce: of 64 MiB over RANKS (2) processes, which share a GPU where there are fewer; bytes of one
   by seconds.
 - layers: products and an all-reduce of 64 MiB in each of 8, as many products as take as long as the
-  all-reduce; what the scheduler gains by hiding one behind the other. The trace of a run with overlap comes
-  into gpu-report/trace, for `stretto trace`.
+  all-reduce; what the scheduler gains by hiding one behind the other, by a table of costs that is calibrated
+  before. The trace of a run with overlap comes into gpu-report/trace, for `stretto trace`.
 """
 
 from __future__ import annotations
@@ -166,7 +166,15 @@ def layers() -> str:
     return f"{median(lambda: run(x)) * 1e3:.2f} ms"
 
 
-WORK = {f.__name__: f for f in (dispatch, copies, all_reduce, balance, layers)}
+def calibrate() -> str:
+    """Measure a table of costs, into the file that COSTS names."""
+    from stretto import cli
+
+    cli.main(["bench", "--calibrate", "-o", os.environ["COSTS"]])
+    return "done"
+
+
+WORK = {f.__name__: f for f in (dispatch, copies, all_reduce, balance, calibrate, layers)}
 
 
 def row(name: str, what: str, ranks: int = 1, **variables: str) -> str:
@@ -216,7 +224,12 @@ def main() -> None:
         balanced = row(f"an all-reduce in products, {way}", "balance", ranks, **stretto, **chosen)
         if not balanced:
             continue
+        costs = ROOT / "gpu-report" / f"costs-{way.split()[-1]}.json"
+        costs.parent.mkdir(exist_ok=True)
+        row(f"calibrated, {way}", "calibrate", ranks, **stretto, **chosen, COSTS=str(costs))
+        print(costs.read_text() if costs.exists() else "no table of costs", flush=True)
         settings = stretto | chosen | {"PRODUCTS": balanced.split()[-1]}
+        settings["STRETTO_COSTS"] = str(costs)
         trace = str(ROOT / "gpu-report" / "trace" / way.split()[-1])
         hidden = number(row(f"layers, overlap, {way}", "layers", ranks, **settings))
         bare = row(f"layers, no overlap, {way}", "layers", ranks, **settings, STRETTO_OVERLAP="0")

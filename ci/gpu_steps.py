@@ -49,17 +49,16 @@ def conformance(form: str, way: str, seconds: int) -> Step:
     return pytest(f"{form}-{way}", seconds, "test_program", **variables)
 
 
-def host(nccl: str) -> Step:
+def host() -> Step:
     """The host's time for a step; on the fake the environment is made by the test support."""
-    name = "host" if nccl == "1" else "host-staged"
-    step = pytest(name, 200, "host_time", STRETTO_TEST_NCCL=nccl)
+    step = pytest("host", 200, "host_time")
     return replace(step, command=(*step.command, "-s"))  # with what it prints
 
 
 DOCTOR = (sys.executable, "-m", "stretto.cli", "doctor")
 FIRST = (
     pytest("protocol", 400, "conforms or ahead or more_devices"),
-    pytest("waits", 200, "do_not_wait"),
+    pytest("waits", 200, "do_not_wait or meanwhile"),
     pytest("faults", 300, "fault or without_nccl"),
     pytest("lending", 200, "lent or traces"),
     pytest("races", 900, "reused"),
@@ -71,8 +70,7 @@ FAKE = (
     *FIRST,
     pytest("direct", 200, "mpi_moves"),
     COMPILE,
-    host("1"),
-    host("0"),
+    host(),
     *(
         conformance(form, way, 3600)
         for form in ("1x8", "2x4", "4x2", "8x1")
@@ -97,8 +95,7 @@ def real() -> tuple[Step, ...]:
         ),
         *FIRST,
         Step("measure", 590, measure),
-        host("1"),
-        host("0"),
+        host(),
         *(
             conformance(form, way, 590)
             for form in forms

@@ -1,9 +1,10 @@
 # cython: language_level=3
 """Functions of the CUDA driver that enqueue or ask, called by their addresses: lists of calls at once.
 
-`ctypes` takes about a microsecond for a call, and a collective needs ten of them on the walk's thread. A call that
-enqueues lets go of the GIL: it waits where a stream's queue is full, and what that waits for may need Python. A list
-of them lets go of it once, so other threads take it once.
+`ctypes` takes about a microsecond for a call, and a collective needs ten of them on the walk's thread. All let go of
+the GIL: a call waits where a stream's queue is full, and for another thread that loads code or takes memory, which may
+wait for all streams; what these wait for may need Python. A list of calls lets go of it once, so other threads take it
+once.
 """
 
 from libc.stdint cimport uint32_t, uintptr_t
@@ -12,7 +13,7 @@ from libc.stdint cimport uint32_t, uintptr_t
 RECORD = 0  # event, stream
 WAIT = 1  # stream, event
 COPY = 2  # target, source, bytes, stream
-WAIT_NUMBER = 3  # stream, address, number
+WRITE_NUMBER = 3  # stream, address, number
 
 cdef enum:
     MOST = 64
@@ -21,7 +22,7 @@ ctypedef int (*asks)(uintptr_t) noexcept nogil
 ctypedef int (*records)(uintptr_t, uintptr_t) noexcept nogil
 ctypedef int (*waits)(uintptr_t, uintptr_t, unsigned int) noexcept nogil
 ctypedef int (*copies)(uintptr_t, uintptr_t, size_t, uintptr_t) noexcept nogil
-ctypedef int (*waits_number)(uintptr_t, uintptr_t, uint32_t, unsigned int) noexcept nogil
+ctypedef int (*writes_number)(uintptr_t, uintptr_t, uint32_t, unsigned int) noexcept nogil
 
 cdef struct call_t:
     int kind
@@ -37,7 +38,7 @@ cdef class Calls:
         "cuEventRecord",
         "cuStreamWaitEvent",
         "cuMemcpyAsync",
-        "cuStreamWaitValue32_v2",
+        "cuStreamWriteValue32_v2",
     )
     # Of the kinds of calls, in the order of their numbers.
     KINDS = NAMES[2:]
@@ -46,22 +47,28 @@ cdef class Calls:
     cdef records _record
     cdef waits _wait
     cdef copies _copy
-    cdef waits_number _wait_number
+    cdef writes_number _write_number
 
     def __init__(self, uintptr_t set_current, uintptr_t query, uintptr_t record, uintptr_t wait, uintptr_t copy,
-                 uintptr_t wait_number):
+                 uintptr_t write_number):
         self._set_current = <asks>set_current
         self._query = <asks>query
         self._record = <records>record
         self._wait = <waits>wait
         self._copy = <copies>copy
-        self._wait_number = <waits_number>wait_number
+        self._write_number = <writes_number>write_number
 
     def set_current(self, uintptr_t context) -> int:
-        return self._set_current(context)
+        cdef int error
+        with nogil:
+            error = self._set_current(context)
+        return error
 
     def query(self, uintptr_t event) -> int:
-        return self._query(event)
+        cdef int error
+        with nogil:
+            error = self._query(event)
+        return error
 
     def run(self, uintptr_t context, list calls):
         """Make calls about a context, in their order. None, or the kind and the error of the first that failed:
@@ -70,7 +77,8 @@ cdef class Calls:
         cdef int error = 0, filled = 0, done = 0
         cdef tuple one
         if context:
-            error = self._set_current(context)
+            with nogil:
+                error = self._set_current(context)
             if error:
                 return -1, error
         for one in calls:
@@ -108,7 +116,7 @@ cdef class Calls:
             elif c.kind == 2:
                 error[0] = self._copy(c.first, c.second, c.third, c.fourth)
             else:
-                error[0] = self._wait_number(c.first, c.second, <uint32_t>c.third, 0)
+                error[0] = self._write_number(c.first, c.second, <uint32_t>c.third, 0)
             if error[0]:
                 return k
         return 0

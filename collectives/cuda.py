@@ -12,7 +12,7 @@ from ctypes import byref, c_char, c_char_p, c_int, c_size_t, c_uint, c_ulonglong
 from functools import cache
 from typing import Any
 
-from ._driver import COPY, RECORD, WAIT, WAIT_NUMBER, Calls
+from ._driver import COPY, RECORD, WAIT, Calls
 
 _NOT_READY = 600  # CUDA_ERROR_NOT_READY
 _DISABLE_TIMING = 2  # CU_EVENT_DISABLE_TIMING
@@ -21,7 +21,7 @@ _PORTABLE, _MAPPED = 1, 2  # CU_MEMHOSTALLOC_…
 _DEVICE_MEMORY = 2  # CU_MEMORYTYPE_DEVICE
 
 
-# A call for `Cuda.enqueue`: one of ``RECORD``, ``WAIT``, ``COPY``, ``WAIT_NUMBER``, and the arguments that
+# A call for `Cuda.enqueue`: one of ``RECORD``, ``WAIT``, ``COPY``, ``WRITE_NUMBER``, and the arguments that
 # `_driver` names.
 Queued = tuple[int, ...]
 
@@ -198,11 +198,6 @@ class Cuda:
         mapped = c_void_p()
         self._call("cuMemHostGetDevicePointer_v2", byref(mapped), c_void_p(address), c_uint(0))
         return mapped.value or 0
-
-    def wait_number(self, stream: int, mapped: int, number: int) -> None:
-        """What comes onto the stream from now on waits until the number at an address as `mapped` gives is as
-        high, by the sign of the difference of 32 bits. The host does not."""
-        self._run(0, [(WAIT_NUMBER, stream, mapped, number)])
 
     def clear(self, target: int, nbytes: int, stream: int) -> None:
         """Fill with zeros."""

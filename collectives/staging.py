@@ -1,8 +1,9 @@
-"""GPU memory by way of the host's: page-locked memory, streams to copy on, and how streams wait for the host.
+"""GPU memory by way of the host's: page-locked memory, streams to copy on, how the host sees what has come.
 
 Copies to and from page-locked memory are made by the GPU's copy engines, and whoever enqueues them does
-not wait. A stream waits for the host by a number in such memory (``cuStreamWaitValue32``): it goes on once
-that is as high as was said. So copies of what the host has yet to make can be enqueued.
+not wait. Behind a copy to the host the stream writes a number into such memory (``cuStreamWriteValue32``).
+Looking there asks the driver for nothing: its locks may be held by a thread that loads code, gives it up or
+takes memory, and waits for all streams.
 
 `pinned` is the process's memory; a `Staging` belongs to one stream of the executor.
 """
@@ -18,7 +19,8 @@ from typing import Protocol
 
 import numpy as np
 
-from .cuda import WAIT_NUMBER, CudaError, Queued, cuda
+from ._driver import WRITE_NUMBER
+from .cuda import CudaError, Queued, cuda
 from .memory import size_class
 
 # Page-locked bytes of a process that may be in use before whoever needs more waits for some to come back.
@@ -98,16 +100,17 @@ pinned = Pinned()
 
 
 class Staging:
-    """One stream's copies: for each device a stream from it, one to it, and the number that it waits for.
+    """One stream's copies: for each device a stream from it, one to it, and how many copies have come.
 
-    ``lock`` is held by whoever enqueues: numbers rise in the order in which they are reached.
+    ``lock`` is held by whoever enqueues on the streams from devices: numbers rise in the order in which they
+    are written.
     """
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.aborted = ""
         self._streams: dict[int, tuple[int, int]] = {}
-        self._numbers: dict[int, np.ndarray] = {}
+        self._come: dict[int, np.ndarray] = {}
         self._mapped: dict[int, int] = {}  # where the device sees its number
         self._last: dict[int, int] = {}
 
@@ -116,29 +119,24 @@ class Staging:
         if device not in self._streams:
             driver = cuda()
             block = Block(_LINE, device)
-            number = block.view(0, (1,), np.dtype(np.uint32))
-            number[0] = 0
-            self._numbers[device] = number
+            self._come[device] = come = block.view(0, (1,), np.dtype(np.uint32))
+            come[0] = 0
             self._mapped[device] = driver.mapped(block.address)
             self._last[device] = 0
             self._streams[device] = driver.stream(), driver.stream()
         return self._streams[device]
 
-    def hold_in(self, queue: list[Queued], device: int) -> int:
-        """Have the stream to the device wait, from here in the queue on, until `reach` is called with the
-        number that this gives. `held` is to be called once the queue is on the stream."""
+    def tell_in(self, queue: list[Queued], device: int) -> int:
+        """Have the stream from the device write the number that this gives, for `has_come`, once it comes to
+        this place in the queue."""
         self._last[device] = number = (self._last[device] + 1) % (1 << 32)
-        queue.append((WAIT_NUMBER, self._streams[device][1], self._mapped[device], number))
+        queue.append((WRITE_NUMBER, self._streams[device][0], self._mapped[device], number))
         return number
 
-    def held(self) -> None:
-        """Queues with `hold_in` are on their streams."""
-        if self.aborted:
-            self._release()
-
-    def reach(self, device: int, number: int) -> None:
-        """Let it go on: to be called in the order of the numbers. All that is copied then must be there."""
-        self._numbers[device][0] = number
+    def has_come(self, device: int, number: int) -> bool:
+        """Whether the stream from the device has written a number of `tell_in`."""
+        ahead = (int(self._come[device][0]) - number) % (1 << 32)
+        return ahead < 1 << 31
 
     def check(self) -> None:
         """Raises `CudaError` once `abort` was called."""
@@ -146,13 +144,8 @@ class Staging:
             raise CudaError(self.aborted)
 
     def abort(self, reason: str) -> None:
-        """Let everything go on: nothing of it will be read."""
+        """Nobody is to wait any more."""
         self.aborted = self.aborted or reason
-        self._release()
-
-    def _release(self) -> None:
-        for device, last in list(self._last.items()):
-            self._numbers[device][0] = last
 
 
 def await_all(passed: Sequence[Callable[[], bool]], check: Callable[[], None]) -> None:

@@ -46,6 +46,7 @@ cdef class LoadedExecutable(Handle):
     cdef size_t num_parameters
     cdef bint has_callbacks
     cdef bint jax_arrays  # the engine's arrays are jaxlib's
+    cdef bint whole  # its runs end as a whole
     cdef bint cannot_fail  # its `single`, given arrays that are computed
     cdef bint alike  # what ``run`` gives a device
     cdef size_t smallest  # output, the cheapest to hold on to until the run is over
@@ -69,7 +70,7 @@ cdef class LoadedExecutable(Handle):
         there, or None. It may give None, which asks for ``run``, or
         `Issued`. ``cannot_fail``: a call of it gives no array with an error, if no argument has one, and only
         then. ``apart(single, rows)`` calls it for all devices, given the arrays of each, on several threads; or is None.
-        ``ends_as_one``: what ``run`` gives a device, if of jaxlib's arrays, is there at one time.
+        ``ends_as_one``: what ``run`` gives a device is of one segment.
         ``join(type, arrays)`` makes a promise of the arrays that are given for a parameter, which spares later runs
         something; or is None.
         ``copy(value)`` copies a value; ``donated`` are the parameters that a run consumes;
@@ -82,14 +83,15 @@ cdef class LoadedExecutable(Handle):
             self.donates[i] = True
         self.jax_arrays = getattr(engine, "jax_arrays", False)
         self.cannot_fail = cannot_fail
-        self.alike = ends_as_one and self.jax_arrays
+        self.whole = self.jax_arrays or getattr(engine, "ends_as_one", False)
+        self.alike = ends_as_one and self.whole
         self.apart, self.seconds, self.long = apart, 0.0, _compute.LONG
         self.join = join
         self.use_single(single)
         self.output_types, self.output_memories = output_types, output_memories
         self.smallest = 0
         for i in range(len(output_types)):
-            if (<ArrayType>output_types[i]).nbytes < (<ArrayType>output_types[self.smallest]).nbytes:
+            if (<ArrayType>output_types[i]).nbytes <= (<ArrayType>output_types[self.smallest]).nbytes:
                 self.smallest = i
 
     @property
@@ -250,7 +252,7 @@ cdef class LoadedExecutable(Handle):
                 out[i] = self.output(<object>PyList_GET_ITEM(arrays, i), i, memories)
                 made.append(<object>(<handle_t*>out[i]).owner)
             if not over:
-                self.group(made, Outputs(weakly(made), None, self.jax_arrays, self.engine, d))
+                self.group(made, Outputs(weakly(self.cheapest_first(made)), None, self.whole, self.engine, d))
         if args.device_complete_events == NULL:
             return 0
         if count == 0:
@@ -291,6 +293,13 @@ cdef class LoadedExecutable(Handle):
             Py_INCREF(event)
             return event.pointer
         return event.hand_out()
+
+    cdef list cheapest_first(self, list made):
+        """What a run gave, the smallest first: who waits asks it before the others, of which a step that trains
+        is given most again, so that they are gone."""
+        if self.smallest == 0:
+            return made
+        return [made[self.smallest], *made[: self.smallest], *made[self.smallest + 1 :]]
 
     cdef int group(self, list made, Outputs outputs) except -1:
         """Have buffers that one device was given be ready together."""
@@ -409,7 +418,7 @@ cdef class LoadedExecutable(Handle):
         cdef Outputs outputs = None
         cdef void* event
         if count and not (self.has_callbacks and issued is not None):
-            parts = weakly(promises)
+            parts = weakly(self.cheapest_first(promises))
         for d in range(args.num_devices):
             memories = <list>PyList_GET_ITEM(self.output_memories, d)
             if parts is not None:

@@ -65,6 +65,9 @@ class Engine(Protocol):
     ``block_until_ready`` may be called instead of its own. A run of it fails only where the
     segment calls something or its memory cannot be had, and wherever an argument has an error.
 
+    An engine may have ``ends_as_one = True``: what a run gives is computed at one time, so that who waits for
+    all of it waits for one array. So it is with ``jax_arrays``.
+
     An engine may have ``callers``: from how many threads at once runs of one segment on several devices are
     called with profit, since it computes some in the thread that calls; one, if it lacks the attribute.
 

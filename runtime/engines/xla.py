@@ -23,7 +23,7 @@ from typing import Any, Protocol
 import numpy as np
 from jax._src import core
 from jax._src.interpreters import mlir
-from jax._src.lib import xla_client
+from jax._src.lib import cuda_path, xla_client
 from jax.errors import JaxRuntimeError
 from jax.sharding import NamedSharding, SingleDeviceSharding
 from jaxlib import _jax
@@ -265,8 +265,10 @@ class XlaEngine:
     @staticmethod
     def _compile_options(device_id: int, reproducible: bool) -> Any:
         options = xla_client.CompileOptions()
+        debug = options.executable_build_options.debug_options
+        if cuda_path is not None:  # of NVIDIA's wheels: where XLA finds libdevice and ptxas
+            debug.xla_gpu_cuda_data_dir = cuda_path
         if reproducible:
-            debug = options.executable_build_options.debug_options
             named = [p for p in debug.xla_disable_hlo_passes.split(",") if p]  # by XLA_FLAGS
             debug.xla_disable_hlo_passes = ",".join([*named, _BY_SIZE])
             options.env_option_overrides = _IN_PLACE

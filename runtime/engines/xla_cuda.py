@@ -91,6 +91,7 @@ class XlaCudaEngine(XlaEngine):
     name = "xla:cuda"
     lowered_as = "cuda"
     host_memory = False
+    ends_as_one = True
 
     def __init__(self, num_devices: int, place: tuple[int, int] = (0, 1)) -> None:
         """``place``: which rank of its host this is, of how many. Raises `StrettoError` if the plugin is not
@@ -108,6 +109,14 @@ class XlaCudaEngine(XlaEngine):
             raise StrettoError(
                 f"engine {self.name}: {num_devices} devices are asked for (STRETTO_LOCAL_DEVICES), and CUDA "
                 f"shows {found} GPUs (CUDA_VISIBLE_DEVICES)"
+            )
+        if client.devices()[0].id != 0:
+            # jaxlib 0.11 numbers them as CUDA does, and compiles for numbers below their count.
+            plugin = version(f"jax-{self._release}-plugin")
+            raise StrettoError(
+                f"engine {self.name}: jax's CUDA plugin {plugin} cannot compile for GPUs {visible} of the "
+                f"{found} that CUDA shows: take 0.12 or later, or show each rank its own GPUs alone "
+                "(CUDA_VISIBLE_DEVICES)"
             )
         super().__init__(client, num_devices)
         self._failure: BaseException | None = None

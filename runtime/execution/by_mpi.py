@@ -4,13 +4,13 @@ The walk enqueues what is copied first and marks how far the streams have come. 
 waits for the marks, which say that operands are computed and that memory is free, and calls MPI. The walk
 waits for MPI at the collective's wait, and puts what is left onto the streams.
 
-Nothing on the GPU waits for MPI meanwhile, as with copies through the host's memory (`staged`): MPI libraries
-allocate and free device memory and lock pages in their calls, and these may wait for all streams.
+Nothing on the GPU waits for MPI meanwhile: MPI libraries allocate and free device memory and lock pages in
+their calls, and these may wait for all streams.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -22,39 +22,10 @@ from ..program import Start
 from .call import Call
 from .context import Context
 from .frame import Frame, named
-from .stream import Event
-from .under_way import Borrower, UnderWay, abandon
+from .under_way import Borrower, Moving, UnderWay, abandon
 
 if TYPE_CHECKING:
     from ..engines.cuda_loans import Mark
-
-
-class Moving:
-    """What stands for the event of a collective: its ``result()`` waits for MPI."""
-
-    __slots__ = ("_finish", "_moved", "since")
-
-    def __init__(self, moved: Event, finish: Callable[[], Any]) -> None:
-        self._moved = moved
-        self._finish = finish
-        self.since = 0.0
-
-    @property
-    def done(self) -> bool:
-        return self._moved.done
-
-    @property
-    def error(self) -> BaseException | None:
-        return self._moved.error
-
-    def wait(self) -> None:
-        """As of `Event`."""
-        self._moved.wait()
-
-    def result(self) -> Any:
-        """The registers of the outputs. To be called once."""
-        self._moved.result()
-        return self._finish()
 
 
 class ByMpi(Borrower):

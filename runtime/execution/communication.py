@@ -31,14 +31,14 @@ from stretto.collectives.waiting import give_way
 from ..engines.engine import StreamedEngine
 from ..program import Branch, Copy, Loop, Run, Start, Wait, blocks, instructions
 from .ahead import AheadOfTurn
-from .by_mpi import ByMpi, Moving
+from .by_mpi import ByMpi
 from .call import Call, describe
 from .context import Context
 from .frame import Frame, Hosted, Operation, named
 from .on_gpus import OnGpus
 from .staged import Staged, can_be_staged
 from .stream import Task
-from .under_way import Enqueued
+from .under_way import Enqueued, Moving
 
 _log = logging.getLogger("stretto")
 

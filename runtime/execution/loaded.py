@@ -213,9 +213,8 @@ class LoadedProgram:
     @property
     def ends_as_one(self) -> bool:
         """Whether what a run gives a device is there at one time, being of one run of the engine: the
-        program is one segment on several devices, and no other process could want it walked."""
-        alone = self.negotiation is None and len(self.local) > 1
-        return alone and self.program.single_run is not None
+        program is one segment, and no other process could want it walked."""
+        return self.negotiation is None and self.program.single_run is not None
 
     def execute(self, arguments: Sequence[Sequence[Value]]) -> list[list[Value]]:
         """Run it: ``arguments[k][i]`` is parameter i for ``local[k]``; gives outputs in the same form.

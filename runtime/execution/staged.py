@@ -1,9 +1,14 @@
-"""Collectives of GPUs' arrays through the host's memory, without anybody waiting on the walk.
+"""Collectives of GPUs' arrays through the host's memory, without stopping what the GPU computes meanwhile.
 
-The walk enqueues all of it at the start: copies of the operands to page-locked memory, a wait for the host,
-copies of the results back. The thread of the stream does the part in between: it waits until an operand has
-come, has the communicator move it, and lets the copies of the result go on. Large collectives are cut into
-pieces (`stretto.collectives.pieces`), so that one is communicated while the next comes and the last goes.
+At a collective's start the walk enqueues copies of the operands to page-locked memory. The thread of the
+stream does the rest: it waits until an operand has come, has the communicator move it, and enqueues the
+copies of the result back. Large collectives are cut into pieces (`stretto.collectives.pieces`), so that one
+is communicated while the next comes and the last goes. The walk waits for that thread at the collective's
+wait, and not before.
+
+No stream waits for the host. One that did would stop whoever waits for all streams, as the driver does where
+code is loaded or given up and memory is taken; and where jaxlib asks for that with the GIL held, nobody could
+let the stream go on.
 """
 
 from __future__ import annotations
@@ -11,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -27,10 +32,7 @@ from ..program import Start
 from .call import Call
 from .context import Context
 from .frame import Frame, named
-from .under_way import Borrower, Enqueued, UnderWay, abandon, tell
-
-if TYPE_CHECKING:
-    from ..engines.cuda_loans import Mark
+from .under_way import Borrower, Moving, UnderWay, abandon
 
 _ALIGNED = 256
 
@@ -43,14 +45,15 @@ def can_be_staged(collective: Collective) -> bool:
 
 @dataclass(slots=True)
 class _Copies:
-    """A call on one device: for each piece the mark of its operands, and the number that its results wait
-    for. Its page-locked memory is that of ``block`` from ``begin`` on."""
+    """A call on one device: for each piece the number that says that its operands have come, and where its
+    results go. Its page-locked memory is that of ``block`` from ``begin`` on."""
 
+    under_way: UnderWay
     device: int
     block: Block
     begin: int
-    marks: list[Mark]
-    numbers: list[int]
+    rooms: Sequence[int]
+    come: list[int]
 
     def views(self, types: Sequence[TensorType], places: Sequence[int]) -> list[np.ndarray]:
         """Arrays of these types at these places."""
@@ -84,12 +87,13 @@ class Staged(Borrower):
             self._nbytes += -(-type.nbytes // _ALIGNED) * _ALIGNED
         return places
 
-    def enqueue(self, frame: Frame) -> Enqueued:
-        """Put a call onto the streams, and what the host does onto the executor's. Raises errors of CUDA."""
+    def enqueue(self, frame: Frame) -> Moving:
+        """Put the copies of a call onto the streams, the host's part onto the executor's. Raises what CUDA
+        does."""
         context, call, staging = self._context, self._call, self._staging
         columns = self._columns(frame)
-        calls: dict[int, UnderWay] = {}
         copies: dict[int, _Copies] = {}
+        calls: dict[int, UnderWay] = {}
         try:
             staging.check()
             with staging.lock:
@@ -98,66 +102,71 @@ class Staged(Borrower):
                 for k, position in enumerate(frame.active):
                     calls[position] = under_way = self._borrow(columns, position)
                     copies[position] = self._copy(under_way, block, k * self._nbytes)
-                # From here to the task nothing may wait for a stream, as what loads code or takes memory may:
-                # these streams go on when the task says so.
-                for under_way in calls.values():
                     under_way.flush()
-                staging.held()
                 carry = partial(self._carry, copies, frame.active, frame.iteration)
-                watched = call.lane.stream.submit(carry)
+                moved = call.lane.stream.submit(carry)
         except BaseException as error:
             abandon(calls)
-            failed = named(error, call.what)
-            if any(copied.numbers for copied in copies.values()):
-                call.lane.failed(failed)  # nobody will let those streams go on: the job ends
-            raise failed from error
-        marks = [under_way.mark for under_way in calls.values() if under_way.mark is not None]
-        pinned.give_back(block, marks)
-        watched.add_callback(partial(tell, watched, call.lane.failed))
-        return Enqueued(partial(self._arrived, calls))
+            raise named(error, call.what) from error
+        return Moving(moved, partial(self._arrived, calls))
 
     def _copy(self, under_way: UnderWay, block: Block, begin: int) -> _Copies:
-        """Queue the copies from one device, to a block from ``begin`` on, and those back to it behind what
-        the host has yet to do."""
-        staging, ordinal, queue = self._staging, under_way.ordinal, under_way.queue
-        device, base = self._loans.device(ordinal), block.address + begin
+        """Queue the copies from one device, to a block from ``begin`` on."""
+        staging, queue = self._staging, under_way.queue
+        device, base = self._loans.device(under_way.ordinal), block.address + begin
         source, target = staging.streams(device)
         buffers = under_way.buffers(source, target, len(self._results))
-        operands, rooms = buffers.operands, buffers.results
-        marks, numbers = [], []
+        come = []
         for (piece, _), given in zip(self._pieces, self._given, strict=True):
             for n, at, to, nbytes in piece.given:
-                queue.append((COPY, base + given[n] + to, operands[n] + at, nbytes, source))
-            marks.append(self._loans.mark_in(queue, ordinal, source))
-        for (piece, _), made in zip(self._pieces, self._made, strict=True):
-            numbers.append(staging.hold_in(queue, device))
-            for n, at, to, nbytes in piece.made:
-                queue.append((COPY, rooms[n] + at, base + made[n] + to, nbytes, target))
-        under_way.marked(target)
-        return _Copies(device, block, begin, marks, numbers)
+                queue.append((COPY, base + given[n] + to, buffers.operands[n] + at, nbytes, source))
+            come.append(staging.tell_in(queue, device))
+        return _Copies(under_way, device, block, begin, buffers.results, come)
 
     def _carry(self, copies: dict[int, _Copies], active: tuple[int, ...], iteration: int) -> None:
         """A task of the stream: what the host does. Raises what becomes of the collective."""
-        call, staging, logical = self._call, self._staging, self._context.logical
+        call, logical = self._call, self._context.logical
         number = call.number()
         try:
-            await_all([c.marks[0].passed for c in copies.values()], staging.check)
+            self._await(copies, 0)
             options, began = call.enter(number, iteration)
             run_options: Any = options
             try:
                 for k, (piece, bound) in enumerate(self._pieces):
-                    await_all([c.marks[k].passed for c in copies.values()], staging.check)
+                    self._await(copies, k)
                     types, places = piece.collective.operands, self._given[k]
                     given = {logical[p]: c.views(types, places) for p, c in copies.items()}
                     results = bound.run(given, **run_options)
-                    types, places = piece.collective.results, self._made[k]
                     for position, c in copies.items():
-                        made = c.views(types, places)
-                        for to, array in zip(made, results[logical[position]], strict=True):
-                            as_bytes(to)[:] = as_bytes(np.ascontiguousarray(array))
-                        staging.reach(c.device, c.numbers[k])
+                        self._return(c, k, results[logical[position]])
             finally:
                 call.lane.progress.end()
         except BaseException as error:
+            abandon([c.under_way for c in copies.values()])
             raise named(error, call.what) from error
+        marks = [c.under_way.mark for c in copies.values() if c.under_way.mark is not None]
+        for block in {id(c.block): c.block for c in copies.values()}.values():
+            pinned.give_back(block, marks)
         call.account(options, began, active)
+
+    def _await(self, copies: dict[int, _Copies], k: int) -> None:
+        """Wait for the operands of a piece."""
+        staging = self._staging
+        come = [partial(staging.has_come, c.device, c.come[k]) for c in copies.values()]
+        await_all(come, staging.check)
+
+    def _return(self, copies: _Copies, k: int, arrays: Sequence[np.ndarray]) -> None:
+        """Enqueue the copies of a piece's results to one device, with a mark behind those of the last."""
+        piece, _ = self._pieces[k]
+        under_way, places = copies.under_way, self._made[k]
+        made = copies.views(piece.collective.results, places)
+        for room, array in zip(made, arrays, strict=True):
+            as_bytes(room)[:] = as_bytes(np.ascontiguousarray(array))
+        _, target = self._staging.streams(copies.device)
+        base = copies.block.address + copies.begin
+        for n, at, to, nbytes in piece.made:
+            copy = (COPY, copies.rooms[n] + at, base + places[n] + to, nbytes, target)
+            under_way.queue.append(copy)
+        if k == len(self._pieces) - 1:
+            under_way.marked(target)
+        under_way.flush()

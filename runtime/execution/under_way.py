@@ -124,6 +124,37 @@ class Enqueued:
                 self._finish()
 
 
+class Moving:
+    """What stands for the event of a collective: its ``result()`` waits for the task of the stream.
+
+    ``finish`` makes the registers of the outputs then.
+    """
+
+    __slots__ = ("_finish", "_moved", "since")
+
+    def __init__(self, moved: Event, finish: Callable[[], Any]) -> None:
+        self._moved = moved
+        self._finish = finish
+        self.since = 0.0
+
+    @property
+    def done(self) -> bool:
+        return self._moved.done
+
+    @property
+    def error(self) -> BaseException | None:
+        return self._moved.error
+
+    def wait(self) -> None:
+        """As of `Event`."""
+        self._moved.wait()
+
+    def result(self) -> Any:
+        """The registers of the outputs. To be called once."""
+        self._moved.result()
+        return self._finish()
+
+
 class Borrower:
     """The calls of one collective. ``scratch``: bytes that a device needs in a call beside the results."""
 

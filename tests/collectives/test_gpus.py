@@ -76,7 +76,9 @@ def test_lists_of_calls(fake: dict[str, str]) -> None:
     """More than are kept in one go, in their order; one that fails is named, and what follows is left out."""
     code = """
 import ctypes
-from stretto.collectives.cuda import COPY, RECORD, WAIT, WAIT_NUMBER, CudaError, cuda
+import threading
+from stretto.collectives._driver import WRITE_NUMBER
+from stretto.collectives.cuda import COPY, RECORD, WAIT, CudaError, cuda
 
 driver = cuda()
 driver.use(1)
@@ -87,13 +89,16 @@ text = bytes(range(150))
 source, made = (ctypes.create_string_buffer(text, 150) for _ in range(2))
 number, at, to = ctypes.c_uint(0), ctypes.addressof(source), ctypes.addressof(made)
 ctypes.memset(to, 0, 150)
-holds = [(WAIT_NUMBER, stream, ctypes.addressof(number), 7)]
+gate = threading.Event()
+hold = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: gate.wait(60) and None)
+ctypes.CDLL("libcuda.so.1").fake_cuda_hold(hold)
 copies = [(COPY, to + n, at + n, 1, stream) for n in range(150)]
-driver.enqueue(0, [*holds, *copies, (RECORD, event, stream), (WAIT, elsewhere, event)])
-print(driver.passed(event), made.raw == bytes(150))
-number.value = 7
+writes = (WRITE_NUMBER, stream, ctypes.addressof(number), 7)
+driver.enqueue(0, [*copies, writes, (RECORD, event, stream), (WAIT, elsewhere, event)])
+print(driver.passed(event), made.raw == bytes(150), number.value)
+gate.set()
 driver.synchronize(elsewhere)
-print(driver.passed(event), made.raw == text)
+print(driver.passed(event), made.raw == text, number.value)
 try:
     failing = (RECORD, event, elsewhere)
     driver.enqueue(0, [(COPY, to, at + 1, 1, stream), failing, (COPY, to, at + 2, 1, stream)])
@@ -103,7 +108,7 @@ driver.synchronize(stream)
 print(made.raw[0])
 """
     said = run(code, fake | {"FAKE_CUDA_DELAY_US": "20"}).splitlines()
-    assert said[:2] == ["False True", "True True"]
+    assert said[:2] == ["False True 0", "True True 7"]
     assert said[2].startswith("cuEventRecord failed: ") and said[2].endswith("(400)")
     assert said[3:] == ["1"]
 

@@ -7,6 +7,8 @@
  *   FAKE_CUDA_DEVICES    how many devices there are (1)
  *   FAKE_CUDA_DELAY_US   every job of a stream first sleeps for up to that long, pseudo-random per stream (0)
  *
+ *   FAKE_CUDA_LOCKS=1    who loads code or takes memory waits for all streams, and nobody is served meanwhile
+ *
  * fake_cuda_host_waits() counts the calls that made the host wait for a stream; fake_cuda_hold(function) has every
  * stream call the function in its turn, which holds it up.
  * A function that is not here is one that XLA has not asked for: the dynamic linker names it.
@@ -212,6 +214,19 @@ int cuCtxSynchronize(void) {
     return SUCCESS;
 }
 
+/* What the driver may do for those who load code or take memory, and others wait for. */
+static pthread_mutex_t served = PTHREAD_MUTEX_INITIALIZER;
+static void wait_for_all(void) {
+    if (!number("FAKE_CUDA_LOCKS", 0)) return;
+    pthread_mutex_lock(&served);
+    cuCtxSynchronize();
+    pthread_mutex_unlock(&served);
+}
+static void pass_by(void) {
+    pthread_mutex_lock(&served);
+    pthread_mutex_unlock(&served);
+}
+
 int fake_cuda_hold(Function function) {
     for (int i = 0; i < MOST_STREAMS; i++)
         if (streams[i]) enqueue(streams[i], function, NULL);
@@ -310,25 +325,25 @@ int cuStreamWaitEvent(void *stream, Event *event, unsigned flags) {
     return with_event(stream, event, 0, await);
 }
 
-/* A stream waits until a number is as high as it was told. */
+/* A stream writes a number. */
 
 typedef struct {
     volatile uint32_t *at;
     uint32_t number;
 } Number;
-static void await_number(void *given) {
-    Number *wanted = given;
-    struct timespec pause = {0, 20000};
-    while ((int32_t)(*wanted->at - wanted->number) < 0) nanosleep(&pause, NULL);
-    atomic_thread_fence(memory_order_acquire);
-    free(wanted);
+static void write_number(void *given) {
+    Number *written = given;
+    atomic_thread_fence(memory_order_release);
+    *written->at = written->number;
+    free(written);
 }
-int cuStreamWaitValue32_v2(void *stream, uint32_t *at, uint32_t number, unsigned flags) {
-    Number *wanted = malloc(sizeof *wanted);
-    *wanted = (Number){at, number};
-    return flags ? NOT_SUPPORTED : enqueue(stream, await_number, wanted);
+int cuStreamWriteValue32_v2(void *stream, uint32_t *at, uint32_t number, unsigned flags) {
+    Number *written = malloc(sizeof *written);
+    *written = (Number){at, number};
+    return flags ? NOT_SUPPORTED : enqueue(stream, write_number, written);
 }
 int cuEventQuery(Event *event) {
+    pass_by();
     pthread_mutex_lock(&event->lock);
     int pending = event->passed < event->recorded;
     pthread_mutex_unlock(&event->lock);
@@ -398,7 +413,10 @@ static void release(void *pointer) {
     spoil(pointer, forget_block(pointer));
     free(pointer);
 }
-int cuMemAlloc_v2(void **pointer, size_t size) { return allocate(pointer, size, 512, DEVICE); }
+int cuMemAlloc_v2(void **pointer, size_t size) {
+    wait_for_all();
+    return allocate(pointer, size, 512, DEVICE);
+}
 int cuMemFree_v2(void *pointer) {
     release(pointer);
     return SUCCESS;
@@ -420,6 +438,7 @@ int cuMemPoolGetAttribute(void *of, int attribute, uint64_t *value) {
 }
 int cuMemFreeAsync(void *pointer, void *stream) { return enqueue(stream, release, pointer); }
 int cuMemHostAlloc(void **pointer, size_t size, unsigned flags) {
+    wait_for_all();
     return current ? allocate(pointer, size, 4096, HOST) : NO_CONTEXT;
 }
 int cuMemFreeHost(void *pointer) { return cuMemFree_v2(pointer); }
@@ -702,14 +721,18 @@ static int handle(void **out) {
     *out = malloc(1);
     return SUCCESS;
 }
-int cuModuleLoadData(void **module, const void *image) { return handle(module); }
-int cuModuleLoadDataEx(void **module, const void *image, unsigned n, int *options, void **values) {
-    return handle(module);
+static int load(void **out) {
+    wait_for_all();
+    return handle(out);
 }
-int cuModuleLoadFatBinary(void **module, const void *image) { return handle(module); }
+int cuModuleLoadData(void **module, const void *image) { return load(module); }
+int cuModuleLoadDataEx(void **module, const void *image, unsigned n, int *options, void **values) {
+    return load(module);
+}
+int cuModuleLoadFatBinary(void **module, const void *image) { return load(module); }
 int cuLibraryLoadData(void **library, const void *code, void *a, void *b, unsigned n, void *c, void *d,
                       unsigned m) {
-    return handle(library);
+    return load(library);
 }
 int cuLibraryGetKernel(void **kernel, void *library, const char *name) { return handle(kernel); }
 int cuKernelGetFunction(void **function, void *kernel) {

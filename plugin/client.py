@@ -61,7 +61,8 @@ class Client(_capi.Handle):  # type: ignore[misc]
         rank, size, local = self.world.rank, self.world.size, self.world.local_devices
         cores, place = self.world.cores, self.world.place
         self.engine = create_engine(chosen.engine, local, cores=cores, place=place)
-        jax_private.lower_as(getattr(self.engine, "lowered_as", "cpu"))
+        lowered_as = getattr(self.engine, "lowered_as", "cpu")
+        jax_private.lower_as(lowered_as)
         self.dumps = dump.begin(chosen.dump, rank)
         self.trace = trace.begin(self.world, self.engine, _capi.Rows)
         self.executor = Executor(
@@ -73,7 +74,12 @@ class Client(_capi.Handle):  # type: ignore[misc]
         )
         costs, hosts = self.world.costs, [p.host for p in self.world.peers]
         self.overlap = policy_of(
-            costs.text, hosts, origin=costs.origin, named=costs.named, enabled=chosen.overlap
+            costs.text,
+            hosts,
+            origin=costs.origin,
+            named=costs.named,
+            enabled=chosen.overlap,
+            lowered_as=lowered_as,
         )
         if self.overlap is not None and chosen.profile:
             self.overlap = replace(self.overlap, measured=known(self.world.measured, rank))

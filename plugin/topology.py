@@ -143,7 +143,10 @@ class Elsewhere:
         if not chosen.overlap:
             return None
         costs = cost_tables.find(chosen.costs, hosts, self._local_devices, chosen.engine)
-        return policy_of(costs.text, hosts, origin=costs.origin, named=costs.named)
+        lowered_as = getattr(self.engine, "lowered_as", "cpu")
+        return policy_of(
+            costs.text, hosts, origin=costs.origin, named=costs.named, lowered_as=lowered_as
+        )
 
     @cached_property
     def calls(self) -> NativePolicy | None:

@@ -161,6 +161,18 @@ ORDINARY_NETWORK = CostTable(
 )
 
 
+# GPUs, connected with each other on one host (NVLink), and by a fast network between hosts: the order of what
+# data sheets say. Assumed if nothing was measured.
+GPUS_OF_A_HOST, GPUS_OF_HOSTS = (
+    CostTable(
+        Compute(flops_per_s=1e14, bytes_per_s=2e12, launch_s=1e-5),
+        (Link(1, 2, latency_s=2e-5, bytes_per_s=bytes_per_s),),
+        estimates=True,
+    )
+    for bytes_per_s in (1e11, 2.5e10)
+)
+
+
 def _distance(link: Link, stride: int, size: int) -> tuple[float, float, float]:
     """How far a link is from a span: by the ratio of the distances bridged, then of the sizes."""
     reach = abs(log2(link.axis_stride * link.group_size / (stride * size)))

@@ -14,7 +14,7 @@ from dataclasses import replace
 from stretto.runtime.errors import InvalidProgramError, WorldError
 
 from .apply import OverlapPolicy
-from .costs import ORDINARY_NETWORK, CostTable
+from .costs import GPUS_OF_A_HOST, GPUS_OF_HOSTS, ORDINARY_NETWORK, CostTable
 
 
 def policy_of(
@@ -24,8 +24,10 @@ def policy_of(
     origin: str = "",
     named: bool = False,
     enabled: bool = True,
+    lowered_as: str = "cpu",
 ) -> OverlapPolicy | None:
     """The policy of all ranks. ``text``: a table of costs as JSON. ``hosts``: the hosts of the ranks.
+    ``lowered_as``: as of `Engine`, by which costs are assumed where there is no table.
 
     ``origin``: where the text comes from; ``named``: whether the user named it; ``enabled``: whether programs
     are scheduled at all. Raises `WorldError` if the text is not a table.
@@ -38,6 +40,7 @@ def policy_of(
         except InvalidProgramError as error:
             raise WorldError(f"{origin} is no table of costs: {error}") from None
         return OverlapPolicy(replace(table, estimates=not named))
-    if len(set(hosts)) > 1:
-        return OverlapPolicy(ORDINARY_NETWORK)
-    return None
+    several = len(set(hosts)) > 1
+    if lowered_as == "cuda":
+        return OverlapPolicy(GPUS_OF_HOSTS if several else GPUS_OF_A_HOST)
+    return OverlapPolicy(ORDINARY_NETWORK) if several else None

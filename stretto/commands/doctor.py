@@ -302,7 +302,7 @@ def profiling(chosen: Options) -> list[Finding]:
         return [Finding(subject, str(error), False, "correct STRETTO_COSTS")]
     if not chosen.overlap:
         advice = "nothing is measured, since nothing is scheduled: unset STRETTO_OVERLAP"
-    elif not costs.text and len(set(hosts)) == 1:
+    elif not costs.text and len(set(hosts)) == 1 and not chosen.engine.endswith(":cuda"):
         advice = (
             "nothing is measured, since there is no table of costs: run stretto bench --calibrate, with the "
             "launcher and the devices of the job, or set STRETTO_COSTS"

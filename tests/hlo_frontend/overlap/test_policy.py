@@ -27,3 +27,14 @@ def test_without_a_table_ranks_on_several_hosts_have_an_ordinary_network() -> No
     assert policy_of("", ["one", "one"]) is None
     assert policy_of("", ["one", "two"]) is not None
     assert policy_of("", ["one", "two"], enabled=False) is None
+
+
+def test_gpus_are_scheduled_without_a_table_too() -> None:
+    alone = policy_of("", ["one"], lowered_as="cuda")
+    apart = policy_of("", ["one", "two"], lowered_as="cuda")
+    assert alone is not None and apart is not None
+    (near,), (far,) = alone.costs.links, apart.costs.links
+    assert near.bytes_per_s > far.bytes_per_s and alone.costs.estimates
+    assert policy_of("", ["one"], lowered_as="cuda", enabled=False) is None
+    named = policy_of(TABLE, ["one"], origin="costs.json", named=True, lowered_as="cuda")
+    assert named == policy_of(TABLE, ["one"], origin="costs.json", named=True)

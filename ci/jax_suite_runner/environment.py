@@ -21,6 +21,8 @@ from typing import BinaryIO
 
 ROOT = Path(__file__).resolve().parents[2]
 INSIDE = Path(__file__).resolve().parent / "inside"
+# Modules in jax/_src that only JAX's tests import: its releases leave them out.
+_OF_TESTS = ("hypothesis_test_util.py",)
 _SOURCES = ("stretto", "collectives", "runtime", "hlo_frontend", "plugin")
 _REQUIREMENTS = (
     "absl-py",
@@ -134,6 +136,7 @@ def make(checkout: Path, jax: str) -> Environment:
         (marks / "sources").write_text(sources)
     environment = Environment(jax, python, folder, checkout)
     _link(checkout, environment.tests)
+    _complete(checkout, folder / "venv")
     return environment
 
 
@@ -172,6 +175,14 @@ def _hash_of_sources() -> str:
         digest.update(str(path).encode())
         digest.update((ROOT / path).read_bytes())
     return digest.hexdigest()
+
+
+def _complete(checkout: Path, installed: Path) -> None:
+    for package in installed.glob("lib/python3.*/site-packages/jax/_src"):
+        for name in _OF_TESTS:
+            module = checkout / "jax/_src" / name
+            if module.exists() and not (package / name).exists():
+                shutil.copy(module, package / name)
 
 
 def _link(checkout: Path, view: Path) -> None:

@@ -144,3 +144,17 @@ def test_raised(): assert False, "as it is"
         "RuntimeError: the loop is closed; ValueError: the other; "
     )
     assert details["::test_raised"].startswith("AssertionError: as it is")
+
+
+def test_what_only_tests_import_comes_from_the_checkout(tmp_path: Path) -> None:
+    checkout, installed = tmp_path / "jax", tmp_path / "venv"
+    theirs, ours = checkout / "jax/_src", installed / "lib/python3.12/site-packages/jax/_src"
+    theirs.mkdir(parents=True)
+    ours.mkdir(parents=True)
+    for name in ("hypothesis_test_util.py", "core.py"):
+        (theirs / name).write_text("# of the checkout")
+    environment._complete(checkout, installed)
+    assert [path.name for path in ours.iterdir()] == ["hypothesis_test_util.py"]
+    (ours / "hypothesis_test_util.py").write_text("# of the release")
+    environment._complete(checkout, installed)
+    assert (ours / "hypothesis_test_util.py").read_text() == "# of the release"

@@ -102,15 +102,21 @@ class Answers:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Have the thread run until Python ends."""
-        if self._thread is None:
-            atexit.register(self.close)
-            os.register_at_fork(after_in_child=self._forked)
-            self._thread = threading.Thread(
-                target=_capi.answer_questions, name="stretto-answers", daemon=True
-            )
-            _capi.start_answering()
-            self._thread.start()
+        """Have the thread run until Python ends. Where that is so already, who asks takes the GIL."""
+        if self._thread is not None:
+            return
+        thread = threading.Thread(
+            target=_capi.answer_questions, name="stretto-answers", daemon=True
+        )
+        _capi.start_answering()
+        try:
+            thread.start()
+        except RuntimeError:  # from 3.12 on
+            _capi.answer_no_more()
+            return
+        self._thread = thread
+        atexit.register(self.close)
+        os.register_at_fork(after_in_child=self._forked)
 
     def _forked(self) -> None:
         self._thread = None

@@ -22,7 +22,7 @@ from typing import BinaryIO
 ROOT = Path(__file__).resolve().parents[2]
 INSIDE = Path(__file__).resolve().parent / "inside"
 # Modules in jax/_src that only JAX's tests import: its releases leave them out.
-_OF_TESTS = ("hypothesis_test_util.py",)
+_OF_TESTS = ("hypothesis_test_util.py", "pallas/pallas_test_util.py")
 _SOURCES = ("stretto", "collectives", "runtime", "hlo_frontend", "plugin")
 _REQUIREMENTS = (
     "absl-py",

@@ -7,6 +7,7 @@ that are made.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import threading
@@ -212,7 +213,9 @@ class Gpus:
         for by_rank in list(self._communicators.values()):
             for communicator in by_rank.values():
                 abort = partial(nccl().abort, communicator)
-                threading.Thread(target=abort, name="stretto-nccl-abort", daemon=True).start()
+                # From 3.12 on Python begins no thread once it ends: with it all ends that is under way.
+                with contextlib.suppress(RuntimeError):
+                    threading.Thread(target=abort, name="stretto-nccl-abort", daemon=True).start()
 
     def state(self, communicator: int) -> int:
         """0, `IN_PROGRESS`, or the error that a communicator has met since it was made. Raises `CudaError`

@@ -45,8 +45,8 @@ def can_be_staged(collective: Collective) -> bool:
 
 @dataclass(slots=True)
 class _Copies:
-    """A call on one device: for each piece the number that says that its operands have come, and where its
-    results go. Its page-locked memory is that of ``block`` from ``begin`` on."""
+    """A call on one device: ``come``, for each piece the number that says that its operands are there, and
+    ``rooms``, where results go. Its page-locked memory is that from ``begin`` on of the call's ``block``."""
 
     under_way: UnderWay
     device: int
@@ -145,8 +145,7 @@ class Staged(Borrower):
             abandon([c.under_way for c in copies.values()])
             raise named(error, call.what) from error
         marks = [c.under_way.mark for c in copies.values() if c.under_way.mark is not None]
-        for block in {id(c.block): c.block for c in copies.values()}.values():
-            pinned.give_back(block, marks)
+        pinned.give_back(next(iter(copies.values())).block, marks)
         call.account(options, began, active)
 
     def _await(self, copies: dict[int, _Copies], k: int) -> None:

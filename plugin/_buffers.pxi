@@ -56,6 +56,15 @@ cdef tuple weakly(list things):
     return references
 
 
+cdef bint was_given(object content, size_t position) except -1:
+    """Whether a device's array has been donated. Asking costs less than waiting for it, which raises."""
+    cdef object is_deleted
+    if type(content) is not list:
+        return False
+    is_deleted = getattr(content[position], "is_deleted", None)  # as jaxlib's arrays have it
+    return callable(is_deleted) and is_deleted() is True
+
+
 @cython.final
 cdef class Outputs:
     """What one run gave one device. To jaxlib all of it is ready once all is, as with runtimes whose runs end as
@@ -88,9 +97,11 @@ cdef class Outputs:
         return 0
 
     cdef object part(self, reference):
-        """What a reference refers to; None if that has been given up."""
+        """What a reference refers to; None if that has been given up, or given to a later run."""
         cdef object part = reference()
-        return None if type(part) is Buffer and (<Buffer>part).c.deleted else part
+        if type(part) is Buffer:
+            return None if (<Buffer>part).c.deleted else part
+        return None if part is not None and was_given(part.content, self.position) else part
 
     cdef bint is_part_ready(self, part) except -1:
         if type(part) is Buffer:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import threading
 import time
+import weakref
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -16,8 +18,11 @@ from jax import lax
 from jax.experimental import serialize_executable
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from stretto.collectives.types import TensorType
+from stretto.plugin import _capi
 from stretto.runtime.engines import xla_cpu
 from stretto.runtime.engines.xla_cpu import XlaCpuEngine, XlaCpuTogether, XlaJoined
+from stretto.runtime.execution.value import Promise
 
 pytestmark = pytest.mark.usefixtures("on_stretto")
 
@@ -193,6 +198,28 @@ def test_arguments_are_joined_once(
     before = in_use(devices)
     more.delete()  # as a whole and in parts
     assert freed(devices, before) == [1] * 4
+
+
+def test_nobody_waits_for_what_a_later_run_is_given() -> None:
+    """Of a step that trains most is: waiting for arrays that are gone raises, once for each."""
+
+    class Array:
+        def __init__(self, deleted: bool) -> None:
+            self.deleted = deleted
+
+        def is_deleted(self) -> bool:
+            return self.deleted
+
+    asked: list[object] = []
+    engine = SimpleNamespace(block=asked.append, is_ready=lambda array: False)
+    arrays = [Array(True), Array(False), Array(True), Array(False)]
+    promises = [Promise.of(TensorType("f32", ()), [array]) for array in arrays]
+    references = tuple(weakref.ref(promise) for promise in promises)
+    _capi.Outputs(references, None, False, engine, 0).block()
+    assert asked == [arrays[1], arrays[3]]
+    asked.clear()
+    _capi.Outputs(references, None, True, engine, 0).block()  # one tells of all
+    assert asked == [arrays[1]]
 
 
 @pytest.mark.parametrize("given", [False, True])

@@ -64,7 +64,7 @@ class Scheduled:
     leave for runs of weights. ``moved``, ``back`` and ``taken``: as in `Interleaved`. ``runs``: for each
     device, a letter for each iteration of the new loop: F runs forwards, B backwards, W weights, and a dot
     does not; ``numbers`` and ``own_chunks``: of which of the program's microbatches and through which of the
-    device's chunks, -1 where it does not. ``rounds``: why gradients are equal to those of the written step
+    device's chunks, -1 where it does not. ``rounds``: why results are equal to those of the written step
     only up to rounding, or an empty string. ``why``: why it is left as it is written.
     """
 
@@ -104,7 +104,7 @@ class Scheduled:
         alive = ", ".join(map(str, self.alive))
         rounds = ""
         if self.rounds:
-            rounds = f"; {self.rounds}: gradients are those of the written step up to rounding"
+            rounds = f"; {self.rounds}: results are those of the written step up to rounding"
         left = f", and {self.left} for runs of weights" if self.left else ""
         stages, moved, each = f"{self.stages} stages", "", "microbatches"
         if self.chunks > 1:

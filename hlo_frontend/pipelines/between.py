@@ -21,7 +21,7 @@ from ..graph import LOGICAL_IDS, Computation, Instruction, Module, all_instructi
 from ..schema import TOKEN, TUPLE
 from .emit import Builder, Editor, needed_by, slice_of
 from .inline import inline
-from .rows import rounds
+from .rounding import rounds
 from .sameness import NEVER_SAME, draws
 from .training import dependents
 

@@ -15,7 +15,7 @@ from .between import prepared
 from .chains import Followed
 from .emit import Editor
 from .inline import inlined, opened
-from .merged import merged
+from .merged import Names, merged
 from .merged_verify import check as check_merged
 from .partitioned import Whys, localized
 from .parts import Part, Pipeline
@@ -220,24 +220,23 @@ def _step(
         forward.name, "", schedule, backward.name, new.loop, step.forward.stages,
         step.forward.microbatches, trips, slots.iterations, round(slots.length(1, 1, 1)), slots.alive,
         kept_bytes(step),
-        step.forward.trips, slots.rows, new.left, drawn.runs, _rounds(step, new.left, chunks) or apart,
+        step.forward.trips, slots.rows, new.left, drawn.runs, _rounds(step, new, chunks) or apart,
         chunks=chunks, row=kept_bytes(step, chunks), moved=new.moved, back=new.back, taken=new.parts,
         numbers=drawn.numbers, own_chunks=drawn.own_chunks,
     )  # fmt: skip
 
 
-def _rounds(step: Training, left: int, chunks: int) -> str:
-    """Why an engine may round gradients otherwise than in the written step, or an empty string.
-
-    ``left``: bytes that are left for runs of weights.
-    """
+def _rounds(step: Training, made: Names, chunks: int) -> str:
+    """Why an engine may round results otherwise than in the written step, or an empty string."""
     if any(b.rows is not None and b.rows.rounds for b in step.begins.values()):
         return "a head is computed row by row"
     if step.turn is not None and step.turn.rounds:
         return "a head is computed in the loop apart from what stands beside it, for it is under no lax.cond"
     if any(own.walk.rounds for own in step.owned.values()):
         return "what a stage has for itself is computed apart"
-    if left:
+    if made.apart:
+        return "what the loops collect is computed behind them"
+    if made.left:
         return "gradients of weights are computed apart"
     # Slices of weights are then whole arrays, which an engine's kernels may read in another order.
     return "a chunk is a single layer" if 1 < chunks == step.forward.layers.count else ""

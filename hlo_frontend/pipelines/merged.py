@@ -76,7 +76,8 @@ class Names:
     ``held_back``: how many operands of the layers ``forward`` and ``backward`` are given, which do not
     change; ``banks``: how many banks; ``turned``: how many sums and results ``turns`` keeps; ``left``: bytes
     of what backward runs leave for runs of weights.
-    ``replays``: the loops behind it, if there are any. ``chunks``: of layers that a stage has. ``moved`` and
+    ``replays``: the loops behind it, if there are any; ``apart``: whether an engine may round what they
+    compute otherwise than the written ones. ``chunks``: of layers that a stage has. ``moved`` and
     ``back``: bytes of weights that all devices together send at each run of the program, and of gradients;
     ``parts``: arrays of weights of which devices take other parts, and that are not sent.
     """
@@ -94,6 +95,7 @@ class Names:
     turned: int
     left: int
     replays: tuple[Replay | None, Replay | None]
+    apart: bool
     chunks: int
     moved: int
     back: int
@@ -346,7 +348,8 @@ class _Merged:
         return Names(
             done.name, *names, tuple(self.pieces.taken_in), len(self.held), len(self.held_back),
             len(runs.bank_shapes), len(self.turned) + len(self.given), runs.bytes_left,
-            (replay, replay_back), self.chunks, self.mover.moved, self.mover.back, self.mover.taken,
+            (replay, replay_back), self.pieces.rounds or self.pieces_back.rounds,
+            self.chunks, self.mover.moved, self.mover.back, self.mover.taken,
         )  # fmt: skip
 
     def _read_by_runs(self, pipeline: Pipeline) -> list[Instruction]:

@@ -16,6 +16,7 @@ from ..values import Value
 from .constants import Constants, behind
 from .emit import Builder, Editor, needed_by, slice_of
 from .parts import Pipeline
+from .rounding import contracts
 
 
 class Pieces:
@@ -66,12 +67,22 @@ class Pieces:
                     stack += [self.reads[r] for r in read]
         return sorted(found)
 
+    @property
+    def rounds(self) -> bool:
+        """Whether an engine may round what goes into the carry otherwise in a loop of its own."""
+        changing = [n for n in self.needed if n not in self.unchanged]
+        return contracts(self._inner([self.body.root.operands[n] for n in changing]))
+
+    def _inner(self, wanted: Sequence[Instruction]) -> list[Instruction]:
+        """The instructions on which values depend, not through the loop over layers or permutes."""
+        cuts = {*self.permutes, *(i for i in self.body.instructions if self.stage in i.operands)}
+        cuts |= {i for own in self.others for i in own}
+        return slice_of(wanted, {*cuts, *self.reads, *self.ids})
+
     def _read(self, wanted: Sequence[Instruction]) -> tuple[list[Instruction], bool]:
         """The reads of the carry on which values depend, not through the loop over layers or permutes, and
         whether they depend on the device's id."""
-        cuts = {*self.permutes, *(i for i in self.body.instructions if self.stage in i.operands)}
-        cuts |= {i for own in self.others for i in own}
-        inner = slice_of(wanted, {*cuts, *self.reads, *self.ids})
+        inner = self._inner(wanted)
         used = {o for i in inner for o in needed_by(i)} | set(wanted)
         reads = [r for r in self.reads if r in used]
         return reads, any(i in used for i in self.ids)

@@ -28,25 +28,21 @@ from typing import Any
 
 import numpy as np
 
-from stretto.collectives.ops import Reduction
-
 from ..builder import array_shape, resized, tuple_shape
-from ..collectives import native_reduction
 from ..graph import Instruction
 from ..ops import op_of
-from ..schema import PRIMITIVE_CODES, TUPLE, ShapeProto
+from ..schema import TUPLE, ShapeProto
 from . import indexed
 from .emit import Builder, fenced, needed_by
 from .members import Members
 from .refusal import Refusal
 from .rewrite import without_sign_of_zero
+from .rounding import rounds
 
 _ROW_BY_ROW = (
     "Compute what the backward pass begins with row by row, by microbatch along the first dimension (indices "
     "along others, as of jnp.take_along_axis), or the loss within the loop"
 )
-_EXACT = (Reduction.MAX, Reduction.MIN)
-_FLOATS = {code for name, code in PRIMITIVE_CODES.items() if name[0] in "bcf"}
 
 
 @dataclass(frozen=True)
@@ -232,19 +228,6 @@ def _resized(proto: Any, block: Block) -> Any:
         if dimension == block.axis:
             bounds.start, bounds.limit = 0, block.unit
     return proto
-
-
-def rounds(instructions: Iterable[Instruction]) -> bool:
-    """Whether an engine may round these otherwise among other instructions: it may make one operation of a
-    product and a sum, and add up in another order."""
-    opcodes = {
-        i.opcode for i in instructions
-        if any(s.element_type in _FLOATS for s in i.shape.tuple_shapes or [i.shape])
-        and not (i.opcode == "reduce" and native_reduction(i.called[0]) in _EXACT)
-    }  # fmt: skip
-    products = opcodes & {"multiply", "dot"}
-    sums = opcodes & {"add", "subtract", "reduce", "dot"}
-    return bool(products and sums) or bool(opcodes & {"reduce", "scatter"})
 
 
 def separated(

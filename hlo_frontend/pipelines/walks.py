@@ -30,7 +30,7 @@ from .parts import Part
 from .pieces import instructions_of
 from .refusal import Refusal, depends_on_all
 from .rewrite import shaped, without_sign_of_zero
-from .rows import rounds
+from .rounding import rounds
 from .sameness import NEVER_SAME, Class, Sameness, draws
 
 SCALAR = "s32"

@@ -149,6 +149,56 @@ def test_what_begins_with_what_other_runs_gave():
     assert "a stage takes only a part of what another one gave" in alone
 
 
+@pytest.mark.parametrize(
+    ("more", "rounds"),
+    [
+        (lambda state, means: state + means, ""),
+        (
+            lambda state, means: 0.9 * state + 0.1 * means,
+            "what the loops collect is computed behind them",
+        ),
+    ],
+    ids=["sum", "average"],
+)
+def test_means_of_layers_that_each_stage_collects(more, rounds):
+    """As norms over batches do. XLA makes one operation of a product and a sum of a moving average, another
+    one than in the written loop: a step on ``xla:cpu`` differed in last bits."""
+    count, stages = 4, 2
+
+    def loss(w, xs):
+        stage = lax.axis_index("x")
+
+        def layer(x, w):
+            y = jnp.tanh(x @ w)
+            return y, y.mean(0)
+
+        def iteration(carry, i):
+            received, total, state = carry
+            x = jnp.where(stage == 0, xs[jnp.clip(i, 0, count - 1)], received)
+            working = (i >= stage) & (i - stage < count)
+            y, means = lax.cond(
+                working,
+                lambda x: lax.scan(layer, x, w),
+                lambda x: (x * 0, jnp.zeros_like(state)),
+                x,
+            )
+            state = jnp.where(working, more(state, lax.stop_gradient(means)), state)
+            ends = (stage == stages - 1) & (i >= stages - 1)
+            total += lax.cond(ends, jnp.sum, lambda y: jnp.float32(0), y)
+            return (lax.ppermute(y, "x", [(0, 1)]), total, state), None
+
+        start = jnp.zeros_like(xs[0]), jnp.float32(0), jnp.zeros(w.shape[:2])
+        _, total, state = lax.scan(iteration, start, jnp.arange(count + 1))[0]
+        return lax.psum(total, "x"), state
+
+    over = mesh(stages)
+    mapped = manual(loss, over, (P("x"), P()), (P(), P("x")))
+    arguments = np.ones((4, 8, 8), np.float32), np.ones((count, 4, 8), np.float32)
+    step = jax.jit(jax.value_and_grad(mapped, has_aux=True))
+    (report,) = compiled(step, arguments, stages, "1f1b").interleaved
+    assert (report.why, report.rounds) == ("", rounds)
+
+
 def given_on(monkeypatch, change):
     """Layers of a stage have something else than what came with the microbatch."""
     written = training_steps.stage_of

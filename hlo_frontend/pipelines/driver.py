@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import TypeVar
 
 from ..collectives import CollectiveReader
 from ..flatten import flatten
@@ -17,6 +19,7 @@ from .emit import Editor
 from .inline import inlined, opened
 from .merged import Names, merged
 from .merged_verify import check as check_merged
+from .nested import as_entry, loops_around, within
 from .partitioned import Whys, localized
 from .parts import Part, Pipeline
 from .pieces import Pieces
@@ -29,6 +32,8 @@ from .training import Training, kept_bytes, owner_of, training
 from .travelling import at_home
 from .verify import check
 
+_Report = TypeVar("_Report", Interleaved, Scheduled)
+
 
 def interleave(
     serialized: bytes, num_replicas: int, num_partitions: int, chunks: int
@@ -37,8 +42,39 @@ def interleave(
     loop.
 
     A loop that cannot be interleaved stays as it is, and so do loops that depend on its residuals. ``chunks``
-    is at least 2.
+    is at least 2. Loops are those of the entry computation, or of the body of one of its loops.
     """
+
+    def found(given: bytes) -> tuple[bytes, tuple[Interleaved, ...]]:
+        return _interleaved(given, num_replicas, num_partitions, chunks)
+
+    return _also_within(found, serialized, num_replicas, num_partitions)
+
+
+def _also_within(
+    rewrite: Callable[[bytes], tuple[bytes, tuple[_Report, ...]]],
+    serialized: bytes,
+    num_replicas: int,
+    num_partitions: int,
+) -> tuple[bytes, tuple[_Report, ...]]:
+    """What ``rewrite`` makes of a module, which looks at loops of the entry computation; if it finds none,
+    of the bodies of these."""
+    serialized, reports = rewrite(serialized)
+    around = [] if reports else loops_around(Module.parse(serialized), num_replicas, num_partitions)
+    for name in [loop.name for loop in around]:
+        module = Module.parse(serialized)
+        loop = next(i for i in module.entry.instructions if i.name == name)
+        made, found = rewrite(as_entry(module, loop, num_replicas, num_partitions))
+        if any(not report.why for report in found):
+            serialized = within(module, loop, made)
+        reports += found
+    return serialized, reports
+
+
+def _interleaved(
+    serialized: bytes, num_replicas: int, num_partitions: int, chunks: int
+) -> tuple[bytes, tuple[Interleaved, ...]]:
+    """The same, of loops in the entry computation."""
     as_given = serialized
     serialized, whys = _localized(serialized, num_replicas, num_partitions)
     written = Module.parse(serialized)
@@ -125,7 +161,19 @@ def scheduled(
     serialized: bytes, num_replicas: int, num_partitions: int, schedule: str, chunks: int = 1
 ) -> tuple[bytes, tuple[Scheduled, ...]]:
     """The module with its steps of training in a schedule (see `slots`), with ``chunks`` chunks of layers a
-    device, and a report on each step, and on each loop of a pipeline that stays as it is."""
+    device, and a report on each step, and on each loop of a pipeline that stays as it is. Steps are loops of
+    the entry computation, or of the body of one of its loops."""
+
+    def found(given: bytes) -> tuple[bytes, tuple[Scheduled, ...]]:
+        return _scheduled(given, num_replicas, num_partitions, schedule, chunks)
+
+    return _also_within(found, serialized, num_replicas, num_partitions)
+
+
+def _scheduled(
+    serialized: bytes, num_replicas: int, num_partitions: int, schedule: str, chunks: int
+) -> tuple[bytes, tuple[Scheduled, ...]]:
+    """The same, of steps in the entry computation."""
     as_given = serialized
     serialized, whys = _localized(serialized, num_replicas, num_partitions)
     reports: dict[str, Scheduled] = {}

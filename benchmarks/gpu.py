@@ -6,6 +6,8 @@ Each measurement is a launch of its own, and its row the median of 20, but for c
 that of the matrices, of 64 MiB then; the fake computes smaller ones.
 
 - dispatch: `jit(x + 1)` of 8 floats, awaited, on one device, and how many times JAX's own that is.
+- calls: others of that kind beside JAX's, and a transformer's training step of 199 arrays where flax and
+  optax are installed; microseconds of each.
 - copies: 64 MiB from a GPU and to it in one copy each, and as a collective through the host makes them: in
   its pieces, with an event behind each. Their rate by that of one copy.
 - all-reduce: of 64 MiB over RANKS (2) processes, which share a GPU where there are fewer; bytes of one
@@ -18,6 +20,7 @@ that of the matrices, of 64 MiB then; the fake computes smaller ones.
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import statistics
 import subprocess
@@ -60,6 +63,82 @@ def dispatch() -> str:
     x = jnp.ones(8)
     add = jax.jit(lambda x: x + 1)
     return f"{median(lambda: add(x)) * 1e6:.1f} us"
+
+
+def calls() -> str:
+    """What stands beside `dispatch`, as JSON."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    x, host = jnp.ones(8), np.ones((1024, 1024), np.float32)
+    add = jax.jit(lambda x: x + 1)
+    scan = jax.jit(lambda x: jax.lax.scan(lambda c, _: (c * 0.5 + 1, None), x, length=100)[0])
+    until = jax.jit(
+        lambda x: jax.lax.while_loop(lambda c: (c < 1e6).any(), lambda c: c * 1.5 + 1, x)
+    )
+
+    def chain() -> jax.Array:
+        y = x
+        for _ in range(100):
+            y = add(y)
+        return y
+
+    found = {
+        "one of 100 in a row": median(chain) / 100,
+        "eager x * 2 + x": median(lambda: x * 2 + x),
+        "scan of 100": median(lambda: scan(x)),
+        "loop until data say so": median(lambda: until(x)),
+        "4 MiB to the GPU": median(lambda: jax.device_put(host)),
+    }
+    try:
+        step = training_step()
+    except ModuleNotFoundError:
+        pass
+    else:
+        found["training step"] = median(step)
+        found["one of 10 in a row"] = median(lambda: [step() for _ in range(10)][-1]) / 10
+    return json.dumps({name: round(seconds * 1e6, 1) for name, seconds in found.items()})
+
+
+def training_step() -> Callable[[], Any]:
+    """A step of AdamW on four layers, which donates its weights and moments. Gives the loss."""
+    import jax
+    import jax.numpy as jnp
+    import optax
+    from flax import linen
+
+    class Model(linen.Module):
+        @linen.compact
+        def __call__(self, x: Any) -> Any:
+            for _ in range(4):
+                y = linen.LayerNorm()(x)
+                x += linen.MultiHeadDotProductAttention(num_heads=8)(y, y)
+                y = linen.Dense(2048)(linen.LayerNorm()(x))
+                x += linen.Dense(512)(linen.gelu(y))
+            return linen.Dense(1000)(x)
+
+    model, rule = Model(), optax.adamw(1e-3)
+    x, labels = jnp.ones((8, 128, 512)), jnp.zeros((8, 128), jnp.int32)
+    weights = model.init(jax.random.key(0), x)
+    state = [weights, rule.init(weights)]
+
+    def loss(weights: Any) -> Any:
+        scores = model.apply(weights, x)
+        return optax.softmax_cross_entropy_with_integer_labels(scores, labels).mean()
+
+    def step(weights: Any, moments: Any) -> Any:
+        value, gradient = jax.value_and_grad(loss)(weights)
+        updates, moments = rule.update(gradient, moments, weights)
+        return optax.apply_updates(weights, updates), moments, value
+
+    compiled = jax.jit(step, donate_argnums=(0, 1))
+
+    def run() -> Any:
+        state[0], state[1], value = compiled(*state)
+        return value
+
+    return run
 
 
 def copies() -> str:
@@ -174,7 +253,7 @@ def calibrate() -> str:
     return "done"
 
 
-WORK = {f.__name__: f for f in (dispatch, copies, all_reduce, balance, calibrate, layers)}
+WORK = {f.__name__: f for f in (dispatch, calls, copies, all_reduce, balance, calibrate, layers)}
 
 
 def row(name: str, what: str, ranks: int = 1, **variables: str) -> str:
@@ -193,7 +272,7 @@ def row(name: str, what: str, ranks: int = 1, **variables: str) -> str:
         return ""
     right = done.returncode == 0
     said = (done.stdout if right else done.stderr).strip().splitlines() or ["nothing"]
-    print(f"{name:44} {said[-1][:150]}", flush=True)
+    print(f"{name:44} {said[-1][:400]}", flush=True)
     if not right:
         print("\n".join(said[-12:]), flush=True)
     return said[-1] if right else ""
@@ -218,6 +297,14 @@ def main() -> None:
     jax = number(row("dispatch, JAX's CUDA backend", "dispatch", JAX_PLATFORMS="cuda"))
     if ours and jax:
         print(f"{'dispatch, times that of JAX (3 at most)':44} {ours / jax:.2f}", flush=True)
+    each = [
+        row(f"calls, {whose}, us", "calls", **settings)
+        for whose, settings in (("stretto", stretto), ("JAX", {"JAX_PLATFORMS": "cuda"}))
+    ]
+    if all(each):
+        mine, theirs = map(json.loads, each)
+        for name in mine:
+            print(f"{f'{name}, times that of JAX':44} {mine[name] / theirs[name]:.2f}", flush=True)
     row("copies of a GPU (80% at least)", "copies", **stretto)
     for way, chosen in (("through the host", STAGED), ("NCCL", NCCL)):
         row(f"all-reduce, {way}", "all_reduce", ranks, **stretto, **chosen)

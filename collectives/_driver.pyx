@@ -76,11 +76,6 @@ cdef class Calls:
         cdef call_t many[MOST]
         cdef int error = 0, filled = 0, done = 0
         cdef tuple one
-        if context:
-            with nogil:
-                error = self._set_current(context)
-            if error:
-                return -1, error
         for one in calls:
             many[filled].kind = one[0]
             many[filled].first = one[1]
@@ -92,21 +87,24 @@ cdef class Calls:
             filled += 1
             if filled == MOST:
                 with nogil:
-                    done = self._make(many, filled, &error)
+                    done = self._make(context, many, filled, &error)
                 if error:
-                    return many[done].kind, error
+                    return (many[done].kind if done >= 0 else -1), error
                 filled = 0
-        if filled:
-            with nogil:
-                done = self._make(many, filled, &error)
-            if error:
-                return many[done].kind, error
+        with nogil:
+            done = self._make(context, many, filled, &error)
+        if error:
+            return (many[done].kind if done >= 0 else -1), error
         return None
 
-    cdef int _make(self, call_t* calls, int count, int* error) noexcept nogil:
-        """Gives the number of the one that failed, if ``error`` says that one has."""
+    cdef int _make(self, uintptr_t context, call_t* calls, int count, int* error) noexcept nogil:
+        """Gives the number of the one that failed, -1 for the context, if ``error`` says that one has."""
         cdef int k
         cdef call_t* c
+        if context:
+            error[0] = self._set_current(context)
+            if error[0]:
+                return -1
         for k in range(count):
             c = calls + k
             if c.kind == 0:

@@ -82,16 +82,7 @@ def beside(call: Callable[[], Result]) -> Event:
     """Have another thread make the call, whose result is the event's. Where Python is ending and begins no
     threads it is made here."""
     event = Event()
-
-    def run() -> None:
-        try:
-            value = call()
-        except BaseException as error:
-            event.set(error=error)
-        else:
-            event.set(value)
-
-    _helpers.submit(run)
+    _helpers.submit(partial(event.set_to, call))
     return event
 
 

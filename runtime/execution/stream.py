@@ -50,6 +50,15 @@ class Event:
         self._lock.release()
         self._call_back()
 
+    def set_to(self, call: Callable[[], Any]) -> None:
+        """Make a call, and deliver its result or what it raises."""
+        try:
+            value = call()
+        except BaseException as error:
+            self.set(error=error)
+        else:
+            self.set(value)
+
     def wait(self) -> None:
         """Wait until it is set; does not raise its error. A signal handler can interrupt the wait."""
         if not self.done:
@@ -226,12 +235,7 @@ class Stream:
             task, event = self._tasks.popleft()
         except IndexError:
             return False
-        try:
-            value = task()
-        except BaseException as error:
-            event.set(error=error)
-        else:
-            event.set(value)
+        event.set_to(task)
         return True
 
     def _work(self) -> None:

@@ -28,9 +28,8 @@ numbers = np.arange(len(devices), dtype=np.float32)
 x = jax.make_array_from_callback(numbers.shape, split, lambda i: numbers[i])
 for number in range(rounds):
     sums = [total(x) for _ in range(3)]
-    kept.append(
-        jax.device_put(np.full(1 << (18 + number), number, np.float32))
-    )  # more than there is
+    more = np.full(1 << (18 + number), number, np.float32)  # than XLA has taken so far
+    kept.append(jax.device_put(more))
     scaled = jax.jit(lambda x, by=number + 1: x * by)(numbers)  # code of its own each time
     for s in sums:
         if np.asarray(s).tolist() != [sum(range(len(devices)))]:

@@ -132,6 +132,14 @@ for name, check in checks.items():
     assert ("restores" in done.stdout) == (engine == "xla")
 
 
+@pytest.mark.skipif(not REAL, reason="results of code for GPUs")
+def test_what_programs_do_on_one_device(fake: dict[str, str]) -> None:
+    done = ranks(fake, 1, 1, "one_device.py")
+    print(done.stdout)
+    assert "right more_memory_than_there_is" in done.stdout, done.stderr[-3000:]
+    assert "wrong" not in done.stdout
+
+
 @only_fake
 def test_runs_are_enqueued_ahead(fake: dict[str, str]) -> None:
     """Beyond what XLA allows by default, and without waiting: a function of the host holds the stream up."""

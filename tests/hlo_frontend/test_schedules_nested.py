@@ -14,11 +14,13 @@ from random_steps import compiled
 STAGES, LAYERS, COUNT, STEPS = 2, 8, 3, 2
 
 
-def pipeline(weights, xs):
+def collected(weights, xs, collect, start):
+    """What a pipeline's loop collects: ``collect(collected, y, i, ends)`` of what a stage gives in iteration
+    ``i``, and of whether a microbatch ends with it."""
     stage = lax.axis_index("x")
 
     def iteration(carry, i):
-        received, total = carry
+        received, collected = carry
         x = jnp.where(stage == 0, xs[jnp.clip(i, 0, COUNT - 1)], received)
         working = (i >= stage) & (i - stage < COUNT)
 
@@ -27,11 +29,17 @@ def pipeline(weights, xs):
 
         y = lax.cond(working, run, jnp.zeros_like, x)
         ends = (stage == STAGES - 1) & (i >= STAGES - 1)
-        total += lax.cond(ends, lambda y: jnp.sum(y * y), lambda y: jnp.float32(0), y)
-        return (lax.ppermute(y, "x", [(0, 1), (1, 0)]), total), None
+        sent = lax.ppermute(y, "x", [(0, 1), (1, 0)])
+        return (sent, collect(collected, y, i, ends)), None
 
-    start = jnp.zeros_like(xs[0]), jnp.float32(0)
-    return lax.psum(lax.scan(iteration, start, jnp.arange(COUNT + 1))[0][1], "x")
+    return lax.scan(iteration, (jnp.zeros_like(xs[0]), start), jnp.arange(COUNT + 1))[0][1]
+
+
+def pipeline(weights, xs):
+    def collect(total, y, i, ends):
+        return total + lax.cond(ends, lambda y: jnp.sum(y * y), lambda y: jnp.float32(0), y)
+
+    return lax.psum(collected(weights, xs, collect, jnp.float32(0)), "x")
 
 
 def trained(weights, xs):
@@ -84,24 +92,11 @@ def headed(same):
     """Steps with a head on all stages, of weights that each step changes. ``same``: alike on all stages."""
 
     def loss(head, weights, xs):
-        stage = lax.axis_index("x")
+        def collect(outputs, y, i, ends):
+            return jnp.where(ends, outputs.at[jnp.maximum(i - STAGES + 1, 0)].set(y), outputs)
 
-        def iteration(carry, i):
-            received, outputs = carry
-            x = jnp.where(stage == 0, xs[jnp.clip(i, 0, COUNT - 1)], received)
-            working = (i >= stage) & (i - stage < COUNT)
-
-            def run(x):
-                return lax.scan(lambda x, w: (x + jnp.tanh(x @ w), None), x, weights)[0]
-
-            y = lax.cond(working, run, jnp.zeros_like, x)
-            put = outputs.at[jnp.maximum(i - STAGES + 1, 0)].set(y)
-            outputs = jnp.where((stage == STAGES - 1) & (i >= STAGES - 1), put, outputs)
-            return (lax.ppermute(y, "x", [(0, 1), (1, 0)]), outputs), None
-
-        start = jnp.zeros_like(xs[0]), jnp.zeros_like(xs)
-        outputs = lax.scan(iteration, start, jnp.arange(COUNT + 1))[0][1]
-        outputs = lax.psum(jnp.where(stage == STAGES - 1, outputs, 0), "x")
+        outputs = collected(weights, xs, collect, jnp.zeros_like(xs))
+        outputs = lax.psum(jnp.where(lax.axis_index("x") == STAGES - 1, outputs, 0), "x")
         return jnp.sum(outputs * head)
 
     def steps(weights, xs):

@@ -37,9 +37,8 @@ def finished(
             capture_output=True,
             text=True,
         ).stdout
-        own = _of_session(
-            process.pid
-        )  # while mpiexec is there, whose ranks have sessions of their own
+        # While mpiexec is there, whose ranks have sessions of their own.
+        own = _of_session(process.pid)
         for pid in filter(_is_python, own):
             _signal(pid, signal.SIGABRT)  # has Python's fault handler write the stacks
         try:

@@ -151,7 +151,10 @@ cdef bint drive(table_t* table) noexcept nogil:
         table.seconds += now() - group.wire.began
         if table.rows != NULL:
             note(table, item.site, item.group, group.wire.began)
-        release(table.api, site.estimate, futures, count)
+        if table.apart:
+            leave_to_turns(table.api, site.estimate, futures, count)
+        else:
+            release(table.api, site.estimate, futures, count)
         free(futures)
         k = 0
 

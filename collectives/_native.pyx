@@ -8,7 +8,8 @@ finishes the others' futures, which runs the others up to where they wait next. 
 no device waits for a thread that another one holds, and on few cores nobody needs to be woken up.
 
 Where the members have much to compute between two collectives, their futures are finished by the threads of
-a pool, one for each core (`start_helpers`), instead of one after the other.
+a pool, one for each core (`start_helpers`), instead of one after the other. Those whose code calls back into Python take turns on
+threads of their own (`_turns.pxi`).
 
 Invariants:
 
@@ -27,6 +28,8 @@ Invariants:
 - The declarations of XLA's FFI (``xla/ffi/api/c_api.h``, version 0.1 or later, which XLA keeps compatible) have the
   fields used here in their order; sizes tell XLA which ones are known. A test compares them with jaxlib's header.
 """
+
+import os
 
 cimport cython
 from cpython.pycapsule cimport PyCapsule_New
@@ -341,6 +344,7 @@ cdef struct table_t:
     char* failure  # NULL, or why all who come are turned away
     bint late  # the run was given up, to be resumed
     bint resumed
+    bint apart  # devices take turns, see `_turns.pxi`
     const ffi_api* api
     uintptr_t comm  # MPI's communicator of the processes
     double patience  # seconds for which a wait keeps the core busy
@@ -360,6 +364,7 @@ cdef struct table_t:
 include "_folds.pxi"
 include "_moves.pxi"
 include "_futures.pxi"
+include "_turns.pxi"
 
 
 # The handler.
@@ -403,6 +408,7 @@ cdef void* meet(table_t* table, site_t* site, int number, int position, ffi_fram
     cdef group_t* group
     cdef ffi_future_args args
     cdef void* error = NULL
+    cdef void* own = NULL
     cdef void** futures
     cdef void* few[64]
     if position == 0:
@@ -455,9 +461,17 @@ cdef void* meet(table_t* table, site_t* site, int number, int position, ffi_fram
             return new_error(frame.api, b"other processes are late")
         if state == 0:
             return leave(table, number, which, index, frame)  # unlocks
+    if table.apart and table.devices > 1:
+        args.size, args.next, args.future = sizeof(args), NULL, NULL
+        error = frame.api.future_create(&args)
+        if error != NULL:
+            pthread_mutex_unlock(&table.mutex)
+            return error
+        frame.future = own = args.future
     futures = &few[0]
     if size > 64:
         futures = <void**>calloc(size, sizeof(void*))
+    futures[size - 1] = own
     k = 0
     for other in range(size):
         if other != index:
@@ -481,7 +495,10 @@ cdef void* meet(table_t* table, site_t* site, int number, int position, ffi_fram
             table.seconds += now() - began
     if table.rows != NULL and not again:
         note(table, number, which, began)
-    release(frame.api, site.estimate, futures, size - 1)
+    if own != NULL:
+        leave_to_turns(frame.api, site.estimate, futures, size)
+    else:
+        release(frame.api, site.estimate, futures, size - 1)
     if futures != &few[0]:
         free(futures)
     return NULL
@@ -550,7 +567,8 @@ cdef class Table:
     a part of what each device's code takes as its first argument. Before each run `begin`, then `wait`.
     Where other processes take part, ``comm`` is MPI's handle of their communicator, and ``patience`` for how many
     seconds a wait for them keeps a core busy. ``resumed``: runs may be given up and resumed, for which each
-    site keeps what it has sent and received. Else sites take turns with the memory for it (`stages`).
+    site keeps what it has sent and received. Else sites take turns with the memory for it (`stages`). ``apart``:
+    what they run calls back into Python, and devices may wait there for each other.
     """
 
     cdef table_t table
@@ -559,8 +577,8 @@ cdef class Table:
     cdef bint _resumed
     cdef int _wires
 
-    def __cinit__(self, int devices, uintptr_t comm=0, double patience=0.0, bint resumed=False):
-        self.table.devices = devices
+    def __cinit__(self, int devices, uintptr_t comm=0, double patience=0.0, bint resumed=False, bint apart=False):
+        self.table.devices, self.table.apart = devices, apart
         self.table.comm, self.table.patience = comm, patience
         self._resumed, self._stages = resumed, {}
         pthread_mutex_init(&self.table.mutex, NULL)

@@ -12,7 +12,7 @@ from dataclasses import replace
 from math import inf, prod
 from typing import NamedTuple
 
-from ._native import Table, can_reduce, handler, start_helpers
+from ._native import Table, can_reduce, handler, start_helpers, step_aside, step_back
 from .ops import Collective, Kind
 from .types import TensorType
 from .wires import Leaf, Message, Round, Wire, plan
@@ -29,6 +29,8 @@ __all__ = [
     "refusal",
     "skipped",
     "start_helpers",
+    "step_aside",
+    "step_back",
     "table_of",
 ]
 
@@ -101,14 +103,15 @@ def table_of(
     peers: Peers = ALONE,
     *,
     resumed: bool = False,
+    apart: bool = False,
 ) -> Table:
     """The table of these sites for devices whose positions are by logical id ``position``.
 
     Members of groups that are none of them are other processes' devices, by ``peers``. ``resumed``: whether
-    runs may be given up and resumed. Raises ``ValueError`` for a collective that is refused or whose parts
-    do not fit.
+    runs may be given up and resumed. ``apart``: see `Table`. Raises ``ValueError`` for a collective that is
+    refused or whose parts do not fit.
     """
-    table = Table(len(position), peers.comm, peers.patience, resumed)
+    table = Table(len(position), peers.comm, peers.patience, resumed, apart)
     tag = peers.first_tag
     for collective in collectives:
         why = refusal(collective)

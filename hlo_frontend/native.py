@@ -3,6 +3,7 @@
 `native` finds the loops, branches, stretches and whole programs that have little to hide: each of their
 collectives is small, hidden by no plan, and can be called by compiled code (`collectives.native`). Such a
 region becomes one segment whose collectives are its ``sites``, with a module of its own (`region_module`).
+Its loops and branches may call back into Python.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from stretto.runtime.program import (
     instructions,
 )
 
+from . import stablehlo
 from .region_module import region_module, stretches
 from .used_segments import with_body
 from .work import work_of
@@ -298,7 +300,11 @@ class _Rewriting:
                 if instruction.valid:
                     return f"segment {segment.name} is left out in some iterations"
                 if calls_back(segment.module):
-                    return f"segment {segment.name} calls back into Python"
+                    why = _call_refusal(
+                        segment, inside=all(instruction is not i for i in block.instructions)
+                    )
+                    if why:
+                        return f"segment {segment.name} {why}"
             elif isinstance(instruction, Loop) and instruction.carried:
                 return f"loop {instruction.name} carries collectives into its next iteration"
         if largest[0] and self._saved(block) < 0:
@@ -386,6 +392,17 @@ def _in_loops(
         elif isinstance(instruction, Branch):
             for branch in instruction.branches:
                 yield from _in_loops(branch, iterations)
+
+
+def _call_refusal(segment: Segment, inside: bool) -> str:
+    """Why a segment that calls back into Python cannot be part of a region; empty if it can: ``inside``
+    of its control flow. Outside of that the walk of one more segment takes no time beside the call."""
+    if not inside:
+        return "calls back into Python"
+    with stablehlo.parsed(segment.module) as module:
+        if stablehlo.calls_in_order(module):
+            return "calls back into Python, in an order"  # which compiled code does not keep among segments
+    return ""
 
 
 def _is_worth_it(body: Sequence[Instruction], few: int) -> bool:

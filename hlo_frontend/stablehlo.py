@@ -319,6 +319,15 @@ def _loses_by_simplifying(operation: Any) -> bool:
     return False
 
 
+def calls_in_order(module: ir.Module) -> bool:
+    """Whether the module has calls, such as ordered callbacks into Python, that tokens order."""
+    return any(
+        operation.name == "stablehlo.custom_call"
+        and any(str(value.type) == _TOKEN for value in operation.operands)
+        for operation in operations(module)
+    )
+
+
 def starts_collectives(module: ir.Module) -> bool:
     """Whether a module has collectives that JAX's ``psum_start`` and the like have started."""
     return any(map(_is_start, operations(module)))

@@ -248,10 +248,16 @@ class CallingEngine(Protocol):
         ...
 
     def compile_together(
-        self, segment: Segment, ordinals: Sequence[int], *, name: str = "", code: bytes = b""
+        self,
+        segment: Segment,
+        ordinals: Sequence[int],
+        *,
+        name: str = "",
+        code: bytes = b"",
+        host_callbacks: Sequence[Any] = (),
     ) -> LoadedTogether:
         """Compile a segment with sites for these devices, or restore what `RestoringEngine.serialize` gave of
-        it. Raises ``CompileError``."""
+        it. ``host_callbacks`` are for segments that call back, in their loops. Raises ``CompileError``."""
         ...
 
 

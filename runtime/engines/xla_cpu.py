@@ -271,10 +271,17 @@ class XlaCpuEngine(XlaEngine):
         return xla_client.DeviceList(tuple(devices)), options
 
     def compile_together(
-        self, segment: Segment, ordinals: Sequence[int], *, name: str = "", code: bytes = b""
+        self,
+        segment: Segment,
+        ordinals: Sequence[int],
+        *,
+        name: str = "",
+        code: bytes = b"",
+        host_callbacks: Sequence[Any] = (),
     ) -> XlaCpuTogether:
         """See `stretto.runtime.engines.engine.CallingEngine`."""
-        return XlaCpuTogether(self, segment, name or segment.name, ordinals, code)
+        functions = host_callbacks if calls_back(segment.module) else ()
+        return XlaCpuTogether(self, segment, name or segment.name, ordinals, code, functions)
 
     def goes_side_by_side(self, segment: Segment) -> bool:
         """See `stretto.runtime.engines.engine.SideBySideEngine`. XLA cannot serialize the order of a sort."""

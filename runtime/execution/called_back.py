@@ -15,6 +15,8 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
+from stretto.collectives.native import step_aside, step_back
+
 from ..errors import StrettoError
 
 _here = threading.local()
@@ -73,6 +75,7 @@ class CalledBack:
         @wraps(function)
         def call(*arguments: Any) -> Any:
             before, _here.inside = inside(), True
+            aside = step_aside()
             try:
                 return function(*arguments)
             except BaseException:
@@ -82,5 +85,7 @@ class CalledBack:
                 raise
             finally:
                 _here.inside = before
+                if aside:
+                    step_back()
 
         return call

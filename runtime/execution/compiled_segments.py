@@ -84,7 +84,9 @@ def compile_segments(
         kept = code[index] if restoring is not None and code else b""
         if segment.sites:
             assert isinstance(engine, CallingEngine)
-            return engine.compile_together(segment, together, name=name, code=kept)
+            return engine.compile_together(
+                segment, together, name=name, code=kept, host_callbacks=host_callbacks
+            )
         several = engine if len(together) > 1 and isinstance(engine, SideBySideEngine) else None
         if several is not None and (
             several.goes_side_by_side(segment)

@@ -26,7 +26,7 @@ class Lane:
 
     __slots__ = (
         "_failure",
-        "_table",
+        "_tables",
         "communicator",
         "counters",
         "failed",
@@ -62,14 +62,19 @@ class Lane:
         self.counters = Counters()
         self.sequence = 0
         self.sends: list[Request] = []
-        self._table: Table | None = None
+        self._tables: list[Table] = []
         self._failure = ""
 
-    def hand_over(self, table: Table | None) -> None:
-        """Leave the stream's collectives to compiled code, with this table; None takes them back."""
-        self._table = table
-        if table is not None and self._failure:
+    def hand_over(self, table: Table) -> None:
+        """Leave the stream's collectives to compiled code, with this table. What that calls back may do so
+        again."""
+        self._tables.append(table)
+        if self._failure:
             table.abort(self._failure)
+
+    def take_back(self) -> None:
+        """Compiled code has made its collectives."""
+        self._tables.pop()
 
     def abort(self, reason: str) -> None:
         """The job has failed: what compiled code waits for will not come."""
@@ -78,8 +83,7 @@ class Lane:
             self.gpus.abort(reason)
         if self.staging is not None:
             self.staging.abort(reason)
-        table = self._table
-        if table is not None:
+        for table in list(self._tables):
             table.abort(reason)
 
     def drain(self) -> None:

@@ -8,6 +8,9 @@ in the engine then, so it waits for other processes for a moment only: after tha
 made anew by the dispatch thread, which finds in the table what was sent and received so far. Several devices
 that have no others to wait for may be begun where they are called: they run on threads of the engine's, and
 the dispatch thread waits for what does not end in a moment.
+
+Code that calls back into Python does so on the threads that run its devices, which wait for no other device
+then (`collectives.native.step_aside`): the functions of several may wait for each other.
 """
 
 from __future__ import annotations
@@ -46,7 +49,7 @@ from ..engines.engine import (
 from ..errors import StrettoError
 from ..job.progress import Raw
 from ..options import Options
-from ..program import CONTEXT, WHILE, Run, Slot
+from ..program import CONTEXT, WHILE, Run, Slot, calls_back
 from .communication import Attempt
 from .context import Context
 from .frame import Frame, Hosted, Operation, named
@@ -105,6 +108,7 @@ class Region:
             for types in (c.operands, c.results)
         )
         alone = len(context.local) == 1
+        self.called = context.called_back if calls_back(segment.module) else None
         self._resumable = (
             alone
             and max(sizes) <= PROMPT
@@ -112,9 +116,11 @@ class Region:
             and not segment.donated
             and not segment.once
             and WHILE not in segment.module
+            and self.called is None
         )
         # `attempt` can be used of several devices too, where they wait for nobody else and end by themselves.
-        self.prompt = self._resumable or (not alone and not peers.owner and segment.ends_soon)
+        together = not alone and not peers.owner and self.called is None
+        self.prompt = self._resumable or (together and segment.ends_soon)
         if self._resumable:
             self._run_alone = cast("LoadedAlone", self.loaded).run_alone
             (self.ordinal,) = context.ordinals
@@ -135,7 +141,13 @@ class Region:
         """A table, and what each device's code is given first."""
         context, partitions = self.context, self.context.program.num_partitions
         positions = {id: i for i, id in enumerate(context.logical)}
-        self.table = table_of(self.collectives, positions, self.peers, resumed=self._resumable)
+        self.table = table_of(
+            self.collectives,
+            positions,
+            self.peers,
+            resumed=self._resumable,
+            apart=self.called is not None,
+        )
         first = [
             context.engine.put(
                 np.array(
@@ -157,7 +169,11 @@ class Region:
         def run_region(frame: Frame) -> None:
             assert len(frame.active) == everyone
             self._begin_all(frame, land)
-            self._run(frame)
+            if self.called is None:
+                self._run(frame)
+                return
+            with self.called.listened(lambda error: self.table.abort(str(error))):
+                self._run(frame)
 
         return run_region
 
@@ -214,7 +230,7 @@ class Region:
                 raise self._failed(error) from error
             results = []
         if table.completed():  # what follows otherwise, in short
-            lane.hand_over(None)
+            lane.take_back()
             lane.sequence = sequence = lane.sequence + len(self.payload)
             name, source, ranks = self.described[-1]
             progress.left((name, source, sequence, ranks, self.context.called, monotonic()))
@@ -261,7 +277,11 @@ class Region:
         registers = frame.registers
         columns = [self.first, *(registers[slot] for slot in self.instruction.inputs)]
         try:
-            results = self.loaded.run_together(columns)
+            if self.called is None:
+                results = self.loaded.run_together(columns)
+            else:
+                results, end = self.loaded.run_together_with_end(columns)
+                frame.ends.append(end)
         except BaseException as error:
             raise self._failed(error) from error
         columns.clear()
@@ -287,7 +307,7 @@ class Region:
         return named(error, self.what)
 
     def _leave(self) -> None:
-        self.lane.hand_over(None)
+        self.lane.take_back()
         last = self._raw(len(self.described) - 1, self.table.executed, monotonic())
         self.lane.progress.end(last)
 

@@ -46,12 +46,14 @@ class Snapshot(NamedTuple):
 class Progress:
     """The state of one stream. Written by the stream's thread alone."""
 
-    __slots__ = ("_current", "_ended", "_last", "stream")
+    __slots__ = ("_current", "_ended", "_last", "_looks", "stream")
 
     def __init__(self, stream: int = 0) -> None:
         self.stream = stream
         self._current: Raw | Look | None = None
         self._last: Raw | None = None
+        # Of compiled code that has the stream's collectives: what it calls back may leave it others within.
+        self._looks: list[Look] = []
         self._ended = 0.0
 
     def begin(
@@ -62,19 +64,25 @@ class Progress:
 
     def watch(self, look: Look) -> None:
         """The stream leaves its collectives to compiled code. ``look`` gives the one that is waited in."""
+        self._looks.append(look)
         self._current = look
 
     def left(self, last: Raw) -> None:
         """The stream has taken its collectives back from compiled code, at the time that ``last`` has."""
         self._last = last
-        self._current = None
+        self._looks.pop()
+        self._current = self._looks[-1] if self._looks else None
         self._ended = last[5]
 
     def end(self, last: Raw | None = None) -> None:
         """The stream has left the collective it was in, completed or failed; after `watch`, ``last``."""
         current = self._current
-        self._last = last or self._last if callable(current) else current
-        self._current = None
+        if callable(current):
+            self._looks.pop()
+            self._last = last or self._last
+        else:
+            self._last = current
+        self._current = self._looks[-1] if self._looks else None
         self._ended = monotonic()
 
     def snapshot(self, now: float | None = None) -> Snapshot:

@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import test_native as cases
+import test_native_callbacks as callbacks
 
 import stretto
 from stretto.plugin.client import clients
@@ -65,6 +66,15 @@ def chosen() -> dict[str, Callable[[], None]]:
         "late": partial(late, mesh),
         "large": partial(large, mesh),
         "code of the user's": partial(users_code, mesh),
+        "functions in a loop": partial(callbacks.test_a_function_is_called_in_each_iteration, mesh),
+        "functions that meet": partial(
+            callbacks.test_functions_of_several_devices_may_wait_for_each_other, mesh
+        ),
+        "functions in a branch": partial(callbacks.test_what_a_branch_calls_on_some_devices, mesh),
+        "functions in a condition": partial(callbacks.test_a_loop_that_nobody_counts, mesh),
+        "functions that run programs": partial(
+            callbacks.test_a_function_that_runs_programs_with_collectives, mesh
+        ),
     }
 
 

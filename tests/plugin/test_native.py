@@ -21,8 +21,8 @@ import numpy as np
 import pytest
 from jax import lax
 from jax._src.lax import parallel  # psum_start and the others have no public name yet
-from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from support.on_rows import Rows, everywhere, is_native, on_rows
 
 import stretto
 from stretto.collectives.native import can_reduce, connected, refusal
@@ -38,43 +38,11 @@ STEPS = 3
 LARGE = 4_200_000  # of f32: compiled code calls no collective of so many
 RING = [(i, (i + 1) % N) for i in range(N)]
 PAIRS = [(0, 2), (3, 1)]  # 0 and 3 receive nothing
-Rows = np.ndarray  # [device, ...]
 
 
 @pytest.fixture
 def mesh(devices: list[jax.Device]) -> Mesh:
     return Mesh(np.array(devices), ("x",))
-
-
-def on_rows(mesh: Mesh, f: Callable[..., Any], *rows: Rows) -> tuple[Any, Any]:
-    """Results of ``f`` on every device, as rows, and the executable. ``f`` takes a device's row."""
-    spec = PartitionSpec("x")
-    whole = jax.jit(
-        jax.shard_map(
-            lambda *blocks: jax.tree.map(lambda a: a[None], f(*(b[0] for b in blocks))),
-            mesh=mesh,
-            in_specs=spec,
-            out_specs=spec,
-            check_vma=False,
-        )
-    )
-    sharding = NamedSharding(mesh, spec)
-    placed = [jax.make_array_from_callback(a.shape, sharding, a.__getitem__) for a in rows]
-    compiled = whole.lower(*placed).compile()
-    return jax.tree.map(everywhere, compiled(*placed)), compiled
-
-
-def everywhere(array: jax.Array) -> np.ndarray:
-    """The whole array, also where other processes have parts of it."""
-    if array.is_fully_addressable:
-        return np.asarray(array)
-    return np.asarray(multihost_utils.process_allgather(array, tiled=True))
-
-
-def is_native(compiled: Any) -> bool:
-    """Whether all collectives are called by segments, so that the walk starts none."""
-    text = str(stretto.explain(compiled).program)
-    return "sites (" in text and "start " not in text
 
 
 def in_loop(step: Callable[[Any], Any]) -> Callable[[Any], Any]:

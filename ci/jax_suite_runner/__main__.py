@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import resource
+import signal
 import sys
 import time
 from dataclasses import replace
@@ -19,6 +20,7 @@ _LAUNCH_LIMIT = 300.0  # seconds for a file for several processes
 
 def main() -> int:
     arguments = _arguments()
+    signal.signal(signal.SIGTERM, _leave)
     checkout = arguments.checkout.resolve()
     try:
         jax = arguments.jax or environment.version_of(checkout)
@@ -34,6 +36,13 @@ def main() -> int:
     text, good = judge.report(verdicts)
     print(f"\n{text}")
     return 0 if good else 1
+
+
+def _leave(number: int, _frame: object) -> None:
+    """End by way of the clauses that end what runs: tests are in a session of their own, which no signal
+    to this process reaches. ``timeout`` sends two, the second of which must not interrupt them."""
+    signal.signal(number, signal.SIG_IGN)
+    sys.exit(128 + number)
 
 
 def _arguments() -> argparse.Namespace:

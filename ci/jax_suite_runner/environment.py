@@ -6,15 +6,18 @@ once; stretto is installed anew whenever its sources have changed.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import platform
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import venv
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -65,19 +68,34 @@ class Environment:
     def baselines(self) -> Path:
         return self.folder / "cpu"
 
-    def start(
+    @contextlib.contextmanager
+    def started(
         self, command: list[str], variables: dict[str, str], log: BinaryIO
-    ) -> subprocess.Popen[bytes]:
-        """Start a process beside the tests, in a session of its own. All it says goes to ``log``."""
-        return subprocess.Popen(
-            command,
-            cwd=self.tests,
-            env=variables,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-        )
+    ) -> Iterator[subprocess.Popen[bytes]]:
+        """A process beside the tests, in a session of its own, which is killed behind the block with all that
+        it started there. All it says goes to ``log``. SIGTERM waits until there is a process to kill."""
+        held: list[int] = []
+        handler = signal.signal(signal.SIGTERM, lambda number, _: held.append(number))
+        try:
+            process = subprocess.Popen(
+                command,
+                cwd=self.tests,
+                env=variables,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        except BaseException:
+            signal.signal(signal.SIGTERM, handler)
+            raise
+        try:
+            signal.signal(signal.SIGTERM, handler)
+            for number in held[:1]:
+                signal.raise_signal(number)
+            yield process
+        finally:
+            kill(process)
 
     def variables(self, platform: str, devices: int) -> dict[str, str]:
         """The environment variables of a process that runs tests on ``devices`` devices."""
@@ -96,6 +114,13 @@ class Environment:
         if platform != "cpu":
             kept["STRETTO_LOCAL_DEVICES"] = str(devices)
         return kept
+
+
+def kill(process: subprocess.Popen[bytes]) -> None:
+    """End what is left of a process of `Environment.started` and of those that it started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def version_of(checkout: Path) -> str:

@@ -8,9 +8,7 @@ passed in all processes; what absl prints while tests run is what tells, so that
 from __future__ import annotations
 
 import contextlib
-import os
 import re
-import signal
 import socket
 import subprocess
 import time
@@ -57,8 +55,10 @@ def run(
         # The launcher hands its workers only what it does not take for options of its own.
         command += ["--", "--jax_test_dut=cpu"]
     began = time.monotonic()
-    with (folder / "launcher.log").open("wb") as log:
-        process = environment.start(command, variables, log)
+    with (
+        (folder / "launcher.log").open("wb") as log,
+        environment.started(command, variables, log) as process,
+    ):
         try:
             code: int | None = process.wait(limit)
         except subprocess.TimeoutExpired:
@@ -79,14 +79,11 @@ def _free_port() -> int:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Stop a launcher, which stops its workers, and then what is left of them."""
+    """Stop a launcher, which stops its workers."""
     if process.poll() is None:
         process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(20)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
 
 
 def _outcomes(folder: Path) -> dict[str, Outcome]:

@@ -6,16 +6,14 @@ process goes on with the tests behind it.
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import signal
 import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-from .environment import Environment
+from .environment import Environment, kill
 from .results import COLLECTION, CRASHED, EXIT, FAILED, FileResult, Outcome
 from .selection import DEVICES, Selection
 
@@ -59,11 +57,8 @@ def run(
     with record.with_suffix(".log").open("wb") as log:
         while True:
             known = len(watched.result.tests)
-            process = environment.start(command, variables, log)
-            try:
+            with environment.started(command, variables, log) as process:
                 watched.until_end_of(process)
-            finally:
-                _kill(process)
             if len(watched.result.tests) in (watched.total, known):
                 break
     result = watched.result
@@ -137,14 +132,7 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
     try:
         process.wait(10)
     except subprocess.TimeoutExpired:
-        _kill(process)
-
-
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    """End what is left of a process and of those that it started."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+        kill(process)
 
 
 def _how_it_ended(code: int) -> str:

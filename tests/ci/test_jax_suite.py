@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -100,6 +101,40 @@ def test_what_crashed_on_cpu_is_run_there_again(
         found = command._baseline(env, selection.Selection("x_test.py"), limit=1.0)
         assert found == result(a=outcome)
     assert ran == ["cpu"] * runs
+
+
+@pytest.mark.parametrize("file", ["tests/x_test.py", "tests/multiprocess/x_test.py"])
+def test_a_run_that_is_ended_ends_its_tests(tmp_path: Path, file: str) -> None:
+    (tmp_path / file).parent.mkdir(parents=True)
+    (tmp_path / file).touch()
+    started = tmp_path / "started"
+    os.mkfifo(started)
+    for name in ("pytest", "python"):
+        tests = tmp_path / name
+        tests.write_text(f"#!/bin/sh\necho $$ > {started}\nexec sleep 300\n")
+        tests.chmod(0o755)
+    program = f"""
+from pathlib import Path
+from jax_suite_runner import __main__ as command, environment
+folder = Path({str(tmp_path)!r})
+(folder / "tests").mkdir(exist_ok=True)
+environment.make = lambda *_: environment.Environment("1.2.3", folder / "python", folder, folder)
+raise SystemExit(command.main())
+"""
+    name = file.removeprefix("tests/").removesuffix("_test.py")
+    runner = subprocess.Popen(
+        [sys.executable, "-c", program, str(tmp_path), "--jax", "1.2.3", "--files", name],
+        env=os.environ | {"PYTHONPATH": str(ROOT / "ci")},
+        stdout=subprocess.DEVNULL,
+    )
+    try:
+        pid = int(started.read_text())
+        runner.send_signal(signal.SIGTERM)
+        assert runner.wait(60) == 128 + signal.SIGTERM
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+    finally:
+        runner.kill()
 
 
 def test_a_known_failure_without_a_reason_is_refused(tmp_path: Path) -> None:

@@ -311,10 +311,11 @@ cdef class Buffer(Handle):
             promise.block(self.memory.device.client.engine, self.position)
 
     def delete(self):
-        """Give up the value. Its memory is freed when its last user is done."""
-        self.c.deleted = True
-        if self.external_references:
+        """Give up the value. Its memory is freed when its last user is done. It may be called again: jaxlib has the
+        buffer of an array on one device twice."""
+        if self.external_references and not self.c.deleted:
             self.lent = (self.value, self.array, self.promise, self.reordered)
+        self.c.deleted = True
         self.value = self.array = self.promise = self.promised = self.reordered = self.outputs = None
 
     def add_external_reference(self):

@@ -260,6 +260,19 @@ class TestSharedMemory:
         gc.collect()
         np.testing.assert_array_equal(lent, np.arange(1, 1001))
 
+    def test_lent_memory_outlives_arrays_that_are_deleted_twice(
+        self, on_stretto: jax.Device
+    ) -> None:
+        host = np.arange(1000, dtype=np.float32)
+        arrays = [jax.device_put(host, on_stretto) for _ in range(20)]
+        lent = [np.asarray(array) for array in arrays]
+        for array in arrays:
+            array.unsafe_buffer_pointer()  # from now on jaxlib deletes twice
+            array.delete()
+        others = [np.zeros_like(host) for _ in range(100)]
+        assert all((content == host).all() for content in lent)
+        assert not any(other.any() for other in others)
+
     def test_taken_by_buffer_protocol_and_dlpack(self, on_stretto: jax.Device) -> None:
         raw = np.empty(1000 * 4 + 64, np.uint8)
         start = -raw.ctypes.data % 64

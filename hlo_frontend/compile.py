@@ -485,7 +485,7 @@ def _padded(kinds: tuple[str, ...], count: int) -> tuple[str, ...]:
 def _whole(parsed: stablehlo.ir.Module) -> CompiledModule:
     """A program of one segment: the module as it came."""
     signature = stablehlo.signature(parsed)
-    code = stablehlo.without_shardings(parsed)
+    code = stablehlo.for_engine(parsed)
     segment = Segment(
         signature.inputs, signature.outputs, code, signature.donated, name=signature.name
     )

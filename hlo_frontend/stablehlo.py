@@ -494,11 +494,17 @@ def _unless_row_major(order: tuple[int, ...]) -> tuple[int, ...]:
     return order if order != tuple(range(len(order) - 1, -1, -1)) else ()
 
 
-def without_shardings(module: ir.Module) -> bytes:
-    """Bytecode of a module for one device, with Shardy's meshes, constraints and attributes removed."""
+def for_engine(module: ir.Module) -> bytes:
+    """Bytecode of a module for one device as an engine compiles it.
+
+    Shardy's meshes, constraints and attributes are removed, and the kinds of memory that its arrays lie in
+    for JAX: an engine has one. jaxlib's CPU client, told of another, ends the process where an output is in
+    the memory of a donated input.
+    """
     found = list(operations(module))
     idle = [o for o in found if o.name in _IDLE_ON_ONE_DEVICE]
-    if not idle:
+    function = main(module)
+    if not idle and not any(map(_memory_kind, _boundary(function))):
         return bytecode(module)
     with module.context:
         for operation in idle:
@@ -512,13 +518,23 @@ def without_shardings(module: ir.Module) -> bytes:
                     del operation.attributes[name]
                 elif name in ("arg_attrs", "res_attrs"):
                     kept = [
-                        {n.name: n.attr for n in _named(d) if not n.name.startswith("sdy.")}
+                        {n.name: n.attr for n in _named(d) if not _is_of_no_engine(n.name)}
                         for d in ir.ArrayAttr(operation.attributes[name])
                     ]
                     operation.attributes[name] = ir.ArrayAttr.get(
                         [ir.DictAttr.get(d) for d in kept]
                     )
     return bytecode(module)
+
+
+def _boundary(function: Any) -> Iterator[Mapping[str, Any]]:
+    """The attributes of each argument and result that has some."""
+    for key in ("arg_attrs", "res_attrs"):
+        yield from _attribute_dicts(function, key, 0)
+
+
+def _is_of_no_engine(attribute: str) -> bool:
+    return attribute.startswith("sdy.") or attribute == "mhlo.memory_kind"
 
 
 def _named(attributes: Any) -> list[Any]:

@@ -94,9 +94,21 @@ def test_a_constraint_on_one_device_says_nothing() -> None:
           return %1 : tensor<2xf32>
         }""")
     assert stablehlo.is_local(module)
-    text = str(stablehlo.parse(stablehlo.without_shardings(module)))
+    text = str(stablehlo.parse(stablehlo.for_engine(module)))
     assert "sdy." not in text
     assert "stablehlo.add %arg0, %arg0" in text
+
+
+def test_engines_are_not_told_of_kinds_of_memory() -> None:
+    module = stablehlo.parse("""
+        func.func @main(%x: tensor<2xf32> {mhlo.memory_kind = "pinned_host", tf.aliasing_output = 0 : i32})
+            -> (tensor<2xf32> {jax.result_info = "y", mhlo.memory_kind = "pinned_host"}) {
+          %0 = stablehlo.add %x, %x : tensor<2xf32>
+          return %0 : tensor<2xf32>
+        }""")
+    text = str(stablehlo.parse(stablehlo.for_engine(module)))
+    assert "memory_kind" not in text
+    assert "tf.aliasing_output = 0" in text and 'jax.result_info = "y"' in text
 
 
 MULHI = """

@@ -190,6 +190,18 @@ def test_memory_kinds(on_stretto: jax.Device) -> None:
         on_stretto.memory("registers")
 
 
+@pytest.mark.parametrize("kind", ["device", "pinned_host"])
+def test_programs_on_one_device_take_what_is_donated_in_any_memory(
+    on_stretto: jax.Device, kind: str
+) -> None:
+    sharding = SingleDeviceSharding(on_stretto, memory_kind=kind)
+    x, y = (jax.device_put(np.full(256, v, np.float32), sharding) for v in (1, 2))
+    a, b = jax.jit(lambda x, y: (y, x + 3), donate_argnums=(0, 1))(x, y)
+    assert x.is_deleted() and y.is_deleted()
+    assert a.sharding.memory_kind == b.sharding.memory_kind == kind
+    np.testing.assert_array_equal(np.stack([a, b]), [[2] * 256, [4] * 256])
+
+
 def test_memory_statistics_follow_the_arrays(on_stretto: jax.Device) -> None:
     before = on_stretto.memory_stats()["bytes_in_use"]
     array = jax.device_put(np.zeros(1 << 20, np.uint8))

@@ -121,7 +121,7 @@ def table(verdicts: list[Verdict]) -> str:
 
 
 def _times(verdicts: list[Verdict]) -> str:
-    """How much longer than on the CPU backend it all took."""
+    """How much longer than on the CPU backend the files took, all of which ran there whole."""
     clock = sum(v.stretto.seconds for v in verdicts) / sum(v.cpu.seconds for v in verdicts)
     used = sum(v.stretto.processor_seconds for v in verdicts)
     cpu_used = sum(v.cpu.processor_seconds for v in verdicts)
@@ -135,8 +135,8 @@ def report(verdicts: list[Verdict]) -> tuple[str, bool]:
     total = sum(v.scored[1] for v in verdicts)
     if total:
         parts.append(f"{passed} of {total} tests that pass on CPU pass: {passed / total:.2%}")
-    if any(v.cpu.seconds for v in verdicts):
-        parts.append(_times(verdicts))
+    if timed := [v for v in verdicts if v.cpu.seconds]:
+        parts.append(_times(timed))
     lists = (
         ("not accepted", lambda v: [f"{t}  {v.why(t)}" for t in v.unexpected]),
         ("listed as failing, but pass", lambda v: v.outdated),

@@ -79,6 +79,13 @@ def test_both_kinds_of_seconds_are_compared() -> None:
     assert "2.50 times the CPU backend's seconds, 1.50 times its processor seconds" in text
 
 
+def test_seconds_of_files_that_ran_on_stretto_alone_are_not_compared() -> None:
+    found = FileResult(CPU.tests, seconds=5.0, processor_seconds=6.0)
+    alone = judge.Verdict("y_test", judge.completed(FileResult(), found), found)
+    text, _ = judge.report([judge.Verdict("x_test", CPU, found), alone])
+    assert "2.50 times the CPU backend's seconds, 1.50 times its processor seconds" in text
+
+
 def test_results_are_kept_whole(tmp_path: Path) -> None:
     CPU.save(tmp_path / "folder/x.json")
     assert FileResult.load(tmp_path / "folder/x.json") == CPU

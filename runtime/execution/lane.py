@@ -74,7 +74,7 @@ class Lane:
 
     def take_back(self) -> None:
         """Compiled code has made its collectives."""
-        self._tables.pop()
+        del self._tables[-1:]  # Ctrl-C may have come before there was one
 
     def abort(self, reason: str) -> None:
         """The job has failed: what compiled code waits for will not come."""

@@ -70,18 +70,17 @@ class Progress:
     def left(self, last: Raw) -> None:
         """The stream has taken its collectives back from compiled code, at the time that ``last`` has."""
         self._last = last
-        self._looks.pop()
+        del self._looks[-1:]
         self._current = self._looks[-1] if self._looks else None
         self._ended = last[5]
 
     def end(self, last: Raw | None = None) -> None:
         """The stream has left the collective it was in, completed or failed; after `watch`, ``last``."""
-        current = self._current
-        if callable(current):
-            self._looks.pop()
-            self._last = last or self._last
-        else:
-            self._last = current
+        if last is not None:
+            del self._looks[-1:]  # Ctrl-C may have come before there was one
+            self._last = last
+        elif not callable(self._current):
+            self._last = self._current
         self._current = self._looks[-1] if self._looks else None
         self._ended = monotonic()
 

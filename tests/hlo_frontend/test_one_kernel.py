@@ -213,6 +213,32 @@ def test_what_is_no_kernel_of_its_own() -> None:
     )
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("columns", [15, 16])  # 3,840 products and 4,096
+@pytest.mark.parametrize(
+    ("left", "right", "numbers"),
+    [
+        ((8, 32), (32, 0), (((1,), (0,)), ((), ()))),
+        ((32, 8), (32, 0), (((0,), (0,)), ((), ()))),
+        ((32, 8), (0, 32), (((0,), (1,)), ((), ()))),
+    ],
+)
+def test_dots_that_xla_calls_a_library_for(
+    left: Any, right: Any, numbers: Any, columns: int, dtype: Any
+) -> None:
+    """What is prepared compiles as one kernel."""
+    random = np.random.default_rng(0)
+    a, b = (random.random([d or columns for d in shape]).astype(dtype) for shape in (left, right))
+
+    def f(a: Any, b: Any) -> Any:
+        return jnp.sin(lax.dot_general(jnp.cos(a) + 1, b - 0.5, numbers) / 16) * 2
+
+    with jax.enable_x64(True):
+        assert prepared(f, a, b) == (columns == 15)
+        if columns == 15:
+            check(f, a, b)
+
+
 def test_what_xla_refuses_is_compiled_as_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(one_kernel, "_MOST_REDUCED", 1 << 20)
 

@@ -349,6 +349,25 @@ class Programs:
 
         return run
 
+    def progress_told_from_a_loop(self) -> Callable[[], Any]:
+        """200 sums over all devices, every 50th of which a function of each device is told."""
+        told: list[float] = []
+
+        def local(x: jax.Array) -> jax.Array:
+            def step(i: jax.Array, x: jax.Array) -> jax.Array:
+                total = lax.psum(x.sum(), "x")
+                tell = partial(jax.debug.callback, lambda t: told.append(float(t)), total)
+                lax.cond(i % 50 == 0, tell, lambda: None)
+                return x * 0.9 + total * 1e-6
+
+            return lax.fori_loop(0, 200, step, x)
+
+        x, spec = self._put(self._normal(DEVICES, 4), "x"), P("x")
+        run = jax.jit(
+            jax.shard_map(local, mesh=self.mesh, in_specs=spec, out_specs=spec, check_vma=False)
+        )
+        return lambda: run(x)
+
     def callbacks_in_a_loop(self) -> Callable[[], Any]:
         """10 calls into Python, of the whole array."""
         x = self._put(self._normal(64, 8), "x")

@@ -14,6 +14,17 @@ cdef void drop_error(const ffi_api* api, void* error) noexcept nogil:
         api.error_destroy(&args)
 
 
+cdef void* wait_behind(ffi_frame* frame, void** future) noexcept nogil:
+    """Have the device of a call go on once the future that this makes is finished. Gives an error, or NULL."""
+    cdef ffi_future_args args
+    cdef void* error
+    args.size, args.next, args.future = sizeof(args), NULL, NULL
+    error = frame.api.future_create(&args)
+    if error == NULL:
+        frame.future = future[0] = args.future
+    return error
+
+
 cdef void finish(const ffi_api* api, void* future) noexcept nogil:
     """Run the device behind a future, here, until it waits again or has ended.
 
@@ -69,6 +80,14 @@ cdef void give_up(estimate_t* estimate) noexcept nogil:
     estimate.users -= 1
     if estimate.users == 0:
         free(estimate)
+
+
+cdef void run_on(ready_t* item) noexcept nogil:
+    """Go on with a device, as a user of its estimate."""
+    finish_timed(item.api, item.future, item.estimate)
+    pthread_mutex_lock(&queue.mutex)
+    give_up(item.estimate)
+    pthread_mutex_unlock(&queue.mutex)
 
 
 cdef void* help(void* unused) noexcept nogil:
@@ -138,10 +157,7 @@ cdef void release(const ffi_api* api, estimate_t* estimate, void** futures, int 
                 finish_timed(api, futures[k], estimate)
         # The caller's own device is one more: it leaves the helpers their share.
         while queue.count > queue.helpers and take(&item):
-            finish_timed(item.api, item.future, item.estimate)
-            pthread_mutex_lock(&queue.mutex)
-            give_up(item.estimate)
-            pthread_mutex_unlock(&queue.mutex)
+            run_on(&item)
         return
     for k in range(count):
         finish_timed(api, futures[k], estimate)

@@ -29,8 +29,6 @@ Invariants:
   fields used here in their order; sizes tell XLA which ones are known. A test compares them with jaxlib's header.
 """
 
-import os
-
 cimport cython
 from cpython.pycapsule cimport PyCapsule_New
 from cpython.ref cimport Py_DECREF, Py_INCREF, PyObject
@@ -406,9 +404,8 @@ cdef void* meet(table_t* table, site_t* site, int number, int position, ffi_fram
     cdef double began
     cdef bint again
     cdef group_t* group
-    cdef ffi_future_args args
     cdef void* error = NULL
-    cdef void* own = NULL
+    cdef void* own = NULL  # this device's future, if it is to wait too
     cdef void** futures
     cdef void* few[64]
     if position == 0:
@@ -435,12 +432,10 @@ cdef void* meet(table_t* table, site_t* site, int number, int position, ffi_fram
     for k in range(site.results):
         group.results[index * site.results + k] = (<ffi_buffer*>frame.results.items[1 + k]).data
     if group.arrived + 1 < size:
-        args.size, args.next, args.future = sizeof(args), NULL, NULL
-        error = frame.api.future_create(&args)
+        error = wait_behind(frame, &group.futures[index])
         if error != NULL:
             pthread_mutex_unlock(&table.mutex)
             return error
-        frame.future = group.futures[index] = args.future
         group.arrived += 1
         table.running -= 1
         settle(table)  # unlocks
@@ -461,13 +456,11 @@ cdef void* meet(table_t* table, site_t* site, int number, int position, ffi_fram
             return new_error(frame.api, b"other processes are late")
         if state == 0:
             return leave(table, number, which, index, frame)  # unlocks
-    if table.apart and table.devices > 1:
-        args.size, args.next, args.future = sizeof(args), NULL, NULL
-        error = frame.api.future_create(&args)
+    if table.apart:
+        error = wait_behind(frame, &own)
         if error != NULL:
             pthread_mutex_unlock(&table.mutex)
             return error
-        frame.future = own = args.future
     futures = &few[0]
     if size > 64:
         futures = <void**>calloc(size, sizeof(void*))
@@ -528,14 +521,10 @@ cdef int send_off(table_t* table, site_t* site, group_t* group) noexcept nogil:
 cdef void* leave(table_t* table, int number, int which, int index, ffi_frame* frame) noexcept nogil:
     """Leave a group whose messages are under way, this device too. Called with the mutex, which it gives back."""
     cdef group_t* group = &table.sites[number].groups[which]
-    cdef ffi_future_args args
-    cdef void* error
-    args.size, args.next, args.future = sizeof(args), NULL, NULL
-    error = frame.api.future_create(&args)
+    cdef void* error = wait_behind(frame, &group.futures[index])
     if error != NULL:
         pthread_mutex_unlock(&table.mutex)
         return error
-    frame.future = group.futures[index] = args.future
     group.arrived += 1
     table.running -= 1
     table.pending[table.num_pending].site = number
@@ -578,7 +567,7 @@ cdef class Table:
     cdef int _wires
 
     def __cinit__(self, int devices, uintptr_t comm=0, double patience=0.0, bint resumed=False, bint apart=False):
-        self.table.devices, self.table.apart = devices, apart
+        self.table.devices, self.table.apart = devices, apart and devices > 1
         self.table.comm, self.table.patience = comm, patience
         self._resumed, self._stages = resumed, {}
         pthread_mutex_init(&self.table.mutex, NULL)

@@ -4,15 +4,13 @@
 # from within another one's stack, as `release` does, not even that of the last member: all are left to a thread of these,
 # which runs one after the other up to where it waits next. A thread that is about to call such a function steps aside: the
 # devices behind it are another thread's, of which there is always one, since it is begun where none is idle. Where nothing
-# is called, all devices share one thread and nobody is woken up; where steps are long, as many as there are cores.
+# is called, all devices share one thread and nobody is woken up; where steps are long, as many as there are helpers.
 
 cdef extern from *:
     """
-    enum { STRETTO_NONE, STRETTO_RUNS, STRETTO_ASIDE };
-    static __thread int stretto_turn = 0;  /* what the thread is to the turns */
+    static __thread int stretto_turn = 0;  /* whether this thread runs devices, and has not stepped aside */
     """
-    const int NONE "STRETTO_NONE", RUNS "STRETTO_RUNS", ASIDE "STRETTO_ASIDE"
-    int turn "stretto_turn"
+    bint turn "stretto_turn"
 
 cdef struct waiting_t:
     ready_t item
@@ -25,13 +23,11 @@ cdef struct turns_t:
     waiting_t* last
     int running  # threads that run devices, less those that stepped aside
     int idle
-    int cores
 
 cdef turns_t turns
 memset(&turns, 0, sizeof(turns))
 pthread_mutex_init(&turns.mutex, NULL)
 pthread_cond_init(&turns.filled, NULL)
-turns.cores = os.cpu_count() or 1
 
 
 cdef bint wanted() noexcept nogil:
@@ -39,7 +35,7 @@ cdef bint wanted() noexcept nogil:
     if turns.first == NULL:
         return False
     return turns.running == 0 or (
-        turns.running < turns.cores and turns.first.item.estimate.seconds > SIDE_BY_SIDE
+        turns.running < queue.helpers and turns.first.item.estimate.seconds > SIDE_BY_SIDE
     )
 
 
@@ -65,19 +61,16 @@ cdef void* take_turns(void* unused) noexcept nogil:
             pthread_cond_wait(&turns.filled, &turns.mutex)
             turns.idle -= 1
         turns.running += 1
-        turn = RUNS
+        turn = True
         while turns.first != NULL:
             taken = turns.first
             turns.first = taken.next
             ask()
             pthread_mutex_unlock(&turns.mutex)
-            finish_timed(taken.item.api, taken.item.future, taken.item.estimate)
-            pthread_mutex_lock(&queue.mutex)
-            give_up(taken.item.estimate)
-            pthread_mutex_unlock(&queue.mutex)
+            run_on(&taken.item)
             free(taken)
             pthread_mutex_lock(&turns.mutex)
-        turn = NONE
+        turn = False
         turns.running -= 1
 
 
@@ -105,13 +98,13 @@ def step_aside() -> bool:
     """This thread may be about to wait for other devices: those behind it are another thread's from now on. Gives
     whether it has to `step_back`."""
     global turn
-    if turn != RUNS:
+    if not turn:
         return False
     pthread_mutex_lock(&turns.mutex)
     turns.running -= 1
     ask()
     pthread_mutex_unlock(&turns.mutex)
-    turn = ASIDE
+    turn = False
     return True
 
 
@@ -121,4 +114,4 @@ def step_back() -> None:
     pthread_mutex_lock(&turns.mutex)
     turns.running += 1
     pthread_mutex_unlock(&turns.mutex)
-    turn = RUNS
+    turn = True

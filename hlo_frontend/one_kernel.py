@@ -33,10 +33,10 @@ from . import stablehlo
 MOST_BYTES = 1 << 16
 # Operations that a segment must have, or XLA starts no more kernels than this makes.
 FEWEST = 4
-# A dot's products, of which XLA's library would sum 4,096 (jaxlib 0.10), and those of one element, up to
-# which plain loops are as fast as a library: they add one after the other.
+# A dot's products, and those of one element, up to which plain loops are as fast as a library: they add one
+# after the other. Of 4,096 products and more XLA calls a library for the sums (jaxlib 0.10).
 _MOST_PRODUCTS, _LONGEST_SUM = (1 << 12) - 1, 64
-# Elements of all that is reduced, with a margin.
+# Elements of all that is reduced up to which it does not, with a margin.
 _MOST_REDUCED = 1 << 10
 
 # Floats of 16 bits are not among them: each operation on them converts.

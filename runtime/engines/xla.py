@@ -303,7 +303,8 @@ class XlaEngine:
     ) -> Any:
         """jaxlib's executable for these devices. Raises `CompileError`."""
         try:
-            if host_callbacks:
+            # A program's other segments are like those of any program.
+            if host_callbacks and calls_back(segment.module):
                 with mlir.make_ir_context():  # jaxlib takes callbacks only beside a parsed module
                     parsed = ir.Module.parse(segment.module)
                     return self._client.compile_and_load(

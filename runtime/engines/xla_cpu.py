@@ -208,9 +208,8 @@ class XlaCpuSideBySide(XlaCpuTogether):
         host_callbacks: Sequence[Any],
         code: bytes = b"",
     ) -> None:
-        functions = host_callbacks if calls_back(segment.module) else ()
-        super().__init__(engine, segment, name, ordinals, code, functions)
-        self._alone = cache(lambda: XlaSegment(engine, segment, name, functions))
+        super().__init__(engine, segment, name, ordinals, code, host_callbacks)
+        self._alone = cache(lambda: XlaSegment(engine, segment, name, host_callbacks))
         self._serializable = not engine.goes_side_by_side(segment)
 
     def run(self, ordinal: int, inputs: list[Array]) -> list[Array]:
@@ -280,8 +279,7 @@ class XlaCpuEngine(XlaEngine):
         host_callbacks: Sequence[Any] = (),
     ) -> XlaCpuTogether:
         """See `stretto.runtime.engines.engine.CallingEngine`."""
-        functions = host_callbacks if calls_back(segment.module) else ()
-        return XlaCpuTogether(self, segment, name or segment.name, ordinals, code, functions)
+        return XlaCpuTogether(self, segment, name or segment.name, ordinals, code, host_callbacks)
 
     def goes_side_by_side(self, segment: Segment) -> bool:
         """See `stretto.runtime.engines.engine.SideBySideEngine`. XLA cannot serialize the order of a sort."""

@@ -44,7 +44,8 @@ class Snapshot(NamedTuple):
 
 
 class Progress:
-    """The state of one stream. Written by the stream's thread alone."""
+    """The state of one stream. Written by the stream's thread, and, while it waits for compiled code, by
+    functions that this calls back: they may run programs."""
 
     __slots__ = ("_current", "_ended", "_last", "_looks", "stream")
 

@@ -10,8 +10,9 @@ in one loop, a microbatch backwards on a stage while others still go forwards, i
    is computed within them (see `turns`);
 3. all else that the backward pass reads is there before the loop;
 4. what runs have for themselves needs no other run (see `owned`);
-5. what else is read of runs, as losses of layers that are summed up, is no larger than what goes from stage
-   to stage, so that it can be kept for each microbatch, and added up behind the loop in the written order.
+5. what else is read of runs, as losses of layers that are summed up, is small, or no larger than what goes
+   from stage to stage, so that it can be kept for each microbatch, and added up behind the loop in the written
+   order.
 
 The backward pass, as JAX makes it of a scan, goes through the microbatches from last to first. The loop takes
 them in its order, so that sums of gradients keep theirs. All other results of both loops, as they are
@@ -38,6 +39,9 @@ from .refusal import Refusal, about
 from .rows import Rows, separated
 from .sameness import Sameness
 from .turns import Turn, found
+
+# As many bytes of each microbatch are kept for others wherever they are read.
+_SMALL = 1 << 12
 
 
 @dataclass(frozen=True)
@@ -132,15 +136,21 @@ def training(
 
 
 def _check_size(pipeline: Pipeline) -> None:
-    """Check that what is kept of each microbatch for others takes no more than what goes on with it."""
+    """Check that what is kept of each microbatch for others is small, or takes no more than what goes on with
+    it."""
     layers = pipeline.layers
     whole = layers.loop.shape.tuple_shapes
     sizes = {
         i: sum(t.nbytes for t in leaf_types(whole[i], layers.loop) if t) for i in range(len(whole))
     }
-    for i, why in pipeline.elsewhere.items():
-        if i in layers.stacked and sizes[i] > sum(sizes[p] for p in pipeline.sent):
-            raise Refusal(why)
+    sent = sum(sizes[p] for p in pipeline.sent)
+    for i in pipeline.elsewhere:
+        if i in layers.stacked and sizes[i] > max(sent, _SMALL):
+            raise Refusal(
+                f"what the layers of a stage give to {layers.updates[i].describe()} for a microbatch, "
+                f"{sizes[i]} bytes, is read by others than their gradient; it would be kept for all "
+                f"microbatches, and is larger than what goes on to the next stage, {sent} bytes"
+            )
 
 
 def dependents(loop: Instruction) -> set[Instruction]:

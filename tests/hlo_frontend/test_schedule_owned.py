@@ -15,13 +15,19 @@ from random_steps import compare, compiled
 from schedule_judges import judge, refused
 from training_steps import Draw
 
+from stretto.hlo_frontend.pipelines import training
+
 # What runs have for themselves, and what is read of all of them.
+
+# Losses of more layers than a row has numbers.
+NARROW = Draw(balance="stack", head="cond", rows=1, width=4, layers=4, dtype="bfloat16")
 
 OWN = {
     "balance-sent": (Draw(balance="sent", head="cond", stages=3, again="layer"), "1f1b"),
     "balance-stacked": (
         Draw(balance="stack", head="cond", microbatches=3, again="stage"), "zb_h1 interleaved_1f1b"
     ),
+    "balance-stacked-narrow": (NARROW, "1f1b"),
     "keys": (
         Draw(dropout="carry", balance="carry", loss="squares", inside=True), "1f1b interleaved_1f1b"
     ),
@@ -40,6 +46,12 @@ def test_what_each_run_has_for_itself(d, schedules):
     """Losses that a stage adds up over its own layers, keys that it folds from numbers, and what goes from
     stage to stage with a microbatch."""
     judge(d, *schedules.split())
+
+
+def test_what_is_too_large_to_be_kept_of_all_microbatches(monkeypatch):
+    monkeypatch.setattr(training, "_SMALL", 0)
+    why = refused(NARROW)
+    assert "16 bytes, is read by others than their gradient" in why and "stage, 8 bytes" in why
 
 
 @pytest.mark.parametrize(

@@ -444,12 +444,77 @@ def test_in_a_loop() -> None:
         np.testing.assert_array_equal(got.results[0][device], x[device])
 
 
+ALONG_ANOTHER = {
+    "all-gather": """
+  x = f32[6,5] parameter(0)
+  w = f32[ROWS,7] parameter(1)
+  g = f32[6,ROWS] all-gather(x), ALL, dimensions={1}
+  ROOT d = f32[6,7] dot(g, w), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+""",
+    "reduce-scatter": """
+  x = f32[6,5] parameter(0)
+  w = f32[5,ROWS] parameter(1)
+  d = f32[6,ROWS] dot(x, w), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  b = f32[6,ROWS] reverse(d), dimensions={1}
+  ROOT r = f32[6,5] reduce-scatter(b), ALL, dimensions={1}, to_apply=sum
+""",
+}
+
+
+@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("kind", ALONG_ANOTHER)
+def test_gathers_and_scatters_along_another_dimension(kind: str, n: int) -> None:
+    """Where the gathered dimension is contracted, or what is scattered is coupled before, other rows are cut:
+    each part is gathered or scattered by itself."""
+    chunked = split(partitioned(ALONG_ANOTHER[kind].replace("ROWS", str(5 * n)), n), 3)
+    arguments = numbers(chunked.lowered().program)
+    program, got = ran(chunked, arguments)
+    assert kinds(program) == {Kind(kind): 3}
+    x, w = arguments
+    total = sum((x[d] @ w[d])[:, ::-1] for d in range(n)) if kind == "reduce-scatter" else None
+    for device in range(n):
+        expected = (
+            np.concatenate(x, 1) @ w[device]
+            if total is None
+            else total[:, 5 * device : 5 * device + 5]
+        )
+        np.testing.assert_array_equal(got.results[0][device], expected)
+
+
+def test_a_convolution_and_what_pools_it() -> None:
+    window = "window={size=1x2x1 stride=1x2x1}"
+    more = (
+        "max { a = f32[] parameter(0)\n b = f32[] parameter(1)\n ROOT c = f32[] maximum(a, b) }\n"
+    )
+    module = partitioned(
+        f"""
+  x = f32[2,6,3] parameter(0)
+  k = f32[3,3,5] parameter(1)
+  low = f32[] constant(-1000)
+  g = f32[4,6,3] all-gather(x), ALL, dimensions={{0}}
+  c = f32[4,4,5] convolution(g, k), window={{size=3}}, dim_labels=b0f_0io->b0f
+  ROOT p = f32[4,2,5] reduce-window(c, low), {window}, to_apply=max
+""",
+        2,
+        more,
+    )
+    chunked = split(module, 2)
+    arguments = numbers(chunked.lowered().program)
+    program, got = ran(chunked, arguments)
+    assert kinds(program) == {Kind.PERMUTE: 2}
+    x, k = arguments
+    windows = np.lib.stride_tricks.sliding_window_view(np.concatenate(x), 3, 1)
+    for device in range(2):
+        made = np.einsum("bwiv,vio->bwo", windows, k[device])
+        np.testing.assert_array_equal(got.results[0][device], made.reshape(4, 2, 2, 5).max(axis=2))
+
+
 UNFIT = {
-    "the contracted dimension is gathered": """
+    "all that is gathered is contracted": """
   x = f32[5,6] parameter(0)
-  w = f32[10,7] parameter(1)
+  w = f32[10,6,7] parameter(1)
   g = f32[10,6] all-gather(x), ALL, dimensions={0}
-  ROOT d = f32[6,7] dot(g, w), lhs_contracting_dims={0}, rhs_contracting_dims={0}
+  ROOT d = f32[7] dot(g, w), lhs_contracting_dims={0,1}, rhs_contracting_dims={0,1}
 """,
     "no product reads it": """
   x = f32[5,6] parameter(0)

@@ -9,8 +9,10 @@ Two kinds of regions:
 
 - *Rotated*: all-gathers and reduce-scatters along the cut dimension, over the same groups. Each part is the
   rows of one device, and each device begins with its own.
-- *Even*: all-reduces, and all-to-alls along other dimensions. All devices compute the same parts in the same
-  order, and each collective is made once for each part.
+- *Even*: all-reduces, and all-to-alls, all-gathers and reduce-scatters along other dimensions. All devices
+  compute the same parts in the same order, and each collective is made once for each part. Gathers and
+  scatters are in one only where no other region has what they would be split with: the rotated form begins
+  with what a device has, and sums that are scattered along the cut are added part by part as they arrive.
 
 Invariant: what is found follows from the program's text alone.
 """
@@ -32,6 +34,8 @@ Groups = tuple[tuple[int, ...], ...]
 
 # Of the numbers of parts that are tried, those of which others are multiples.
 _FACTORS = (2, 3, 5, 7)
+_SUMS_AND_EXCHANGES = frozenset({Kind.ALL_REDUCE, Kind.ALL_TO_ALL})
+_GATHERS_AND_SCATTERS = frozenset({Kind.ALL_GATHER, Kind.REDUCE_SCATTER})
 
 
 @dataclass(eq=False)
@@ -118,12 +122,19 @@ def regions_of(block: BlockGraph, num_devices: int) -> list[Region]:
             for region in _InParts(editor, node.collective.groups, taken).rotated(node):
                 found.append(region)
                 taken.update(region.cuts, region.sources, region.sinks)
-    for node in block.nodes:
-        if node not in taken and _is_even(node) and is_free(editor, node):
-            grown = [_InParts(editor, (), taken).even(node, cut) for cut in _even_cuts(node)]
+    for seeds in (_SUMS_AND_EXCHANGES, _GATHERS_AND_SCATTERS):
+        among = _SUMS_AND_EXCHANGES | seeds
+        for node in block.nodes:
+            if node in taken or not _is_even(node, seeds, num_devices) or not is_free(editor, node):
+                continue
+            grown = [
+                region
+                for cut in _even_cuts(node)
+                for region in _InParts(editor, (), taken, among, num_devices).even(node, cut)
+            ]
             # Where several are as large, one that has four parts, along the first dimension.
             largest = max(
-                (r for regions in grown for r in regions if node in r.cuts),
+                (r for r in grown if node in r.cuts),
                 key=lambda r: (len(r.collectives), r.flops, r.divides(4)),
                 default=None,
             )
@@ -153,14 +164,20 @@ def is_summed(node: Node, c: Collective) -> bool:
     return summed and c.operands[0].dtype != "pred" and type.bits >= 8
 
 
-def _is_even(node: Node) -> bool:
-    """Whether a node is a collective that works on each part of its operand by itself."""
+def _is_even(node: Node, kinds: frozenset[Kind], num_devices: int) -> bool:
+    """Whether a node is a collective, of these kinds, that works on each part of its operand by itself."""
     c = node.collective
-    if c is None or len(c.operands) != 1 or c.operands[0].shape == () or not c.operands[0].size:
+    if c is None or c.kind not in kinds or len(c.operands) != 1:
         return False
-    if c.kind is Kind.ALL_REDUCE:
-        return node.reducer is None and c.reduction is not None
-    return c.kind is Kind.ALL_TO_ALL and not c.tuple_form
+    if c.operands[0].shape == () or not c.operands[0].size:
+        return False
+    if c.kind is Kind.ALL_TO_ALL:
+        return not c.tuple_form
+    if c.kind is Kind.ALL_GATHER:
+        return covers(c, num_devices)
+    if c.kind is Kind.REDUCE_SCATTER and not covers(c, num_devices):
+        return False
+    return node.reducer is None and c.reduction is not None
 
 
 def _even_cuts(node: Node) -> Iterator[Cut]:
@@ -168,8 +185,11 @@ def _even_cuts(node: Node) -> Iterator[Cut]:
     c = node.collective
     assert c is not None
     for dimension in range(len(result_shape(node))):
-        # Rows for each member, where these are one dimension.
-        yield Cut(dimension, len(c.groups[0]) if dimension == c.dimension else 1)
+        if dimension != c.dimension:
+            yield Cut(dimension)
+        elif c.kind is Kind.ALL_TO_ALL:
+            # Rows for each member, where these are one dimension.
+            yield Cut(dimension, len(c.groups[0]))
 
 
 def is_free(editor: Editor, node: Node) -> bool:
@@ -222,11 +242,20 @@ class Growth:
 
 
 class _InParts(Growth):
-    """The growth of one region in parts. ``groups``: empty for an even one."""
+    """The growth of one region in parts. ``groups``: empty for an even one, which has collectives of these
+    ``kinds``."""
 
-    def __init__(self, editor: Editor, groups: Groups, taken: set[Node]) -> None:
+    def __init__(
+        self,
+        editor: Editor,
+        groups: Groups,
+        taken: set[Node],
+        kinds: frozenset[Kind] = frozenset(),
+        num_devices: int = 0,
+    ) -> None:
         region = Region(groups)
         super().__init__(editor, region, taken, region.size if groups else 2)
+        self.kinds, self.num_devices = kinds, num_devices
 
     def rotated(self, seed: Node) -> list[Region]:
         """Grown from a gather or a scatter; those above scatters come first, so that dimensions which lead
@@ -272,12 +301,13 @@ class _InParts(Growth):
 
     def _even_cut(self, node: Node, cut: Cut) -> Split | None:
         c = node.collective
-        if self.region.groups or c is None or not _is_even(node) or not is_free(self.editor, node):
+        if c is None or node in self.taken or not _is_even(node, self.kinds, self.num_devices):
             return None
-        if node in self.taken or result_shape(node)[cut.dimension] < 2:
+        if not is_free(self.editor, node) or result_shape(node)[cut.dimension] < 2:
             return None
-        # A part has rows for each member of the group.
-        if c.dimension == cut.dimension and cut.outer % len(c.groups[0]):
+        # A part of an exchange has rows for each member of the group.
+        rows = c.kind is Kind.ALL_TO_ALL and cut.outer % len(c.groups[0]) == 0
+        if cut.dimension == c.dimension and not rows:
             return None
         return Split((cut,), (cut,))
 

@@ -24,8 +24,9 @@ from ..bytes.batches import Batch, batches, memory_order
 
 # What lies between collectives and products, beside elementwise ops. Others end a region.
 _BETWEEN = frozenset(
-    {"bitcast", "broadcast", "concatenate", "dot", "dynamic-slice", "dynamic-update-slice", "pad"}
-    | {"reduce", "reshape", "reverse", "slice", "transpose"}
+    {"bitcast", "broadcast", "concatenate", "convolution", "dot", "dynamic-slice"}
+    | {"dynamic-update-slice", "pad", "reduce", "reduce-window", "reshape", "reverse"}
+    | {"select-and-scatter", "slice", "transpose"}
 )
 _RESHAPES = ("bitcast", "reshape")
 

@@ -11,8 +11,8 @@ in one loop, a microbatch backwards on a stage while others still go forwards, i
 3. all else that the backward pass reads is there before the loop;
 4. what runs have for themselves needs no other run (see `owned`);
 5. what else is read of runs, as losses of layers that are summed up, is small, or no larger than what goes
-   from stage to stage, so that it can be kept for each microbatch, and added up behind the loop in the written
-   order.
+   from stage to stage, so that it can be kept for each microbatch, and added up behind the loop in the
+   written order.
 
 The backward pass, as JAX makes it of a scan, goes through the microbatches from last to first. The loop takes
 them in its order, so that sums of gradients keep theirs. All other results of both loops, as they are

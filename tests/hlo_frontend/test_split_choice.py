@@ -59,7 +59,7 @@ def test_the_form_with_which_the_program_is_fastest_is_taken(best: _Form) -> Non
 def test_a_program_stays_whole_where_it_gains_less_than_asked() -> None:
     one = candidate(0, ROTATED, PIECES)
     assert decide(Trial({((0, 4, False),): 9.8, ((0, 4, True),): 9.75}), one) == 10.0
-    assert one.form is None
+    assert one.form is None and one.why == "the program would not take 3% less time"
 
 
 def test_what_the_parts_take_beyond_the_plan_counts() -> None:
@@ -72,7 +72,7 @@ def test_what_the_parts_take_beyond_the_plan_counts() -> None:
 def test_a_program_that_needs_too_much_memory_stays_whole() -> None:
     one = candidate(0, ROTATED)
     assert decide(Trial({((0, 4, False),): 5.0}, peak=111), one) == 10.0
-    assert one.form is None
+    assert one.form is None and one.why == "the program would need too much memory"
 
 
 def test_regions_are_split_one_by_one_where_all_together_do_not_pay() -> None:

@@ -47,6 +47,29 @@ def test_a_split_is_made_where_it_pays() -> None:
     assert decisions == () and said.startswith("is not split: ")
 
 
+@pytest.mark.parametrize(
+    ("after", "why"),
+    [
+        ("", "no product is computed before or behind it in parts that it has too"),
+        (", control-predecessors={y}", "its place among others is given by more than data"),
+    ],
+)
+def test_why_not_is_told_of_what_is_in_no_region(after: str, why: str) -> None:
+    module = partitioned(
+        f"""
+  x = f32[64,128] parameter(0)
+  s = f32[8] parameter(1)
+  y = f32[8] all-reduce(s), ALL, to_apply=sum
+  g = f32[128,128] all-gather(x), ALL, dimensions={{0}}{after}
+  t = f32[128,128] tanh(g)
+  ROOT o = (f32[128,128], f32[8]) tuple(t, y)
+""",
+        2,
+    )
+    made = replace(module, splits=None).compiled(OverlapPolicy(table()))
+    assert [(told.name, told.describe()) for told in made.splits] == [("g", f"is not split: {why}")]
+
+
 def test_what_parts_cost_counts_in_each_iteration() -> None:
     """What launches cost that the table does not have is charged for as many iterations as there are."""
     seconds = []

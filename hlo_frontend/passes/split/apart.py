@@ -18,7 +18,7 @@ from .instructions import collective_like, name_of
 from .regions import is_free
 
 # Smaller arrays are latency: one message is better than many.
-_LEAST_BYTES = 1 << 15
+LEAST_BYTES = 1 << 15
 _KINDS = (Kind.ALL_REDUCE, Kind.ALL_GATHER, Kind.REDUCE_SCATTER)
 
 
@@ -31,7 +31,7 @@ def take_apart(block: BlockGraph) -> None:
             continue
         if len(node.operands) != len(c.operands) or not is_free(editor, node):
             continue
-        large = [k for k, type in enumerate(c.operands) if type.nbytes >= _LEAST_BYTES]
+        large = [k for k, type in enumerate(c.operands) if type.nbytes >= LEAST_BYTES]
         small = [k for k in range(len(c.operands)) if k not in large]
         chosen = [[k] for k in large] + ([small] if small else [])
         if len(chosen) < 2:

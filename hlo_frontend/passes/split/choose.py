@@ -20,16 +20,18 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from ...edit import Editor
 from ...overlap.apply import Order, OverlapPolicy, Planned, plan
 from ...overlap.evaluate import seconds_of
 from ...trips import trip_count
-from ...values import BlockGraph, NodeKind, all_nodes
+from ...values import BlockGraph, NodeKind, all_blocks, all_nodes
 from .alone import alone
+from .apart import LEAST_BYTES
 from .apply import Decision, Shardings, Shared, apply, found, found_shares
 from .emit import split
 from .overhead import overhead, overhead_of_shares
 from .places import Places
-from .regions import Region
+from .regions import SPLITTABLE, Region, is_free
 
 # Numbers of tiles that are tried, in this order, of those that divide what is cut.
 _TILES = (1, 2, 4, 8, 16)
@@ -152,7 +154,30 @@ def choose(
         f"{policy.least_gain:.0%} less time, or it would need too much memory"
     )
     more = [Chosen(t.name, t.source, why=why) for t in could.values() if t.name not in known]
-    return replace(best, told=(*best.told, *more))
+    # Of a combined all-reduce that was scattered, each array is a collective of the same name.
+    told = dict.fromkeys((*best.told, *more))
+    names = {_PART.sub("", one.name) for one in told}
+    others = (one for one in _in_no_region(trial) if one.name not in names)
+    return replace(best, told=(*told, *dict.fromkeys(others)))
+
+
+def _in_no_region(trial: _Trial) -> Iterator[Chosen]:
+    """The large collectives of kinds that can be split, with the reason why those that are in no region are
+    not."""
+    for block in all_blocks(trial.entry):
+        editor = Editor(block)
+        for node in block.nodes:
+            c = node.collective
+            if c is None or c.kind not in SPLITTABLE:
+                continue
+            if max(t.nbytes for t in (*c.operands, *c.results)) < LEAST_BYTES:
+                continue
+            why = "no product is computed before or behind it in parts that it has too"
+            if block.unread or block.phases or block.crossing:
+                why = "of what is computed around it some is left out, or awaited in another iteration"
+            elif not is_free(editor, node):
+                why = "its place among others is given by more than data"
+            yield Chosen(node.instruction.name, node.instruction.source, why=why)
 
 
 def _shared(trial: _Trial, parted: Choice, base: tuple[Decision | Shared, ...]) -> Choice | None:
@@ -214,11 +239,6 @@ def _chosen(trial: _Trial) -> Choice:
         for candidate in worth:
             if candidate not in left:
                 candidate.why = "other compute hides it"
-            elif candidate.form is None:
-                candidate.why = (
-                    f"the program would not take {policy.least_gain:.0%} less time, or need too much "
-                    f"memory"
-                )
     kept = [c for c in worth if c.form is not None]
     decisions = sorted((d for c in kept for d in c.decisions()), key=lambda d: (d.block, d.region))
     told = [
@@ -258,18 +278,24 @@ def _is_exposed(candidate: _Candidate, exposed: dict[str, float], launch_s: floa
 def _decide(
     worth: Sequence[_Candidate], trial: _Trial, before: float, peak: int, size: int
 ) -> float:
-    """Leave candidates split or whole; the seconds of the program then. First all together: each as is best
-    for itself, all of them rotated, all of them in pieces, and with as few parts as pay. Where none of these
-    is worth it, one after the other, those that save most first."""
+    """Leave candidates split or whole, with the reason; the seconds of the program then. First all together:
+    each as is best for itself, all of them rotated, all of them in pieces, and with as few parts as pay.
+    Where none of these is worth it, one after the other, those that save most first."""
     memory = trial.policy.memory_factor * peak
     most = 1.0 - trial.policy.least_gain
+    short: set[_Candidate] = set()
 
     def takes(forms: Mapping[_Candidate, _Form]) -> float:
         """Seconds of the program; infinite where memory is too short."""
         settle(forms)
         split = [c for c in worth if c.form is not None]
         took, needs, _ = trial.planned([d for c in split for d in c.decisions()])
-        return took + sum(c.overhead for c in split) if needs <= memory else float("inf")
+        took += sum(c.overhead for c in split)
+        if needs <= memory:
+            return took
+        if took <= most * before:
+            short.update(split)
+        return float("inf")
 
     def settle(forms: Mapping[_Candidate, _Form]) -> None:
         for candidate in worth:
@@ -296,6 +322,13 @@ def _decide(
             if found <= most * took:
                 kept[candidate], took = candidate.forms[0], found
     settle(kept)
+    for candidate in worth:
+        if candidate.form is None:
+            candidate.why = (
+                "the program would need too much memory"
+                if candidate in short
+                else f"the program would not take {trial.policy.least_gain:.0%} less time"
+            )
     return took
 
 

@@ -36,6 +36,7 @@ Groups = tuple[tuple[int, ...], ...]
 _FACTORS = (2, 3, 5, 7)
 _SUMS_AND_EXCHANGES = frozenset({Kind.ALL_REDUCE, Kind.ALL_TO_ALL})
 _GATHERS_AND_SCATTERS = frozenset({Kind.ALL_GATHER, Kind.REDUCE_SCATTER})
+SPLITTABLE = _SUMS_AND_EXCHANGES | _GATHERS_AND_SCATTERS
 
 
 @dataclass(eq=False)
@@ -123,7 +124,7 @@ def regions_of(block: BlockGraph, num_devices: int) -> list[Region]:
                 found.append(region)
                 taken.update(region.cuts, region.sources, region.sinks)
     for seeds in (_SUMS_AND_EXCHANGES, _GATHERS_AND_SCATTERS):
-        among = _SUMS_AND_EXCHANGES | seeds
+        among = _SUMS_AND_EXCHANGES if seeds is _SUMS_AND_EXCHANGES else SPLITTABLE
         for node in block.nodes:
             if node in taken or not _is_even(node, seeds, num_devices) or not is_free(editor, node):
                 continue

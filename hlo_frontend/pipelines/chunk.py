@@ -86,7 +86,7 @@ class Chunk:
             leaves = sorted(set(self.recomputed.values()))
             first_run = LayerRun(
                 self.editor, before.layers, self.size, begins | own,
-                stacks_of(before.layers, leaves, self.size), (), (),
+                stacks_of(before.layers, leaves, self.size), list(before.kept), (),
             )  # fmt: skip
             stacks = {i: first_run.stacks[leaf] for i, leaf in self.recomputed.items()}
         own = {i: s for i, s in self.held.items() if i >= 0}

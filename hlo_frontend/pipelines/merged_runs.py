@@ -207,6 +207,7 @@ class Runs:
             given = {i: whole[i] for i in [*before.weights, *before.shared]}
             given |= {i: whole[i] for i in [*before.inputs, *before.begun]}
             given |= stacks_of(before.layers, self._cut(before.weights), size)
+            given |= {i: self.bank_shapes[w.leaf] for i, w in before.kept.items()}
             leaves = sorted(set(cut.values()))
             first_run = LayerRun(
                 self.editor,
@@ -214,7 +215,7 @@ class Runs:
                 size,
                 given,
                 stacks_of(before.layers, leaves, size),
-                (),
+                list(before.kept),
                 self._cut(before.weights),
             )
             own |= {i: first_run.stacks[leaf] for i, leaf in cut.items()}
@@ -241,8 +242,9 @@ class Runs:
         if before is not None and first_run is not None:
             begin = {i: entry_of(b, banks[w.leaf], [row, b.constant(0)])
                      for i, w in before.inputs.items()}  # fmt: skip
+            begin |= {i: banks[w.leaf] for i, w in before.kept.items()}
             keys = [*before.weights, *before.shared, *before.begun]
-            begin |= {i: parts[again(i)] for i in keys}
+            begin |= {i: parts[again(i)] for i in keys if i not in begin}
             made = first_run.emit(b, begin, start_of(b, before.layers, first, size), first, row)
             parts |= {i: made[leaf] for i, leaf in cut.items()}
         operands = {i: p for i, p in parts.items() if is_operand(i)}

@@ -53,16 +53,22 @@ Weights = dict[int, "Constant | Kept | Recomputed | Own"]
 class Again:
     """A loop over layers that recomputes a stage of another pipeline (see `recomputed`).
 
-    All by position in its carry: ``weights``, ``shared``, and ``inputs``, its initial values, which are those
-    of the other pipeline's loop at position ``leaf``; ``begun``: those that a run has for itself.
+    All by position in its carry: ``weights``, among them slices that the other pipeline's layers kept,
+    ``shared``, and ``inputs``, its initial values, which are those of the other pipeline's loop at position
+    ``leaf``; ``begun``: those that a run has for itself.
     """
 
     node: Node
     layers: LayerLoop
-    weights: dict[int, Constant | Own]
+    weights: dict[int, Constant | Kept | Own]
     shared: dict[int, Constant | Own]
     inputs: dict[int, Kept]
     begun: dict[int, Own]
+
+    @property
+    def kept(self) -> dict[int, Kept]:
+        """The slices that it reads of what the other pipeline's layers kept."""
+        return {i: own for i, own in self.weights.items() if isinstance(own, Kept)}
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,8 +138,9 @@ class Pipeline:
     @property
     def kept(self) -> list[Kept]:
         """All slices of other pipelines that it reads."""
-        inputs = [] if self.again is None else list(self.again.inputs.values())
-        return [w for w in self.weights.values() if isinstance(w, Kept)] + inputs
+        before = self.again
+        more = [] if before is None else [*before.inputs.values(), *before.kept.values()]
+        return [w for w in self.weights.values() if isinstance(w, Kept)] + more
 
     @property
     def upwards(self) -> tuple[tuple[int, ...], ...]:

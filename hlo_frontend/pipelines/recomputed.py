@@ -1,7 +1,8 @@
 """Analyses a stage that the backward pass recomputes (`jax.checkpoint` of a stage).
 
 The backward loop then has two loops over layers. The first one runs the stage as the forward pass did, from
-the same initial values, and its layers give the residuals that the layers of the second one read.
+the same initial values, and its layers give the residuals that the layers of the second one read. With a
+policy that keeps some of what the layers gave there, the first loop reads that.
 `find_again` proves that the initial values of the first one are, in each run, those of the same layers in the
 forward pass, for the same microbatch. In the interleaved loops each chunk is recomputed from the chunk's
 initial values, which the forward loop keeps.
@@ -34,12 +35,16 @@ def find_again(followed: Followed, part: Part, parts: Sequence[Part], node: Node
     if node.instruction.computation is not body or node.instruction.operands[0].opcode != "tuple":
         raise Refusal(f"{name} is not a loop of its own")
     given = node.instruction.operands[0].operands
-    constants: dict[int, Constant | Own] = {}
+    weights: dict[int, Constant | Kept | Own] = {}
+    shared: dict[int, Constant | Own] = {}
     for i in [*layers.weights, *layers.shared]:
         found = operand(followed, part, parts, node, i)
-        if not isinstance(found, Constant | Own):
+        if isinstance(found, Constant | Own) and i in layers.shared:
+            shared[i] = found
+        elif isinstance(found, Constant | Kept | Own) and i in layers.weights:
+            weights[i] = found
+        else:
             raise Refusal(f"{given[i].describe()}, which {name} takes, is given by other layers")
-        constants[i] = found
     inputs = _inputs(followed, part, parts, node, layers.passed)
     begun = {
         i: Own(node, i, f"{given[i].describe()}, with which {name} begins, is not what a stage began with")
@@ -48,8 +53,8 @@ def find_again(followed: Followed, part: Part, parts: Sequence[Part], node: Node
     return Again(
         node,
         layers,
-        {i: constants[i] for i in layers.weights},
-        {i: constants[i] for i in layers.shared},
+        weights,
+        shared,
         inputs,
         begun,
     )

@@ -98,13 +98,17 @@ def test_with_a_layer_that_is_computed_again():
 
 
 @pytest.mark.bits
-@pytest.mark.parametrize("shape", [(2, 3, 2), (3, 4, 3)])
-def test_with_a_stage_that_is_computed_again(shape):
-    """Each chunk from what it began with: nothing more is sent, and nothing is kept of layers."""
+@pytest.mark.parametrize(
+    ("shape", "policy"),
+    [((2, 3, 2), None), ((3, 4, 3), jax.checkpoint_policies.dots_saveable)],
+    ids=["nothing-kept", "products-kept"],
+)
+def test_with_a_stage_that_is_computed_again(shape, policy):
+    """Each chunk from what it began with, and what a policy keeps of its layers: nothing more is sent."""
     stages, microbatches, chunks = shape
 
     def again(layer, x, layers):
-        return jax.checkpoint(lambda x, w: lax.scan(layer, x, w))(x, layers)
+        return jax.checkpoint(lambda x, w: lax.scan(layer, x, w), policy=policy)(x, layers)
 
     function, over = step(stages, microbatches, scan=again)
     ran = judge(function, (weights(stages * LAYERS), inputs(microbatches)), SPECS, over, chunks)

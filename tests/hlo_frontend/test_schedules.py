@@ -140,10 +140,12 @@ VARIANTS = {
     "scanned": (Draw(collect="scan", metric=True, inside=True, stages=4, microbatches=2), EVERY[:1], 0),
     "bfloat16": (Draw(dtype="bfloat16", loss="distance", stages=3, embeds=False), EVERY[:1], 0),
     "loss-inside": (
-        Draw(head="cond", stages=4, layers=4, microbatches=5, metric=True), EVERY[::2], 2
+        Draw(head="cond", stages=4, layers=4, microbatches=5, metric=True, again="products"),
+        EVERY[::2], 2
     ),
     "loss-inside-scanned": (
-        Draw(head="cond", collect="scan", loss="smooth", inside=True, axes="xd"), EVERY[:2], 0
+        Draw(head="cond", collect="scan", loss="smooth", inside=True, axes="xd", again="products"),
+        EVERY[:2], 0
     ),
     "loss-inside-bfloat16": (
         Draw(head="cond", collect="scan", metric=True, inside=True, dtype="bfloat16"), EVERY[2:], 2

@@ -24,7 +24,8 @@ class Draw:
     """``axes``: of the mesh; x is that of stages, d of data and y of tensors; each but x has two devices.
     ``mask``: ``cond`` runs nothing on padding, ``where`` runs zeros with zeros for weights, ``nothing`` runs
     what is there.
-    ``again``: what is under `jax.checkpoint`. ``collect``: ``put`` puts outputs away by microbatch, ``scan``
+    ``again``: what is under `jax.checkpoint`; ``products``: a stage, with a policy that keeps what products
+    give. ``collect``: ``put`` puts outputs away by microbatch, ``scan``
     cuts them from what the scan gives. ``inside``: whether the gradient is taken on each device.
     ``head``: where the loss is computed, ``behind`` the loop for all microbatches at once, or in it, on the
     last stage, under a ``cond``, or with its input masked by ``where``, or with a mask on the ``loss`` alone,
@@ -127,7 +128,8 @@ def draw(rng: random.Random) -> Draw:
     d = replace(d, balance=balance, dropout=rng.choice(["", "", "carry", "stack", "shared"]))
     d = replace(d, travels=rng.choice(["", "", "", "mask", "segments"]))
     d = replace(d, accuracy=rng.random() < 0.3)
-    return replace(d, travels="labels") if not d.shared and rng.random() < 0.2 else d
+    d = replace(d, travels="labels") if not d.shared and rng.random() < 0.2 else d
+    return replace(d, again="products") if d.again == "stage" and rng.random() < 0.4 else d
 
 
 def layer(x: jax.Array, w: dict[str, jax.Array]) -> tuple[jax.Array, None]:
@@ -187,6 +189,8 @@ def stage_of(d: Draw, microbatch: jax.Array, rows: jax.Array) -> Any:
         (y, total, _), losses = lax.scan(own_layer, (x, total, key), (layers, each))
         return y, losses.sum() if d.balance == "stack" else total
 
+    if d.again == "products":
+        return jax.checkpoint(run, policy=jax.checkpoint_policies.dots_saveable)
     return jax.checkpoint(run) if d.again == "stage" else run
 
 

@@ -217,7 +217,12 @@ def _stage(followed: Followed, node: Node, num_devices: int) -> Node:
                     elif made.node is not None and made.node.instruction.opcode != "broadcast":
                         other = other or made
     if len(found) > 1:
-        raise Refusal("it sends what more than one loop over layers gives")
+        loops = ", ".join(f"%{n.instruction.name}" for n in found)
+        raise Refusal(
+            f"it sends what more than one loop over layers gives: {loops}. If stages have different numbers "
+            "of layers, let all scan over as many in one loop, and let layers leave themselves out by "
+            "lax.cond on a weight of theirs"
+        )
     if not found:
         where = "" if other is None or other.node is None else (
             f"; what is sent is made by {other.node.instruction.describe()}")  # fmt: skip

@@ -232,6 +232,15 @@ def test_something_is_done_to_what_is_sent():
     assert "made by multiply" in variant(send=lambda y: y * 0.5)
 
 
+def test_stages_with_loops_of_their_own():
+    def stage(layer, x, layers):
+        branches = [lambda x, k=k: lax.scan(layer, x, layers["a"][k:])[0] for k in (0, 1)]
+        return lax.switch(lax.axis_index("x"), branches, x), None
+
+    why = variant(scan=stage, layer=lambda x, w: (jnp.tanh(x @ w), None))
+    assert "more than one loop over layers gives: %" in why and "lax.cond on a weight" in why
+
+
 def test_something_is_done_to_what_is_received():
     assert "not, bit for bit, what another one gave" in variant(receive=lambda x: x * 0.5)
 

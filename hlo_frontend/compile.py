@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from jaxlib import _hlo, _jax
@@ -21,7 +22,7 @@ from .carve import BlockPlan, SegmentPlan
 from .collective_order import reorder, token_edges
 from .graph import Module
 from .groups import MOST_DEVICES
-from .interleaved import Interleaved, Scheduled
+from .interleaved import NO_LOOP, Interleaved, Scheduled
 from .local_flow import as_segments
 from .lower import lower
 from .native import Native, NativePolicy, native
@@ -452,9 +453,18 @@ def _rescheduled(
         made, found = interleave(hlo, num_replicas, num_partitions, chunks)
     else:
         made, found = scheduled(hlo, num_replicas, num_partitions, schedule, chunks)
+    if not found and _sends(hlo):
+        report = Interleaved if schedule == "gpipe" else partial(Scheduled, schedule=schedule)
+        found = (report("", "", why=NO_LOOP),)
     if dump is not None and made != hlo:
         _dump_hlo(made, "interleaved" if schedule == "gpipe" else "scheduled", dump)
     return made, found
+
+
+def _sends(hlo: bytes) -> bool:
+    """Whether a module has transfers from device to device."""
+    opcodes = (i.opcode for c in Module.parse(hlo).computations for i in c.instructions)
+    return any(opcode.startswith("collective-permute") for opcode in opcodes)
 
 
 def _asked(chunks: int, schedule: str) -> str:

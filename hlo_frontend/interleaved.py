@@ -7,7 +7,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+# The reason of a program that sends, but in none of its loops: its report has no name.
+NO_LOOP = (
+    "none of its loops sends what a stage gives to the next one. Write the pipeline as a lax.scan over "
+    "iterations, and do not unroll it"
+)
 SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1")  # as in `runtime.options`
+
+
+def _where(name: str, source: str) -> str:
+    """What a report is on, the program where it has no name."""
+    return f"loop %{name}{' at ' + source if source else ''}" if name else "the program"
 
 
 @dataclass(frozen=True)
@@ -36,7 +46,7 @@ class Interleaved:
 
     def describe(self) -> str:
         """A sentence for people."""
-        where = f"loop %{self.name}{' at ' + self.source if self.source else ''}"
+        where = _where(self.name, self.source)
         if self.why:
             return f"{where} is not interleaved: {self.why}"
         bubble = (self.stages - 1) / self.before
@@ -96,7 +106,7 @@ class Scheduled:
 
     def describe(self) -> str:
         """A sentence for people."""
-        where = f"loop %{self.name}{' at ' + self.source if self.source else ''}"
+        where = _where(self.name, self.source)
         if self.why:
             return f"{where} is not run as {self.schedule}: {self.why}"
         written = (self.stages - 1) / (self.microbatches + self.stages - 1)

@@ -219,9 +219,9 @@ def _stage(followed: Followed, node: Node, num_devices: int) -> Node:
     if len(found) > 1:
         loops = ", ".join(f"%{n.instruction.name}" for n in found)
         raise Refusal(
-            f"it sends what more than one loop over layers gives: {loops}. If stages have different numbers "
-            "of layers, let all scan over as many in one loop, and let layers leave themselves out by "
-            "lax.cond on a weight of theirs"
+            f"it sends what more than one loop over layers gives: {loops}. Do not unroll the scan over "
+            "iterations; if stages have different numbers of layers, let all scan over as many in one loop, "
+            "and let layers leave themselves out by lax.cond on a weight of theirs"
         )
     if not found:
         where = "" if other is None or other.node is None else (

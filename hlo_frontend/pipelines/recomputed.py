@@ -26,8 +26,8 @@ def find_again(followed: Followed, part: Part, parts: Sequence[Part], node: Node
     layers = layer_loop(node.instruction, followed.reader)
     own = part.layers
     name = f"the loop %{node.instruction.name}, which computes a stage again,"
-    for weights in part.weights.values():
-        if isinstance(weights, Recomputed) and weights.leaf not in layers.stacked:
+    for taken in part.weights.values():
+        if isinstance(taken, Recomputed) and taken.leaf not in layers.stacked:
             raise Refusal(f"{name} gives more than what its layers keep")
     if layers.count != own.count or layers.reverse == own.reverse:
         raise Refusal(f"{name} does not go through the layers the other way")

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import training_steps
-from frontend_support import P, mesh
+from frontend_support import P, manual, mesh
 from gpipe import inputs, weights, where
 from jax import lax
 from random_steps import compiled
@@ -64,6 +64,18 @@ def test_a_head_that_reads_a_neighbour(monkeypatch):
 
     monkeypatch.setattr(training_steps, "loss_of", shifted)
     assert "row 0 of what the backward pass begins with is padding" in refused(Draw())
+
+
+def test_a_pipeline_that_is_no_loop():
+    over = mesh(2)
+    send = manual(lambda x: lax.ppermute(x, "x", [(0, 1)]), over, (P("x"),), P("x"))
+    add = manual(lambda x: lax.psum(x, "x"), over, (P("x"),), P())
+    x = np.ones((4, 2), np.float32)
+    (report,) = compiled(jax.jit(send), (x,), 2, "1f1b").interleaved
+    assert report.describe().startswith("the program is not run as 1f1b: none of its loops sends")
+    (report,) = compiled(jax.jit(send), (x,), 2, "gpipe", interleave=2).interleaved
+    assert report.describe().startswith("the program is not interleaved: none of its loops sends")
+    assert compiled(jax.jit(add), (x,), 2, "1f1b").interleaved == ()
 
 
 ON_PADDING = (

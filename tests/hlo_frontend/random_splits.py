@@ -58,7 +58,7 @@ def random_program(
     rows = tiles * int(rng.integers(1, 5))
     width, hidden, out = (int(k) for k in rng.integers(1, 9, 3))
     over = mesh(n)
-    kind = rng.choice(["gather", "scatter", "both", "sums", "loop"])
+    kind = rng.choice(["gather", "scatter", "both", "sums", "loop", "features"])
     turned = bool(rng.integers(2))  # rows last
     sequences = int(rng.choice([1, 1, 2, 3]))  # each with rows of all devices
     between = rng.choice(["none", "bias", "norm", "convert", "square"])
@@ -99,6 +99,8 @@ def random_program(
 
     def f(x: jax.Array, w: jax.Array, v: jax.Array) -> Any:
         w, v = w[0], v[0]
+        if kind == "features":
+            return act(lax.all_gather(x, "x", axis=1, tiled=True) @ w) @ v
         if kind == "gather":
             g = gathered(x)
             more = (g @ v[:width, :1], g.sum(0)) if several and hidden >= width else ()
@@ -117,7 +119,7 @@ def random_program(
     last = width if kind in ("loop", "both") else out
     arguments = [
         number(n * sequences * rows, width),
-        number(n, width, hidden),
+        number(n, n * width if kind == "features" else width, hidden),
         number(n, hidden, last),
     ]
     specs = (P("x"), P("x"), P("x"))

@@ -35,6 +35,32 @@ jax.config.update("jax_platforms", "cpu,stretto")
 options.configure(options.Options(local_devices=4))
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Cases that their test's mark ``quick`` does not name are ``thorough``."""
+    mark = item.get_closest_marker("quick")
+    if mark is not None and getattr(item, "callspec", None) and item.callspec.id not in mark.args:  # type: ignore[attr-defined]
+        item.add_marker(pytest.mark.thorough)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Raises where a mark ``quick`` names a case that there is not."""
+    if any("::" in argument for argument in config.args):
+        return  # cases may have been chosen
+    ids: dict[str, set[str]] = {}
+    marked: dict[str, tuple[str, ...]] = {}
+    for item in items:
+        if (mark := item.get_closest_marker("quick")) is not None:
+            name = item.nodeid.split("[")[0]
+            ids.setdefault(name, set()).add(item.callspec.id)  # type: ignore[attr-defined]
+            marked[name] = mark.args
+    for name, named in marked.items():
+        if missing := set(named) - ids[name]:
+            raise pytest.UsageError(
+                f"{name}: no case {', '.join(sorted(missing))} among {sorted(ids[name])}"
+            )
+
+
 @pytest.fixture(scope="session")
 def launches(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory

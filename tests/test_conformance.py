@@ -20,13 +20,18 @@ from stretto.conformance import judge
 from stretto.conformance.programs import PROGRAMS
 
 FULL = bool(os.environ.get("STRETTO_TEST_FULL"))
+QUICK = "8x1"  # the form that every change is tried in
+_MARKS = {
+    form: [pytest.mark.mpi] * (how.processes > 1) + [pytest.mark.thorough] * (form != QUICK)
+    for form, how in judge.FORMS.items()
+}
 
 
 def cases() -> list[Any]:
     """(program, form) pairs, forms outermost so that a session works through one launch at a time."""
     return [
-        pytest.param(form, name, marks=[pytest.mark.mpi] if judge.FORMS[form].processes > 1 else [])
-        for form in judge.FORMS
+        pytest.param(form, name, marks=marks)
+        for form, marks in _MARKS.items()
         for name, program in PROGRAMS.items()
         if form in program.forms and (FULL or not program.only_full)
     ]

@@ -35,6 +35,7 @@ def run(environment: dict[str, str], *arguments: str, cwd: Path | None = None) -
     return done.returncode, done.stdout + done.stderr
 
 
+@pytest.mark.quick("arguments3")
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -49,6 +50,7 @@ def test_it_conforms(installed: dict[str, str], arguments: list[str]) -> None:
     assert code == 0 and "\nPASS" in "\n" + said, said
 
 
+@pytest.mark.thorough
 def test_cases_are_tests_of_pytest(installed: dict[str, str], tmp_path: Path) -> None:
     """Beside others, chosen by -k, skipped where something is absent."""
     (tmp_path / "test_own.py").write_text("def test_double():\n    assert 1 + 1 == 2\n")
@@ -74,6 +76,7 @@ def test_cases_are_tests_of_pytest(installed: dict[str, str], tmp_path: Path) ->
     assert code == 1 and "no engine 'nobody'" in said and "2 failed" in said, said
 
 
+@pytest.mark.thorough
 def test_without_being_installed(installed: dict[str, str]) -> None:
     """STRETTO_ENGINE names the factory."""
     environment = {**installed, "PYTHONPATH": str(EXAMPLE), "PYTHONDONTWRITEBYTECODE": "1"}

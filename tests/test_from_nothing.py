@@ -46,6 +46,7 @@ compare(f, (floats(8),))
 }
 
 
+@pytest.mark.quick("max")
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_programs(name: str) -> None:
     run("-c", PRELUDE + OTHERS[name])

@@ -75,6 +75,7 @@ def run(tmp_path: Path, ranks: int = 1, **environment: str) -> tuple[dict[str, i
     return {name: sum(r[name][1] for r in reports) for name in reports[0]}, said
 
 
+@pytest.mark.thorough
 def test_by_an_option_of_one_jit(tmp_path):
     messages, _ = run(tmp_path)
     assert messages["asked"] - messages["plain"] == INTERLEAVED - HOPS
@@ -87,6 +88,7 @@ def test_by_an_option_of_one_jit(tmp_path):
     assert messages["asked parallel"] - messages["plain parallel"] == 2 * (2 * more - fewer)
 
 
+@pytest.mark.thorough
 def test_for_the_whole_process_and_refused_with_a_reason(tmp_path):
     def told(chunks: str) -> tuple[dict[str, int], str]:
         folder = tmp_path / chunks
@@ -103,6 +105,7 @@ def test_for_the_whole_process_and_refused_with_a_reason(tmp_path):
     assert "is not interleaved: 4 layers of a device are not 3 equal chunks" in errors
 
 
+@pytest.mark.thorough
 @pytest.mark.mpi
 def test_on_ranks(tmp_path):
     messages, _ = run(tmp_path, 2)

@@ -89,6 +89,7 @@ def test_nan_and_infinity() -> None:
     assert judge.mismatch(bf16, bf16 * 2, False, None)
 
 
+@pytest.mark.thorough
 def test_failures_are_named_and_the_rest_runs(tmp_path: Path) -> None:
     """A crash, a hang or an exit costs its program only; the launch is started again after it."""
     names = ["raises", "crashes", "right", "hangs", "exits", "wrong", "right_again"]

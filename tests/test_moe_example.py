@@ -43,6 +43,7 @@ def losses() -> list[float]:
         moe.BATCH = old
 
 
+@pytest.mark.thorough
 @pytest.mark.mpi
 def test_on_two_ranks_of_two_devices(losses: list[float], tmp_path: Path) -> None:
     costs = tmp_path / "costs.json"

@@ -69,6 +69,7 @@ for bad, why in ((lambda: m.recv(x, MPI.ANY_SOURCE), "ANY_SOURCE"),
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.mpi
 def test_each_function_on_ranks(tmp_path: Path) -> None:
     script = tmp_path / "script.py"

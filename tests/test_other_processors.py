@@ -21,6 +21,7 @@ def features() -> set[str]:
     return next((set(line.split()) for line in lines if line.startswith("flags")), set())
 
 
+@pytest.mark.thorough
 def test_equal_bits_on_older_processors():
     """On those older than this one. The flag narrows what XLA compiles, not what its libraries run."""
     has = features()

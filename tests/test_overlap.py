@@ -34,6 +34,7 @@ TABLE = {
 FORMS = ["2x4", "1x8"] if FULL else ["2x4"]
 
 
+@pytest.mark.thorough
 @pytest.mark.mpi
 @pytest.mark.parametrize("name", FORMS)
 def test_no_bit_changes(name: str, tmp_path: Path) -> None:

@@ -59,6 +59,7 @@ def close(found: Any, wanted: Any) -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), found, wanted)
 
 
+@pytest.mark.quick("False-True")
 @pytest.mark.parametrize(("checked", "checkpoint"), [(True, False), (False, True)])
 def test_outputs_and_gradients(mesh: Mesh, checked: bool, checkpoint: bool) -> None:
     def local(params, xs):
@@ -74,6 +75,7 @@ def test_outputs_and_gradients(mesh: Mesh, checked: bool, checkpoint: bool) -> N
     close(found, jax.value_and_grad(loss(all_layers), (0, 1))(PARAMS, XS))
 
 
+@pytest.mark.quick("last-unchecked")
 @CHECKED
 @pytest.mark.parametrize("where", ["last", "all"])
 def test_a_head_in_the_loop(mesh: Mesh, checked: bool, where: str) -> None:
@@ -107,6 +109,7 @@ def test_a_head_in_the_loop(mesh: Mesh, checked: bool, where: str) -> None:
     close(found, jax.value_and_grad(dense, (0, 1, 2), has_aux=True)(PARAMS, XS, HEAD))
 
 
+@pytest.mark.thorough
 def test_beside_a_data_parallel_axis() -> None:
     """Two pipelines of two stages, each with its half of the rows; trees of arrays all through."""
     mesh = Mesh(np.array(jax.devices("stretto")).reshape(2, 2), ("data", "stage"))
@@ -174,6 +177,7 @@ with open(f"{{sys.argv[1]}}/{{jax.process_index()}}.json", "w") as file:
 """
 
 
+@pytest.mark.thorough
 def test_it_is_interleaved_bit_for_bit(tmp_path: Path) -> None:
     (found,), _ = reports_of(tmp_path, SCRIPT.format(here=str(Path(__file__).parent)), 4)
     assert len(found) == 3

@@ -97,6 +97,7 @@ def one_program(found: list[Any]) -> str:
     return first
 
 
+@pytest.mark.thorough
 def test_in_one_process_for_the_next_one(tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     found, _ = reports(tmp_path / "first", 1, cache, STRETTO_PROFILE="1")
@@ -111,6 +112,7 @@ def test_in_one_process_for_the_next_one(tmp_path: Path) -> None:
     assert off[0]["bits"] == found[0]["bits"]
 
 
+@pytest.mark.thorough
 @pytest.mark.mpi
 def test_under_mpiexec_even_if_a_rank_compiles_anew_meanwhile(tmp_path: Path) -> None:
     cache = tmp_path / "cache"
@@ -128,6 +130,7 @@ def test_under_mpiexec_even_if_a_rank_compiles_anew_meanwhile(tmp_path: Path) ->
     json.loads(kept.read_text())
 
 
+@pytest.mark.thorough
 @pytest.mark.mpi
 def test_the_slower_engine_counts(tmp_path: Path) -> None:
     """The first rank with each engine measures; what is kept is the longer time of each instruction."""

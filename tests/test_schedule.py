@@ -78,15 +78,18 @@ def test_in_one_process(tmp_path):
     assert messages["tensors 1f1b"] - messages["tensors gpipe"] == 4 * (2 * (12 - 8) + 1)
 
 
+@pytest.mark.thorough
 @pytest.mark.mpi
 def test_a_loss_in_the_loop_on_ranks(tmp_path):
     run(tmp_path, 4, "inside", "1f1b", "zb_h1")
 
 
+@pytest.mark.thorough
 def test_many_microbatches_take_less_memory(tmp_path):
     run(tmp_path, 1, "many", "1f1b", "zb_h1")
 
 
+@pytest.mark.quick("2")
 @pytest.mark.mpi
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_on_ranks(tmp_path, ranks):

@@ -92,6 +92,7 @@ class TestShallowWater:
             before, earlier = now, before
         return state
 
+    @pytest.mark.quick("4x1")
     @pytest.mark.parametrize("shape", ["2x2", "1x4", "4x1"])
     def test_as_in_one_piece(
         self, modules: dict[str, ModuleType], devices: list[jax.Device], shape: str
@@ -116,6 +117,7 @@ class TestShallowWater:
         end = module.simulation(mesh, 10)(module.placed(begin, mesh))
         np.testing.assert_array_equal(np.asarray(end), begin)
 
+    @pytest.mark.quick("2")
     @pytest.mark.mpi
     @pytest.mark.parametrize("ranks", [2, 4])
     def test_on_ranks(self, modules: dict[str, ModuleType], tmp_path: Path, ranks: int) -> None:
@@ -172,6 +174,7 @@ class TestConjugateGradient:
         _, count = module.solver(mesh, 1e-30, 7)(module.placed(module.charges(self.SIZE), mesh))
         assert int(count) == 7
 
+    @pytest.mark.quick("2")
     @pytest.mark.mpi
     @pytest.mark.parametrize("ranks", [2, 4])
     def test_on_ranks(self, ranks: int) -> None:

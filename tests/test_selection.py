@@ -62,6 +62,7 @@ def any_bits(name: str) -> np.ndarray:
     return values
 
 
+@pytest.mark.thorough
 def test_every_type_and_every_k(mesh: Mesh, wide: None) -> None:
     values = {name: any_bits(name) for name in TYPES}
     f = jax.jit(lambda x, k: {name: kth(mesh)(v, k) for name, v in x.items()})

@@ -140,6 +140,7 @@ def alone(small: Path) -> bytes:
     return chosen_by(small, "stretto", 1, "--rounds", "2")[0]
 
 
+@pytest.mark.thorough
 @pytest.mark.mpi
 def test_four_ranks_take_what_one_process_takes(small: Path, alone: bytes) -> None:
     env = {"JAX_PLATFORMS": "stretto", "STRETTO_LOCAL_DEVICES": "1"}
@@ -149,10 +150,12 @@ def test_four_ranks_take_what_one_process_takes(small: Path, alone: bytes) -> No
     assert sum(alone) == 200 and len(alone) == 2001
 
 
+@pytest.mark.thorough
 def test_so_do_three_devices_of_jax_cpu_backend(small: Path, alone: bytes) -> None:
     assert chosen_by(small, "cpu", 3, "--rounds", "2")[0] == alone
 
 
+@pytest.mark.thorough
 def test_99_percent_of_the_greedy_value(modules: dict[str, ModuleType], tmp_path: Path) -> None:
     modules["nearest_neighbours"].make(tmp_path, 10_000)
     raw, report = chosen_by(tmp_path, "stretto", 4)

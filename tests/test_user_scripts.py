@@ -230,6 +230,7 @@ class TestMemory:
         )
         assert out.split() == ["True", "False", "17.0", "True", "2.0", "True", "True"]
 
+    @pytest.mark.quick("jit")
     @pytest.mark.parametrize(
         "call",
         [

@@ -157,6 +157,7 @@ def test_the_lists_of_known_failures(path: Path) -> None:
     assert all(re.fullmatch(r"\w+::\w+", test) for test in known)
 
 
+@pytest.mark.thorough
 def test_the_record_names_errors_that_python_could_not_raise(tmp_path: Path) -> None:
     file = tmp_path / "test_hidden.py"
     file.write_text(

@@ -27,6 +27,7 @@ def fake(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     }
 
 
+@pytest.mark.quick("2,1")
 @pytest.mark.mpi
 @pytest.mark.parametrize("devices", ["1,1,1,1", "2,2", "2,1", "3,1,2"])
 def test_collectives_on_device_memory(fake: dict[str, str], devices: str) -> None:

@@ -24,6 +24,7 @@ def fake(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     }
 
 
+@pytest.mark.quick("4", "2,1")
 @pytest.mark.mpi
 @pytest.mark.parametrize("devices", ["1,1", "2,2", "4", "2,1", "1,1,1"])
 def test_collectives_between_gpus(fake: dict[str, str], devices: str) -> None:

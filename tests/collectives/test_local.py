@@ -47,6 +47,7 @@ def check(case: Case, devices: int) -> None:
             assert not any(np.shares_memory(array, operand) for operand in case.inputs[i])
 
 
+@pytest.mark.quick("4")
 @pytest.mark.parametrize("devices", [1, 2, 4, 8])
 def test_every_kind_dtype_and_group_form(devices):
     for case in every_case(devices):

@@ -153,6 +153,7 @@ def test_what_is_to_be_done_must_be_said(capsys: pytest.CaptureFixture[str]) -> 
     assert main(["bench", "--calibrate", "--rounds", "0"]) == 2
 
 
+@pytest.mark.thorough
 @pytest.mark.mpi
 def test_jobs_on_the_same_machines_find_the_table(tmp_path: Path) -> None:
     out = tmp_path / "new" / "costs.json"

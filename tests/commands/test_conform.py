@@ -73,6 +73,7 @@ def conform(*arguments: str, **variables: str) -> tuple[int, dict[str, str], str
     return done.returncode, {name: status for status, name in lines}, done.stdout + done.stderr
 
 
+@pytest.mark.thorough
 def test_a_check_that_hangs_or_crashes_does_not_keep_others_from_being_made() -> None:
     path = str(TESTS)
     only = ("--only", "protocol/[crt][uho][nrm]*")  # compile_errors, run_errors, runs, threads
@@ -94,6 +95,7 @@ def test_a_check_that_hangs_or_crashes_does_not_keep_others_from_being_made() ->
     assert "the process ended with exit status -6" in said
 
 
+@pytest.mark.thorough
 def test_programs_on_a_plugin_of_somebody_else(tmp_path: Path) -> None:
     """Without rules for its platform JAX lacks eigendecompositions: absent, not broken."""
     engine = pjrt.engine(pjrt.build(tmp_path), 8)
@@ -106,6 +108,7 @@ def test_programs_on_a_plugin_of_somebody_else(tmp_path: Path) -> None:
     assert "1 PASS, 0 FAIL, 1 UNSUPPORTED" in said
 
 
+@pytest.mark.quick("1")
 @pytest.mark.parametrize("ranks", ["1", pytest.param("2", marks=pytest.mark.mpi)])
 def test_fewer_devices_than_programs_want(ranks: str) -> None:
     """The engine is asked for no more than it has."""
@@ -155,6 +158,7 @@ def test_what_cannot_be_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "none cannot be read" in capsys.readouterr().err
 
 
+@pytest.mark.thorough
 def test_an_engine_that_cannot_be_made() -> None:
     code, found, said = conform("nobody", "--only", "protocol/run")
     assert (code, found) == (1, {"protocol/runs": "FAIL", "protocol/run_errors": "FAIL"})

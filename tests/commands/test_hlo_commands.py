@@ -137,6 +137,7 @@ def test_run_in_one_process(file: str, tmp_path: Path) -> None:
     check_results(out)
 
 
+@pytest.mark.quick("2-2")
 @pytest.mark.mpi
 @pytest.mark.parametrize(("ranks", "local"), [(2, 2), (4, 1)])
 def test_run_on_ranks(file: str, tmp_path: Path, ranks: int, local: int) -> None:
@@ -311,6 +312,7 @@ for work, kind, message in [
     assert done.returncode == 0, done.stderr.decode()
 
 
+@pytest.mark.thorough
 def test_arguments_that_do_not_fit(file: str, tmp_path: Path) -> None:
     given = tmp_path / "given.npz"
     np.savez(given, **{"0": np.zeros(7, np.float32)})
@@ -324,6 +326,7 @@ def test_arguments_that_do_not_fit(file: str, tmp_path: Path) -> None:
     assert stretto("run", "/nowhere.hlo").returncode == 2
 
 
+@pytest.mark.thorough
 def test_results_that_cannot_be_written(file: str, tmp_path: Path) -> None:
     out = str(tmp_path / "missing" / "out.npz")
     done = stretto("run", file, "--results", out)
@@ -423,6 +426,7 @@ def test_explain_prints_the_program_as_it_is_rewritten(tmp_path: Path) -> None:
     assert 'all-reduce "total"' in written and 'all-reduce "total"' not in rewritten
 
 
+@pytest.mark.thorough
 def test_a_dump_of_what_is_explained_and_run(file: str, tmp_path: Path) -> None:
     folder = tmp_path / "dump"
     assert stretto("explain", file, STRETTO_DUMP=str(folder)).returncode == 0
@@ -456,6 +460,7 @@ def test_a_dump_of_a_plan(file: str, tmp_path: Path) -> None:
     assert program.read_text() == done.stdout.decode()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("by", ["argument", "variable"])
 def test_a_run_by_a_table_of_costs(file: str, tmp_path: Path, by: str) -> None:
     """What is explained by a table is what runs by it; results are those without it."""

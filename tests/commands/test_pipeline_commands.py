@@ -83,6 +83,7 @@ def test_skips_that_change_nothing(tmp_path: Path) -> None:
     assert "nothing that is left out changes a result" in done.stdout
 
 
+@pytest.mark.thorough
 def test_trusted_bounds_that_leave_out_what_is_read(tmp_path: Path) -> None:
     done = stretto("run", written(tmp_path, circular(4, 4, 1, WRONG)), "--check-skips", **TRUST)
     assert done.returncode == 1
@@ -92,6 +93,7 @@ def test_trusted_bounds_that_leave_out_what_is_read(tmp_path: Path) -> None:
     assert "with zeros for what is left out" in done.stderr
 
 
+@pytest.mark.thorough
 @pytest.mark.mpi
 def test_all_ranks_end_alike(tmp_path: Path) -> None:
     file = written(tmp_path, circular(4, 4, 1, WRONG))

@@ -413,6 +413,7 @@ def test_rows_that_all_devices_write_into_a_gathered_array() -> None:
         assert kinds(rewritten) == []
 
 
+@pytest.mark.thorough
 def test_random_programs_have_the_bits_of_what_is_written() -> None:
     found = [compare(seed) for seed in range(12)]
     assert [said for outcome, said in found if outcome == "differs"] == []

@@ -24,6 +24,7 @@ LAYOUTS = [("x", (2, 4)), ("y", (2, 4)), ("y", (2, 2, 2)), ("x", (4, 2)), ("z", 
 CASES = [name for name in BY_NUMBER if name != "gradient of a determinant"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("which", CASES)
 def test_rows_by_number_over_one_axis_of_several(which: str) -> None:
     f, arguments = BY_NUMBER[which]

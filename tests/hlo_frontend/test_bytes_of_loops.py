@@ -197,6 +197,7 @@ PIVOTED: dict[str, tuple] = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("which", PIVOTED)
 def test_pivots_of_matrices_whose_rows_are_cut(which: str) -> None:
     f, arguments, out = PIVOTED[which]

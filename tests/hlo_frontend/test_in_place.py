@@ -41,6 +41,7 @@ def in_schedule(schedule: str) -> tuple[str, int]:
     return compiled_loop.to_string(), d.rows * d.width
 
 
+@pytest.mark.quick("1f1b")
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "interleaved_1f1b"])
 def test_what_a_step_keeps_is_updated_in_place(schedule):
     text, most = in_schedule(schedule)

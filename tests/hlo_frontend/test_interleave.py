@@ -78,6 +78,7 @@ def moved(stages: int, chunks: int) -> int:
 DEAD_ONLY = ValidPolicy(dead_only=True)
 
 
+@pytest.mark.quick("3-2-1", "4-2-2")
 @pytest.mark.parametrize(("stages", "microbatches", "chunks"), SHAPES)
 def test_the_forward_pass_is_that_of_the_written_program(stages, microbatches, chunks):
     arguments = weights(stages * LAYERS), inputs(microbatches)
@@ -89,6 +90,7 @@ def test_the_forward_pass_is_that_of_the_written_program(stages, microbatches, c
     assert sum(ran.messages.values()) == hops + arrays * moved(stages, chunks)
 
 
+@pytest.mark.quick("masked-line")
 @pytest.mark.parametrize(
     "local",
     [

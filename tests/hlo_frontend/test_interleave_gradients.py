@@ -79,6 +79,7 @@ def step(stages: int, microbatches: int, **how):
 SPECS = (P("x"), P("x"), P())
 
 
+@pytest.mark.quick("4-2-2")
 @pytest.mark.parametrize(("stages", "microbatches", "chunks"), SHAPES)
 def test_gradients_are_those_of_the_written_step(stages, microbatches, chunks):
     function, over = step(stages, microbatches)
@@ -89,6 +90,7 @@ def test_gradients_are_those_of_the_written_step(stages, microbatches, chunks):
     assert sum(ran.messages.values()) == hops + 4 * moved(stages, chunks)
 
 
+@pytest.mark.thorough
 @pytest.mark.bits
 def test_with_a_layer_that_is_computed_again():
     """On stages that are no ring, as others here are."""
@@ -97,6 +99,7 @@ def test_with_a_layer_that_is_computed_again():
     assert sum(ran.messages.values()) == 2 * 4 * 5 + 4 * moved(3, 2)
 
 
+@pytest.mark.thorough
 @pytest.mark.bits
 @pytest.mark.parametrize(
     ("shape", "policy"),
@@ -116,6 +119,7 @@ def test_with_a_stage_that_is_computed_again(shape, policy):
     assert sum(ran.messages.values()) == hops + 4 * moved(stages, chunks)
 
 
+@pytest.mark.thorough
 def test_a_masked_stage_without_a_conditional():
     """The weights are masked too, or what padding gives would count."""
 
@@ -129,6 +133,7 @@ def test_a_masked_stage_without_a_conditional():
     judge(function, (weights(2 * 4), inputs(3)), SPECS, over)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("masked", ["input", "result"])
 def test_a_loss_in_the_loop(masked):
     """Of what the last stage gives; elsewhere it must not be computed from what is there."""
@@ -159,6 +164,7 @@ def test_a_loss_in_the_loop(masked):
         assert any("not, bit for bit, what another one gave" in w and "by add" in w for w in why)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("names", ["dx", "xd"])
 def test_pipelines_side_by_side(names):
     """Gradients are summed up over the halves of the batch after the loop."""
@@ -168,6 +174,7 @@ def test_pipelines_side_by_side(names):
     judge(function, (weights(2 * 4), inputs(3)), (P("x"), *specs), over)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("names", "how"), [("xy", "plain"), ("yx", "layer"), ("xy", "stage"), ("yx", "stage")]
 )
@@ -187,6 +194,7 @@ def test_layers_that_communicate_within_their_stage(names, how):
     assert sum(ran.messages.values()) == 2 * (2 * 3 * 3 + 4 * moved(2, 2))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("how", ["gathered", "exchanged"])
 def test_layers_that_communicate_in_other_ways(how):
     """Rows divided over the axis are gathered and scattered again, or exchanged with columns."""
@@ -211,6 +219,7 @@ def test_layers_that_communicate_in_other_ways(how):
     judge(function, given, (*specs, batch), over)
 
 
+@pytest.mark.thorough
 def test_weights_that_all_devices_have():
     over = mesh(3)
     function = squared(taken(where(3, 4), 3, 4), over, (P(), P()))
@@ -224,6 +233,7 @@ def test_weights_that_all_devices_have():
     assert f"{backward.back} bytes of their gradients after it" in backward.describe()
 
 
+@pytest.mark.thorough
 @pytest.mark.bits
 def test_small_floats():
     dtype = jnp.dtype("bfloat16")
@@ -231,6 +241,7 @@ def test_small_floats():
     judge(function, (weights(2 * 4, dtype), inputs(3, dtype)), SPECS, over)
 
 
+@pytest.mark.thorough
 def test_zeros_of_both_signs():
     """A gradient may be -0; where zeros are added to it between stages, it becomes 0 as it is written."""
 
@@ -252,6 +263,7 @@ def test_zeros_of_both_signs():
     judge(function, arguments, (P("x"), P()), over)
 
 
+@pytest.mark.thorough
 def test_not_a_number_stays_where_it_is():
     stages, microbatches, chunks = SOME[0]  # whose segments are compiled already
     function, over = step(stages, microbatches)
@@ -260,6 +272,7 @@ def test_not_a_number_stays_where_it_is():
     judge(function, arguments, SPECS, over, chunks)
 
 
+@pytest.mark.thorough
 def test_two_passes_written_by_hand():
     over = mesh(3)
     function = manual(by_hand(3, 4), over, (P("x"), P()), (P(), P("x"), P()))
@@ -268,6 +281,7 @@ def test_two_passes_written_by_hand():
     assert sum(ran.messages.values()) == 2 * 4 * 5 + 4 * moved(3, 2)
 
 
+@pytest.mark.thorough
 def test_a_backward_pass_in_another_order():
     """Each microbatch takes, on all stages, what was kept for the next one."""
 
@@ -279,6 +293,7 @@ def test_a_backward_pass_in_another_order():
     judge(function, (weights(3 * 4), inputs(4)), SPECS, mesh(3))
 
 
+@pytest.mark.thorough
 def test_pipelines_one_after_the_other():
     """The second takes what the first gives; four loops."""
     first, second = where(2, 3), where(2, 3)
@@ -420,6 +435,7 @@ def test_other_slices_are_seen(monkeypatch):
     assert all(refused(function, (weights(2 * 4), inputs(3)), 2))
 
 
+@pytest.mark.thorough
 def test_explain_shows_both_passes(monkeypatch):
     """The backward pass begins on the last device."""
     function, _ = step(3, 3)

@@ -40,6 +40,7 @@ SHARED = {
 }  # fmt: skip
 
 
+@pytest.mark.quick("gather-cross")
 @pytest.mark.parametrize(("d", "schedules"), SHARED.values(), ids=SHARED)
 def test_a_head_that_all_stages_compute(d, schedules):
     """What the backward pass begins with is summed up over stages; the last one computes it for all."""
@@ -47,6 +48,7 @@ def test_a_head_that_all_stages_compute(d, schedules):
     assert report.alive[0] == min(d.stages, d.microbatches) == report.rows
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("stages", [2, 3])
 def test_what_other_stages_give_is_not_zeros(monkeypatch, stages):
     """The loss is masked on other stages: their gradient is 0 * x, NaN where x is infinite, and is added."""
@@ -92,6 +94,7 @@ UNDER = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("d", UNDER.values(), ids=UNDER)
 def test_a_head_under_a_conditional(d):
     """Behind the loop, on the last stage alone, as its gradient is."""
@@ -104,6 +107,7 @@ def test_a_head_under_a_conditional(d):
     )
 
 
+@pytest.mark.thorough
 def test_what_other_stages_do_not_give_is_zeros(monkeypatch):
     """Under a conditional the gradient of other stages is no 0 * x."""
 
@@ -132,6 +136,7 @@ COUNTED = {
 }  # fmt: skip
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("d", "schedules"), COUNTED.values(), ids=COUNTED)
 def test_a_number_that_the_loop_counts(d, schedules):
     """The loss is divided by it behind the loop, so that the backward pass begins with it."""
@@ -148,6 +153,7 @@ ACCURACY = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("d", "schedule"), ACCURACY.values(), ids=ACCURACY)
 def test_an_accuracy_beside_the_loss(d, schedule):
     """XLA makes one reduce of an argmax and of the maximum that a softmax subtracts."""
@@ -173,6 +179,7 @@ def weighted(monkeypatch, dimensions):
     monkeypatch.setattr(training_steps, "loss_of", loss_of)
 
 
+@pytest.mark.thorough
 def test_a_reduce_of_several_arrays(monkeypatch):
     weighted(monkeypatch, (0, 2))
     for found in compare_in(Draw(microbatches=3), "1f1b", "interleaved_1f1b").values():
@@ -180,6 +187,7 @@ def test_a_reduce_of_several_arrays(monkeypatch):
         assert found.module.interleaved[0].rounds == "a head is computed row by row"
 
 
+@pytest.mark.thorough
 def test_a_reduce_of_several_arrays_over_microbatches(monkeypatch):
     weighted(monkeypatch, (0, 1))
     assert "the rows of microbatches are not separate" in refused(Draw(width=4))
@@ -226,6 +234,7 @@ TAKEN = {
 }
 
 
+@pytest.mark.quick("map")
 @pytest.mark.parametrize(("loss", "d", "schedules"), TAKEN.values(), ids=TAKEN)
 def test_a_head_that_takes_elements_by_their_numbers(monkeypatch, loss, d, schedules):
     monkeypatch.setattr(
@@ -379,6 +388,7 @@ def test_sums_of_a_reduce_of_several_arrays_may_round(of, may_round):
     assert rounds(module.entry.instructions) == may_round
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("axis", [0, 2])
 def test_what_the_backward_pass_begins_with_is_one_result_of_a_reduce(monkeypatch, axis):
     @jax.custom_vjp

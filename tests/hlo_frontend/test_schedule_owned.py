@@ -41,6 +41,7 @@ OWN = {
 }  # fmt: skip
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("d", "schedules"), OWN.values(), ids=OWN)
 def test_what_each_run_has_for_itself(d, schedules):
     """Losses that a stage adds up over its own layers, keys that it folds from numbers, and what goes from
@@ -54,6 +55,7 @@ def test_what_is_too_large_to_be_kept_of_all_microbatches(monkeypatch):
     assert "16 bytes, is read by others than their gradient" in why and "stage, 8 bytes" in why
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "d", [Draw(collect="cond", loss="squares"), Draw(collect="cond", head="cond")]
 )
@@ -74,6 +76,7 @@ def test_a_loss_of_layers_that_is_not_linear(monkeypatch):
     assert "which depends on the forward pass of all microbatches" in why
 
 
+@pytest.mark.thorough
 def test_layers_with_a_loop_that_gives_more_than_one_array(monkeypatch):
     """As random bits are drawn; of it, runs of weights are left the arrays that they read."""
 
@@ -217,6 +220,7 @@ def given_on(monkeypatch, change):
     monkeypatch.setattr(training_steps, "stage_of", lambda d, k, rows: written(d, k, change(rows)))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "other",
     [jnp.logical_not, lambda mask: lax.ppermute(mask, "x", [(1, 2)])],
@@ -239,12 +243,14 @@ LABELS = {
 }  # fmt: skip
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("d", "schedules"), LABELS.values(), ids=LABELS)
 def test_labels_that_go_from_stage_to_stage(d, schedules):
     """The last stage computes those of its microbatch as the first stage does, of what all stages have."""
     judge(d, *schedules.split())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("head", ["cond", "behind"])
 def test_labels_with_chunks_alone(head):
     """Interleaved, but otherwise as it is written."""
@@ -258,6 +264,7 @@ def test_a_mask_with_chunks_alone():
     assert "which its layers take, changes from iteration to iteration" in found.whys[0]
 
 
+@pytest.mark.thorough
 def test_labels_that_stages_change(monkeypatch):
     """The second stage gets what the first one made of them, a third one what the second made of that."""
     monkeypatch.setattr(training_steps, "handed_on", lambda rows: (rows * 3 + 1) % 16)
@@ -266,6 +273,7 @@ def test_labels_that_stages_change(monkeypatch):
     assert "only if stages hand them on as they are" in why
 
 
+@pytest.mark.thorough
 def test_a_mask_of_another_part_of_the_data(monkeypatch):
     """Which only the gradient reads: it is the same on all stages of that part, not of this one."""
 
@@ -283,6 +291,7 @@ def test_a_mask_of_another_part_of_the_data(monkeypatch):
     assert "is of the stage's own" in refused(d)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("collect", ["put", "scan"])
 def test_a_head_of_what_each_stage_gave(monkeypatch, collect):
     """The gradient of the masked loss is not known to be zeros on other stages, and is added there."""

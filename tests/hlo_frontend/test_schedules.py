@@ -157,6 +157,7 @@ VARIANTS = {
 }  # fmt: skip
 
 
+@pytest.mark.quick("scanned")
 @pytest.mark.parametrize(("d", "schedules", "chunks"), VARIANTS.values(), ids=VARIANTS)
 def test_however_the_step_is_written(d, schedules, chunks):
     for schedule, found in judge(d, *schedules, chunks=chunks).items():
@@ -178,6 +179,7 @@ def test_however_the_step_is_written(d, schedules, chunks):
             assert report.rows == report.alive[0] and report.moved > 0 and report.back > 0
 
 
+@pytest.mark.thorough
 def test_messages_and_bytes():
     d = Draw(stages=3, microbatches=5, loss="squares")
     found = judge(d)["1f1b"]
@@ -189,6 +191,7 @@ def test_messages_and_bytes():
     assert report.kept > 0 and report.before == report.after == 2 * 7
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("seed", [4])
 def test_drawn_at_random(seed):
     judge(replace(draw(random.Random(seed)), loss="squares"))
@@ -223,6 +226,7 @@ def test_a_head_in_the_loop_is_computed_once():
     assert heads(made) == {"kept": 0, "dots": 3}  # the product, and its gradients
 
 
+@pytest.mark.quick("outputs")
 @pytest.mark.parametrize("head", [False, True], ids=["outputs", "losses"])
 def test_what_the_library_writes(head):
     layers = weights(2 * 4)
@@ -247,6 +251,7 @@ def test_what_the_library_writes(head):
     equal(function, module, over)
 
 
+@pytest.mark.thorough
 def test_a_gradient_that_is_written_as_a_loop():
     """It begins within the loop, with what the forward pass has put away."""
     over = mesh(2)

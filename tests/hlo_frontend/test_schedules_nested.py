@@ -68,6 +68,7 @@ CASES = {
 }
 
 
+@pytest.mark.quick("chunks")
 @pytest.mark.parametrize(("function", "schedule", "how"), CASES.values(), ids=CASES)
 def test_pipelines_in_a_scan(function, schedule, how):
     """Gradients and losses are those of the written program, and JAX's."""

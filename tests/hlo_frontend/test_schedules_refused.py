@@ -29,6 +29,7 @@ from stretto.runtime.errors import InvalidProgramError
 # Steps that are refused, and stay as they are written.
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("own", [False, True])
 def test_outputs_with_something_of_another_stage(own):
     """Which is the same on all of them, or what that stage alone has."""
@@ -86,6 +87,7 @@ HEAD_IN_LOOP = (
 )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("d", "also"),
     [
@@ -202,6 +204,7 @@ def test_what_has_not_waited_is_seen(monkeypatch):
     assert "could not be verified" in wrong(monkeypatch, mixed, "zb_h1")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("change", "why"),
     [
@@ -250,6 +253,7 @@ def test_another_order_of_turns_is_seen(monkeypatch):
     assert "microbatches turn in another order" in wrong(monkeypatch, swapped, head="cond")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("count", "why"),
     [("turned", "a turn gives something else"), ("banks", "does not turn with what it gave")],

@@ -18,11 +18,13 @@ from stretto.hlo_frontend.overlap.costs import CostTable
 from stretto.hlo_frontend.schema import CompileOptionsProto
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("seeds", [range(0, 5), range(5, 10)])
 def test_random_programs(seeds: range) -> None:
     assert sum(judge_random(seed) for seed in seeds) >= 3
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("shape", "tiles"),
     [

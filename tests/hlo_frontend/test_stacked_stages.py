@@ -27,6 +27,7 @@ STEPS = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("d", STEPS.values(), ids=STEPS)
 def test_a_step_is_run_as_1f1b(d):
     found = compare(Draw(**{**vars(d), "mask": "where", "loss": "squares"}), "1f1b")
@@ -41,6 +42,7 @@ def test_a_step_is_run_as_1f1b(d):
         assert 0 <= sums <= 4 * d.stages
 
 
+@pytest.mark.thorough
 def test_a_step_is_run_as_zb_h1():
     d = Draw(stages=2, microbatches=3, shift="roll", mask="where", loss="squares")
     found = compare(d, "zb_h1")
@@ -49,6 +51,7 @@ def test_a_step_is_run_as_zb_h1():
     assert report.left > 0
 
 
+@pytest.mark.thorough
 def test_a_forward_pass_is_interleaved():
     d = Draw(stages=3, microbatches=4, shift="roll", mask="where", layers=4)
     over = jax.sharding.Mesh(np.array(jax.devices("cpu")[:3]), ("x",))

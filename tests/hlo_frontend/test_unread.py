@@ -82,6 +82,7 @@ def test_by_default_it_is_left_out_where_it_saves_much(monkeypatch):
     assert 0.25 < found.skipped_flops / found.flops < 12 / 28
 
 
+@pytest.mark.thorough
 def test_broken_pipelines_compute_the_same():
     """A part of the mutants of `test_valid`, on the executor with NaN for all that is left out."""
     skipped = 0
@@ -132,6 +133,7 @@ def lowered(function, arguments, devices: int, policy: ValidPolicy) -> Program:
     return compile_stablehlo(text, CompileSpec(1, devices), valid=policy).program
 
 
+@pytest.mark.thorough
 def test_a_gradient():
     stages = count = 3
     over, forward = pipeline(stages, count)

@@ -87,6 +87,7 @@ def mutants(seed: int, count: int):
         yield number, shape[0], text, changes
 
 
+@pytest.mark.thorough
 def test_no_wrong_skip_in_500_broken_pipelines():
     """And the rule that trusts the pattern (pair i in iterations i to i + trips - stages) fails."""
     wrong_by_rule = skipped = 0

@@ -41,6 +41,7 @@ def _cpu(folder: Path, what: str, layout: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.quick("save")
 @pytest.mark.parametrize("save", ["save", "save_async"])
 def test_saved_by_ranks_restored_by_others(tmp_path: Path, save: str) -> None:
     _ranks(2, tmp_path / "state", save, "rows")
@@ -49,6 +50,7 @@ def test_saved_by_ranks_restored_by_others(tmp_path: Path, save: str) -> None:
     _cpu(tmp_path / "state", "restore", "grid")
 
 
+@pytest.mark.thorough
 def test_saved_on_cpu_restored_by_ranks(tmp_path: Path) -> None:
     _cpu(tmp_path / "state", "save_async", "columns")
     _ranks(2, tmp_path / "state", "restore", "rows")

@@ -112,6 +112,7 @@ def test_a_second_process_compiles_nothing(tmp_path: Path) -> None:
     assert second.restored == first.segments
 
 
+@pytest.mark.thorough
 def test_ranks_that_share_a_cache_and_ranks_that_do_not(tmp_path: Path) -> None:
     def run(rank_env: dict[int, dict[str, str]]) -> Outcome:
         # What ranks of one host share without a cache is another matter.

@@ -67,12 +67,14 @@ def test_they_make_one_world() -> None:
         assert json.loads(process.stdout) == [rank, size, 2 * size, 2, sum(range(2 * size))]
 
 
+@pytest.mark.quick("inf")
 @pytest.mark.parametrize("timeout", ["inf", "1e9"])
 def test_any_timeout_can_be_waited_for(timeout: str) -> None:
     for process in _run(["compute"] * 2, STRETTO_TIMEOUT=timeout):
         assert process.returncode == 0, process.stderr
 
 
+@pytest.mark.thorough
 def test_each_alone_if_told_so() -> None:
     for process in _run(["compute"] * 2, STRETTO_LAUNCHER="none"):
         assert process.returncode == 0, process.stderr

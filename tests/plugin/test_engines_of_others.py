@@ -74,6 +74,7 @@ def test_arrays_are_not_read_where_the_host_cannot(tmp_path: Path) -> None:
     assert done.stdout == "[-28. -27. -26. -25. -24. -23. -22. -21.] 1.0 [0 1 2]\n0x1000\n"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("given", "found"),
     [("outputs[1:]", "0 arrays"), ("2 * outputs", "2 arrays"), ("tuple(outputs)", "a tuple")],

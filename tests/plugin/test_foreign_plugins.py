@@ -147,6 +147,7 @@ def losses(text: str) -> list[float]:
     return [float(found) for found in re.findall(r"\"loss\": ([0-9.]+)", text)]
 
 
+@pytest.mark.thorough
 def test_programs_on_several_devices(library: Path) -> None:
     chosen = {"JAX_PLATFORMS": "stretto", "STRETTO_LOCAL_DEVICES": "4"}
     done = python(PROGRAM, **chosen, STRETTO_ENGINE=pjrt.engine(library, 4))
@@ -157,6 +158,7 @@ def test_programs_on_several_devices(library: Path) -> None:
     assert done.stdout.splitlines()[3] == f"{['stretto'] * 4} 2.0"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("call", "said"),
     [
@@ -172,6 +174,7 @@ def test_what_the_plugin_lacks_is_unimplemented(library: Path, call: str, said: 
     assert re.search(rf"JaxRuntimeError: UNIMPLEMENTED: segment \S+ {said}", done.stderr)
 
 
+@pytest.mark.thorough
 def test_a_plugin_that_registers_itself_with_jax(library: Path, tmp_path: Path) -> None:
     """By JAX's own variable, as one that is installed does by its entry point."""
     described = tmp_path / "far.json"
@@ -190,6 +193,7 @@ def test_a_plugin_that_registers_itself_with_jax(library: Path, tmp_path: Path) 
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.mpi
 def test_training_on_ranks(library: Path) -> None:
     """An example, unchanged, on four ranks with a far device each, and on JAX's CPU backend."""
@@ -203,6 +207,7 @@ def test_training_on_ranks(library: Path) -> None:
     np.testing.assert_allclose(losses(done.stdout), want, rtol=1e-4)
 
 
+@pytest.mark.thorough
 @pytest.mark.mpi
 def test_two_engines_in_one_job(library: Path) -> None:
     """Rank 0 computes by itself, rank 1 with two far devices."""

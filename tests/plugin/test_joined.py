@@ -61,6 +61,7 @@ print("fine", flush=True)
     assert done.stderr == ""  # nobody watches a service that has ended
 
 
+@pytest.mark.quick("1")
 @pytest.mark.parametrize("killed", [0, 1])
 def test_the_death_of_a_rank_is_told_by_stretto_alone(killed: int) -> None:
     """JAX's client would end its process at once where that of rank 0 is gone."""

@@ -660,6 +660,7 @@ def test_results_go_on_as_they_came_or_one_by_one(mesh: Mesh) -> None:
         np.testing.assert_allclose(everywhere(have), np.ravel(expected), rtol=1e-6)
 
 
+@pytest.mark.thorough
 def test_calls_that_are_more_than_a_trace_holds_are_told(tmp_path: Path) -> None:
     code = """
 import jax, numpy as np, stretto

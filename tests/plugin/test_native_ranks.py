@@ -17,6 +17,7 @@ SUM = (
 )
 
 
+@pytest.mark.quick("2-2")
 @pytest.mark.parametrize(("ranks", "local"), [(2, 2), (4, 1)])
 def test_the_cases_of_one_process(ranks: int, local: int) -> None:
     """One device in each process waits where it is; several are run on by the thread that polls."""
@@ -51,16 +52,19 @@ def faulty(case: str, local: int) -> str:
 class TestFaults:
     """Each ends the job, where compiled code would otherwise poll for ever."""
 
+    @pytest.mark.quick("2")
     def test_a_rank_that_dies(self, local: int) -> None:
         said = faulty("dies", local)
         assert re.search(r"stretto: rank 0 ends: rank 1 \(pid \d+ on \S+\) died", said)
 
+    @pytest.mark.quick("1")
     def test_a_rank_that_raises(self, local: int) -> None:
         said = faulty("raises", local)
         assert re.search(
             r"rank 0 ends: rank 1 .* failed: ValueError: something else went wrong", said
         )
 
+    @pytest.mark.quick("1")
     def test_a_rank_that_leaves_the_loop(self, local: int) -> None:
         said = faulty("diverges", local)
         assert re.search(
@@ -74,6 +78,7 @@ class TestFaults:
         said = faulty("dies before one", local)
         assert re.search(r"stretto: rank 0 ends: rank 1 \(pid \d+ on \S+\) died", said)
 
+    @pytest.mark.thorough
     def test_a_rank_that_never_comes_to_a_single_sum(self, local: int) -> None:
         said = faulty("never comes to one", local)
         assert re.search(
@@ -82,6 +87,7 @@ class TestFaults:
             said,
         )
 
+    @pytest.mark.quick("1")
     def test_a_rank_that_never_comes(self, local: int) -> None:
         said = faulty("never comes", local)
         assert re.search(

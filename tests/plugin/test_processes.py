@@ -179,6 +179,7 @@ left = everywhere(jax.device_put(ranks, rows))  # may be under way when the proc
 """
 
 
+@pytest.mark.thorough
 def test_programs_that_communicate_run_in_functions_called_back(tmp_path: Path) -> None:
     """They are part of the run that waits for them, whichever thread calls, wherever they are loaded from."""
     cache = {
@@ -207,6 +208,7 @@ np.testing.assert_array_equal(np.asarray(x), np.arange(8))
 
 
 class TestExit:
+    @pytest.mark.thorough
     def test_with_live_arrays(self) -> None:
         done = run_python(EXIT_WITH_LIVE_ARRAYS)
         check(done)
@@ -217,9 +219,11 @@ class TestExit:
         assert done.returncode == 1
         assert done.stderr.rstrip().endswith("ValueError: on its way")
 
+    @pytest.mark.thorough
     def test_with_a_code_of_its_own(self) -> None:
         assert run_python(EXIT_WITH_LIVE_ARRAYS, "exit").returncode == 7
 
+    @pytest.mark.thorough
     @pytest.mark.parametrize("ends", [True, False], ids=["that end", "that wait for ever"])
     def test_beside_functions_that_an_error_has_left_behind(self, ends: bool) -> None:
         code = """
@@ -281,6 +285,7 @@ for _ in range(5):
 """
         check(run_python(code))
 
+    @pytest.mark.thorough
     @pytest.mark.parametrize(("first", "local_devices"), [("the function", 2), ("the devices", 1)])
     def test_functions_that_python_calls_at_its_end_compute(
         self, first: str, local_devices: int
@@ -313,6 +318,7 @@ show("before")
         assert lines[0][1:] == lines[1][1:]
         assert lines[0][2] == "4.5"
 
+    @pytest.mark.thorough
     @pytest.mark.parametrize("waited_for", [False, True], ids=["left", "waited for"])
     def test_beside_daemon_threads_that_compute(self, waited_for: bool) -> None:
         code = """
@@ -410,6 +416,7 @@ for i in range(300):
     check(run_python(code))
 
 
+@pytest.mark.thorough
 def test_memory_stays_flat() -> None:
     code = """
 import gc

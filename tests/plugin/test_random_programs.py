@@ -35,6 +35,7 @@ def check(done: subprocess.CompletedProcess[str], count: int, ranks: int = 1) ->
     assert len(equal) == ranks and min(equal) > count / 2, done.stdout
 
 
+@pytest.mark.quick("gradients-0-1-more3", "floats-0-1-more4", "steps-0-1-more2")
 @pytest.mark.parametrize(
     ("kind", "first", "count", "more"),
     [
@@ -59,6 +60,7 @@ def test_in_one_process(kind: str, first: int, count: int, more: tuple[str, ...]
     check(done, count)
 
 
+@pytest.mark.thorough
 @pytest.mark.mpi
 def test_on_ranks() -> None:
     ranks, count = 2, 2 * ROUNDS

@@ -56,6 +56,7 @@ def run(ranks: int, **options: str) -> list[dict[str, object]]:
     return sorted(map(json.loads, done.stdout.splitlines()), key=lambda row: row["rank"])
 
 
+@pytest.mark.quick("1")
 @pytest.mark.parametrize("devices", ["1", "2"])
 def test_ranks_of_one_host_compile_a_program_once(devices: str) -> None:
     alone = run(2, STRETTO_SHARE_COMPILED="0", STRETTO_LOCAL_DEVICES=devices)

@@ -52,6 +52,7 @@ def test_patience(places: list[Place], nodes: int, seconds: float) -> None:
     assert patience(places, nodes) == seconds
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("cores", [1, 3])
 def test_an_engine_computes_on_as_many_cores_as_it_is_told(cores: int) -> None:
     # XLA reads NPROC when it makes a client. If this fails, look for what it reads now.
@@ -90,6 +91,7 @@ def test_this_process_has_a_core() -> None:
     assert usable()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("said", [False, True])
 def test_devices_share_the_threads_of_linear_algebra(said: bool) -> None:
     """Those of the library that jaxlib calls, not NumPy's, and where nobody has said how many."""

@@ -211,6 +211,7 @@ class _BySize(xla_cpu.XlaCpuEngine):
         return Rounded()
 
 
+@pytest.mark.thorough
 def test_conformance_finds_loops_that_are_not_reproducible() -> None:
     with pytest.raises(AssertionError, match="same bits in loops of any length and size"):
         check_engine(_BySize)
@@ -308,6 +309,7 @@ def test_null_counts_memory_until_arrays_are_dropped() -> None:
     assert engine.memory_stats(0) == {"bytes_in_use": 64, "peak_bytes_in_use": 192}
 
 
+@pytest.mark.thorough
 def test_more_devices_than_there_are() -> None:
     """Arrays of the program's devices lie on the engine's in turn."""
     check_engine(lambda count: create_engine("shared:2:xla:cpu", count))
@@ -320,6 +322,7 @@ def test_more_devices_than_there_are() -> None:
             create_engine(wrong, 2)
 
 
+@pytest.mark.thorough
 def test_copies_of_code_are_dropped_before_the_process_has_no_room_for_more(
     xla: xla_cpu.XlaCpuEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -98,6 +98,7 @@ def test_a_refused_program_is_refused_again_with_all_that_depends_on_it() -> Non
             assert rank["healthy"] == [496.0, 496.0]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["chained", "reconciled"])
 def test_programs_that_differ_in_all_but_communication_run_a_thousand_times(name: str) -> None:
     x = np.arange(4.0) + 10 * np.arange(4.0)[:, None]

@@ -52,6 +52,7 @@ def starts(data: dict[str, Any]) -> Counter[str]:
     return found
 
 
+@pytest.mark.quick("L32_scan")
 @pytest.mark.parametrize("name", NAMES)
 def test_time_is_near_the_floor_within_memory(name: str) -> None:
     _, data, replayed = scheduled(name)
@@ -109,6 +110,7 @@ def test_a_scan_over_layers_takes_no_longer_than_the_unrolled_layers() -> None:
     assert scanned["exposed_ms"] <= 1.05 * unrolled["exposed_ms"]
 
 
+@pytest.mark.quick("L8_unroll")
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_explained_is_what_a_job_runs(name: str) -> None:
     """The program that is lowered with the same table starts the same collectives, and predicts the same."""

@@ -17,6 +17,7 @@ def verdict(name: str) -> Verdict:
     return judge(name)
 
 
+@pytest.mark.quick("7/6")
 @pytest.mark.parametrize("name", NAMES)
 def test_a_plan_changes_no_bit_and_can_be_run(name: str) -> None:
     verdict(name)

@@ -118,6 +118,7 @@ def test_gathers_begin_early_and_scatters_end_late() -> None:
     assert [len(loop.carried) for loop in loops(module.program)] == [1, 2]
 
 
+@pytest.mark.thorough
 def test_the_barrier_of_a_recomputation_lets_gathers_begin_early() -> None:
     module = training(8, POLICY, kept_apart)
     assert [(len(r.early), len(r.late)) for r in reports(module.overlap)] == [(1, 0), (1, 1)]
@@ -144,6 +145,7 @@ def test_it_takes_the_time_that_was_claimed_about_that_of_the_unrolled_program()
 
 
 # Forward and backward: a loop of two iterations has none left where two stand around it.
+@pytest.mark.thorough
 @pytest.mark.parametrize(("layers", "moved"), [(1, []), (2, [True, False]), (4, [True, True])])
 def test_bits_and_collectives_stay_the_same(layers: int, moved: list[bool]) -> None:
     parts = split(weights(layers), (1, 0))
@@ -274,6 +276,7 @@ def crossing(module: CompiledModule) -> list[Collective]:
     return [module.program.collectives[i.collective] for i in found if i.event in events]
 
 
+@pytest.mark.thorough
 def test_small_gathers_and_scatters_cross_together() -> None:
     policies = None, OverlapPolicy(LATENT, memory_factor=3.0)
     without, found = (bucketed(gathered, True, policy) for policy in policies)
@@ -287,6 +290,7 @@ def test_small_gathers_and_scatters_cross_together() -> None:
     assert len(names(b)) < len(names(a))
 
 
+@pytest.mark.thorough
 def test_gradients_that_are_summed_in_every_iteration_cross_together() -> None:
     """XLA combines them; they are taken apart, and merged again where that is as fast."""
     policies = None, OverlapPolicy(LATENT, memory_factor=3.0)
@@ -431,6 +435,7 @@ OPS = (
 STACKED = {_gather_and_keep: P(), _sum_out: P(), _scatter_out: P(None, "x"), _by_device: P()}
 
 
+@pytest.mark.quick("5")
 @pytest.mark.parametrize("seed", range(6))
 def test_whatever_a_body_does(seed: int) -> None:
     chosen = random.Random(seed)

@@ -71,6 +71,7 @@ def close(found: Any, wanted: Any, tolerance: float = 1e-5) -> None:
     jax.tree.map(one, found, wanted)
 
 
+@pytest.mark.quick("both")
 @pytest.mark.parametrize(
     ("checked", "options"),
     [

@@ -59,7 +59,7 @@ def close(found: Any, wanted: Any) -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), found, wanted)
 
 
-@pytest.mark.quick("False-True")
+@pytest.mark.thorough
 @pytest.mark.parametrize(("checked", "checkpoint"), [(True, False), (False, True)])
 def test_outputs_and_gradients(mesh: Mesh, checked: bool, checkpoint: bool) -> None:
     def local(params, xs):
@@ -75,7 +75,7 @@ def test_outputs_and_gradients(mesh: Mesh, checked: bool, checkpoint: bool) -> N
     close(found, jax.value_and_grad(loss(all_layers), (0, 1))(PARAMS, XS))
 
 
-@pytest.mark.quick("last-unchecked")
+@pytest.mark.thorough
 @CHECKED
 @pytest.mark.parametrize("where", ["last", "all"])
 def test_a_head_in_the_loop(mesh: Mesh, checked: bool, where: str) -> None:

@@ -89,7 +89,7 @@ def test_many_microbatches_take_less_memory(tmp_path):
     run(tmp_path, 1, "many", "1f1b", "zb_h1")
 
 
-@pytest.mark.quick("2")
+@pytest.mark.thorough
 @pytest.mark.mpi
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_on_ranks(tmp_path, ranks):

@@ -123,7 +123,7 @@ path.write_text(json.dumps(report))
 """
 
 
-@pytest.mark.quick("2")
+@pytest.mark.thorough
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_parts_between_processes(ranks: int, tmp_path: Path) -> None:
     costs = tmp_path / "costs" / "table.json"

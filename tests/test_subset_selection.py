@@ -84,6 +84,7 @@ def test_an_edge_stands_in_the_rows_of_both_its_points(
     assert degrees.min() >= 4
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("seed", range(2))
 def test_all_best_sets_have_what_bounds_take_and_lack_what_they_discard(
     modules: dict[str, ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int

@@ -13,7 +13,7 @@ SCRIPT = Path(__file__).with_name("collective_ranks.py")
 PATH = {"PYTHONPATH": str(SCRIPT.parents[1])}
 
 
-@pytest.mark.quick("1,1-1-inf", "2,1-1-0.0")
+@pytest.mark.quick("2,1-1-0.0")
 @pytest.mark.mpi
 @pytest.mark.parametrize(
     ("devices", "every", "patience"),

@@ -38,6 +38,7 @@ def failing(factory: Callable[[int], Engine]) -> dict[str, str]:
     return failed
 
 
+@pytest.mark.quick("Plain-None", "Overwriting-donation", "Swallowing-run_errors", "Early-outputs")
 @pytest.mark.parametrize(
     ("defect", "check"),
     [
@@ -108,7 +109,7 @@ def test_programs_on_a_plugin_of_somebody_else(tmp_path: Path) -> None:
     assert "1 PASS, 0 FAIL, 1 UNSUPPORTED" in said
 
 
-@pytest.mark.quick("1")
+@pytest.mark.thorough
 @pytest.mark.parametrize("ranks", ["1", pytest.param("2", marks=pytest.mark.mpi)])
 def test_fewer_devices_than_programs_want(ranks: str) -> None:
     """The engine is asked for no more than it has."""

@@ -259,6 +259,9 @@ BAD = {
 }
 
 
+@pytest.mark.quick(
+    "malformed-run", "id twice in groups-run", "groups against shapes-explain", "empty-run"
+)
 @pytest.mark.parametrize("command", ["run", "explain"])
 @pytest.mark.parametrize("kind", BAD)
 def test_bad_input_names_the_instruction(command: str, kind: str) -> None:
@@ -271,6 +274,7 @@ def test_bad_input_names_the_instruction(command: str, kind: str) -> None:
     assert "Traceback" not in message
 
 
+@pytest.mark.quick("data0")
 @pytest.mark.parametrize("data", [b"\x00\x01\x02\xff" * 50, b"\x1f\x8b broken", PROTO[:200]])
 def test_bytes_that_are_no_module(data: bytes) -> None:
     done = stretto("run", "-", data=data)

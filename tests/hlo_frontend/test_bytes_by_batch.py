@@ -243,6 +243,16 @@ ENTRY e {{
 """
 
 
+@pytest.mark.quick(
+    "reshape",
+    "dynamic-slice",
+    "gather with batches",
+    "scatter with batches",
+    "reduce",
+    "sort",
+    "dot, rows",
+    "convolution, groups",
+)
 @pytest.mark.parametrize("which", BATCHES)
 def test_an_op_by_batches_sends_nothing(which: str) -> None:
     written, rewritten = both(by_hand(which))
@@ -367,6 +377,7 @@ EXCHANGED: dict[str, tuple] = {
 }  # fmt: skip
 
 
+@pytest.mark.quick("qr", "top_k", "cumsum")
 @pytest.mark.parametrize("which", EXCHANGED)
 def test_jax_programs_that_exchange_instead_of_gathering(which: str) -> None:
     f, arguments, out = EXCHANGED[which]
@@ -474,6 +485,7 @@ ENDS: dict[str, tuple] = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("which", ENDS)
 def test_a_loop_over_batches_ends_on_each_device_by_itself(which: str) -> None:
     """Its predicate is reduced in every iteration, as XLA partitions it."""

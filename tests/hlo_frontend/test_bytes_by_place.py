@@ -162,6 +162,14 @@ BY_NUMBER: dict[str, tuple] = {
 }  # fmt: skip
 
 
+@pytest.mark.quick(
+    "get",
+    "get, clipped",
+    "gradient of get",
+    "set, some left out",
+    "add, the same again",
+    "minimum of zeros",
+)
 @pytest.mark.parametrize("which", BY_NUMBER)
 def test_rows_by_number_among_a_devices_own(which: str) -> None:
     f, arguments = BY_NUMBER[which]
@@ -226,6 +234,7 @@ SPREAD: dict[str, tuple] = {
 }
 
 
+@pytest.mark.quick("any row", "the next row, set")
 @pytest.mark.parametrize("which", SPREAD)
 def test_rows_of_other_devices_are_sent(which: str) -> None:
     module, judged = program(*SPREAD[which], X, mesh(8))

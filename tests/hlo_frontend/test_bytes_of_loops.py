@@ -139,6 +139,7 @@ ALONE = {
 }  # fmt: skip
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("which", ALONE)
 def test_a_loop_over_batches_runs_on_a_part(which: str) -> None:
     written, rewritten = both(loop(ALONE[which], more=NESTED if which == "a loop within" else ""))

@@ -145,6 +145,20 @@ OPS: dict[str, tuple] = {
 }  # fmt: skip
 
 
+@pytest.mark.quick(
+    "cumsum from the end",
+    "sort of two",
+    "top_k, gradient",
+    "scan over columns",
+    "segment_sum",
+    "convolution",
+    "fft",
+    "take_along_axis, gradient",
+    "dynamic_update_slice",
+    "solve, gradient",
+    "det",
+    "lu",
+)
 @pytest.mark.parametrize("which", OPS)
 def test_an_op_on_batches_that_are_cut_sends_nothing(which: str) -> None:
     f, *arrays = OPS[which]

@@ -60,7 +60,7 @@ def ends_exporter(monkeypatch: pytest.MonkeyPatch, opcode: str) -> None:
     monkeypatch.setattr(culprit, "_jax", SimpleNamespace(mlir=mlir))
 
 
-@pytest.mark.quick("f32[7]-x5")
+@pytest.mark.thorough
 @pytest.mark.parametrize(("at", "name"), [("f32[7]", "x5"), ("f32[10]", "x8"), ("one =", "one")])
 def test_an_instruction_that_ends_the_parser(monkeypatch, at, name) -> None:
     ends_parser(monkeypatch, at)

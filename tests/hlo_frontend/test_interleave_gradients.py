@@ -79,7 +79,7 @@ def step(stages: int, microbatches: int, **how):
 SPECS = (P("x"), P("x"), P())
 
 
-@pytest.mark.quick("4-2-2")
+@pytest.mark.thorough
 @pytest.mark.parametrize(("stages", "microbatches", "chunks"), SHAPES)
 def test_gradients_are_those_of_the_written_step(stages, microbatches, chunks):
     function, over = step(stages, microbatches)

@@ -47,6 +47,7 @@ def ordered(body) -> list[tuple[str, tuple[int, ...]]]:
     return [(entry.kind, entry.after) for entry in schedule.entries]
 
 
+@pytest.mark.quick("ppermute-psum", "psum-psum", "psum-all_gather", "ppermute-ppermute")
 @pytest.mark.parametrize("second", CHAINED)
 @pytest.mark.parametrize("first", ["ppermute", "psum"])
 def test_a_chain_orders_collectives_that_share_no_data(first: str, second: str) -> None:

@@ -155,11 +155,13 @@ def controlled(x: Any, y: Any) -> list[Any]:
     return [count, end, chosen]
 
 
+@pytest.mark.quick("floats", "moved")
 @pytest.mark.parametrize("f", [floats, complexes, moved, reduced, controlled])
 def test_operations(f: Callable[..., Any]) -> None:
     check(f, X, Y)
 
 
+@pytest.mark.quick("int8", "uint32")
 @pytest.mark.parametrize("dtype", ["int8", "int32", "uint8", "uint32", "int16"])
 def test_integers(dtype: str) -> None:
     a = np.arange(-60, 60, 5).astype(dtype)

@@ -40,7 +40,7 @@ SHARED = {
 }  # fmt: skip
 
 
-@pytest.mark.quick("gather-cross")
+@pytest.mark.thorough
 @pytest.mark.parametrize(("d", "schedules"), SHARED.values(), ids=SHARED)
 def test_a_head_that_all_stages_compute(d, schedules):
     """What the backward pass begins with is summed up over stages; the last one computes it for all."""
@@ -234,7 +234,7 @@ TAKEN = {
 }
 
 
-@pytest.mark.quick("map")
+@pytest.mark.thorough
 @pytest.mark.parametrize(("loss", "d", "schedules"), TAKEN.values(), ids=TAKEN)
 def test_a_head_that_takes_elements_by_their_numbers(monkeypatch, loss, d, schedules):
     monkeypatch.setattr(

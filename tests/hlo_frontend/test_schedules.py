@@ -226,7 +226,7 @@ def test_a_head_in_the_loop_is_computed_once():
     assert heads(made) == {"kept": 0, "dots": 3}  # the product, and its gradients
 
 
-@pytest.mark.quick("outputs")
+@pytest.mark.thorough
 @pytest.mark.parametrize("head", [False, True], ids=["outputs", "losses"])
 def test_what_the_library_writes(head):
     layers = weights(2 * 4)

@@ -74,6 +74,21 @@ OPS = {
 }
 
 
+@pytest.mark.quick(
+    "dot",
+    "sort",
+    "variadic reduce",
+    "gather",
+    "scatter",
+    "cholesky",
+    "threefry",
+    "fft",
+    "while",
+    "conditional",
+    "bf16",
+    "int4",
+    "barrier",
+)
 @pytest.mark.parametrize("name", OPS)
 def test_ops_before_and_after_a_collective(name):
     op = OPS[name]
@@ -166,6 +181,7 @@ def test_what_a_loop_donates_is_updated_in_place():
 LLAMA = Path(__file__).parents[3] / "shared" / "hlo"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["fwd_8x8_L32_unroll", "train_8x8_L32_scan"])
 def test_a_real_model(name):
     path = LLAMA / f"llama_manual_{name}.pre_scheduler.pb.gz"

@@ -206,6 +206,7 @@ LAYER = """
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("n", "tiles"), [(2, 2), (4, 1), (4, 4)])
 def test_between_a_gather_and_a_scatter_nothing_is_put_together(n: int, tiles: int) -> None:
     """But for the product that sums over the rows, which is not split, and what it reads."""
@@ -245,6 +246,7 @@ SEQUENCES = """
 """
 
 
+@pytest.mark.quick("2-1-False", "4-2-True")
 @pytest.mark.parametrize(
     ("n", "tiles", "pieces"),
     [(2, 1, False), (2, 3, False), (4, 2, False), (2, 3, True), (4, 2, True)],

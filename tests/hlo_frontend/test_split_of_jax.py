@@ -53,6 +53,7 @@ def layers(x, weights):  # type: ignore[no-untyped-def]
     return jax.value_and_grad(loss)(weights)
 
 
+@pytest.mark.thorough
 def test_a_training_step_forward_and_backward() -> None:
     over = mesh(2)
     rng = np.random.default_rng(0)

@@ -73,6 +73,7 @@ def test_what_is_computed_meanwhile_is_between_start_and_done(kind: str) -> None
     assert collective.source.startswith(__file__)
 
 
+@pytest.mark.quick("s4-all_gather", "bf16-all_to_all", "f8e4m3fn-ppermute")
 @pytest.mark.parametrize("kind", ["all_gather", "all_to_all", "ppermute"])
 @pytest.mark.parametrize("dtype", ["s4", "bf16", "f8e4m3fn"])
 def test_small_types_are_started_as_they_are(kind: str, dtype: str) -> None:
@@ -148,6 +149,7 @@ def test_a_loop_runs_between_start_and_done() -> None:
     assert found == ["start", "loop", "wait"]
 
 
+@pytest.mark.quick("psum", "ppermute")
 @pytest.mark.parametrize("kind", KINDS)
 def test_inside_of_loops(kind: str) -> None:
     def body(y, _):  # type: ignore[no-untyped-def]

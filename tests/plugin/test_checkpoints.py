@@ -41,7 +41,7 @@ def _cpu(folder: Path, what: str, layout: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.quick("save")
+@pytest.mark.thorough
 @pytest.mark.parametrize("save", ["save", "save_async"])
 def test_saved_by_ranks_restored_by_others(tmp_path: Path, save: str) -> None:
     _ranks(2, tmp_path / "state", save, "rows")

@@ -46,6 +46,7 @@ def test_places_in_the_table() -> None:
     assert list(engines.REQUIRED.values()) == [abi.FUNCTIONS.index(n) for n in engines.REQUIRED]
 
 
+@pytest.mark.thorough
 def test_the_protocol(library: Path) -> None:
     """Its arrays are in another process, computed late."""
     plugin = pjrt.engine(library, 2).removeprefix("pjrt:")

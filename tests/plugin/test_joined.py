@@ -37,6 +37,7 @@ print("fine", flush=True)
     assert done.stderr == ""
 
 
+@pytest.mark.thorough
 def test_proxies_are_not_asked() -> None:
     proxy = {"http_proxy": "http://192.0.2.1:9", "https_proxy": "http://192.0.2.1:9"}
     code = "assert 'no_grpc_proxy' not in os.environ; print('fine', flush=True)"

@@ -227,6 +227,7 @@ def test_groups_that_leave_a_loop_at_different_times(devices: list[jax.Device]) 
     assert is_native(compiled)
 
 
+@pytest.mark.thorough
 def test_a_condition_that_communicates_alone(mesh: Mesh) -> None:
     """The body has no collective, the devices have different values, and all leave together every time."""
 

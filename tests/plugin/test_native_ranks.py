@@ -17,7 +17,7 @@ SUM = (
 )
 
 
-@pytest.mark.quick("2-2")
+@pytest.mark.thorough
 @pytest.mark.parametrize(("ranks", "local"), [(2, 2), (4, 1)])
 def test_the_cases_of_one_process(ranks: int, local: int) -> None:
     """One device in each process waits where it is; several are run on by the thread that polls."""

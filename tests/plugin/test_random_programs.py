@@ -35,7 +35,7 @@ def check(done: subprocess.CompletedProcess[str], count: int, ranks: int = 1) ->
     assert len(equal) == ranks and min(equal) > count / 2, done.stdout
 
 
-@pytest.mark.quick("gradients-0-1-more3", "floats-0-1-more4", "steps-0-1-more2")
+@pytest.mark.quick("gradients-0-1-more3", "floats-0-1-more4")
 @pytest.mark.parametrize(
     ("kind", "first", "count", "more"),
     [

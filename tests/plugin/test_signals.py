@@ -136,6 +136,7 @@ def test_a_loop_without_end_is_left_where_nobody_catches_ctrl_c() -> None:
     assert errors.endswith("still running 0.5 s (STRETTO_GRACE) after Ctrl-C\n")
 
 
+@pytest.mark.thorough
 def test_the_third_ctrl_c_ends_a_process_whose_main_thread_does_not_come_back() -> None:
     """So small a loop runs in the thread that calls it."""
     calling = """
@@ -150,6 +151,7 @@ def test_the_third_ctrl_c_ends_a_process_whose_main_thread_does_not_come_back() 
     assert (status, errors) == (-signal.SIGINT, ""), errors
 
 
+@pytest.mark.quick("1")
 @pytest.mark.parametrize("native", ["1", "0"])
 def test_after_ctrl_c_the_devices_can_be_used_again(native: str) -> None:
     """A loop without end over several devices is ended; what is short goes on to its end.

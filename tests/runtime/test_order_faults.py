@@ -145,6 +145,7 @@ def ends(behaviour: str, **environment: str) -> list[str]:
     return [told["0"]]
 
 
+@pytest.mark.quick("other_program-gather")
 @pytest.mark.parametrize(
     ("behaviour", "odd"), [("other_program", "gather"), ("other_compute", "doubled_and_psum")]
 )
@@ -158,6 +159,7 @@ def test_programs_in_another_order_end_the_job_and_are_named(behaviour: str, odd
         ), text
 
 
+@pytest.mark.quick("silent")
 @pytest.mark.parametrize("behaviour", ["silent", "silent_at_the_end"])
 def test_a_program_without_collectives_where_the_other_has_some(behaviour: str) -> None:
     for text in ends(behaviour):

@@ -147,6 +147,7 @@ def _exactly(left: Program, right: Program) -> None:
     assert left.predicted == right.predicted
 
 
+@pytest.mark.thorough
 @settings(max_examples=60, deadline=None)
 @given(_programs())
 def test_text_round_trip(made: Program) -> None:

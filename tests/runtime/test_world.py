@@ -115,6 +115,7 @@ def test_a_rank_that_raises_ends_all_and_says_why() -> None:
     assert done.stderr.count("Traceback") == done.stderr.count("raise ValueError") == 1
 
 
+@pytest.mark.quick("sys.exit", "caught")
 @mpi
 @pytest.mark.parametrize("how", ["sys.exit", "SystemExit", "exit", "caught", "all exit"])
 def test_the_exit_code_of_a_rank_is_that_of_mpiexec(how: str) -> None:

@@ -29,7 +29,7 @@ LEFT_OUT = {
 }
 
 
-@pytest.mark.quick("loops")
+@pytest.mark.thorough
 @pytest.mark.parametrize("what", LEFT_OUT)
 def test_no_plan_of_a_random_program_goes_below_it(what, monkeypatch) -> None:
     for name in ("1/0", "1/3", "1/4", "1/7", "1/9", "1/15"):

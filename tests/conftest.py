@@ -35,30 +35,21 @@ jax.config.update("jax_platforms", "cpu,stretto")
 options.configure(options.Options(local_devices=4))
 
 
-def pytest_itemcollected(item: pytest.Item) -> None:
-    """Cases that their test's mark ``quick`` does not name are ``thorough``."""
-    mark = item.get_closest_marker("quick")
-    if mark is not None and getattr(item, "callspec", None) and item.callspec.id not in mark.args:  # type: ignore[attr-defined]
-        item.add_marker(pytest.mark.thorough)
-
-
-@pytest.hookimpl(tryfirst=True)
+@pytest.hookimpl(tryfirst=True)  # before pytest leaves tests out by their marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Raises where a mark ``quick`` names a case that there is not."""
-    if any("::" in argument for argument in config.args):
-        return  # cases may have been chosen
-    ids: dict[str, set[str]] = {}
-    marked: dict[str, tuple[str, ...]] = {}
+    """Cases that their test's mark ``quick`` does not name are ``thorough``. Raises where it names one that
+    there is not."""
+    missing: dict[str, set[str]] = {}
     for item in items:
         if (mark := item.get_closest_marker("quick")) is not None:
-            name = item.nodeid.split("[")[0]
-            ids.setdefault(name, set()).add(item.callspec.id)  # type: ignore[attr-defined]
-            marked[name] = mark.args
-    for name, named in marked.items():
-        if missing := set(named) - ids[name]:
-            raise pytest.UsageError(
-                f"{name}: no case {', '.join(sorted(missing))} among {sorted(ids[name])}"
-            )
+            case = item.callspec.id  # type: ignore[attr-defined]
+            missing.setdefault(item.nodeid.split("[")[0], set(mark.args)).discard(case)
+            if case not in mark.args:
+                item.add_marker(pytest.mark.thorough)
+    chosen = any("::" in argument for argument in config.args)  # cases, perhaps
+    for name, cases in missing.items():
+        if cases and not chosen:
+            raise pytest.UsageError(f"{name} has no case {', '.join(sorted(cases))} to be quick")
 
 
 @pytest.fixture(scope="session")

@@ -70,6 +70,11 @@ class Again:
         """The slices that it reads of what the other pipeline's layers kept."""
         return {i: own for i, own in self.weights.items() if isinstance(own, Kept)}
 
+    @property
+    def slices(self) -> dict[int, Kept]:
+        """All that it reads of the other pipeline: initial values, and what layers kept."""
+        return self.inputs | self.kept
+
 
 @dataclass(frozen=True, eq=False)
 class Pipeline:
@@ -138,9 +143,8 @@ class Pipeline:
     @property
     def kept(self) -> list[Kept]:
         """All slices of other pipelines that it reads."""
-        before = self.again
-        more = [] if before is None else [*before.inputs.values(), *before.kept.values()]
-        return [w for w in self.weights.values() if isinstance(w, Kept)] + more
+        more = {} if self.again is None else self.again.slices
+        return [*(w for w in self.weights.values() if isinstance(w, Kept)), *more.values()]
 
     @property
     def upwards(self) -> tuple[tuple[int, ...], ...]:

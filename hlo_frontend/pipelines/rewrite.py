@@ -258,7 +258,7 @@ class _Loop:
                 held[again(i)] = self._weights(c, given[i].shape)
             for i, c in constants(before.shared):
                 held[again(i)] = self._shared(c, given[i].shape)
-            for i, kept in (before.inputs | before.kept).items():
+            for i, kept in before.slices.items():
                 held[again(i)] = self.done[kept.loop].banks[kept.leaf]
         return held
 
@@ -266,7 +266,7 @@ class _Loop:
         """The slices of another pipeline that the new loop has under this key."""
         before = self.pipeline.again
         if key < 0 and before is not None:
-            return (before.inputs | before.kept).get(again(key))
+            return before.slices.get(again(key))
         found = self.pipeline.weights.get(key)
         return found if isinstance(found, Kept) else None
 

@@ -123,15 +123,18 @@ def regions_of(block: BlockGraph, num_devices: int) -> list[Region]:
             for region in _InParts(editor, node.collective.groups, taken).rotated(node):
                 found.append(region)
                 taken.update(region.cuts, region.sources, region.sinks)
-    for seeds in (_SUMS_AND_EXCHANGES, _GATHERS_AND_SCATTERS):
-        among = _SUMS_AND_EXCHANGES if seeds is _SUMS_AND_EXCHANGES else SPLITTABLE
+    # What regions grow from, and what they have.
+    for seeds, kinds in (
+        (_SUMS_AND_EXCHANGES, _SUMS_AND_EXCHANGES),
+        (_GATHERS_AND_SCATTERS, SPLITTABLE),
+    ):
         for node in block.nodes:
             if node in taken or not _is_even(node, seeds, num_devices) or not is_free(editor, node):
                 continue
             grown = [
                 region
                 for cut in _even_cuts(node)
-                for region in _InParts(editor, (), taken, among, num_devices).even(node, cut)
+                for region in _InParts(editor, (), taken, kinds, num_devices).even(node, cut)
             ]
             # Where several are as large, one that has four parts, along the first dimension.
             largest = max(
@@ -148,7 +151,7 @@ def regions_of(block: BlockGraph, num_devices: int) -> list[Region]:
 def _is_rotated(node: Node, num_devices: int) -> bool:
     """Whether a node is a gather or a scatter of parts over groups of one size in which every device is."""
     c = node.collective
-    if c is None or c.kind not in (Kind.ALL_GATHER, Kind.REDUCE_SCATTER) or len(c.operands) != 1:
+    if c is None or c.kind not in _GATHERS_AND_SCATTERS or len(c.operands) != 1:
         return False
     return covers(c, num_devices) and (c.kind is Kind.ALL_GATHER or is_summed(node, c))
 
@@ -172,13 +175,11 @@ def _is_even(node: Node, kinds: frozenset[Kind], num_devices: int) -> bool:
         return False
     if c.operands[0].shape == () or not c.operands[0].size:
         return False
-    if c.kind is Kind.ALL_TO_ALL:
-        return not c.tuple_form
-    if c.kind is Kind.ALL_GATHER:
-        return covers(c, num_devices)
-    if c.kind is Kind.REDUCE_SCATTER and not covers(c, num_devices):
+    if c.kind in _GATHERS_AND_SCATTERS and not covers(c, num_devices):
         return False
-    return node.reducer is None and c.reduction is not None
+    if c.kind in (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER):
+        return node.reducer is None and c.reduction is not None
+    return not c.tuple_form
 
 
 def _even_cuts(node: Node) -> Iterator[Cut]:

@@ -16,6 +16,7 @@ NAMES = (
     "loop_sizes",
     "many_results",
     "small_steps",
+    "large_arrays",
     "everyday",
     "programs",
     "science",

@@ -33,7 +33,9 @@ from .beside import Beside, measure_busy
 SMALL, LARGE = 64, 1 << 20  # float32 elements that a device gives
 USUAL = 1 << 17  # beside compute: as large as what programs gather and scatter
 SIDE = 1024  # of the matrices
-ELEMENTS = 1 << 24  # float32 of the arrays that are added
+# float32 of the arrays that are added: more than the caches of one core hold, and less than the C library
+# gives back to the system each time: those take five times as long for their bytes, for making pages.
+ELEMENTS = 1 << 22
 BESIDE = 512  # side of the matrices that are multiplied beside collectives
 _PRODUCT = "stablehlo.dot_general %a, %b, contracting_dims = [1] x [0] : ({0}, {0}) -> {0}"
 _SUM = "stablehlo.add %a, %b : {0}"

@@ -20,10 +20,11 @@ from .inline import inlined, opened
 from .merged import Names, merged
 from .merged_verify import check as check_merged
 from .nested import as_entry, loops_around, within
+from .outlined import outlined
 from .partitioned import Whys, localized
 from .parts import Part, Pipeline
 from .pieces import Pieces
-from .refusal import Refusal, about
+from .refusal import NoLoop, Refusal, about
 from .rewrite import rewritten
 from .sameness import Sameness
 from .slots import SCHEDULES
@@ -31,6 +32,9 @@ from .timetable import Timetable, timetable
 from .training import Training, kept_bytes, owner_of, training
 from .travelling import at_home
 from .verify import check
+
+# Why an engine may round results of a step whose stages are no loops over layers.
+_APART = "a stage is computed apart from what stands beside it"
 
 _Report = TypeVar("_Report", Interleaved, Scheduled)
 
@@ -190,8 +194,9 @@ def _scheduled(
         names = list(sources)
         pair: list[str] = []
         try:
-            pair = names if len(names) == 2 else _pair(module, names, num_replicas, num_partitions)
-            serialized, report = _step(module, pair, num_replicas, num_partitions, schedule, chunks)
+            serialized, report = _any_step(
+                module, names, pair, num_replicas, num_partitions, schedule, chunks
+            )
         except Refusal as refusal:
             name = refusal.loop or names[-1]
             reports[name] = Scheduled(name, sources[name], schedule, why=_why(refusal, whys))
@@ -207,6 +212,34 @@ def _scheduled(
         else:
             reports[pair[0]] = replace(report, source=sources[pair[0]])
             finished |= {*pair, report.loop}
+
+
+def _any_step(
+    module: Module, names: list[str], pair: list[str], num_replicas: int, num_partitions: int,
+    schedule: str, chunks: int,
+) -> tuple[bytes, Scheduled]:  # fmt: skip
+    """A step of loops of these names, as `_step` makes it; ``pair`` gets its loops. Where stages are no loops
+    over layers, each of them may be put into one. Raises as `_step` does."""
+
+    def step(module: Module) -> tuple[bytes, Scheduled]:
+        counts = num_replicas, num_partitions
+        pair[:] = names if len(names) == 2 else _pair(module, names, *counts)
+        return _step(module, pair, *counts, schedule, chunks)
+
+    try:
+        return step(module)
+    except Refusal as refusal:
+        if chunks > 1:
+            raise
+        whole = outlined(module, names, num_replicas, num_partitions)
+        if whole is None:
+            raise
+        first = refusal
+    try:
+        made, report = step(whole)
+    except Refusal as refusal:
+        raise refusal if isinstance(first, NoLoop) else first from None
+    return made, replace(report, rounds=report.rounds or _APART)
 
 
 def _analyzed(

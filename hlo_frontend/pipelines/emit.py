@@ -14,7 +14,7 @@ import numpy as np
 
 from .. import builder
 from ..builder import array_shape, fill
-from ..graph import Instruction, Module
+from ..graph import Computation, Instruction, Module
 from ..schema import TUPLE, HloComputationProto, HloInstructionProto, HloModuleProto
 from .refusal import Refusal
 
@@ -56,10 +56,41 @@ class Editor:
 
     def replace(self, instruction: Instruction) -> Builder:
         """A builder that adds instructions in place of this one, and ends with `Builder.stand_in`."""
-        for proto in self.proto.computations:
-            if proto.id == instruction.computation.proto.id:
-                return Builder(self, proto, instruction)
-        raise KeyError(instruction.computation.name)
+        return Builder(self, self._own(instruction.computation), instruction)
+
+    def within(self, computation: Computation) -> Builder:
+        """A builder that adds instructions to a computation of the module, which ends with `sweep`."""
+        return Builder(self, self._own(computation))
+
+    def redirect(
+        self, computation: Computation, stands: Mapping[Instruction, Any], users: Iterable[Instruction]
+    ) -> None:
+        """Let ``users`` in a computation read other values where they read the keys of ``stands``."""
+        by_id = {i.proto.id: value.id for i, value in stands.items()}
+        wanted = {u.proto.id for u in users}
+        for proto in self._own(computation).instructions:
+            if proto.id in wanted:
+                proto.operand_ids[:] = [by_id.get(n, n) for n in proto.operand_ids]
+
+    def sweep(self, computation: Computation) -> None:
+        """Leave out of a computation what nothing needs, and put each instruction behind its operands."""
+        proto = self._own(computation)
+        by_id = {i.id: i for i in proto.instructions}
+        stack = [proto.root_id, *(p.proto.id for p in computation.parameters)]
+        stack += [i.proto.id for i in computation.instructions if i.has_side_effect]
+        needed: set[int] = set()
+        while stack:
+            top = stack.pop()
+            if top not in needed:
+                needed.add(top)
+                stack += [*by_id[top].operand_ids, *by_id[top].control_predecessor_ids]
+        for n in reversed(range(len(proto.instructions))):
+            if proto.instructions[n].id not in needed:
+                del proto.instructions[n]
+        _sort(proto)
+
+    def _own(self, computation: Computation) -> Any:
+        return next(c for c in self.proto.computations if c.id == computation.proto.id)
 
     def finish(self) -> bytes:
         entry = self.proto.entry_computation_id
@@ -68,7 +99,7 @@ class Editor:
                 _sort(computation)
         before = [c for c in self.proto.computations if c.id != entry]
         last = [c for c in self.proto.computations if c.id == entry]
-        ordered = [*before, *_callers_last(self._new), *last]
+        ordered = [*_callers_last([*before, *self._new]), *last]
         result = HloModuleProto()
         result.CopyFrom(self.proto)
         del result.computations[:]

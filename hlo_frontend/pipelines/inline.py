@@ -66,12 +66,12 @@ def _unchanged(read: Instruction) -> Instruction | None:
     body, init = loop.called[0], loop.operands[0]
     if body.root.opcode != "tuple" or init.opcode != "tuple":
         return None
-    own = _handed_on(body.root.operands[position])
+    own = handed_on(body.root.operands[position])
     same = own.opcode == "get-tuple-element" and own.proto.tuple_index == position
     return init.operands[position] if same and own.operands[0] is body.parameters[0] else None
 
 
-def _handed_on(value: Instruction) -> Instruction:
+def handed_on(value: Instruction) -> Instruction:
     """The instruction whose result this one hands on, in tuples and through barriers, or itself."""
     while True:
         source = value.operands[0] if value.opcode in ("copy", "get-tuple-element") else None

@@ -175,6 +175,8 @@ class _Slices:
         upwards = [starts[n] == list(range(count)) for n in starts]
         downwards = [starts[n] == list(range(count))[::-1] for n in starts]
         self.reverse = sum(downwards) > sum(upwards)
+        if count == 1:  # which has no direction: what takes slices takes residuals, and goes back
+            self.reverse = bool(self.slices)
         fits = dict(zip(starts, downwards if self.reverse else upwards, strict=True))
         self.slices = {i: own for i, own in self.slices.items() if all(fits[n] for n in own)}
         self.updates = {i: node for i, node in self.updates.items() if fits[node]}

@@ -35,7 +35,7 @@ from .independence import check_alone, find_live
 from .inline import communicates, other_communication
 from .layers import layer_loop
 from .parts import Own, Part, Pipeline
-from .refusal import Refusal, about
+from .refusal import NoLoop, Refusal, about
 
 
 def is_candidate(node: Node) -> bool:
@@ -218,7 +218,7 @@ def _stage(followed: Followed, node: Node, num_devices: int) -> Node:
                         other = other or made
     if len(found) > 1:
         loops = ", ".join(f"%{n.instruction.name}" for n in found)
-        raise Refusal(
+        raise NoLoop(
             f"it sends what more than one loop over layers gives: {loops}. Do not unroll the scan over "
             "iterations; if stages have different numbers of layers, let all scan over as many in one loop, "
             "and let layers leave themselves out by lax.cond on a weight of theirs"
@@ -226,7 +226,7 @@ def _stage(followed: Followed, node: Node, num_devices: int) -> Node:
     if not found:
         where = "" if other is None or other.node is None else (
             f"; what is sent is made by {other.node.instruction.describe()}")  # fmt: skip
-        raise Refusal(
+        raise NoLoop(
             "a stage is not a loop over its layers. Write it as a lax.scan over at least two layers "
             f"whose result is sent as it is{where}"
         )
@@ -235,7 +235,7 @@ def _stage(followed: Followed, node: Node, num_devices: int) -> Node:
     if stage.instruction.operands[0].opcode != "tuple" or any(
         u.opcode != "get-tuple-element" for u in users
     ):
-        raise Refusal(f"the carry of {stage.instruction.describe()} is not a tuple of values")
+        raise NoLoop(f"the carry of {stage.instruction.describe()} is not a tuple of values")
     return stage
 
 

@@ -22,6 +22,10 @@ class Refusal(Exception):
         self.at = at
 
 
+class NoLoop(Refusal):
+    """A stage is no loop over layers."""
+
+
 @contextmanager
 def about(loop: str) -> Iterator[None]:
     """A context in which a `Refusal` gets the name of this loop, unless it has one."""

@@ -8,7 +8,7 @@ schedule: ``equal`` bit for bit where the report promises that, ``may round`` wh
 report on the step says that they need not be, ``rounds`` where they are not and it says so, ``differs`` where
 they are not though the report promises it, ``refused``. With ``--stacked`` the stages are one array, under
 `vmap`, which XLA partitions. A step is partitioned, and run as it is written, once for all schedules; with
-``interleaved_1f1b`` among them each device has a multiple of two layers. The suite runs some.
+``interleaved_1f1b`` among them each device has a multiple of two layers in one loop. The suite runs some.
 """
 
 from __future__ import annotations
@@ -147,8 +147,8 @@ def main() -> int:
     schedules = options.schedule.split(",")
     for seed in range(options.seed, options.seed + options.count):
         d = (draw_stacked if options.stacked else draw)(random.Random(seed))
-        if INTERLEAVED in schedules and d.layers % CHUNKS:
-            d = replace(d, layers=d.layers + 1)
+        if INTERLEAVED in schedules:  # which divides the layers of a loop
+            d = replace(d, layers=d.layers + d.layers % CHUNKS, stage="scan")
         step = Step(d)
         for schedule in schedules:
             how = {"interleave": CHUNKS} if schedule == INTERLEAVED else {}

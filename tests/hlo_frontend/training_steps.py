@@ -42,6 +42,8 @@ class Draw:
     ``travels``: what goes from stage to stage with a microbatch: a ``mask`` of its rows, or the numbers of
     ``segments`` that they are of, which the first stage computes in the loop, both for layers, or ``labels``
     for a head, which the last stage puts away for one behind the loop.
+    ``stage``: what a stage does with its layers: one ``scan`` over them, or it has them ``unrolled``, one after the
+    other, or in ``two`` scans, or a norm ``behind`` or ``before`` their scan, with a weight of its own.
     ``shift``: how stages hand on where they are one array, under `vmap`, by ``roll`` or by a concatenation
     and a ``where``; empty where the step is written for a device, with `ppermute`.
     """
@@ -72,6 +74,7 @@ class Draw:
     balance: str = ""
     dropout: str = ""
     travels: str = ""
+    stage: str = "scan"
 
 
 def draw_stacked(rng: random.Random) -> Draw:
@@ -129,7 +132,9 @@ def draw(rng: random.Random) -> Draw:
     d = replace(d, travels=rng.choice(["", "", "", "mask", "segments"]))
     d = replace(d, accuracy=rng.random() < 0.3)
     d = replace(d, travels="labels") if not d.shared and rng.random() < 0.2 else d
-    return replace(d, again="products") if d.again == "stage" and rng.random() < 0.4 else d
+    d = replace(d, again="products") if d.again == "stage" and rng.random() < 0.4 else d
+    stage = rng.choice(["scan", "scan", "scan", "unrolled", "unrolled", "two", "behind", "before"])
+    return replace(d, stage=stage, layers=1 if stage == "unrolled" and rng.random() < 0.5 else d.layers)
 
 
 def layer(x: jax.Array, w: dict[str, jax.Array]) -> tuple[jax.Array, None]:
@@ -160,6 +165,7 @@ def stage_of(d: Draw, microbatch: jax.Array, rows: jax.Array) -> Any:
 
     def run(x, total, layers):
         key = each = None
+        of_layers = {name: w for name, w in layers.items() if name != "scale"}
         if d.dropout:
             key = jax.random.fold_in(jax.random.PRNGKey(3), lax.axis_index("x"))
             key = jax.random.fold_in(key, microbatch)
@@ -186,12 +192,41 @@ def stage_of(d: Draw, microbatch: jax.Array, rows: jax.Array) -> Any:
 
         if d.again == "layer":
             own_layer = jax.checkpoint(own_layer)
-        (y, total, _), losses = lax.scan(own_layer, (x, total, key), (layers, each))
+        x = normed(x, layers["scale"][0]) if d.stage == "before" else x
+        (y, total, _), losses = run_of(d, own_layer, (x, total, key), (of_layers, each))
+        y = normed(y, layers["scale"][0]) if d.stage == "behind" else y
         return y, losses.sum() if d.balance == "stack" else total
 
     if d.again == "products":
         return jax.checkpoint(run, policy=jax.checkpoint_policies.dots_saveable)
     return jax.checkpoint(run) if d.again == "stage" else run
+
+
+def normed(x: jax.Array, scale: jax.Array) -> jax.Array:
+    wide = x.astype(np.float32)
+    wide = wide * lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + 1e-5)
+    return wide.astype(x.dtype) * (1 + scale)
+
+
+def run_of(d: Draw, own_layer: Any, handed: Any, given: Any) -> Any:
+    """A stage's layers, as `lax.scan` gives what they hand on and give."""
+
+    def unrolled(handed, count):
+        every = []
+        for n in range(count):
+            handed, own = own_layer(handed, jax.tree.map(lambda w: w[n], given))  # noqa: B023
+            every.append(own)
+        return handed, None if every[0] is None else jnp.stack(every)
+
+    if d.stage == "unrolled":
+        return unrolled(handed, d.layers)
+    if d.stage == "two":
+        half = (d.layers + 1) // 2
+        first, second = (jax.tree.map(lambda w: w[part], given) for part in (slice(half), slice(half, None)))  # noqa: B023
+        handed, one = lax.scan(own_layer, handed, first)
+        handed, other = lax.scan(own_layer, handed, second)
+        return handed, None if one is None else jnp.concatenate([one, other])
+    return lax.scan(own_layer, handed, given)
 
 
 def outputs_of(
@@ -364,6 +399,8 @@ def specs_of(d: Draw) -> tuple[Any, P]:
     layers = {"up": P("x"), "down": P("x")}
     if "y" in d.axes:
         layers = {"up": P("x", None, "y"), "down": P("x", "y")}
+    if d.stage in ("behind", "before"):
+        layers["scale"] = P("x")
     batch = P(None, "d") if "d" in d.axes else P()
     return {"embedding": P(), "head": P(), "layers": layers}, batch
 
@@ -381,6 +418,8 @@ def arguments_of(d: Draw) -> tuple[Any, np.ndarray, np.ndarray]:
         "head": normal(d.width, d.classes),
         "layers": {"down": normal(count, wide, d.width), "up": normal(count, d.width, wide)},
     }
+    if d.stage in ("behind", "before"):
+        parameters["layers"]["scale"] = normal(d.stages, d.width)
     shape = d.microbatches, d.rows
     tokens, wanted = (rng.integers(0, d.classes, shape).astype(np.int32) for _ in range(2))
     return parameters, tokens, wanted

@@ -32,6 +32,10 @@ draws = {{
     "line": training_steps.Draw(stages=4, microbatches=5, loss="squares"),
     "tensors": training_steps.Draw(stages=2, microbatches=3, axes="yx", loss="squares"),
     "many": training_steps.Draw(stages=4, microbatches=16, head="cond"),
+    "single": training_steps.Draw(
+        stages=4, microbatches=16, stage="unrolled", layers=1, head="cond"),
+    "norm": training_steps.Draw(
+        stages=2, microbatches=5, axes="dx", stage="behind", head="cond", dtype="bfloat16"),
     "inside": training_steps.Draw(stages=2, microbatches=5, axes="dx", head="cond", collect="scan"),
 }}
 for name in {names!r}:
@@ -66,7 +70,7 @@ def run(tmp_path: Path, ranks: int, name: str, *schedules: str) -> dict[str, int
             if schedule != "zb_h1":  # bit for bit
                 assert report[f"{name} gpipe"][0] == report[f"{name} {schedule}"][0]
             # With few microbatches what is kept beside the layers' residuals takes more than is saved.
-            if name == "many":
+            if name in ("many", "single"):
                 assert report[f"{name} {schedule}"][2] < report[f"{name} gpipe"][2]
     return {name: sum(r[name][1] for r in reports) for name in reports[0]}
 
@@ -85,8 +89,16 @@ def test_a_loss_in_the_loop_on_ranks(tmp_path):
 
 
 @pytest.mark.thorough
-def test_many_microbatches_take_less_memory(tmp_path):
-    run(tmp_path, 1, "many", "1f1b", "zb_h1")
+@pytest.mark.parametrize("name", ["many", "single"])
+def test_many_microbatches_take_less_memory(tmp_path, name):
+    run(tmp_path, 1, name, "1f1b", "zb_h1")
+
+
+@pytest.mark.thorough
+@pytest.mark.mpi
+@pytest.mark.parametrize(("name", "ranks"), [("single", 4), ("norm", 2), ("norm", 4)])
+def test_stages_that_are_no_loop_on_ranks(tmp_path, name, ranks):
+    run(tmp_path, ranks, name, "1f1b", "zb_h1")
 
 
 @pytest.mark.thorough

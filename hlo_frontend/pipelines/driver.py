@@ -231,7 +231,8 @@ def _any_step(
     except Refusal as refusal:
         if chunks > 1:
             raise
-        whole = outlined(module, names, num_replicas, num_partitions)
+        splits = schedule == "zb_h1"
+        whole = outlined(module, names, num_replicas, num_partitions, splits=splits)
         if whole is None:
             raise
         first = refusal

@@ -63,7 +63,10 @@ class Editor:
         return Builder(self, self._own(computation))
 
     def redirect(
-        self, computation: Computation, stands: Mapping[Instruction, Any], users: Iterable[Instruction]
+        self,
+        computation: Computation,
+        stands: Mapping[Instruction, Any],
+        users: Iterable[Instruction],
     ) -> None:
         """Let ``users`` in a computation read other values where they read the keys of ``stands``."""
         by_id = {i.proto.id: value.id for i, value in stands.items()}

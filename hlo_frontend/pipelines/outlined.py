@@ -16,13 +16,9 @@ pipeline is proved as for any other one, and the step is refused if it is not.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
 from math import prod
-from typing import Any
 
-from ..builder import array_shape, resized, tuple_shape
 from ..collectives import CollectiveReader
 from ..flatten import flatten
 from ..graph import COLLECTIVES, LOGICAL_IDS, Computation, Instruction, Module
@@ -30,26 +26,26 @@ from ..schema import TUPLE
 from ..values import Node
 from .chains import Execution, Followed, Origins
 from .constants import behind
-from .emit import Builder, Editor, fenced, needed_by, slice_of
+from .emit import Editor, needed_by, slice_of
 from .inline import handed_on, inline, opened
+from .one_layer import MOVES, Stage, after
 from .recognize import follow
-from .rewrite import shaped
 from .sameness import INTEGERS
 
-_MOVES = frozenset({"bitcast", "copy", "reshape"})
-_IDLE = _MOVES | {"broadcast", "constant", "get-tuple-element", "iota", "parameter", "tuple"}
+_IDLE = MOVES | {"broadcast", "constant", "get-tuple-element", "iota", "parameter", "tuple"}
 
 
 def outlined(
-    module: Module, names: Sequence[str], num_replicas: int, num_partitions: int
+    module: Module, names: Sequence[str], num_replicas: int, num_partitions: int, *, splits: bool
 ) -> Module | None:
-    """The module with the stages of loops of these names in loops of their own, those in which a stage is one
-    already too; None if all are, or if it is not seen in one of them what a stage is. Raises `GaveUpError`
-    and `Refusal`."""
+    """The module with stages of these loops in loops of their own, those that are one already too;
+    None if all are, or if it is seen in none of them what a stage is. ``splits``: whether
+    they are to be split (see `split`), so that an engine may round their parts otherwise. Raises
+    `GaveUpError` and `Refusal`."""
     apart = set()
     for name in names:
         whole = _unwrapped(module, name)
-        apart |= {name} if whole is not module else set()
+        apart |= {name} if whole is not module and not splits else set()
         module = opened(whole, name)
     entry = flatten(module.entry, CollectiveReader(num_replicas, num_partitions))
     followed = follow(entry, num_replicas, num_partitions)
@@ -57,15 +53,13 @@ def outlined(
     bodies: dict[Instruction, _Body] = {}
     for name in names:
         node = nodes[name]
-        if node not in followed.origins or not _is_flat(node.instruction):
-            return None
-        bodies[node.instruction] = _Body(followed, node, bodies, name in apart)
-    stages = [body.stage() for body in reversed(bodies.values())]
-    if any(s is None for s in stages) or all(s is not None and s.is_loop for s in stages):
+        if node in followed.origins and _is_flat(node.instruction):
+            bodies[node.instruction] = _Body(followed, node, bodies, name in apart)
+    stages = [s for body in reversed(bodies.values()) if (s := body.stage()) is not None]
+    if all(stage.is_loop for stage in stages):
         return None
     editor = Editor(module)
     for stage in stages:
-        assert stage is not None
         stage.emit(editor)
     return Module.parse(editor.finish())
 
@@ -85,7 +79,8 @@ def _is_flat(loop: Instruction) -> bool:
 
 def _unwrapped(module: Module, name: str) -> Module:
     """The module, with conditionals in the body of this loop inlined on the way from what is received to what
-    is sent of which a branch computes nothing: it stands for iterations in which a stage rests."""
+    is sent that choose by numbers, and of which a branch computes nothing: it stands for iterations in which
+    a stage rests."""
     while True:
         loop = next(i for i in module.entry.instructions if i.name == name)
         found = next((i for i in _way(loop) if _rests(i)), None)
@@ -102,6 +97,10 @@ def _rests(caller: Instruction) -> bool:
         caller.opcode == "conditional"
         and all(p.element_type != TUPLE for p in parts)
         and any(all(i.opcode in _IDLE for i in c.instructions) for c in caller.called)
+        and all(
+            i.shape.element_type in INTEGERS or i.opcode == "parameter"
+            for i in slice_of([caller.operands[0]], set())
+        )
     )
 
 
@@ -113,7 +112,7 @@ def _way(loop: Instruction) -> list[Instruction]:
     permutes = _permutes(body)
     received = [r for p in permutes for r in _received(body, p)]
     sent = {_sent(body, p) for p in permutes}
-    behind_received = _after(body, received)
+    behind_received = after(body, received)
     before_sent = set(slice_of(sent, set(received)))
     return [i for i in body.instructions if i in behind_received and i in before_sent]
 
@@ -148,174 +147,16 @@ def _sent(body: Computation, permute: Instruction) -> Instruction:
 
 
 def _moved(value: Instruction) -> Instruction:
-    while value.opcode in _MOVES:
+    while value.opcode in MOVES:
         value = value.operands[0]
     return value
-
-
-def _after(body: Computation, seeds: Iterable[Instruction]) -> set[Instruction]:
-    """What depends on these values in the same iteration, without them."""
-    seen = set(seeds)
-    first = set(seen)
-    for instruction in body.instructions:
-        if any(o in seen for o in needed_by(instruction)) and instruction is not body.root:
-            seen.add(instruction)
-    return seen - first
 
 
 # Stages.
 
 
-@dataclass(eq=False)
-class _Stage:
-    """A stage in ``body``: the instructions ``own`` of it are put into a loop.
-
-    ``again``: what others may need too, and is computed there again. ``takes`` and ``gives``: what goes from stage to stage, as a stage takes it and gives it. ``residuals``: by
-    slice of a stack that it takes, what a stage of an earlier loop has put there. ``kept``: by update of a stack
-    that a later loop takes so, what it puts there. ``apart``: whether an engine compiles it apart from what stands
-    beside it as it is written, under a conditional.
-    """
-
-    body: Computation
-    own: set[Instruction]
-    again: set[Instruction]
-    takes: list[Instruction]
-    gives: list[Instruction]
-    residuals: dict[Instruction, Instruction]
-    kept: dict[Instruction, Instruction]
-    apart: bool
-
-    @property
-    def is_loop(self) -> bool:
-        """Whether it is a loop already, and nothing else."""
-        other = _MOVES | {"get-tuple-element", "tuple"}
-        return [i.opcode for i in self.own if i.opcode not in other] == ["while"]
-
-    def emit(self, editor: Editor) -> None:
-        outer = editor.within(self.body)
-        outer.metadata = self.gives[0].proto.metadata
-        given = set(self.takes) | set(self.residuals)
-        shared = [i for i in self._reads() if i not in given]
-        outside = self._read_outside()
-        keeps = list(dict.fromkeys(self.kept.values()))
-        begin = {
-            "counter": [outer.constant(0)],
-            "passed": [i.proto for i in self.takes],
-            "residuals": [
-                shaped(outer, read.proto, _slice(made.shape)) for read, made in self.residuals.items()
-            ],
-            "shared": [i.proto for i in shared],
-            "device": [_device(outer)] if self.apart else [],
-            "stacks": [outer.zeros(_slice(i.shape)) for i in [*outside, *keeps]],
-        }
-        carried = outer.tuple([v for own in begin.values() for v in own])
-        b = editor.computation("stage.layer")
-        parts = iter(b.elements(b.parameter(carried.shape)))
-        now = {name: [next(parts) for _ in own] for name, own in begin.items()}
-        (counter,) = now["counter"]
-
-        def at(array: Any) -> list[Any]:
-            return [counter, *[b.constant(0)] * (len(array.shape.dimensions) - 1)]
-
-        env: dict[Instruction, Any] = dict(zip(self.takes, now["passed"], strict=True))
-        env |= zip(shared, now["shared"], strict=True)
-        for read, stack in zip(self.residuals, now["residuals"], strict=True):
-            sizes = list(stack.shape.dimensions)
-            env[read] = shaped(b, b.dynamic_slice(stack, at(stack), sizes), read.shape)
-        self._compute(b, now["device"], env, [*self.gives, *outside, *keeps])
-        passed = [
-            shaped(b, env[i], taken.shape) for i, taken in zip(self.gives, self.takes, strict=True)
-        ]
-        stacks = [
-            b.update(stack, b.reshape(env[i], list(stack.shape.dimensions)), at(stack))
-            for stack, i in zip(now["stacks"], [*outside, *keeps], strict=True)
-        ]
-        following = b.add("add", counter.shape, [counter, b.constant(1)])
-        same = [*now["residuals"], *now["shared"], *now["device"]]
-        b.finish(b.tuple([following, *passed, *same, *stacks]))
-        more = editor.computation("stage.more_layers")
-        count = more.element(more.parameter(carried.shape), 0)
-        fields = {"comparison_direction": "LT"}
-        more.finish(more.add("compare", array_shape("pred"), [count, more.constant(1)], **fields))
-        done = outer.add(
-            "while", carried.shape, [carried], called_computation_ids=[b.id, more.id],
-            backend_config=json.dumps({"known_trip_count": {"n": "1"}}).encode(),
-        )  # fmt: skip
-        results = iter(outer.elements(done))
-        made = {name: [next(results) for _ in own] for name, own in begin.items()}
-        values = [*made["passed"], *made["stacks"][: len(outside)]]
-        wanted = [*self.gives, *outside]
-        stands = {i: shaped(outer, v, i.shape) for i, v in zip(wanted, values, strict=True)}
-        rows = dict(zip(keeps, made["stacks"][len(outside) :], strict=True))
-        for update, value in self.kept.items():
-            between = _after(self.body, [value])
-            own = {i: i.proto for i in self.body.instructions if i not in between}
-            own[value] = shaped(outer, rows[value], value.shape)
-            put = outer.clone([update.operands[1]], own)[update.operands[1]]
-            editor.redirect(self.body, {update.operands[1]: put}, [update])
-        others = [i for i in self.body.instructions if i not in self.own]
-        editor.redirect(self.body, stands, others)
-        editor.sweep(self.body)
-
-    def _compute(
-        self, b: Builder, device: Sequence[Any], env: dict[Instruction, Any], wanted: Sequence[Instruction]
-    ) -> None:
-        """Add ``wanted`` to what is there, ``env``."""
-        if not device:
-            b.clone(wanted, env)
-            return
-        wanted = [i for i in dict.fromkeys(wanted) if i not in env]
-        inner = b.editor.computation("stage.apart")
-        given = inner.elements(inner.parameter(tuple_shape([v.shape for v in env.values()])))
-        own = dict(zip(env, given, strict=True))
-        inner.clone(wanted, own)
-        inner.finish(inner.tuple([own[i] for i in wanted]))
-        made = fenced(b, inner, device[0], list(env.values()), [own[i].shape for i in wanted])
-        env |= zip(wanted, made, strict=True)
-
-    def _reads(self) -> list[Instruction]:
-        """What it takes."""
-        inner = self.own | self.again
-        used = {o for i in inner for o in needed_by(i)} - inner
-        return [i for i in self.body.instructions if i in used]
-
-    def _read_outside(self) -> list[Instruction]:
-        """What is read of it outside of it besides ``gives``, and as residuals."""
-        found: set[Instruction] = set()
-        seen, stack = {self.body.root}, [self.body.root]
-        while stack:
-            top = stack.pop()
-            operands = [o for n, o in enumerate(top.operands) if n != 1 or top not in self.kept]
-            found |= {o for o in operands if o in self.own}
-            fresh = [o for o in operands if o not in self.own and o not in seen]
-            seen |= set(fresh)
-            stack += fresh
-        return [i for i in self.body.instructions if i in found and i not in self.gives]
-
-
-def _device(b: Builder) -> Any:
-    """The number of the device, of which a compiler does not know that it is not negative."""
-    return b.convert(b.add("partition-id", array_shape("u32")), array_shape("s32"))
-
-
-def _slice(shape: Any) -> Any:
-    return resized(shape, [1, *shape.dimensions])
-
-
-def _is_input(value: Instruction) -> bool:
-    """Whether a stage takes a value as it is, and does not compute it again: a carry or a slice of one, what is
-    communicated, or a number."""
-    if value.opcode == "constant":
-        return False
-    if value.opcode == "dynamic-slice" and _position(behind(value.operands[0])) is not None:
-        return True
-    number = not value.shape.dimensions and value.shape.element_type in INTEGERS
-    return (
-        number
-        or _position(value) is not None
-        or value.opcode in COLLECTIVES | LOGICAL_IDS.keys()
-        or any(c.needs_runtime for c in value.called)
-    )
+def _communicates(instruction: Instruction) -> bool:
+    return instruction.opcode in COLLECTIVES or any(c.needs_runtime for c in instruction.called)
 
 
 class _Body:
@@ -335,7 +176,7 @@ class _Body:
             if instruction is not self.body.root:
                 for operand in dict.fromkeys(needed_by(instruction)):
                     self.users[operand].append(instruction)
-        self.kept: dict[Instruction, Instruction] = {}  # as of `_Stage`
+        self.kept: dict[Instruction, Instruction] = {}  # as of `Stage`
         self._find_ends()
 
     def _find_ends(self) -> None:
@@ -343,7 +184,7 @@ class _Body:
         permutes = _permutes(self.body)
         received = {p: _received(self.body, p) for p in permutes}
         every = [r for own in received.values() for r in own]
-        moved = _after(self.body, every) | set(every)
+        moved = after(self.body, every) | set(every)
         self.takes: list[Instruction] = []
         self.gives: list[Instruction] = []
         for permute, reads in received.items():
@@ -358,9 +199,9 @@ class _Body:
             self._taken(reads[0]) for permute, reads in received.items()
             if len(reads) == 1 and self._peeled(_sent(self.body, permute), moved, set(every)) in every
         ]  # fmt: skip
-        self.behind = _after(self.body, self.takes)  # what stages compute, or what is made of it
-        self.beside = _after(self.body, [*self.takes, *self.hands])
-        self.after = _after(self.body, self.gives)
+        self.behind = after(self.body, self.takes)  # what stages compute, or what is made of it
+        self.beside = after(self.body, [*self.takes, *self.hands])
+        self.after = after(self.body, self.gives)
 
     def _peeled(
         self, value: Instruction, moved: Collection[Instruction], stops: Collection[Instruction]
@@ -376,8 +217,8 @@ class _Body:
     def _source(self, value: Instruction, moved: Collection[Instruction]) -> Instruction | None:
         """The operand that an instruction hands on where it is what a stage gave; None if it may be another
         one, or is computed."""
-        if value.opcode in _MOVES or value.opcode == "get-tuple-element":
-            (source,) = needed_by(value) if len(needed_by(value)) == 1 else (None,)
+        if value.opcode in MOVES or value.opcode == "get-tuple-element":
+            (source,) = needed_by(value)
             return source if source in moved and not source.shape.tuple_shapes else None
         operands = value.operands[1:] if value.opcode == "select" else value.operands
         found = [o for o in operands if o in moved]
@@ -389,11 +230,11 @@ class _Body:
         """Whether an instruction hands an operand on wherever it does not hand on another one."""
         node = self.nodes.get(value)
         if node is None:
-            return value.opcode in _MOVES
+            return value.opcode in MOVES
         if value.opcode == "select":
             return all(self.origins.row(node.operands[0], at) is not None for at in self.every)
         if value.opcode != "add":
-            return value.opcode in _MOVES
+            return value.opcode in MOVES
         return all(
             self.origins.is_zero(node.results[0], at)
             or any(self.origins.is_zero(o, at) for o in node.operands)
@@ -404,11 +245,15 @@ class _Body:
         """What a stage takes of what is received."""
         while True:
             users = self.users[value]
-            if len(users) != 1 or value not in _data(users[0]) or not self._hands_on(users[0], value):
+            if (
+                len(users) != 1
+                or value not in _data(users[0])
+                or not self._hands_on(users[0], value)
+            ):
                 return value
             (value,) = users
 
-    def stage(self) -> _Stage | None:
+    def stage(self) -> Stage | None:
         """The stage; None if it is not seen what it is."""
         if not self.gives:
             return None
@@ -421,33 +266,66 @@ class _Body:
         for instruction in reversed(self.body.instructions):
             if instruction in own and instruction not in ends:
                 users = self.users[instruction]
-                if not any(u in own for u in users) and self._source(instruction, own | set(self.takes)):
+                if not any(u in own for u in users) and self._source(
+                    instruction, own | set(self.takes)
+                ):
                     own.discard(instruction)
         reads = self._pulled(own)
         own |= {
             u for i in own if i.shape.tuple_shapes for u in self.users[i]
             if u.opcode == "get-tuple-element"
         }  # fmt: skip
-        again = self._again(own, {*taken, *reads})
-        return _Stage(self.body, own, again, self.takes, self.gives, reads, self.kept, self.apart)
+        # Others may read these too, made of what a stage gives.
+        handed = {i for i in own if i.opcode == "tuple" or self._is_handed_on(i)}
+        again = self._again(own, {*taken, *reads}) | handed
+        apart = self.apart and not any(map(_communicates, own))
+        found = Stage(
+            self.body, own - handed, again, self.takes, self.gives, reads, self.kept, apart
+        )
+        return None if any(i.shape.tuple_shapes for i in found.read_outside()) else found
 
-    def _again(self, own: Collection[Instruction], given: Collection[Instruction]) -> set[Instruction]:
+    def _is_handed_on(self, value: Instruction) -> bool:
+        """Whether a value is what a stage gives, behind it."""
+        return (
+            value not in self.gives and self._peeled(value, self.behind, self.gives) in self.gives
+        )
+
+    def _again(
+        self, own: Collection[Instruction], given: Collection[Instruction]
+    ) -> set[Instruction]:
         """What a stage needs that is computed in the body of what is there before, and of numbers."""
         found: set[Instruction] = set()
         stack = [o for i in own for o in needed_by(i)]
         while stack:
             top = stack.pop()
-            if top not in found and top not in own and top not in given and not _is_input(top):
+            if top not in found and top not in own and top not in given and not self._is_input(top):
                 found.add(top)
                 stack += needed_by(top)
         return found
 
+    def _is_input(self, value: Instruction) -> bool:
+        """Whether a stage takes a value as it is, and does not compute it again: a carry or a slice of one,
+        what is communicated, or a number that is known."""
+        if value.opcode == "dynamic-slice" and _position(behind(value.operands[0])) is not None:
+            return True
+        if value.opcode in COLLECTIVES | LOGICAL_IDS.keys() or any(
+            c.needs_runtime for c in value.called
+        ):
+            return True
+        node = self.nodes.get(value)
+        if node is None or value.opcode == "constant" or len(node.results) != 1:
+            return _position(value) is not None
+        is_number = not value.shape.dimensions and value.shape.element_type in INTEGERS
+        return is_number and all(
+            self.origins.number(node.results[0], at) is not None for at in self.every
+        )
+
     def _computes(self, instruction: Instruction, own: Collection[Instruction]) -> bool:
         """Whether what stages compute goes on in an instruction that is of no other iteration."""
-        if instruction.opcode in ("collective-permute", "dynamic-update-slice"):
+        if instruction.opcode in ("collective-permute", "dynamic-update-slice", "tuple"):
             return False
         return all(
-            o in own or o in self.takes or o not in self.behind and not self._is_carried(o)
+            o in own or o in self.takes or (o not in self.behind and not self._is_carried(o))
             for o in needed_by(instruction)
         )
 
@@ -486,10 +364,10 @@ class _Body:
 
     def _pulled(self, own: set[Instruction]) -> dict[Instruction, Instruction]:
         """Add to ``own`` what it needs that is made of residuals, or of what a stage hands on; gives the
-        residuals, as `_Stage` has them."""
+        residuals, as `Stage` has them."""
         reads = {i: kept for i in self.body.instructions if (kept := self._residual(i)) is not None}
         taken = {*reads, *self.takes, *self.hands}
-        made_of = _after(self.body, {*reads, *self.hands})
+        made_of = after(self.body, {*reads, *self.hands})
         own |= {i for i in slice_of(own, taken) if i in made_of}
         used = {o for i in own for o in needed_by(i)}
         found = {}
@@ -499,8 +377,8 @@ class _Body:
         return found
 
     def _residual(self, read: Instruction) -> tuple[_Body, Instruction, Instruction] | None:
-        """What a slice of a stack is that a stage of an earlier loop put there: the body, what puts it there, and
-        what it is of the stage; None for anything else."""
+        """What a slice of a stack is that a stage of an earlier loop put there: the body, what puts it there,
+        and what it is of the stage; None for anything else."""
         if read.opcode != "dynamic-slice" or list(read.shape.dimensions[:1]) != [1]:
             return None
         position = _position(behind(read.operands[0]))

@@ -125,7 +125,7 @@ def _check_body(node: Node) -> None:
         collective = inner.collective
         if collective is not None:
             if collective.kind is not Kind.PERMUTE or inner.instruction.opcode.endswith("-start"):
-                raise Refusal(
+                raise NoLoop(
                     f"it communicates by {described}, not only by permutes", inner.instruction.name
                 )
             if collective.valid_iterations:
@@ -137,7 +137,7 @@ def _check_body(node: Node) -> None:
         elif inner.is_runtime:
             others = filter(None, map(other_communication, inner.instruction.called))
             by = "".join(f" by {other.describe()}" for other in others)
-            raise Refusal(f"it communicates{by} within {described}")
+            raise NoLoop(f"it communicates{by} within {described}")
         elif inner.has_side_effect:
             raise Refusal(f"{described} has an effect")
         elif any(c.needs_runtime for c in inner.instruction.called):

@@ -69,11 +69,13 @@ class Found:
         return "differs" if self.differs else "equal"
 
 
-class Step:
-    """A step that was partitioned, and is run as it is written once, when that is first asked for."""
+class WrittenStep:
+    """A step that was partitioned, and is run as it is written once, when that is first asked for.
 
-    def __init__(self, d: Draw) -> None:
-        self.function, self.arguments, specs, self.over = program(d)
+    ``function``: jitted, with its ``arguments``, their ``specs`` and its mesh ``over``."""
+
+    def __init__(self, function: Any, arguments: Any, specs: Any, over: jax.sharding.Mesh) -> None:
+        self.function, self.arguments, self.over = function, arguments, over
         self.devices = self.over.devices.size
         self.module = compiled(self.function, self.arguments, self.devices, "gpipe")
         leaves = zip(jax.tree.leaves(self.arguments), specs, strict=True)
@@ -121,6 +123,13 @@ class Step:
             if len(by_device) == self.devices:
                 for n, device in enumerate(self.over.devices.flat):
                     same(result[n], by_device[device])
+
+
+class Step(WrittenStep):
+    """One that is drawn."""
+
+    def __init__(self, d: Draw) -> None:
+        super().__init__(*program(d))
 
 
 def compare(d: Draw, schedule: str, **how: Any) -> Found:

@@ -42,8 +42,9 @@ class Draw:
     ``travels``: what goes from stage to stage with a microbatch: a ``mask`` of its rows, or the numbers of
     ``segments`` that they are of, which the first stage computes in the loop, both for layers, or ``labels``
     for a head, which the last stage puts away for one behind the loop.
-    ``stage``: what a stage does with its layers: one ``scan`` over them, or it has them ``unrolled``, one after the
-    other, or in ``two`` scans, or a norm ``behind`` or ``before`` their scan, with a weight of its own.
+    ``stage``: what a stage does with its layers: one ``scan`` over them, or it has them ``unrolled``, one
+    after the other, or in ``two`` scans, or a norm ``behind`` or ``before`` their scan, with a weight of its
+    own.
     ``shift``: how stages hand on where they are one array, under `vmap`, by ``roll`` or by a concatenation
     and a ``where``; empty where the step is written for a device, with `ppermute`.
     """
@@ -80,7 +81,7 @@ class Draw:
 def draw_stacked(rng: random.Random) -> Draw:
     """A step whose stages are one array."""
     axes = rng.choice(["x", "x", "dx", "xd", "xy"])
-    return Draw(
+    d = Draw(
         stages=rng.choice([2, 3, 4] if axes == "x" else [2]),
         microbatches=rng.choice([2, 3, 4, 5, 6]),
         layers=rng.choice([2, 3, 4]),
@@ -97,6 +98,7 @@ def draw_stacked(rng: random.Random) -> Draw:
         shift=rng.choice(["roll", "roll", "where"]),
         travels=rng.choice(["", "", "", "mask", "segments"]),
     )
+    return replace(d, layers=1) if rng.random() < 0.2 else d
 
 
 def draw(rng: random.Random) -> Draw:
@@ -134,7 +136,9 @@ def draw(rng: random.Random) -> Draw:
     d = replace(d, travels="labels") if not d.shared and rng.random() < 0.2 else d
     d = replace(d, again="products") if d.again == "stage" and rng.random() < 0.4 else d
     stage = rng.choice(["scan", "scan", "scan", "unrolled", "unrolled", "two", "behind", "before"])
-    return replace(d, stage=stage, layers=1 if stage == "unrolled" and rng.random() < 0.5 else d.layers)
+    return replace(
+        d, stage=stage, layers=1 if stage == "unrolled" and rng.random() < 0.5 else d.layers
+    )
 
 
 def layer(x: jax.Array, w: dict[str, jax.Array]) -> tuple[jax.Array, None]:
@@ -222,7 +226,8 @@ def run_of(d: Draw, own_layer: Any, handed: Any, given: Any) -> Any:
         return unrolled(handed, d.layers)
     if d.stage == "two":
         half = (d.layers + 1) // 2
-        first, second = (jax.tree.map(lambda w: w[part], given) for part in (slice(half), slice(half, None)))  # noqa: B023
+        first = jax.tree.map(lambda w: w[:half], given)
+        second = jax.tree.map(lambda w: w[half:], given)
         handed, one = lax.scan(own_layer, handed, first)
         handed, other = lax.scan(own_layer, handed, second)
         return handed, None if one is None else jnp.concatenate([one, other])

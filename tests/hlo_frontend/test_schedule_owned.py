@@ -50,8 +50,9 @@ def test_what_each_run_has_for_itself(d, schedules):
 
 
 def test_what_is_too_large_to_be_kept_of_all_microbatches(monkeypatch):
+    """Without chunks a stage is put into a loop together with the sum of what its layers give."""
     monkeypatch.setattr(training, "_SMALL", 0)
-    why = refused(NARROW)
+    why = refused(NARROW, "interleaved_1f1b", interleave=2)
     assert "16 bytes, is read by others than their gradient" in why and "stage, 8 bytes" in why
 
 

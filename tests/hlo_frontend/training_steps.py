@@ -81,7 +81,7 @@ class Draw:
 def draw_stacked(rng: random.Random) -> Draw:
     """A step whose stages are one array."""
     axes = rng.choice(["x", "x", "dx", "xd", "xy"])
-    d = Draw(
+    return Draw(
         stages=rng.choice([2, 3, 4] if axes == "x" else [2]),
         microbatches=rng.choice([2, 3, 4, 5, 6]),
         layers=rng.choice([2, 3, 4]),
@@ -98,7 +98,6 @@ def draw_stacked(rng: random.Random) -> Draw:
         shift=rng.choice(["roll", "roll", "where"]),
         travels=rng.choice(["", "", "", "mask", "segments"]),
     )
-    return replace(d, layers=1) if rng.random() < 0.2 else d
 
 
 def draw(rng: random.Random) -> Draw:

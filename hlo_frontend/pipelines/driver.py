@@ -220,27 +220,26 @@ def _any_step(
 ) -> tuple[bytes, Scheduled]:  # fmt: skip
     """A step of loops of these names, as `_step` makes it; ``pair`` gets its loops. Where stages are no loops
     over layers, each of them may be put into one. Raises as `_step` does."""
+    counts = num_replicas, num_partitions
 
     def step(module: Module) -> tuple[bytes, Scheduled]:
-        counts = num_replicas, num_partitions
         pair[:] = names if len(names) == 2 else _pair(module, names, *counts)
         return _step(module, pair, *counts, schedule, chunks)
 
     try:
         return step(module)
     except Refusal as refusal:
-        if chunks > 1:
-            raise
-        splits = schedule == "zb_h1"
-        whole = outlined(module, names, num_replicas, num_partitions, splits=splits)
-        if whole is None:
-            raise
         first = refusal
     try:
-        made, report = step(whole)
-    except Refusal as refusal:
-        raise refusal if isinstance(first, NoLoop) else first from None
-    return made, replace(report, rounds=report.rounds or _APART)
+        splits = schedule == "zb_h1"
+        whole = outlined(module, names, *counts, splits=splits) if chunks == 1 else None
+        if whole is not None:
+            made, report = step(whole)
+            return made, replace(report, rounds=report.rounds or _APART)
+    except (Refusal, GaveUpError):
+        if isinstance(first, NoLoop):
+            raise
+    raise first
 
 
 def _analyzed(

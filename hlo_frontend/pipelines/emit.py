@@ -7,6 +7,7 @@ are row-major. New computations stand before the entry computation.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -93,7 +94,7 @@ class Editor:
         _sort(proto)
 
     def _own(self, computation: Computation) -> Any:
-        return next(c for c in self.proto.computations if c.id == computation.proto.id)
+        return {c.id: c for c in self.proto.computations}[computation.proto.id]
 
     def finish(self) -> bytes:
         entry = self.proto.entry_computation_id
@@ -193,6 +194,18 @@ class Builder(builder.Builder):
         called = [b.id for b in branches]
         operands = [predicate, *arguments]
         return self.add("conditional", shape, operands, called_computation_ids=called)
+
+    def loop(self, carried: Any, body: Builder, trips: int, name: str, counter: int = 0) -> Any:
+        """A loop of ``trips`` iterations, which the element ``counter`` of what is carried counts from 0 on.
+        ``name``: that of its condition begins so."""
+        c = self.editor.computation(f"{name}.condition")
+        i = c.element(c.parameter(carried.shape), counter)
+        fields = {"comparison_direction": "LT"}
+        c.finish(c.add("compare", array_shape("pred"), [i, c.constant(trips)], **fields))
+        return self.add(
+            "while", carried.shape, [carried], called_computation_ids=[body.id, c.id],
+            backend_config=json.dumps({"known_trip_count": {"n": str(trips)}}).encode(),
+        )  # fmt: skip
 
     def stand_in(self, parts: Sequence[Any] | Any) -> None:
         """End a replacement: a tuple of ``parts``, or one array, has the replaced instruction's id."""

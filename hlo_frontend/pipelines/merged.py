@@ -22,7 +22,6 @@ rows as microbatches are alive at a time; it is written and read in place.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -328,7 +327,7 @@ class _Merged:
         self.carry = _Carry(start)
         carried = entry.tuple([v for values in start.values() for v in values])
         body, names = self._body(carried.shape)
-        done = self._while(entry, carried, body, self.slots.iterations)
+        done = entry.loop(carried, body, self.slots.iterations, "schedule")
         after = self.carry.named(entry.elements(done))
         numbers = [self.step.order.index(m) for m in range(self.count)]
         kept = zip(runs.end_shapes, after["ends"], strict=True)
@@ -400,18 +399,6 @@ class _Merged:
         shape = resized(end.shape, [dimensions[n] for n in order])
         turned = entry.add("transpose", shape, [placed], dimensions=order)
         return entry.reshape(turned, [self.count, self.there.layers.count, *dimensions[3:]])
-
-    def _while(self, b: Builder, carried: Any, body: Builder, trips: int) -> Any:
-        """A loop whose carry begins with a counter."""
-        c = self.editor.computation("schedule.condition")
-        i = c.element(c.parameter(carried.shape), 0)
-        less = [i, c.constant(trips)]
-        c.finish(c.add("compare", array_shape("pred"), less, comparison_direction="LT"))
-        config = {"known_trip_count": {"n": str(trips)}}
-        return b.add(
-            "while", carried.shape, [carried], called_computation_ids=[body.id, c.id],
-            backend_config=json.dumps(config).encode(),
-        )  # fmt: skip
 
     def _body(self, carried: Any) -> tuple[Builder, tuple[str, str, str, str, str]]:
         slots = self.slots
@@ -570,7 +557,7 @@ class _Merged:
         old = forward(b, old, device, ys)
         following = b.add("add", array_shape(SCALAR), [counter, b.constant(1)])
         b.finish(b.tuple([following, device, *now["ends"], *(old[n] for n in pieces.needed)]))
-        done = self._while(entry, carried, b, pipeline.trips)
+        done = entry.loop(carried, b, pipeline.trips, "schedule")
         found = dict(zip(pieces.needed, carry.named(entry.elements(done))["old"], strict=True))
         names = Replay(done.name, tuple(y.name for y in given), tuple(y.name for y in ys))
         return [found.get(n, i) for n, i in enumerate(init)], names

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -96,14 +95,7 @@ class Stage:
         following = b.add("add", counter.shape, [counter, b.constant(1)])
         same = [*now["residuals"], *now["shared"], *now["device"]]
         b.finish(b.tuple([following, *passed, *same, *stacks]))
-        more = editor.computation("stage.more_layers")
-        count = more.element(more.parameter(carried.shape), 0)
-        fields = {"comparison_direction": "LT"}
-        more.finish(more.add("compare", array_shape("pred"), [count, more.constant(1)], **fields))
-        done = outer.add(
-            "while", carried.shape, [carried], called_computation_ids=[b.id, more.id],
-            backend_config=json.dumps({"known_trip_count": {"n": "1"}}).encode(),
-        )  # fmt: skip
+        done = outer.loop(carried, b, 1, "stage")
         results = iter(outer.elements(done))
         made = {name: [next(results) for _ in own] for name, own in begin.items()}
         values = [*made["passed"], *made["stacks"][: len(outside)]]

@@ -23,7 +23,7 @@ class Refusal(Exception):
 
 
 class NoLoop(Refusal):
-    """A stage is no loop over layers."""
+    """A stage is refused as it is written; in a loop over one layer (`outlined`) it may be accepted."""
 
 
 @contextmanager

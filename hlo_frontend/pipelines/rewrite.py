@@ -20,7 +20,6 @@ stored slices, sums, and the operands of the layers.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -215,13 +214,7 @@ class _Loop:
         )  # fmt: skip
         carried = entry.tuple(start)
         body, names = self._body(chunk, parts, carried.shape)
-        condition = self._condition(carried.shape, parts.counter)
-        config = {"known_trip_count": {"n": str(self.table.iterations)}}
-        done = entry.add(
-            "while", carried.shape, [carried],
-            called_computation_ids=[body.id, condition.id],
-            backend_config=json.dumps(config).encode(),
-        )  # fmt: skip
+        done = entry.loop(carried, body, self.table.iterations, "interleaved", parts.counter)
         new = _New(self.pipeline)
         after = parts.named(entry.elements(done))
         new.banks = after.banks
@@ -290,13 +283,6 @@ class _Loop:
         return shaped(self.entry, moved, self.loop.shape.tuple_shapes[carry])
 
     # The new loop.
-
-    def _condition(self, carry: Any, counter: int) -> Builder:
-        b = self.editor.computation("interleaved.condition")
-        i = b.element(b.parameter(carry), counter)
-        trips = b.constant(self.table.iterations)
-        b.finish(b.add("compare", array_shape("pred"), [i, trips], comparison_direction="LT"))
-        return b
 
     def _body(self, chunk: Chunk, parts: _Parts, carried: Any) -> tuple[Builder, _Names]:
         table, layers = self.table, self.layers

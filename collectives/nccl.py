@@ -1,8 +1,8 @@
 """NCCL by its C functions: integers in and out.
 
 Pointers, streams and communicators are addresses, types and reductions are NCCL's codes. ``libnccl.so.2``
-is called through `ctypes`, which lets go of the GIL. It is the system's or that of NVIDIA's wheel, which
-jax's CUDA plugin brings along. What is used of it has had the same binary interface since NCCL 2.18.
+is called through `ctypes`, which lets go of the GIL. It is that of NVIDIA's wheel, which jax's CUDA plugin
+brings along, or the system's. What is used of it has had the same binary interface since NCCL 2.18.
 
 Communicators do not block: whoever calls NCCL asks for a communicator's state until what was asked for is
 there, or on its stream, and may give up (`Nccl.abort`) from another thread. What puts collectives onto
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import os
 from ctypes import byref, c_char, c_char_p, c_int, c_size_t, c_uint, c_void_p, cast
 from functools import cache
 from pathlib import Path
@@ -89,15 +90,23 @@ _MAGIC, _CONFIG_VERSION, _UNDEFINED = 0xCAFEBEEF, 21800, -(1 << 31)
 
 
 def _find() -> ctypes.CDLL:
-    """NCCL of the system or of ``LD_LIBRARY_PATH``, else that of NVIDIA's wheel. Raises ``OSError``."""
+    """NCCL that the process has already, of ``LD_LIBRARY_PATH``, of NVIDIA's wheel, else the system's.
+
+    Of these jax's CUDA plugin loads the wheel's, whatever the system has: they may be of different versions.
+    Raises ``OSError``.
+    """
+    name = "libnccl.so.2"
     try:
-        return ctypes.CDLL("libnccl.so.2")
+        return ctypes.CDLL(name, mode=os.RTLD_NOLOAD | os.RTLD_NOW)
     except OSError:
+        pass
+    named = [folder for folder in os.environ.get("LD_LIBRARY_PATH", "").split(":") if folder]
+    if not any(Path(folder, name).exists() for folder in named):
         found = importlib.util.find_spec("nvidia")
         for folder in (found.submodule_search_locations or []) if found else []:
-            for library in Path(folder).glob("*/lib/libnccl.so.2"):
+            for library in Path(folder).glob(f"*/lib/{name}"):
                 return ctypes.CDLL(str(library))
-        raise
+    return ctypes.CDLL(name)
 
 
 class Nccl:

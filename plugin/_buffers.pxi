@@ -458,7 +458,9 @@ cdef bint take_dense(PJRT_Client_BufferFromHostBuffer_Args* args) except -1:
         args.buffer = buffer.pointer
         return True
     put = client.engine.put
-    if args.host_buffer_semantics == ZERO_COPY and type.nbytes > FEW_BYTES and <size_t>args.data % ALIGNMENT == 0:
+    if args.host_buffer_semantics == ZERO_COPY and type.nbytes > FEW_BYTES and (
+        <size_t>args.data % ALIGNMENT == 0 or client.unaligned
+    ):
         # The caller learns that it is over when the engine drops the array.
         done = Event()
         host = ndarray(found[1], found[2], HostMemory(<size_t>args.data, type.nbytes, done))

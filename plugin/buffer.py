@@ -68,7 +68,7 @@ def from_host_buffer(args: Any) -> None:
     order = order_of(args.device_layout, type)
     if (
         args.host_buffer_semantics == abi.ZERO_COPY
-        and args.data % ALIGNMENT == 0
+        and (args.data % ALIGNMENT == 0 or client.unaligned)
         and type.element.bits >= 8
         and type.size
     ):

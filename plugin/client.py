@@ -85,6 +85,7 @@ class Client(_capi.Handle):  # type: ignore[misc]
             self.overlap = replace(self.overlap, measured=known(self.world.measured, rank))
         self.put_copy = self.engine.put_copy if isinstance(self.engine, CopyingEngine) else None
         self.jax_arrays = getattr(self.engine, "jax_arrays", False)
+        self.unaligned = getattr(self.engine, "unaligned", False)
         # Whether buffers of equal numbers may have one array.
         self.shares_scalars = self.jax_arrays and self.put_copy is not None
         self.calls = (

@@ -121,6 +121,7 @@ class PjrtEngine(XlaEngine):
     """``num_devices`` devices of a plugin. ``place``: which rank of its host this is, of how many."""
 
     host_memory = False
+    unaligned = True
 
     def __init__(self, num_devices: int, plugin: str, place: tuple[int, int] = (0, 1)) -> None:
         """Raises `StrettoError` if there is no such plugin, it cannot be used, or it has too few devices."""

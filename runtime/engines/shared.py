@@ -37,6 +37,7 @@ class SharedEngine:
         self._engine, self.num_devices = engine, num_devices
         self.name = f"shared:{engine.num_devices}:{engine.name}"
         self.host_memory = getattr(engine, "host_memory", False)
+        self.unaligned = getattr(engine, "unaligned", False)
         self.lowered_as = getattr(engine, "lowered_as", "cpu")
         self.reproducible = getattr(engine, "reproducible", False)
         self.host_view, self.pointer = engine.host_view, engine.pointer

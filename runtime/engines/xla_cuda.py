@@ -91,6 +91,7 @@ class XlaCudaEngine(XlaEngine):
     name = "xla:cuda"
     lowered_as = "cuda"
     host_memory = False
+    unaligned = True
     ends_as_one = True
 
     def __init__(self, num_devices: int, place: tuple[int, int] = (0, 1)) -> None:

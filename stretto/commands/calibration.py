@@ -4,7 +4,9 @@ Spans are the groups that meshes over the devices have: every stride s and size 
 their number, all groups of a span at once. Latency is the median time of a small all-reduce; bandwidth
 follows from the medians of large all-gathers, reduce-scatters and all-reduces less their latency, by the
 ring's wire bytes. Compute is measured on all local devices at once: operations by a matrix product, memory
-traffic by a sum of two arrays, a launch by the smallest segment. Rank 0's medians are everybody's.
+traffic by a sum of two arrays, a launch by the smallest segment: each several times in a row, every time on
+the result before, since programs wait for what they compute at their end. Operands become larger until a
+run takes as long as many launches. Rank 0's medians are everybody's.
 
 How *busy* a span keeps the cores that compute is measured by gathers and reduce-scatters beside matrix
 products (`beside`).
@@ -32,11 +34,15 @@ from .beside import Beside, measure_busy
 
 SMALL, LARGE = 64, 1 << 20  # float32 elements that a device gives
 USUAL = 1 << 17  # beside compute: as large as what programs gather and scatter
-SIDE = 1024  # of the matrices
+SIDE, LARGEST_SIDE = 1024, 8192  # of the matrices
 # float32 of the arrays that are added: more than the caches of one core hold, and less than the C library
 # gives back to the system each time: those take five times as long for their bytes, for making pages.
-ELEMENTS = 1 << 22
+ELEMENTS, MOST_ELEMENTS = 1 << 22, 1 << 26
+# Runs in a row: of the smallest segment so many that its end counts for little; of long ones a few.
+LAUNCHES, RUNS = 64, 4
+LONG = 10  # launches that a product or a sum is to take at least
 BESIDE = 512  # side of the matrices that are multiplied beside collectives
+# A product with a matrix of 1 / side is one of equal numbers again.
 _PRODUCT = "stablehlo.dot_general %a, %b, contracting_dims = [1] x [0] : ({0}, {0}) -> {0}"
 _SUM = "stablehlo.add %a, %b : {0}"
 
@@ -100,24 +106,29 @@ def calibrate(world: World, engine: Engine, rounds: int) -> dict[str, Any]:
 
 
 class _Work:
-    """One operation on two arrays of its own on every local device."""
+    """One operation on every local device, so many times in a row, from an array of ``first`` and one of
+    ``second``."""
 
-    def __init__(self, engine: Engine, shape: tuple[int, ...], line: str) -> None:
-        self._engine = engine
+    def __init__(
+        self, engine: Engine, shape: tuple[int, ...], line: str, times: int, second: float
+    ) -> None:
+        self._engine, self._times = engine, times
         segment = _segment(shape, line)
         self._segment, (type, _) = engine.compile(segment, name=segment.name), segment.inputs
-        host = np.full(shape, 0.5, np.float32)
         self._inputs = [
-            [engine.put(host, type, ordinal), engine.put(host, type, ordinal)]
+            [engine.put(np.full(shape, value, np.float32), type, ordinal) for value in (1.0, second)]
             for ordinal in range(engine.num_devices)
         ]
 
     def __call__(self) -> None:
         """Hand it to all devices, and wait for all."""
-        outputs = [
-            self._segment.run(ordinal, given)[0] for ordinal, given in enumerate(self._inputs)
-        ]
-        for array in outputs:
+        arrays = [first for first, _ in self._inputs]
+        for _ in range(self._times):
+            arrays = [
+                self._segment.run(ordinal, [array, second])[0]
+                for ordinal, (array, (_, second)) in enumerate(zip(arrays, self._inputs, strict=True))
+            ]
+        for array in arrays:
             self._engine.block(array)
 
 
@@ -165,17 +176,26 @@ def measure_link(
 def measure_compute(world: World, engine: Engine, rounds: int) -> dict[str, float]:
     """Rates of one device while all local ones compute. Raises `StrettoError` without a clock of its own."""
 
-    def seconds(shape: tuple[int, ...], line: str) -> float:
-        return _median(world, _Work(engine, shape, line), rounds)
+    def seconds(shape: tuple[int, ...], line: str, times: int = RUNS, second: float = 0.0) -> float:
+        """Of one of the runs in a row."""
+        return _median(world, _Work(engine, shape, line, times, second), rounds) / times
 
-    product = seconds((SIDE, SIDE), _PRODUCT)
-    traffic = seconds((ELEMENTS,), _SUM)
-    launch = seconds((8,), _SUM)
+    def is_short(taken: float) -> bool:
+        """On any rank: all go on with the same sizes."""
+        short = taken < LONG * launch
+        return short if world.comm is None else any(world.comm.allgather(short))
+
+    launch = seconds((8,), _SUM, LAUNCHES)
+    side, elements = SIDE, ELEMENTS
+    while is_short(product := seconds((side, side), _PRODUCT, second=1 / side)) and side < LARGEST_SIDE:
+        side *= 2
+    while is_short(traffic := seconds((elements,), _SUM)) and elements < MOST_ELEMENTS:
+        elements *= 2
     if min(product, traffic, launch) <= 0.0:
         raise StrettoError(f"engine {engine.name} computes in no time: there is nothing to measure")
     return {
-        "flops_per_s": 2.0 * SIDE**3 / max(product - launch, 0.05 * product),
-        "bytes_per_s": 3.0 * 4 * ELEMENTS / max(traffic - launch, 0.05 * traffic),
+        "flops_per_s": 2.0 * side**3 / max(product - launch, 0.5 * product),
+        "bytes_per_s": 3.0 * 4 * elements / max(traffic - launch, 0.5 * traffic),
         "launch_s": launch,
     }
 

@@ -40,6 +40,8 @@ class Machine:
     def __init__(self) -> None:
         self.now = 0.0
         self.computed = 0.0  # when all that was handed over will have run
+        self.flops, self.bytes = 1e12, 1e10
+        self.largest = (0, 0)  # side of a matrix, elements of a vector
 
     def create_communicator(self, comm: None, stream: int) -> Any:
         def bind(collective: Collective, owner: Mapping[int, int]) -> Any:
@@ -64,8 +66,10 @@ class Machine:
 
         def run(ordinal: int, inputs: list[Any]) -> list[Any]:
             if ordinal == 0:  # the devices compute beside each other
-                product = b"dot_general" in segment.module
-                seconds = 2 * segment.inputs[0].shape[0] ** 3 / 1e12 if product else 3 * size / 1e10
+                product, first = b"dot_general" in segment.module, segment.inputs[0].shape[0]
+                seconds = 2 * first**3 / self.flops if product else 3 * size / self.bytes
+                side, elements = self.largest
+                self.largest = (max(side, first), elements) if product else (side, max(elements, first))
                 self.computed = max(self.computed, self.now) + 1e-4 + seconds
             return inputs[:1]
 
@@ -116,6 +120,15 @@ def test_a_known_machine_is_measured_as_it_is(machine: Machine) -> None:
     assert costs.compute.flops_per_s == pytest.approx(1e12, rel=1e-2)
     assert costs.compute.bytes_per_s == pytest.approx(1e10, rel=1e-2)
     assert costs.compute.launch_s == pytest.approx(1e-4, rel=1e-2)
+
+
+def test_operands_of_a_fast_machine_become_larger(machine: Machine) -> None:
+    """A GPU multiplies small matrices in less time than it takes to ask for it."""
+    machine.flops, machine.bytes = 5e14, 3e12
+    table = calibration.calibrate(World(Options(local_devices=4)), machine, rounds=3)  # type: ignore[arg-type]
+    assert table["compute"]["flops_per_s"] == pytest.approx(5e14, rel=1e-2)
+    assert table["compute"]["bytes_per_s"] == pytest.approx(3e12, rel=1e-2)
+    assert machine.largest == (8192, 1 << 26)
 
 
 @pytest.mark.parametrize("busy", [0.0, 0.25, 1.0])

@@ -20,6 +20,23 @@ class Apart(XlaCpuEngine):
         return 0x1000
 
 
+class Copying:  # not a `CopyingEngine`, which XlaCpuEngine is
+    unaligned = "{given}" == "True"
+
+    def __init__(self, num_devices):
+        self._engine = XlaCpuEngine(num_devices)
+
+    def __getattr__(self, name):
+        if name == "put_copy":
+            raise AttributeError(name)
+        return getattr(self._engine, name)
+
+    def put(self, host, type, ordinal):
+        if type.shape == (1000,):
+            print(host.ctypes.data, flush=True)
+        return self._engine.put(host.copy(), type, ordinal)
+
+
 class LoweredAsCuda(XlaCpuEngine):
     lowered_as = "cuda"
 
@@ -48,7 +65,7 @@ def run(
         "Metadata-Version: 2.1\nName: engines_of_others\nVersion: 1\n"
     )
     (metadata / "entry_points.txt").write_text(
-        "[stretto.engines]\napart = engines_of_others:Apart\n"
+        "[stretto.engines]\napart = engines_of_others:Apart\ncopying = engines_of_others:Copying\n"
         "as-cuda = engines_of_others:LoweredAsCuda\nmiscounting = engines_of_others:Miscounting\n"
     )
     brought = {"PYTHONPATH": str(folder), "STRETTO_ENGINE": engine, **settings}
@@ -72,6 +89,35 @@ def test_arrays_are_not_read_where_the_host_cannot(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout == "[-28. -27. -26. -25. -24. -23. -22. -21.] 1.0 [0 1 2]\n0x1000\n"
+
+
+@pytest.mark.parametrize("unaligned", [True, False])
+def test_host_arrays_are_lent_from_any_address_to_engines_that_copy(
+    tmp_path: Path, unaligned: bool
+) -> None:
+    done = run(
+        tmp_path,
+        "copying",
+        """
+        import gc, sys
+        import jax, numpy as np
+
+        raw = np.arange(1020, dtype=np.float32)
+        host = raw[-raw.ctypes.data % 64 // 4 + 1 :][:1000]  # 4 bytes behind a multiple of 64
+        references = sys.getrefcount(raw)
+        a = jax.device_put(host)
+        b = jax.device_put(host.reshape((2, 2, 2, 5, 25) + (1,) * 5))  # too many dimensions for the C face
+        print(host.ctypes.data, (np.asarray(a) == host).all(), (np.asarray(b).ravel() == host).all())
+        del a, b
+        gc.collect()
+        print(sys.getrefcount(raw) == references)
+        """,
+        given=str(unaligned),
+    )
+    assert done.returncode == 0, done.stderr
+    given, here, *right = done.stdout.split()
+    assert (given == here) == unaligned
+    assert right == ["True"] * 3
 
 
 @pytest.mark.thorough

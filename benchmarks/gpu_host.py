@@ -6,9 +6,9 @@
 The step is a program written by hand: an all-reduce of 4 KiB with five segments of one addition between its
 start and its wait, each of which is donated the result before, twenty times. The time is that of the walk,
 from the call to where all of it is enqueued, the median over STEPS (60) that start when nothing is left to
-do. On the fake the ranks take turns, and its streams are held up meanwhile: they would compute on the cores of
-the host. On GPUs the ranks go on together: one alone may fill what NCCL has room for. Beside it stands how long
-the walk's thread was on a core, which other load lengthens less.
+do. On the fake the ranks take turns, and its streams are held up meanwhile: they would compute on the cores
+of the host. On GPUs the ranks go on together: one alone may fill what NCCL has room for. Beside it stands
+how long the walk's thread was on a core, which other load lengthens less.
 """
 
 from __future__ import annotations
@@ -125,7 +125,9 @@ def main() -> None:
             driver.hold()
         for turn in range(world.size):
             meet(world.comm)
-            if turn != (world.rank if number >= 3 and driver.fake else 0):  # first they agree on an order
+            if turn != (
+                world.rank if number >= 3 and driver.fake else 0
+            ):  # first they agree on an order
                 continue
             thread = executor.dispatcher.stream.thread_id
             clock = (

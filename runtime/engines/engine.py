@@ -65,8 +65,8 @@ class Engine(Protocol):
     ``block_until_ready`` may be called instead of its own. A run of it fails only where the
     segment calls something or its memory cannot be had, and wherever an argument has an error.
 
-    An engine may have ``unaligned = True``: to `put` host arrays are as good at any address, since it copies them
-    to memory of its own. Without it those that are not 64-byte aligned are copied before.
+    An engine may have ``unaligned = True``: its `put` takes host arrays at any address, as it copies them to
+    memory of its own. Without it those that are not 64-byte aligned are copied before.
 
     An engine may have ``ends_as_one = True``: what a run gives is computed at one time, so that who waits for
     all of it waits for one array. So it is with ``jax_arrays``.

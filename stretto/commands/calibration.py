@@ -116,7 +116,10 @@ class _Work:
         segment = _segment(shape, line)
         self._segment, (type, _) = engine.compile(segment, name=segment.name), segment.inputs
         self._inputs = [
-            [engine.put(np.full(shape, value, np.float32), type, ordinal) for value in (1.0, second)]
+            [
+                engine.put(np.full(shape, value, np.float32), type, ordinal)
+                for value in (1.0, second)
+            ]
             for ordinal in range(engine.num_devices)
         ]
 
@@ -126,7 +129,9 @@ class _Work:
         for _ in range(self._times):
             arrays = [
                 self._segment.run(ordinal, [array, second])[0]
-                for ordinal, (array, (_, second)) in enumerate(zip(arrays, self._inputs, strict=True))
+                for ordinal, (array, (_, second)) in enumerate(
+                    zip(arrays, self._inputs, strict=True)
+                )
             ]
         for array in arrays:
             self._engine.block(array)
@@ -187,7 +192,10 @@ def measure_compute(world: World, engine: Engine, rounds: int) -> dict[str, floa
 
     launch = seconds((8,), _SUM, LAUNCHES)
     side, elements = SIDE, ELEMENTS
-    while is_short(product := seconds((side, side), _PRODUCT, second=1 / side)) and side < LARGEST_SIDE:
+    while (
+        is_short(product := seconds((side, side), _PRODUCT, second=1 / side))
+        and side < LARGEST_SIDE
+    ):
         side *= 2
     while is_short(traffic := seconds((elements,), _SUM)) and elements < MOST_ELEMENTS:
         elements *= 2

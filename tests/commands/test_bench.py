@@ -69,7 +69,9 @@ class Machine:
                 product, first = b"dot_general" in segment.module, segment.inputs[0].shape[0]
                 seconds = 2 * first**3 / self.flops if product else 3 * size / self.bytes
                 side, elements = self.largest
-                self.largest = (max(side, first), elements) if product else (side, max(elements, first))
+                self.largest = (
+                    (max(side, first), elements) if product else (side, max(elements, first))
+                )
                 self.computed = max(self.computed, self.now) + 1e-4 + seconds
             return inputs[:1]
 

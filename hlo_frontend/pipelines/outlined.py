@@ -344,9 +344,22 @@ class _Body:
             if len(added) != 1 or added[0] not in self.behind:
                 continue
             value = self._peeled(added[0], self.behind, self.gives)
-            if self._is_of_stage(value):
+            if self._is_of_stage(value) and not self._is_of_a_branch(added[0]):
                 found.append(value)
         return found
+
+    def _is_of_a_branch(self, value: Instruction) -> bool:
+        """Whether a conditional gives a value, which on some device is zero in every iteration: a head's."""
+        index = 0
+        while value.opcode in MOVES or value.opcode == "get-tuple-element":
+            index = int(value.proto.tuple_index) if value.opcode == "get-tuple-element" else index
+            (value,) = needed_by(value)
+        node = self.nodes.get(value)
+        if value.opcode != "conditional" or node is None:
+            return False
+        result = node.results[index]
+        adds = {at.device for at in self.every if not self.origins.is_zero(result, at)}
+        return adds != {at.device for at in self.every}
 
     def _is_of_stage(self, value: Instruction) -> bool:
         """Whether a value is made of what a stage computes where that is not handed on to others."""

@@ -40,8 +40,22 @@ pytestmark = pytest.mark.bits
         Draw(stage="behind", loss="squares", again="stage", balance="carry", embeds=True),
         Draw(stage="before", head="cond", mask="where", travels="labels", metric=True),
         Draw(stage="before", loss="squares", shared="psum", balance="stack", travels="mask"),
+        Draw(
+            stage="before", head="cond", mask="where", loss="distance", counted=True, microbatches=2
+        ),
     ],
-    ids=["single", "where", "unrolled", "two", "travels", "tensors", "again", "before", "stack"],
+    ids=[
+        "single",
+        "where",
+        "unrolled",
+        "two",
+        "travels",
+        "tensors",
+        "again",
+        "before",
+        "stack",
+        "counted",
+    ],
 )
 @pytest.mark.quick("single", "two", "tensors", "stack")
 def test_drawn(d):

@@ -344,22 +344,9 @@ class _Body:
             if len(added) != 1 or added[0] not in self.behind:
                 continue
             value = self._peeled(added[0], self.behind, self.gives)
-            if self._is_of_stage(value) and not self._is_of_a_branch(added[0]):
+            if self._is_of_stage(value):
                 found.append(value)
         return found
-
-    def _is_of_a_branch(self, value: Instruction) -> bool:
-        """Whether a conditional gives a value, which on some device is zero in every iteration: a head's."""
-        index = 0
-        while value.opcode in MOVES or value.opcode == "get-tuple-element":
-            index = int(value.proto.tuple_index) if value.opcode == "get-tuple-element" else index
-            (value,) = needed_by(value)
-        node = self.nodes.get(value)
-        if value.opcode != "conditional" or node is None:
-            return False
-        result = node.results[index]
-        adds = {at.device for at in self.every if not self.origins.is_zero(result, at)}
-        return adds != {at.device for at in self.every}
 
     def _is_of_stage(self, value: Instruction) -> bool:
         """Whether a value is made of what a stage computes where that is not handed on to others."""
@@ -370,10 +357,24 @@ class _Body:
                 return True
             if top.opcode == "select" and self._source(top, self.behind) is not None:
                 continue
+            if self._is_of_a_head(top):
+                continue
             fresh = [o for o in needed_by(top) if o in self.behind and o not in seen]
             seen |= set(fresh)
             stack += fresh
         return False
+
+    def _is_of_a_head(self, value: Instruction) -> bool:
+        """Whether a conditional gives a value, which on some device is zero in every iteration."""
+        index = 0
+        if value.opcode == "get-tuple-element":
+            index, value = int(value.proto.tuple_index), value.operands[0]
+        node = self.nodes.get(value)
+        if value.opcode != "conditional" or node is None:
+            return False
+        result = node.results[index]
+        adds = {at.device for at in self.every if not self.origins.is_zero(result, at)}
+        return adds != {at.device for at in self.every}
 
     def _pulled(self, own: set[Instruction]) -> dict[Instruction, Instruction]:
         """Add to ``own`` what it needs that is made of residuals, or of what a stage hands on; gives the

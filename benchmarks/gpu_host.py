@@ -123,11 +123,10 @@ def main() -> None:
         meet(world.comm)
         if number >= 3:
             driver.hold()
+        own = world.rank if number >= 3 and driver.fake else 0  # first they agree on an order
         for turn in range(world.size):
             meet(world.comm)
-            if turn != (
-                world.rank if number >= 3 and driver.fake else 0
-            ):  # first they agree on an order
+            if turn != own:
                 continue
             thread = executor.dispatcher.stream.thread_id
             clock = (

@@ -121,8 +121,8 @@ def test_devices_that_cuda_does_not_show(fake: dict[str, str]) -> None:
 
 def test_without_nccl(fake: dict[str, str]) -> None:
     code = "import ctypes\nreal = ctypes.CDLL\n"
-    code += "def load(name):\n    if 'nccl' in name: raise OSError('no such library')\n"
-    code += "    return real(name)\nctypes.CDLL = load\n" + JOIN.replace("DEVICE", "1")
+    code += "def load(name, **how):\n    if 'nccl' in name: raise OSError('no such library')\n"
+    code += "    return real(name, **how)\nctypes.CDLL = load\n" + JOIN.replace("DEVICE", "1")
     assert run(code + "print(joined)", fake) == "process 0: no such library\n"
 
 

@@ -204,9 +204,11 @@ def step_of(stage, *, data: bool = False, carries=lambda stats, y: stats) -> Wri
     )
 
 
-def accepted(step: WrittenStep, schedule: str = "1f1b") -> Found:
+def accepted(step: WrittenStep, schedule: str = "1f1b", most: float = 0.0) -> Found:
+    """``most``: how much results may differ from those of the written step."""
     found = step.compare(schedule)
-    assert found.whys == () and found.differs == ()
+    assert found.whys == ()
+    assert all(float(line.rpartition(": ")[2]) <= most for line in found.differs), found.differs
     step.check_written()
     return found
 
@@ -231,8 +233,9 @@ def test_with_an_axis_of_data(stage):
 
 @pytest.mark.thorough
 def test_weights_of_users_have_runs_of_their_own():
-    (report,) = accepted(step_of(attends), "zb_h1").module.interleaved
-    assert report.left > 0 and report.runs[0].count("W") == MICROBATCHES
+    # jax 0.12 fuses the products that are put off otherwise than where they are written.
+    (report,) = accepted(step_of(attends), "zb_h1", most=1e-6).module.interleaved
+    assert report.rounds and report.left > 0 and report.runs[0].count("W") == MICROBATCHES
 
 
 def test_pipelined_single_layers():

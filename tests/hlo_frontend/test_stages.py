@@ -233,8 +233,9 @@ def test_with_an_axis_of_data(stage):
 
 @pytest.mark.thorough
 def test_weights_of_users_have_runs_of_their_own():
-    # jax 0.12 fuses the products that are put off otherwise than where they are written.
-    (report,) = accepted(step_of(attends), "zb_h1", most=1e-6).module.interleaved
+    # With jax 0.12 it rounds, as the report says that it may.
+    most = 1e-6 if jax.__version_info__ >= (0, 12) else 0.0
+    (report,) = accepted(step_of(attends), "zb_h1", most=most).module.interleaved
     assert report.rounds and report.left > 0 and report.runs[0].count("W") == MICROBATCHES
 
 

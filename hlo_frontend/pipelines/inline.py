@@ -8,11 +8,12 @@ cases too.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..builder import array_shape
 from ..graph import COLLECTIVES, LOGICAL_IDS, Computation, Instruction, Module, all_instructions
+from ..passes.valid.known import keeps_order
 from ..schema import PRIMITIVE_CODES, TOKEN, TUPLE
 from .emit import Builder, Editor
 from .sameness import INTEGERS, MOVES, NEVER_SAME
@@ -46,8 +47,64 @@ def opened(module: Module, loop: str) -> Module:
 def _past_loops(module: Module, loop: str) -> Module:
     """The module, with what loops in the body of this loop are given and never change read there, and not
     behind them: a gradient that all layers share, which a stage hands on."""
+    return _read_sooner(module, loop, _unchanged)
+
+
+def past_barriers(module: Module, loop: str) -> Module:
+    """The module, with numbers in the body of this loop read before barriers, not behind them: as the masks
+    of stages that are computed again, which are known whatever stands beside them."""
+    return _read_sooner(module, loop, _number_before)
+
+
+def _number_before(read: Instruction) -> Instruction | None:
+    """What a barrier hands on here, if that is whole numbers; None for others."""
+    if read.opcode != "get-tuple-element" or read.operands[0].opcode != "opt-barrier":
+        return None
+    (given,) = read.operands[0].operands
+    if given.opcode != "tuple" or read.shape.element_type not in INTEGERS:
+        return None
+    return given.operands[read.proto.tuple_index]
+
+
+def masked_behind(module: Module, loop: str) -> Module:
+    """The module, with masks in the body of this loop put behind a bitcast that transposes what they mask: as
+    of the gradient of a weight, which a stage masks within what is computed again."""
     body = next(i for i in module.entry.instructions if i.name == loop).called[0]
-    found = {i: given for i in body.instructions if (given := _unchanged(i)) is not None}
+    found = [i for i in body.instructions if _transposes_masked(i)]
+    if not found:
+        return module
+    editor = Editor(module)
+    b = editor.replace(found[0])
+    for bitcast in found:
+        b.go_on_to(bitcast)
+        mask, *values = bitcast.operands[0].operands
+        made = [
+            b.broadcast(value.operands[0].proto, bitcast.shape)
+            if value.opcode == "broadcast"
+            else b.reinterpret(value.proto, value.shape, bitcast.shape)
+            for value in values
+        ]
+        b.stand_in(b.select(mask.operands[0].proto, *made))
+    return Module.parse(editor.finish())
+
+
+def _transposes_masked(value: Instruction) -> bool:
+    """Whether this is a bitcast of a select by one predicate, of which one side is one number."""
+    if value.opcode != "bitcast" or value.operands[0].opcode != "select" or keeps_order(value):
+        return False
+    select = value.operands[0]
+    numbers = [
+        o.opcode == "broadcast" and not o.operands[0].shape.dimensions for o in select.operands
+    ]
+    return numbers[0] and any(numbers[1:]) and not all(numbers[1:])
+
+
+def _read_sooner(
+    module: Module, loop: str, sooner: Callable[[Instruction], Instruction | None]
+) -> Module:
+    """The module, with what ``sooner`` gives for them in the place of instructions of the body of a loop."""
+    body = next(i for i in module.entry.instructions if i.name == loop).called[0]
+    found = {i: given for i in body.instructions if (given := sooner(i)) is not None}
     if not found:
         return module
     editor = Editor(module)

@@ -16,7 +16,7 @@ pipeline is proved as for any other one, and the step is refused if it is not.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from math import prod
 
 from ..collectives import CollectiveReader
@@ -27,8 +27,8 @@ from ..values import Node
 from .chains import Execution, Followed, Origins
 from .constants import behind
 from .emit import Editor, needed_by, slice_of
-from .inline import handed_on, inline, opened
-from .one_layer import MOVES, Stage, after
+from .inline import handed_on, inline, masked_behind, opened, past_barriers
+from .one_layer import MOVES, Stage, after, moves
 from .recognize import follow
 from .sameness import INTEGERS
 
@@ -46,7 +46,7 @@ def outlined(
     for name in names:
         whole = _unwrapped(module, name)
         apart |= {name} if whole is not module and not splits else set()
-        module = opened(whole, name)
+        module = masked_behind(past_barriers(opened(whole, name), name), name)
     entry = flatten(module.entry, CollectiveReader(num_replicas, num_partitions))
     followed = follow(entry, num_replicas, num_partitions)
     nodes = {n.instruction.name: n for n in entry.nodes if n.instruction.name in names}
@@ -110,7 +110,7 @@ def _way(loop: Instruction) -> list[Instruction]:
     if not _is_flat(loop):
         return []
     permutes = _permutes(body)
-    received = [r for p in permutes for r in _received(body, p)]
+    received = [r for p in permutes for r in _received(body, p, _may_hand_on)]
     sent = {_sent(body, p) for p in permutes}
     behind_received = after(body, received)
     before_sent = set(slice_of(sent, set(received)))
@@ -131,12 +131,28 @@ def _position(read: Instruction) -> int | None:
     return int(read.proto.tuple_index)
 
 
-def _received(body: Computation, permute: Instruction) -> list[Instruction]:
-    """What a permute gives, in the same iteration or in the next one."""
-    own = {n for n, r in enumerate(body.root.operands) if _moved(r) is permute}
+def _received(
+    body: Computation,
+    permute: Instruction,
+    hands_on: Callable[[Instruction, Instruction], bool],
+) -> list[Instruction]:
+    """What a permute gives, in the same iteration or in the next one. ``hands_on(value, source)``: whether
+    one is the other, or stands in its place."""
+    handed, used = {permute}, False
+    for instruction in body.instructions:
+        if instruction is not body.root:
+            for operand in handed.intersection(needed_by(instruction)):
+                if operand in _data(instruction) and hands_on(instruction, operand):
+                    handed.add(instruction)
+                else:
+                    used = True
+    own = {n for n, r in enumerate(body.root.operands) if r in handed}
     reads = [i for i in body.instructions if _position(i) in own]
-    used = any(permute in i.operands for i in body.instructions if i is not body.root)
     return [permute, *reads] if used else reads
+
+
+def _may_hand_on(value: Instruction, source: Instruction) -> bool:
+    return moves(value) or (value.opcode in ("add", "select") and source in _data(value))
 
 
 def _sent(body: Computation, permute: Instruction) -> Instruction:
@@ -147,7 +163,7 @@ def _sent(body: Computation, permute: Instruction) -> Instruction:
 
 
 def _moved(value: Instruction) -> Instruction:
-    while value.opcode in MOVES:
+    while moves(value):
         value = value.operands[0]
     return value
 
@@ -182,7 +198,7 @@ class _Body:
     def _find_ends(self) -> None:
         """Find what stages take and give: ``takes``, ``gives``; and what they take and hand on: ``hands``."""
         permutes = _permutes(self.body)
-        received = {p: _received(self.body, p) for p in permutes}
+        received = {p: _received(self.body, p, self._hands_on) for p in permutes}
         every = [r for own in received.values() for r in own]
         moved = after(self.body, every) | set(every)
         self.takes: list[Instruction] = []
@@ -217,7 +233,7 @@ class _Body:
     def _source(self, value: Instruction, moved: Collection[Instruction]) -> Instruction | None:
         """The operand that an instruction hands on where it is what a stage gave; None if it may be another
         one, or is computed."""
-        if value.opcode in MOVES or value.opcode == "get-tuple-element":
+        if moves(value) or value.opcode == "get-tuple-element":
             (source,) = needed_by(value)
             return source if source in moved and not source.shape.tuple_shapes else None
         operands = value.operands[1:] if value.opcode == "select" else value.operands
@@ -230,11 +246,11 @@ class _Body:
         """Whether an instruction hands an operand on wherever it does not hand on another one."""
         node = self.nodes.get(value)
         if node is None:
-            return value.opcode in MOVES
+            return moves(value)
         if value.opcode == "select":
             return all(self.origins.row(node.operands[0], at) is not None for at in self.every)
         if value.opcode != "add":
-            return value.opcode in MOVES
+            return moves(value)
         return all(
             self.origins.is_zero(node.results[0], at)
             or any(self.origins.is_zero(o, at) for o in node.operands)

@@ -15,7 +15,7 @@ from gpipe import inputs, layer, weights
 from interpreter import Interpreter
 from jax import lax
 from jax.sharding import NamedSharding
-from random_steps import compare, compiled
+from random_steps import Step, compare, compiled
 from training_steps import Draw, program, stacked_outputs
 
 STEPS = {
@@ -40,6 +40,35 @@ def test_a_step_is_run_as_1f1b(d):
         hops = 2 * d.microbatches * (d.stages - 1)
         sums = sum(found.ran.messages.values()) - hops
         assert 0 <= sums <= 4 * d.stages
+
+
+STAGES = {
+    "one layer": Draw(stage="unrolled", layers=1, shift="roll"),
+    "computed again": Draw(stage="unrolled", layers=1, shift="where", again="stage"),
+    "unrolled": Draw(stages=3, stage="unrolled", shift="roll", collect="scan", loss="cross"),
+    "two scans": Draw(stage="two", shift="roll", again="stage", axes="dx", dtype="bfloat16"),
+    "norm before": Draw(stage="before", shift="where", axes="xy", travels="segments"),
+    "norm behind": Draw(stage="behind", shift="roll", again="layer", microbatches=2),
+}
+
+
+@pytest.mark.parametrize(
+    "d",
+    [
+        pytest.param(d, marks=[pytest.mark.thorough] * (n > 1))
+        for n, d in enumerate(STAGES.values())
+    ],
+    ids=STAGES,
+)
+def test_stages_that_are_no_loop_over_layers(d):
+    step = Step(Draw(**{**vars(d), "mask": "where"}))
+    for schedule in ("1f1b", "zb_h1"):
+        found = step.compare(schedule)
+        assert found.whys == ()
+        (report,) = found.module.interleaved
+        assert report.rows == min(d.stages, d.microbatches)
+        assert found.differs == ()
+    step.check_written()
 
 
 @pytest.mark.thorough

@@ -81,7 +81,7 @@ class Draw:
 def draw_stacked(rng: random.Random) -> Draw:
     """A step whose stages are one array."""
     axes = rng.choice(["x", "x", "dx", "xd", "xy"])
-    return Draw(
+    d = Draw(
         stages=rng.choice([2, 3, 4] if axes == "x" else [2]),
         microbatches=rng.choice([2, 3, 4, 5, 6]),
         layers=rng.choice([2, 3, 4]),
@@ -97,6 +97,14 @@ def draw_stacked(rng: random.Random) -> Draw:
         dtype=rng.choice(["float32", "float32", "float32", "bfloat16"]),
         shift=rng.choice(["roll", "roll", "where"]),
         travels=rng.choice(["", "", "", "mask", "segments"]),
+    )
+    return of_stages(d, rng)
+
+
+def of_stages(d: Draw, rng: random.Random) -> Draw:
+    stage = rng.choice(["scan", "scan", "scan", "unrolled", "unrolled", "two", "behind", "before"])
+    return replace(
+        d, stage=stage, layers=1 if stage == "unrolled" and rng.random() < 0.5 else d.layers
     )
 
 
@@ -134,10 +142,7 @@ def draw(rng: random.Random) -> Draw:
     d = replace(d, accuracy=rng.random() < 0.3)
     d = replace(d, travels="labels") if not d.shared and rng.random() < 0.2 else d
     d = replace(d, again="products") if d.again == "stage" and rng.random() < 0.4 else d
-    stage = rng.choice(["scan", "scan", "scan", "unrolled", "unrolled", "two", "behind", "before"])
-    return replace(
-        d, stage=stage, layers=1 if stage == "unrolled" and rng.random() < 0.5 else d.layers
-    )
+    return of_stages(d, rng)
 
 
 def layer(x: jax.Array, w: dict[str, jax.Array]) -> tuple[jax.Array, None]:
@@ -434,7 +439,7 @@ def stacked_outputs(
 ) -> jax.Array:
     """What the last stage gives, by microbatch, of a pipeline that is one array of all stages."""
     batch = "d" if "d" in d.axes else None
-    layers = jax.tree.map(lambda w: w.reshape(d.stages, d.layers, *w.shape[1:]), layers)
+    layers = jax.tree.map(lambda w: w.reshape(d.stages, -1, *w.shape[1:]), layers)
     stages = jnp.arange(d.stages)
     begun = wanted % 4 > 0 if d.travels == "mask" else wanted // 4
 
@@ -444,7 +449,11 @@ def stacked_outputs(
 
         one = jax.checkpoint(one) if d.again == "layer" else one
         own = jax.tree.map(lambda w: jnp.where(working, w, 0), own)
-        return lax.scan(one, jnp.where(working, x, 0), own)[0]
+        scale = own.pop("scale", None)
+        x = jnp.where(working, x, 0)
+        x = normed(x, scale[0]) if d.stage == "before" else x
+        y, _ = run_of(d, one, x, own)
+        return normed(y, scale[0]) if d.stage == "behind" else y
 
     if d.again == "stage":
         run = jax.checkpoint(run)

@@ -25,6 +25,10 @@ cdef class Executable(Handle):
         self.c.num_replicas, self.c.num_partitions, self.c.num_outputs = replicas, partitions, outputs
 
 
+# Seconds for which a caller looks whether what it has begun is computed, about what a sleeping thread takes to wake up.
+cdef double SOON = 50e-6
+
+
 cdef class LoadedExecutable(Handle):
     """A program ready to run on the local devices among its own; its subclass in Python has the details."""
 
@@ -37,6 +41,7 @@ cdef class LoadedExecutable(Handle):
     # What ``single`` takes, smoothed, and what is long: engines run in the thread that calls what they take for cheap.
     cdef double seconds
     cdef double long
+    cdef size_t missed, rests  # how often in a row, and for how many runs yet: see `is_soon_ready`
     cdef object engine
     cdef list output_types
     cdef list output_memories
@@ -46,6 +51,7 @@ cdef class LoadedExecutable(Handle):
     cdef size_t num_parameters
     cdef bint has_callbacks
     cdef bint jax_arrays  # the engine's arrays are jaxlib's
+    cdef bint on_host  # the engine computes in the host's memory
     cdef bint whole  # its runs end as a whole
     cdef bint cannot_fail  # its `single`, given arrays that are computed
     cdef bint alike  # what ``run`` gives a device
@@ -82,6 +88,8 @@ cdef class LoadedExecutable(Handle):
         for i in donated:
             self.donates[i] = True
         self.jax_arrays = getattr(engine, "jax_arrays", False)
+        self.on_host = getattr(engine, "host_memory", False)
+        self.missed = self.rests = 0
         self.cannot_fail = cannot_fail
         self.whole = self.jax_arrays or getattr(engine, "ends_as_one", False)
         self.alike = ends_as_one and self.whole
@@ -276,9 +284,7 @@ cdef class LoadedExecutable(Handle):
         all if it can have no error then."""
         cdef Event event
         cdef object array = buffer.array
-        # Methods of jaxlib's arrays are called without the engine's functions around them, which in a call of
-        # a small program take as long as they do.
-        if over or (is_ready(array) if self.jax_arrays else self.engine.is_ready(array)):
+        if over or self.is_soon_ready(array):
             try:
                 if not has_no_error and not (self.jax_arrays and is_without_error(array)):
                     self.engine.block(array)
@@ -293,6 +299,34 @@ cdef class LoadedExecutable(Handle):
             Py_INCREF(event)
             return event.pointer
         return event.hand_out()
+
+    cdef bint is_array_ready(self, array) except -1:
+        # Methods of jaxlib's arrays are called without the engine's functions around them, which in a call of
+        # a small program take as long as they do.
+        return is_ready(array) if self.jax_arrays else self.engine.is_ready(array)
+
+    cdef bint is_soon_ready(self, array) except -1:
+        """Whether an array is computed, after a moment in which an engine's threads may compute it on this host. Who
+        asks later goes through three threads. Where a run was not over in a moment, the next is looked at so only
+        after twice as many runs as the last time."""
+        cdef double until
+        if self.is_array_ready(array):
+            return True
+        if not self.on_host:
+            return False
+        if self.rests:
+            self.rests -= 1
+            return False
+        until = monotonic() + SOON
+        for _ in range(2000):  # there are systems without that clock
+            if self.is_array_ready(array):
+                self.missed = 0
+                return True
+            if monotonic() >= until:
+                break
+        self.rests = <size_t>1 << self.missed
+        self.missed = min(self.missed + 1, 10)
+        return False
 
     cdef list cheapest_first(self, list made):
         """What a run gave, the smallest first: who waits asks it before the others, of which a step that trains

@@ -9,6 +9,8 @@ import pytest
 from support import scripts
 
 ENGINES = """
+import threading
+
 from stretto.runtime.engines.xla_cpu import XlaCpuEngine
 
 
@@ -35,6 +37,16 @@ class Copying:  # not a `CopyingEngine`, which XlaCpuEngine is
         if type.shape == (1000,):
             print(host.ctypes.data, flush=True)
         return self._engine.put(host.copy(), type, ordinal)
+
+
+class Late(XlaCpuEngine):
+    jax_arrays = False  # so that it is asked
+    host_memory = "{given}" == "True"
+    asked, ready = 0, lambda asked: False
+
+    def is_ready(self, array):
+        Late.asked += threading.current_thread() is threading.main_thread()
+        return Late.ready(Late.asked)
 
 
 class LoweredAsCuda(XlaCpuEngine):
@@ -66,7 +78,8 @@ def run(
     )
     (metadata / "entry_points.txt").write_text(
         "[stretto.engines]\napart = engines_of_others:Apart\ncopying = engines_of_others:Copying\n"
-        "as-cuda = engines_of_others:LoweredAsCuda\nmiscounting = engines_of_others:Miscounting\n"
+        "late = engines_of_others:Late\nas-cuda = engines_of_others:LoweredAsCuda\n"
+        "miscounting = engines_of_others:Miscounting\n"
     )
     brought = {"PYTHONPATH": str(folder), "STRETTO_ENGINE": engine, **settings}
     return scripts.run(script, "stretto,cpu", 2, **brought)
@@ -170,3 +183,35 @@ def test_programs_are_lowered_as_the_engine_says(tmp_path: Path) -> None:
         """,
     )
     assert done.stdout.split() == ["True"] * 3, done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("on_host", [True, False])
+def test_what_is_computed_in_a_moment_is_awaited_by_the_call(tmp_path: Path, on_host: bool) -> None:
+    done = run(
+        tmp_path,
+        "late",
+        """
+        import jax, numpy as np
+        from engines_of_others import Late
+
+        x = jax.device_put(np.ones(4, np.float32))
+        f = jax.jit(lambda x: x + 1)
+        kept = [f(x)]  # which is not computed in a moment
+        begun = []
+        for run in range(40):
+            begun.append(Late.asked)
+            if run == 20:
+                Late.ready = lambda asked: asked - begun[-1] > 2
+            kept.append(f(x))
+        begun.append(Late.asked)
+        # By the call, and by jaxlib's question that follows, if need be.
+        print([run for run in range(40) if begun[run + 1] - begun[run] > 2])
+        Late.ready = lambda asked: True
+        assert all((np.asarray(k) == 2).all() for k in kept)
+        """,
+        str(on_host),
+    )
+    assert done.returncode == 0, done.stderr
+    # One run is left out, then two, four, eight, sixteen. Once one is there in time none is.
+    looked_for = [1, 4, 9, 18, *range(35, 40)] if on_host else []
+    assert done.stdout == f"{looked_for}\n"

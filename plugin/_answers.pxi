@@ -21,6 +21,11 @@ if answers_lock == NULL or bell == NULL:
     raise MemoryError
 PyThread_acquire_lock(bell, WAIT_LOCK)
 
+# By number of an executable, whether somebody has asked for the event of what its last run gave. A hint: several have one
+# number.
+cdef bint[256] waited
+memset(waited, 0, sizeof(waited))
+
 cdef question_t* first_question = NULL
 cdef question_t* last_question = NULL
 cdef bint answering = False  # somebody answers

@@ -46,6 +46,7 @@ cdef struct buffer_t:
     bint ready  # known to be computed, without error
     int questions  # that wait for an answer (`ask`)
     bint released  # destroyed by jaxlib meanwhile
+    unsigned char made_by  # number of the executable (`waited`)
 
 
 cdef tuple weakly(list things):
@@ -589,6 +590,7 @@ cdef void* buffer_is_deleted(void* a) noexcept nogil:
 cdef void* buffer_ready_event(void* a) noexcept nogil:
     cdef PJRT_Buffer_ReadyEvent_Args* args = <PJRT_Buffer_ReadyEvent_Args*>a
     cdef buffer_t* buffer = <buffer_t*>args.buffer
+    waited[buffer.made_by] = True
     if gone() or (buffer.ready and not buffer.deleted):
         args.event = &always_ready
         return NULL

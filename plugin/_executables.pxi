@@ -25,8 +25,9 @@ cdef class Executable(Handle):
         self.c.num_replicas, self.c.num_partitions, self.c.num_outputs = replicas, partitions, outputs
 
 
-# Seconds for which a caller looks whether what it has begun is computed, about what a sleeping thread takes to wake up.
-cdef double SOON = 50e-6
+# Seconds for which a caller looks whether what it has begun is computed: what it takes to be told by other threads.
+cdef double SOON = 150e-6
+cdef size_t executables = 0  # that were made
 
 
 cdef class LoadedExecutable(Handle):
@@ -41,6 +42,7 @@ cdef class LoadedExecutable(Handle):
     # What ``single`` takes, smoothed, and what is long: engines run in the thread that calls what they take for cheap.
     cdef double seconds
     cdef double long
+    cdef unsigned char number  # in `waited`
     cdef size_t missed, rests  # how often in a row, and for how many runs yet: see `is_soon_ready`
     cdef object engine
     cdef list output_types
@@ -82,6 +84,7 @@ cdef class LoadedExecutable(Handle):
         ``copy(value)`` copies a value; ``donated`` are the parameters that a run consumes;
         ``output_memories`` has a list for each of ``devices``, the local ones in the order of the arguments.
         """
+        global executables
         self.run, self.copy, self.engine, self.num_parameters = run, copy, engine, num_parameters
         self.donated, self.devices, self.has_callbacks = donated, devices, has_callbacks
         self.donates = bytearray(num_parameters)
@@ -90,6 +93,8 @@ cdef class LoadedExecutable(Handle):
         self.jax_arrays = getattr(engine, "jax_arrays", False)
         self.on_host = getattr(engine, "host_memory", False)
         self.missed = self.rests = 0
+        executables += 1
+        self.number = executables & 255
         self.cannot_fail = cannot_fail
         self.whole = self.jax_arrays or getattr(engine, "ends_as_one", False)
         self.alike = ends_as_one and self.whole
@@ -306,13 +311,15 @@ cdef class LoadedExecutable(Handle):
         return is_ready(array) if self.jax_arrays else self.engine.is_ready(array)
 
     cdef bint is_soon_ready(self, array) except -1:
-        """Whether an array is computed, after a moment in which an engine's threads may compute it on this host. Who
-        asks later goes through three threads. Where a run was not over in a moment, the next is looked at so only
-        after twice as many runs as the last time."""
+        """Whether an array is computed, after a moment in which an engine's threads may compute it on this host: if what
+        the last run gave was waited for. Who asks later goes through three threads. Where a run was not over in a
+        moment, the next is looked at so only after twice as many runs as the last time."""
         cdef double until
+        cdef bint waits = waited[self.number]
+        waited[self.number] = False
         if self.is_array_ready(array):
             return True
-        if not self.on_host:
+        if not self.on_host or not waits:
             return False
         if self.rests:
             self.rests -= 1
@@ -325,7 +332,7 @@ cdef class LoadedExecutable(Handle):
             if monotonic() >= until:
                 break
         self.rests = <size_t>1 << self.missed
-        self.missed = min(self.missed + 1, 10)
+        self.missed = min(self.missed + 1, 6)
         return False
 
     cdef list cheapest_first(self, list made):
@@ -349,6 +356,7 @@ cdef class LoadedExecutable(Handle):
             <ArrayType>PyList_GET_ITEM(self.output_types, i),
             <Memory>PyList_GET_ITEM(memories, i),
         )
+        buffer.c.made_by = self.number
         Py_INCREF(buffer)
         return buffer.pointer
 

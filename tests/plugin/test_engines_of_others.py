@@ -196,22 +196,24 @@ def test_what_is_computed_in_a_moment_is_awaited_by_the_call(tmp_path: Path, on_
 
         x = jax.device_put(np.ones(4, np.float32))
         f = jax.jit(lambda x: x + 1)
-        kept = [f(x)]  # which is not computed in a moment
+        kept = [f(x).block_until_ready()]  # which is not computed in a moment
         begun = []
-        for run in range(40):
+        for run in range(50):
             begun.append(Late.asked)
             if run == 20:
                 Late.ready = lambda asked: asked - begun[-1] > 2
             kept.append(f(x))
+            if run < 40:
+                kept[-1].block_until_ready()
         begun.append(Late.asked)
         # By the call, and by jaxlib's question that follows, if need be.
-        print([run for run in range(40) if begun[run + 1] - begun[run] > 2])
+        print([run for run in range(50) if begun[run + 1] - begun[run] > 2])
         Late.ready = lambda asked: True
         assert all((np.asarray(k) == 2).all() for k in kept)
         """,
         str(on_host),
     )
     assert done.returncode == 0, done.stderr
-    # One run is left out, then two, four, eight, sixteen. Once one is there in time none is.
-    looked_for = [1, 4, 9, 18, *range(35, 40)] if on_host else []
+    # One run is left out, then two, four, eight, sixteen. Once one is there in time none is, while they are waited for.
+    looked_for = [0, 2, 5, 10, 19, *range(36, 41)] if on_host else []
     assert done.stdout == f"{looked_for}\n"

@@ -214,6 +214,6 @@ def test_what_is_computed_in_a_moment_is_awaited_by_the_call(tmp_path: Path, on_
         str(on_host),
     )
     assert done.returncode == 0, done.stderr
-    # One run is left out, then two, four, eight, sixteen. Once one is there in time none is, while they are waited for.
+    # One run is left out, then two, four, eight, sixteen; once one is there in time, none that is waited for.
     looked_for = [0, 2, 5, 10, 19, *range(36, 41)] if on_host else []
     assert done.stdout == f"{looked_for}\n"

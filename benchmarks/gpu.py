@@ -8,6 +8,7 @@ that of the matrices, of 64 MiB then; the fake computes smaller ones.
 - dispatch: `jit(x + 1)` of 8 floats, awaited, on one device, and how many times JAX's own that is.
 - calls: others of that kind beside JAX's, and a transformer's training step of 199 arrays where flax and
   optax are installed; microseconds of each.
+- arrays: 64 MiB to a GPU and from it, as `jax.device_put` and NumPy take them, beside JAX's; milliseconds.
 - copies: 64 MiB from a GPU and to it in one copy each, and as a collective through the host makes them: in
   its pieces, with an event behind each. Their rate by that of one copy.
 - all-reduce: of 64 MiB over RANKS (2) processes, which share a GPU where there are fewer; bytes of one
@@ -15,6 +16,9 @@ that of the matrices, of 64 MiB then; the fake computes smaller ones.
 - layers: products and an all-reduce of 64 MiB in each of 8, as many products as take as long as the
   all-reduce; what the scheduler gains by hiding one behind the other, by a table of costs that is calibrated
   before. The trace of a run with overlap comes into gpu-report/trace, for `stretto trace`.
+- gather: an all-gather of 64 MiB before a product of 8 times as many columns, whole and in parts.
+- step: of training over a pipeline of RANKS stages, 16 microbatches of SIDE / 2 x SIDE / 4, as it is written
+  and in each schedule: milliseconds, and GiB that a rank had in use at most.
 """
 
 from __future__ import annotations
@@ -40,6 +44,9 @@ LIMIT = 90  # seconds of a launch
 STAGED = {"STRETTO_NCCL": "0", "STRETTO_CUDA_MPI": "0"}
 # Ranks that share a GPU: NCCL allows that from 2.30 on, and takes few of its processors then.
 NCCL = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": "1", "NCCL_NVLS_ENABLE": "0"}
+
+# Of pipelines, with how many chunks of layers a stage.
+SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved_1f1b": 2, "zb_h1": 1}
 
 
 def median(function: Callable[[], Any], runs: int = 20) -> float:
@@ -245,6 +252,43 @@ def layers() -> str:
     return f"{median(lambda: run(x)) * 1e3:.2f} ms"
 
 
+def arrays() -> str:
+    """JSON, as that of `calls`."""
+    import jax
+    import numpy as np
+
+    host = np.ones((SIDE, SIDE), np.float32)
+    copy = jax.jit(lambda x: x + 0)
+    x, read = jax.device_put(host), []
+    for _ in range(10):
+        y = copy(x).block_until_ready()  # an array remembers what NumPy was given of it
+        began = time.perf_counter()
+        np.asarray(y)
+        read.append(time.perf_counter() - began)
+    found = {"to the GPU": median(lambda: jax.device_put(host)), "from it": statistics.median(read)}
+    return json.dumps({name: round(seconds * 1e3, 1) for name, seconds in found.items()})
+
+
+def gather() -> str:
+    import jax
+    from chunked_programs import build
+
+    mesh = jax.make_mesh((jax.device_count(),), ("x",))
+    run = build("gather", "step", 8 * SIDE, mesh, rows=SIDE, width=SIDE)
+    return f"{median(run) * 1e3:.2f} ms"
+
+
+def step() -> str:
+    import jax
+    from interleave_ranks import program
+
+    chunks, schedule = int(os.environ["CHUNKS"]), os.environ["SCHEDULE"]
+    run, _ = program(chunks, 16, 4, SIDE // 2, SIDE // 4, 0.0, True, schedule)
+    seconds = median(run, 5)
+    peak = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0)
+    return f"{seconds * 1e3:.1f} ms, {peak / 2**30:.2f} GiB"
+
+
 def calibrate() -> str:
     """Measure a table of costs, into the file that COSTS names."""
     from stretto import cli
@@ -253,7 +297,10 @@ def calibrate() -> str:
     return "done"
 
 
-WORK = {f.__name__: f for f in (dispatch, calls, copies, all_reduce, balance, calibrate, layers)}
+WORK = {
+    f.__name__: f
+    for f in (dispatch, calls, arrays, copies, all_reduce, balance, calibrate, layers, gather, step)
+}
 
 
 def row(name: str, what: str, ranks: int = 1, **variables: str) -> str:
@@ -297,14 +344,16 @@ def main() -> None:
     jax = number(row("dispatch, JAX's CUDA backend", "dispatch", JAX_PLATFORMS="cuda"))
     if ours and jax:
         print(f"{'dispatch, times that of JAX (3 at most)':44} {ours / jax:.2f}", flush=True)
-    each = [
-        row(f"calls, {whose}, us", "calls", **settings)
-        for whose, settings in (("stretto", stretto), ("JAX", {"JAX_PLATFORMS": "cuda"}))
-    ]
-    if all(each):
-        mine, theirs = map(json.loads, each)
-        for name in mine:
-            print(f"{f'{name}, times that of JAX':44} {mine[name] / theirs[name]:.2f}", flush=True)
+    for what, unit in (("calls", "us"), ("arrays", "ms")):
+        each = [
+            row(f"{what}, {whose}, {unit}", what, **settings)
+            for whose, settings in (("stretto", stretto), ("JAX", {"JAX_PLATFORMS": "cuda"}))
+        ]
+        if all(each):
+            mine, theirs = map(json.loads, each)
+            for name in mine:
+                times = mine[name] / theirs[name]
+                print(f"{f'{name}, times that of JAX':44} {times:.2f}", flush=True)
     row("copies of a GPU (80% at least)", "copies", **stretto)
     for way, chosen in (("through the host", STAGED), ("NCCL", NCCL)):
         row(f"all-reduce, {way}", "all_reduce", ranks, **stretto, **chosen)
@@ -324,6 +373,17 @@ def main() -> None:
             faster = number(bare) / hidden
             print(f"{f'layers, times as fast, {way} (1.6 at least)':44} {faster:.2f}", flush=True)
         row(f"layers, overlap, traced, {way}", "layers", ranks, **settings, STRETTO_TRACE=trace)
+        if way == "NCCL":
+            continue
+        whole = row(f"gather and product, {way}", "gather", ranks, **settings)
+        parts = number(
+            row(f"the same in parts, {way}", "gather", ranks, **settings, STRETTO_SPLIT="1")
+        )
+        if whole and parts:
+            print(f"{f'in parts, times as fast, {way}':44} {number(whole) / parts:.2f}", flush=True)
+        for schedule, chunks in SCHEDULES.items():
+            asked = {"SCHEDULE": schedule, "CHUNKS": str(chunks)}
+            row(f"step, {schedule}, {way}", "step", ranks, **settings, **asked)
 
 
 if __name__ == "__main__":

@@ -32,11 +32,11 @@ PROGRAMS = {
 }
 
 
-def table() -> dict[str, Any]:
-    """Costs of a device, and of every span that the meshes have."""
+def table(memory: float) -> dict[str, Any]:
+    """Costs of a device, with so many bytes of memory a second, and of every span that the meshes have."""
     spans = [(1, 8), (1, 4), (4, 2), (1, 2)]
     return {
-        "compute": {"flops_per_s": 32e12, "bytes_per_s": 134e9, "launch_s": 0.0},
+        "compute": {"flops_per_s": 32e12, "bytes_per_s": memory, "launch_s": 0.0},
         "links": [
             {"axis_stride": stride, "group_size": n, "latency_s": 12e-6, "bytes_per_s": 17e9}
             for stride, n in spans
@@ -91,10 +91,12 @@ def lowered(data: int, model: int, sequence: bool) -> Any:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("programs", nargs="*", choices=[*PROGRAMS, []], help="all of them if none")
-    programs = parser.parse_args().programs or list(PROGRAMS)
+    parser.add_argument("--memory", type=float, default=134.0, help="rate of memory, GB/s")
+    options = parser.parse_args()
+    programs = options.programs or list(PROGRAMS)
     with tempfile.TemporaryDirectory() as folder:
         costs = Path(folder) / "costs.json"
-        costs.write_text(json.dumps(table()))
+        costs.write_text(json.dumps(table(options.memory * 1e9)))
         os.environ |= {
             "JAX_PLATFORMS": "stretto",
             "STRETTO_LOCAL_DEVICES": str(DEVICES),

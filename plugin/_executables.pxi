@@ -43,7 +43,9 @@ cdef class LoadedExecutable(Handle):
     cdef double seconds
     cdef double long
     cdef unsigned char number  # in `waited`
-    cdef size_t missed, rests  # how often in a row, and for how many runs yet: see `is_soon_ready`
+    cdef size_t missed, rests  # how often in a row, and for how many calls yet: see `decide_to_look`
+    cdef bint looks
+    cdef double until
     cdef object engine
     cdef list output_types
     cdef list output_memories
@@ -189,6 +191,7 @@ cdef class LoadedExecutable(Handle):
         cdef bint over = False, computed = True
         if single is None:  # as in all programs that have no device here
             return False
+        self.decide_to_look()
         rows = []
         for d in range(args.num_devices):
             handles, row = (<void***>args.argument_lists)[d], PyList_New(args.num_args)
@@ -310,27 +313,35 @@ cdef class LoadedExecutable(Handle):
         # a small program take as long as they do.
         return is_ready(array) if self.jax_arrays else self.engine.is_ready(array)
 
-    cdef bint is_soon_ready(self, array) except -1:
-        """Whether an array is computed, after a moment in which an engine's threads may compute it on this host: if what
-        the last run gave was waited for. Who asks later goes through three threads. Where a run was not over in a
-        moment, the next is looked at so only after twice as many runs as the last time."""
-        cdef double until
-        cdef bint waits = waited[self.number]
+    cdef int decide_to_look(self) except -1:
+        """Whether this call looks for a moment whether what it has begun is computed (`is_soon_ready`): if what the last
+        one gave was waited for. Where one was not over in a moment, the next looks only after twice as many calls as
+        the last time."""
+        self.looks, self.until = False, 0.0
+        if self.on_host and waited[self.number]:
+            if self.rests:
+                self.rests -= 1
+            else:
+                self.looks = True
         waited[self.number] = False
+        return 0
+
+    cdef bint is_soon_ready(self, array) except -1:
+        """Whether an array is computed, after a moment in which an engine's threads may compute it, one for all devices
+        of a call. Who asks later goes through three threads."""
         if self.is_array_ready(array):
             return True
-        if not self.on_host or not waits:
+        if not self.looks:
             return False
-        if self.rests:
-            self.rests -= 1
-            return False
-        until = monotonic() + SOON
+        if self.until == 0.0:
+            self.until = monotonic() + SOON
         for _ in range(2000):  # there are systems without that clock
             if self.is_array_ready(array):
                 self.missed = 0
                 return True
-            if monotonic() >= until:
+            if monotonic() >= self.until:
                 break
+        self.looks = False
         self.rests = <size_t>1 << self.missed
         self.missed = min(self.missed + 1, 6)
         return False

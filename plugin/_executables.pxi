@@ -44,8 +44,8 @@ cdef class LoadedExecutable(Handle):
     cdef double long
     cdef unsigned char number  # in `waited`
     cdef size_t missed, rests  # how often in a row, and for how many calls yet: see `decide_to_look`
-    cdef bint looks
-    cdef double until
+    cdef bint looks  # whether this call does
+    cdef double until  # when it gives up; 0 while it has not begun
     cdef object engine
     cdef list output_types
     cdef list output_memories
@@ -335,11 +335,11 @@ cdef class LoadedExecutable(Handle):
             return False
         if self.until == 0.0:
             self.until = monotonic() + SOON
-        for _ in range(2000):  # there are systems without that clock
+        for n in range(2000):  # there are systems without that clock
             if self.is_array_ready(array):
                 self.missed = 0
                 return True
-            if monotonic() >= self.until:
+            if n % 8 == 7 and monotonic() >= self.until:
                 break
         self.looks = False
         self.rests = <size_t>1 << self.missed

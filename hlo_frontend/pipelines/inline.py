@@ -77,11 +77,12 @@ def masked_behind(module: Module, loop: str) -> Module:
     b = editor.replace(found[0])
     for bitcast in found:
         b.go_on_to(bitcast)
-        mask, *values = bitcast.operands[0].operands
+        select = bitcast.operands[0]
+        mask, *values = select.operands
         made = [
             b.broadcast(value.operands[0].proto, bitcast.shape)
             if value.opcode == "broadcast"
-            else b.reinterpret(value.proto, value.shape, bitcast.shape)
+            else b.reinterpret(value.proto, select.shape, bitcast.shape)
             for value in values
         ]
         b.stand_in(b.select(mask.operands[0].proto, *made))
@@ -93,6 +94,8 @@ def _transposes_masked(value: Instruction) -> bool:
     if value.opcode != "bitcast" or value.operands[0].opcode != "select" or keeps_order(value):
         return False
     select = value.operands[0]
+    if select.shape.element_type != value.shape.element_type:
+        return False
     numbers = [
         o.opcode == "broadcast" and not o.operands[0].shape.dimensions for o in select.operands
     ]

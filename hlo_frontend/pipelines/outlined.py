@@ -136,8 +136,8 @@ def _received(
     permute: Instruction,
     hands_on: Callable[[Instruction, Instruction], bool],
 ) -> list[Instruction]:
-    """What a permute gives, in the same iteration or in the next one. ``hands_on(value, source)``: whether
-    one is the other, or stands in its place."""
+    """What a permute gives, in the same iteration or in the next one. ``hands_on(value, operand)``: whether
+    a value is this one of its operands where it is no other one."""
     handed, used = {permute}, False
     for instruction in body.instructions:
         if instruction is not body.root:
@@ -151,8 +151,8 @@ def _received(
     return [permute, *reads] if used else reads
 
 
-def _may_hand_on(value: Instruction, source: Instruction) -> bool:
-    return moves(value) or (value.opcode in ("add", "select") and source in _data(value))
+def _may_hand_on(value: Instruction, _: Instruction) -> bool:
+    return moves(value) or value.opcode in ("add", "select")
 
 
 def _sent(body: Computation, permute: Instruction) -> Instruction:

@@ -13,12 +13,17 @@ import numpy as np
 import pytest
 from frontend_support import P, mesh
 from gpipe import inputs, weights
+from interpreter import Interpreter
 from jax import lax
 from jax.sharding import NamedSharding
 from random_steps import Found, WrittenStep, compiled
 from schedule_judges import equal, judge
 from training_steps import Draw
 
+from stretto.hlo_frontend.compile import compile_hlo
+from stretto.hlo_frontend.graph import Module
+from stretto.hlo_frontend.pipelines.inline import masked_behind
+from stretto.hlo_frontend.text import parse_hlo_text
 from stretto.pipelining import pipelined
 
 STAGES, MICROBATCHES = 2, 4
@@ -287,3 +292,60 @@ def test_chunks_need_a_loop_over_layers():
     module = step.in_schedule("interleaved_1f1b", interleave=2)
     assert "a stage is not a loop over its layers" in module.interleaved[0].why
     assert module.program == step.module.program
+
+
+TRANSPOSED = """HloModule transposed
+body {{
+  c = (s32[], f32[2,3]{{1,0}}, pred[], {result}{{1,0}}) parameter(0)
+  i = s32[] get-tuple-element(c), index=0
+  one = s32[] constant(1)
+  next = s32[] add(i, one)
+  x = f32[2,3]{{{of_x}}} get-tuple-element(c), index=1
+  works = pred[] get-tuple-element(c), index=2
+  mask = pred[2,3]{{0,1}} broadcast(works), dimensions={{}}
+  number = f32[] constant(7)
+  rest = f32[2,3]{{0,1}} broadcast(number), dimensions={{}}
+  masked = f32[2,3]{{0,1}} select(mask, x, rest)
+  turned = {result}{{1,0}} bitcast(masked)
+  ROOT r = (s32[], f32[2,3]{{1,0}}, pred[], {result}{{1,0}}) tuple(next, x, works, turned)
+}}
+condition {{
+  c = (s32[], f32[2,3]{{1,0}}, pred[], {result}{{1,0}}) parameter(0)
+  i = s32[] get-tuple-element(c), index=0
+  trips = s32[] constant(1)
+  ROOT less = pred[] compare(i, trips), direction=LT
+}}
+ENTRY e {{
+  x = f32[2,3]{{1,0}} parameter(0)
+  works = pred[] parameter(1)
+  zero = s32[] constant(0)
+  number = {element}[] constant(0)
+  empty = {result}{{1,0}} broadcast(number), dimensions={{}}
+  begin = (s32[], f32[2,3]{{1,0}}, pred[], {result}{{1,0}}) tuple(zero, x, works, empty)
+  loop = (s32[], f32[2,3]{{1,0}}, pred[], {result}{{1,0}}) while(begin), condition=condition, body=body
+  ROOT t = {result}{{1,0}} get-tuple-element(loop), index=3
+}}
+"""
+
+
+@pytest.mark.parametrize("works", [True, False])
+@pytest.mark.parametrize("of_x", ["0,1", "1,0"])
+def test_masks_are_put_behind_what_transposes_them(of_x, works):
+    module = transposed("f32", of_x)
+    moved = masked_behind(module, "loop")
+    assert moved is not module
+    x = np.arange(6, dtype=np.float32).reshape(2, 3)
+    for each in (module, moved):
+        program = compile_hlo(each.proto.SerializeToString(), 1, 1).program
+        ((found,),) = Interpreter(program).run([x], [np.array(works)])
+        np.testing.assert_array_equal(found, x.T if works else np.full((3, 2), 7))
+
+
+def test_masks_stay_before_a_bitcast_to_another_type():
+    module = transposed("s32", "0,1")
+    assert masked_behind(module, "loop") is module
+
+
+def transposed(element: str, of_x: str) -> Module:
+    text = TRANSPOSED.format(element=element, result=f"{element}[3,2]", of_x=of_x)
+    return Module.parse(parse_hlo_text(text))

@@ -102,6 +102,7 @@ def draw_stacked(rng: random.Random) -> Draw:
 
 
 def of_stages(d: Draw, rng: random.Random) -> Draw:
+    """The step, with stages of any kind."""
     stage = rng.choice(["scan", "scan", "scan", "unrolled", "unrolled", "two", "behind", "before"])
     return replace(
         d, stage=stage, layers=1 if stage == "unrolled" and rng.random() < 0.5 else d.layers

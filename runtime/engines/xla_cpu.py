@@ -7,7 +7,7 @@ import platform
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import cache
+from functools import cache, cached_property
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,9 @@ _registered: set[str] = set()
 _LARGE, _LARGE_LOOPS = 32768, 16384
 # And segments that have so many results: arrays of each device are made, and given up, one by one.
 _MANY = 32
+# Operations by XLA's estimate up to which it runs a program in the thread that starts it, of a client that
+# runs others in threads of its own.
+_CHEAP = 1000
 
 
 def create(num_devices: int) -> XlaCpuEngine:
@@ -211,6 +214,12 @@ class XlaCpuSideBySide(XlaCpuTogether):
         super().__init__(engine, segment, name, ordinals, code, host_callbacks)
         self._alone = cache(lambda: XlaSegment(engine, segment, name, host_callbacks))
         self._serializable = not engine.goes_side_by_side(segment)
+        self._calls_back = calls_back(segment.module)
+
+    @cached_property
+    def hands_over(self) -> bool:
+        """See `stretto.runtime.engines.engine.LoadedTogether`. Known of what calls back only."""
+        return self._calls_back and self.executable.cost_analysis().get("flops", 0.0) > 2 * _CHEAP
 
     def run(self, ordinal: int, inputs: list[Array]) -> list[Array]:
         return self._alone().run(ordinal, inputs)

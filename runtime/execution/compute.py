@@ -7,22 +7,27 @@ segment out (`Run.valid`): its outputs are then `Absent` arrays.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from functools import partial
-from time import perf_counter, thread_time
+from queue import SimpleQueue
+from time import perf_counter, sleep, thread_time
 from typing import Any
 
-from ..engines.engine import Column, LoadedTogether, counted
+from ..engines.engine import Column, Joined, LoadedTogether, counted
 from ..program import Run, Slot, calls_back
 from ..program.valid import left_out
 from ..recording.instrument import SegmentRun
 from .context import Context
 from .frame import Frame, Hosted, Operation, named
 from .segment_times import SegmentTimes
-from .side_by_side import among, or_error, side_by_side
+from .side_by_side import Heard, among, or_error, side_by_side, unless_heard
 
 # Seconds of a run in the thread that calls from which on devices run side by side: threads have to wake up.
 LONG = 50e-6
+# Seconds between two looks of a caller at a run that it waits for for a moment.
+LOOK = 20e-6
 
+Attempt = Callable[[Frame, float], Callable[[], None] | None]
 Land = Callable[[list[Any], Slot], list[Any]]
 
 
@@ -31,6 +36,11 @@ def ended(segment: LoadedTogether, columns: Sequence[Column]) -> Sequence[Column
     results, end = segment.run_together_with_end(columns)
     end.block_until_ready()
     return results
+
+
+def column_is_ready(column: Column, is_ready: Callable[[Any], bool]) -> bool:
+    """Whether a result is there on all devices; ``is_ready`` is the engine's."""
+    return column.is_ready() if isinstance(column, Joined) else all(map(is_ready, column))
 
 
 class Compute:
@@ -67,6 +77,60 @@ class Compute:
             some(frame, run)
 
         return issue_noting_ends
+
+    def attempt(self, instruction: Run) -> Attempt | None:
+        """`operation` for a thread that must not wait, of all devices of a program that calls back: see
+        `communication.Communication.attempt`. None where the engine may run a device in the thread that
+        calls, or somebody observes the run.
+        """
+        context, loaded = self.context, self.segments[instruction.segment]
+        called, is_observed = context.called_back, context.instrument or context.times
+        if called is None or is_observed or instruction.valid or not instruction.outputs:
+            return None
+        if not isinstance(loaded, LoadedTogether) or not getattr(loaded, "hands_over", False):
+            return None
+        inputs, outputs, donated = instruction.inputs, instruction.outputs, instruction.donated
+        what, land, is_ready = self._what(instruction), self.land, context.engine.is_ready
+
+        def attempt(frame: Frame, until: float) -> Callable[[], None] | None:
+            registers = frame.registers
+            columns = []
+            for slot in inputs:
+                register = registers[slot]
+                columns.append(land(registers, slot) if type(register) is Hosted else register)
+            heard: Heard = SimpleQueue()
+            with ExitStack() as listening:
+                listening.enter_context(called.listened(heard.put))
+                try:
+                    results, end = loaded.run_together_with_end(columns)
+                    for slot in donated:
+                        registers[slot] = None
+                    while not all(column_is_ready(column, is_ready) for column in results):
+                        if perf_counter() > until or not heard.empty():
+                            rest = partial(unless_heard, end.block_until_ready, heard)
+                            return partial(finish, frame, results, rest, listening.pop_all())
+                        sleep(LOOK)
+                except BaseException as error:
+                    raise named(error, what) from error
+                finish(frame, results, end.block_until_ready, listening)
+            return None
+
+        def finish(
+            frame: Frame,
+            results: Sequence[Column],
+            block: Callable[[], None],
+            listening: ExitStack,
+        ) -> None:
+            with listening:
+                try:
+                    block()
+                except BaseException as error:
+                    raise named(error, what) from error
+            # Nobody is given what others, whose functions wait for one that raised, may never compute.
+            for slot, result in zip(outputs, results, strict=True):
+                frame.registers[slot] = result
+
+        return attempt
 
     def _leaves_out(self, instruction: Run) -> Callable[[int], frozenset[int]] | None:
         """``f(iteration)``: positions of local devices that leave the run out; None if none ever does."""

@@ -91,6 +91,8 @@ class LoadedProgram:
         # Whether compiled code needs all devices at once. Functions that are called back keep some of their
         # threads, and may come together: programs that they run are walked, as ``compile_walked`` has them.
         self._together = len(local) > 1 and any(segment.sites for segment in program.segments)
+        # Whether a caller that begins it has the engine run all devices at once, and only waits for them.
+        self._at_once = self._together or (has_host_callbacks and len(local) > 1)
         self.compile_walked: Callable[[], LoadedProgram] | None = None
         self._walked: LoadedProgram | None = None
         self._walking = Lock()  # `_walked` is made once
@@ -429,7 +431,7 @@ class LoadedProgram:
         rest: Callable[[], None] | None = None
         error: BaseException | None = None
         run, done = dispatcher.next_run(), 0
-        until = perf_counter() + (MOMENT if self._together else PATIENCE)
+        until = perf_counter() + (MOMENT if self._at_once else PATIENCE)
         assert prompt is not None
         try:
             if self.negotiation is not None:
@@ -445,7 +447,7 @@ class LoadedProgram:
                 results = walker.results(frame)
         except BaseException as raised:
             error = raised
-        if self._together:  # where other processes are late, that says nothing of it
+        if self._at_once:  # where other processes are late, that says nothing of it
             self._backoff.ran(in_time=rest is None and perf_counter() < until)
         if error is None and rest is None:
             dispatcher.end_turn()

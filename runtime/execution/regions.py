@@ -18,8 +18,9 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
-from time import monotonic, perf_counter
+from time import monotonic, perf_counter, sleep
 from typing import Any, cast
 
 import numpy as np
@@ -50,7 +51,9 @@ from ..errors import StrettoError
 from ..job.progress import Raw
 from ..options import Options
 from ..program import CONTEXT, WHILE, Run, Slot, calls_back
+from .called_back import CalledBack
 from .communication import Attempt
+from .compute import LOOK, column_is_ready
 from .context import Context
 from .frame import Frame, Hosted, Operation, named
 
@@ -118,9 +121,11 @@ class Region:
             and WHILE not in segment.module
             and self.called is None
         )
-        # `attempt` can be used of several devices too, where they wait for nobody else and end by themselves.
-        together = not alone and not peers.owner and self.called is None
-        self.prompt = self._resumable or (together and segment.ends_soon)
+        # Whether devices may take long behind their last collective.
+        self._goes_on = self.called is not None or not segment.ends_soon
+        # `attempt` can be used of several devices too, where they wait for nobody else.
+        tells = bool(run.outputs) or not self._goes_on
+        self.prompt = self._resumable or (not alone and not peers.owner and tells)
         if self._resumable:
             self._run_alone = cast("LoadedAlone", self.loaded).run_alone
             (self.ordinal,) = context.ordinals
@@ -172,7 +177,7 @@ class Region:
             if self.called is None:
                 self._run(frame)
                 return
-            with self.called.listened(lambda error: self.table.abort(str(error))):
+            with self._turning_away(self.called):
                 self._run(frame)
 
         return run_region
@@ -204,12 +209,34 @@ class Region:
         self, land: Callable[[list[Any], Slot], list[Any]], frame: Frame, until: float
     ) -> Callable[[], None] | None:
         """`attempt` for several devices."""
-        self._begin_all(frame, land)
-        results = self._enqueue(frame)
-        if not self.table.wait(max(until - perf_counter(), 0.0)):
-            return partial(self._end, frame, results)
-        self._end(frame, results)
+        with ExitStack() as listening:
+            if self.called is not None:
+                listening.enter_context(self._turning_away(self.called))
+            self._begin_all(frame, land)
+            results = self._enqueue(frame)
+            in_time = self.table.wait(max(until - perf_counter(), 0.0))
+            if not in_time or (self._goes_on and not self._over(results, until)):
+                return partial(self._end_listening, frame, results, listening.pop_all())
+            self._end(frame, results)
+        frame.ends.clear()  # what is over has called everything
         return None
+
+    def _end_listening(self, frame: Frame, results: Sequence[Column], listening: ExitStack) -> None:
+        with listening:
+            self._end(frame, results)
+
+    def _over(self, results: Sequence[Column], until: float) -> bool:
+        """Whether the engine's run is over by the time ``until``."""
+        is_ready = self.context.engine.is_ready
+        while not all(column_is_ready(column, is_ready) for column in results):
+            if perf_counter() > until:
+                return False
+            sleep(LOOK)
+        return True
+
+    def _turning_away(self, called: CalledBack) -> AbstractContextManager[None]:
+        """Turn away devices that wait for one whose function has raised."""
+        return called.listened(lambda error: self.table.abort(str(error)))
 
     def run_here(self, arrays: list[Array], until: float) -> list[Array] | Rest:
         """Run the only device in the thread that calls, by the time ``until`` (of ``perf_counter``).

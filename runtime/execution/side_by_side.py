@@ -19,6 +19,8 @@ from .called_back import CalledBack
 from .stream import Completions, Event
 
 Result = TypeVar("Result")
+# Errors of functions that were called back, and what gives the result of a call once it has ended.
+Heard = SimpleQueue[Callable[[], Any] | StrettoError]
 
 # Seconds that a run gets to end once a function has raised, so that the engine says what failed.
 _MOMENT = 0.5
@@ -90,29 +92,34 @@ def or_error(call: Callable[[], Result], called: CalledBack) -> Result:
     """The result of ``call``, which runs several devices. Raises its error; or that of a function which the
     program calls back and which raised, if ``call`` does not end: the functions of others may wait for it.
     """
-    ended: SimpleQueue[Callable[[], Result] | StrettoError] = SimpleQueue()
+    heard: Heard = SimpleQueue()
+    with called.listened(heard.put):
+        return unless_heard(call, heard)
+
+
+def unless_heard(call: Callable[[], Result], heard: Heard) -> Result:
+    """`or_error` where somebody listens already, and puts what functions raised into ``heard``."""
 
     def run() -> None:
         try:
             result = call()
         except BaseException as error:
-            ended.put(partial(_raise, error))
+            heard.put(partial(_raise, error))
         else:
-            ended.put(lambda: result)
+            heard.put(lambda: result)
 
-    with called.listened(ended.put):
-        _threads.submit(run)
-        failure, until = None, math.inf
-        while True:
-            try:
-                first = ended.get(timeout=None if failure is None else max(until - monotonic(), 0))
-            except Empty:
-                assert failure is not None
-                raise failure from None
-            if not isinstance(first, StrettoError):
-                return first()
-            if failure is None:
-                failure, until = first, monotonic() + _MOMENT
+    _threads.submit(run)
+    failure, until = None, math.inf
+    while True:
+        try:
+            first = heard.get(timeout=None if failure is None else max(until - monotonic(), 0))
+        except Empty:
+            assert failure is not None
+            raise failure from None
+        if not isinstance(first, StrettoError):
+            return first()
+        if failure is None:
+            failure, until = first, monotonic() + _MOMENT
 
 
 def _raise(error: BaseException) -> Any:

@@ -195,10 +195,11 @@ class Walker:
 
     def _prompt(self, block: Block) -> list[Attempt] | None:
         """Attempts at the operations of a block that communicates, one by one as in ``operations``; None
-        if one of them may block for long, or if the program calls back and so has an end of its own.
+        if one of them may block for long. Of a program that calls back, and so has an end of its own: only
+        if its runs are of several devices, and call back.
         """
         if self.context.called_back is not None:
-            return None
+            return self._calling(block)
         communication, attempts = self._communication, []
         started: int | None = None  # the event of a start whose wait has yet to come
         communicates = False
@@ -223,6 +224,26 @@ class Walker:
                 case _:
                     return None
         return attempts if communicates else None
+
+    def _calling(self, block: Block) -> list[Attempt] | None:
+        """`_prompt` of a program that calls back."""
+        attempts: list[Attempt] = []
+        for instruction in block.instructions:
+            match instruction:
+                case Run():
+                    region = self._regions.get(id(instruction))
+                    if region is None:
+                        attempt = self._compute.attempt(instruction)
+                    else:
+                        attempt = region.attempt(self.land) if region.prompt else None
+                    if attempt is None:
+                        return None
+                    attempts.append(attempt)
+                case LogicalId() | Free():
+                    attempts.append(_at_once(self._translators[type(instruction)](instruction)))
+                case _:
+                    return None
+        return attempts
 
     def _run(self, run: Run) -> Operation:
         segment = self.program.segments[run.segment]

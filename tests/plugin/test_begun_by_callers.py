@@ -17,6 +17,7 @@ import pytest
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from stretto.runtime.engines.xla_cpu import XlaCpuTogether
 from stretto.runtime.execution import dispatch, loaded
 from stretto.runtime.execution.backoff import MOST, Backoff
 from stretto.runtime.execution.regions import Region
@@ -89,14 +90,143 @@ def test_what_takes_longer_is_begun_by_callers_ever_less_often(
     assert begun == [*chain(*later), "caller"]
 
 
-def test_a_loop_that_may_not_end_is_never_begun_by_the_caller(mesh: Mesh, begun: list[str]) -> None:
+def test_loops_are_begun_by_the_caller_whether_or_not_their_length_is_known(
+    mesh: Mesh, begun: list[str]
+) -> None:
     run = mapped(mesh, lambda x: lax.while_loop(lambda a: lax.pmax(a, "x")[0] < 50, step, x))
     short = mapped(mesh, lambda x: lax.fori_loop(0, 3, lambda _, a: step(a), x))
     want = by_hand(by_hand(by_hand(np.arange(2.0 * N))))
     for _ in range(2):
         np.testing.assert_allclose(short(placed(mesh)), want)
         jax.block_until_ready(run(placed(mesh) + 50))
-    assert begun == ["caller", "dispatch"] * 2
+    assert begun == ["caller"] * 4
+
+
+def waiting_for(opened: threading.Event, x: jax.Array) -> jax.Array:
+    """Twice ``x``, by a function that is called back and waits for the event."""
+
+    def double(a: np.ndarray) -> np.ndarray:
+        assert opened.wait(LONG)
+        return np.asarray(a) * 2
+
+    return jax.pure_callback(double, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+
+
+def test_a_caller_does_not_wait_for_what_goes_on_behind_the_last_collective(
+    mesh: Mesh, begun: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A loop that calls collectives and functions, and a function behind it that waits for the caller."""
+    monkeypatch.setattr(loaded, "MOMENT", 0.2)
+    opened = threading.Event()
+
+    def f(x: jax.Array) -> jax.Array:
+        def body(i: jax.Array, a: jax.Array) -> jax.Array:
+            a = jax.lax.cond(i > 3, lambda a: lax.psum(a, "x") * 0.25, lambda a: a, a)
+            return jax.lax.cond(i > 3, lambda a: waiting_for(opened, a), lambda a: a + 1, a)
+
+        return lax.fori_loop(0, 5, body, x)
+
+    given = mapped(mesh, f)(placed(mesh))
+    opened.set()
+    want = np.tile((np.arange(2.0 * N) + 4).reshape(N, 2).mean(0) * 2, N)
+    np.testing.assert_allclose(given, want)
+    assert begun == ["caller"]
+
+
+@pytest.fixture
+def called_in(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Who has the engine run a program that calls back on several devices, in order."""
+    monkeypatch.setattr(loaded, "MOMENT", LONG)
+    runs: list[str] = []
+    caller, enqueue = threading.get_ident(), XlaCpuTogether.run_together_with_end
+
+    def noted(self: XlaCpuTogether, *arguments: Any) -> Any:
+        runs.append("caller" if threading.get_ident() == caller else "other")
+        return enqueue(self, *arguments)
+
+    monkeypatch.setattr(XlaCpuTogether, "run_together_with_end", noted)
+    return runs
+
+
+MANY = 4096  # numbers of a device, so that XLA leaves what computes with them to threads of its own
+
+
+def numbers(mesh: Mesh, count: int = MANY) -> jax.Array:
+    host = np.arange(N * count, dtype=np.float32) / count
+    return jax.device_put(host, NamedSharding(mesh, SPEC))
+
+
+@pytest.mark.parametrize("donated", [(), (0,)])
+def test_programs_that_call_back_are_begun_by_the_caller(
+    mesh: Mesh, called_in: list[str], donated: tuple[int, ...]
+) -> None:
+    """The functions of the devices wait for each other."""
+    meeting, calls = threading.Barrier(N), []
+
+    def function(a: np.ndarray) -> np.ndarray:
+        meeting.wait(LONG)
+        calls.append(len(a))
+        return np.asarray(a) + 1
+
+    def f(x: jax.Array) -> jax.Array:
+        given = jax.pure_callback(function, jax.ShapeDtypeStruct(x.shape, x.dtype), x * 2)
+        return given - jnp.tanh(x) ** 2
+
+    run, x, want = mapped(mesh, f, donate_argnums=donated), numbers(mesh), np.asarray(numbers(mesh))
+    for _ in range(3):
+        given, x = x, run(x)
+        want = want * 2 + 1 - np.tanh(want) ** 2
+        assert given.is_deleted() == bool(donated)
+    np.testing.assert_allclose(x, want, rtol=1e-5)
+    assert called_in == ["caller"] * 3
+    assert calls == [MANY] * 3 * N
+
+
+def test_a_caller_does_not_wait_for_functions(
+    mesh: Mesh, called_in: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They wait for what it does then."""
+    monkeypatch.setattr(loaded, "MOMENT", 0.0)
+    opened = threading.Event()
+    given = mapped(mesh, lambda x: waiting_for(opened, x) + jnp.tanh(x))(numbers(mesh))
+    opened.set()
+    x = np.asarray(numbers(mesh))
+    np.testing.assert_allclose(given, x * 2 + np.tanh(x), rtol=1e-6)
+    assert called_in == ["caller"]
+
+
+def test_few_numbers_are_left_to_another_thread(mesh: Mesh, called_in: list[str]) -> None:
+    """XLA would compute with them in the thread that calls, which could not hear of errors."""
+    given = mapped(mesh, lambda x: jax.pure_callback(np.asarray, x, x) + 1)(numbers(mesh, 2))
+    np.testing.assert_allclose(given, np.asarray(numbers(mesh, 2)) + 1)
+    assert called_in == ["other"]
+
+
+@pytest.mark.parametrize("others_wait", [False, True])
+def test_an_error_of_a_function_is_told_whatever_the_others_do(
+    mesh: Mesh, called_in: list[str], others_wait: bool
+) -> None:
+    meeting = threading.Barrier(N)
+
+    def function(i: np.ndarray, a: np.ndarray) -> np.ndarray:
+        if i == 2:
+            raise ValueError("the third device cannot")
+        if others_wait:
+            meeting.wait(LONG)
+        return np.asarray(a)
+
+    def f(x: jax.Array) -> jax.Array:
+        kind = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        return jax.pure_callback(function, kind, lax.axis_index("x"), x * 2) + x
+
+    right = mapped(mesh, lambda x: jax.pure_callback(np.asarray, x, x) + jnp.tanh(x))
+    with pytest.raises(Exception, match="the third device cannot"):
+        jax.block_until_ready(mapped(mesh, f)(numbers(mesh)))
+    assert meeting.n_waiting == (N - 1 if others_wait else 0)
+    meeting.abort()
+    x = np.asarray(numbers(mesh))
+    np.testing.assert_allclose(right(numbers(mesh)), x + np.tanh(x), rtol=1e-6)
+    assert called_in == ["caller"] * 2
 
 
 def test_a_donated_argument_is_used_up(mesh: Mesh, begun: list[str]) -> None:

@@ -112,10 +112,10 @@ def waiting_for(opened: threading.Event, x: jax.Array) -> jax.Array:
     return jax.pure_callback(double, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
 
 
-def test_a_caller_does_not_wait_for_what_goes_on_behind_the_last_collective(
+def test_a_caller_does_not_wait_for_functions_in_a_loop_of_collectives(
     mesh: Mesh, begun: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A loop that calls collectives and functions, and a function behind it that waits for the caller."""
+    """They wait for what it does then."""
     monkeypatch.setattr(loaded, "MOMENT", 0.2)
     opened = threading.Event()
 
@@ -185,7 +185,6 @@ def test_programs_that_call_back_are_begun_by_the_caller(
 def test_a_caller_does_not_wait_for_functions(
     mesh: Mesh, called_in: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They wait for what it does then."""
     monkeypatch.setattr(loaded, "MOMENT", 0.0)
     opened = threading.Event()
     given = mapped(mesh, lambda x: waiting_for(opened, x) + jnp.tanh(x))(numbers(mesh))

@@ -191,7 +191,11 @@ Column = Sequence[Array] | Joined
 
 @runtime_checkable
 class LoadedTogether(Protocol):
-    """A segment compiled for several devices that run it at once."""
+    """A segment compiled for several devices that run it at once.
+
+    One that calls back may have ``hands_over``: whether `run_together` surely leaves all devices to threads
+    of the engine's, and so does not wait for what is called. Without it, that is not known.
+    """
 
     def run_together(self, columns: Sequence[Column]) -> Sequence[Column]:
         """Enqueue one run on all devices. ``columns[k][i]`` is parameter k of device i; gives results in the

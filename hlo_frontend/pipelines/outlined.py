@@ -27,7 +27,7 @@ from ..values import Node
 from .chains import Execution, Followed, Origins
 from .constants import behind
 from .emit import Editor, needed_by, slice_of
-from .inline import handed_on, inline, masked_behind, opened, past_barriers
+from .inline import GROUPED, handed_on, inline, masked_behind, opened, past_barriers
 from .one_layer import MOVES, Stage, after, moves
 from .recognize import follow
 from .sameness import INTEGERS
@@ -216,7 +216,12 @@ class _Body:
             if len(reads) == 1 and self._peeled(_sent(self.body, permute), moved, set(every)) in every
         ]  # fmt: skip
         self.behind = after(self.body, self.takes)  # what stages compute, or what is made of it
-        self.beside = after(self.body, [*self.takes, *self.hands])
+        taken = {*self.takes, *self.hands}
+        # What devices that run the same stage give each other of what is theirs, such as parts of weights.
+        shared = {
+            i for i in slice_of(self.gives, taken) if i.opcode in GROUPED and i not in self.behind
+        }
+        self.beside = after(self.body, [*taken, *shared]) | shared
         self.after = after(self.body, self.gives)
 
     def _peeled(

@@ -16,6 +16,7 @@ from typing import Any
 from ..collectives import CollectiveReader
 from ..graph import COLLECTIVES, LOGICAL_IDS, Instruction, Module, all_instructions
 from ..groups import replica_groups
+from ..schema import LiteralProto
 from ..shardings import parts
 
 MOVES = frozenset(
@@ -38,6 +39,7 @@ MOVES = frozenset(
     }
 )
 INTEGERS = frozenset({1, 2, 3, 4, 5, 6, 7, 8, 9})  # PrimitiveType: pred, s8 … u64
+_NUMBERS = frozenset({4, 5, 8, 9})  # s32, s64, u32, u64
 NEVER_SAME = COLLECTIVES | {
     "custom-call",
     "infeed",
@@ -101,6 +103,8 @@ class Sameness:
         opcode = instruction.opcode
         if opcode == "partition-id":
             return Class.BY_ID
+        if opcode == "dynamic-slice" and self._looks_up_alike(instruction):
+            return Class.SAME
         if opcode in ("all-gather", "all-reduce") and self._gives_all(instruction):
             return Class.SAME
         if opcode in NEVER_SAME or any(c.needs_runtime for c in instruction.called):
@@ -123,6 +127,21 @@ class Sameness:
         ):
             return Class.ANY
         return Class(found)
+
+    def _looks_up_alike(self, instruction: Instruction) -> bool:
+        """Whether it reads a number from a constant by the device's id, the same one on all devices of a
+        group: as XLA finds a device's place on an axis that is not the groups'."""
+        table, *starts = instruction.operands
+        if table.opcode != "constant" or len(starts) != 1 or table.shape.dimensions[0] < 2:
+            return False
+        if _undone(starts[0]).opcode != "partition-id" or instruction.shape.dimensions[0] != 1:
+            return False
+        fields = LiteralProto.FromString(table.proto.literal).ListFields()
+        values = [list(values) for field, values in fields if field.name != "shape"]
+        if [len(row) for row in values] != [table.shape.dimensions[0]]:
+            return False
+        (row,) = values
+        return all(len({row[min(d, len(row) - 1)] for d in group}) == 1 for group in self.groups)
 
     @staticmethod
     def is_function_of_id(instruction: Instruction) -> bool:
@@ -190,6 +209,15 @@ class Sameness:
         ):
             return Class.ANY
         return carried[position]
+
+
+def _undone(value: Instruction) -> Instruction:
+    """What a device's number is, in whatever shape and type that holds it."""
+    while (
+        value.opcode in ("bitcast", "convert", "reshape") and value.shape.element_type in _NUMBERS
+    ):
+        value = value.operands[0]
+    return value
 
 
 def draws(computation: Any) -> bool:

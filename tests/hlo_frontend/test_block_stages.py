@@ -1,0 +1,136 @@
+"""Pipelines whose stage is one block of a transformer, all stages one array, with further axes of a mesh, as
+1F1B and ZB-H1. Weights are divided and gathered in the loop, or rows or positions of microbatches are.
+
+Judged by the program as it is written, and that by JAX's CPU backend.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from frontend_support import P, mesh
+from interpreter import Interpreter
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+from random_steps import WrittenStep
+
+MICROBATCHES, ROWS, POSITIONS, WIDTH, WORDS = 5, 4, 6, 8, 12
+STAGES = P("x")
+MATRICES = {"q": 1, "k": 1, "v": 1, "o": 1, "up": 3, "down": 3}  # how many times as wide
+
+
+@dataclass(frozen=True)
+class Layout:
+    """``states``: of [stage, row, position, feature]; ``into`` and ``out``: of [stage, feature, feature], of
+    matrices that read what goes from stage to stage, and of those that add to it."""
+
+    stages: int
+    others: tuple[int, ...]
+    states: PartitionSpec
+    into: PartitionSpec = STAGES
+    out: PartitionSpec = STAGES
+    again: bool = False
+
+    def spec(self, name: str) -> PartitionSpec:
+        if name not in MATRICES:
+            return STAGES
+        return self.out if name in ("o", "down") else self.into
+
+
+LAYOUTS = {
+    "rows": Layout(2, (2,), P("x", "d")),
+    "weights": Layout(2, (2,), P("x", "d"), P("x", "d"), P("x", "d")),
+    "positions": Layout(2, (2,), P("x", None, "d"), again=True),
+    "positions and features": Layout(2, (2,), P("x", None, "d"), P("x", None, "d"), P("x", "d")),
+    "rows, weights and features": Layout(
+        2, (2, 2), P("x", "d"), P("x", "d", "y"), P("x", "y", "d"), again=True
+    ),
+}
+
+
+def normed(x: jax.Array, gain: jax.Array) -> jax.Array:
+    return x * lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-5) * (1 + gain)
+
+
+def block(weights: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+    h = normed(x, weights["first"])
+    q, k, v = (h @ weights[name] for name in "qkv")
+    scores = jnp.einsum("btd,bsd->bts", q, k) / np.sqrt(WIDTH)
+    earlier = jnp.tril(jnp.ones((POSITIONS, POSITIONS), bool))
+    attended = jax.nn.softmax(jnp.where(earlier, scores, -1e9)) @ v
+    x = x + attended @ weights["o"]
+    return x + jax.nn.gelu(normed(x, weights["second"]) @ weights["up"]) @ weights["down"]
+
+
+def written(layout: Layout) -> WrittenStep:
+    """The loss and its gradients."""
+    stages = layout.stages
+    over = mesh(stages, *layout.others, names="xdy"[: 1 + len(layout.others)])
+    rng = np.random.default_rng(0)
+
+    def drawn(*shape: int) -> np.ndarray:
+        return 0.3 * rng.standard_normal(shape).astype(np.float32)
+
+    blocks = {name: drawn(stages, WIDTH) for name in ("first", "second")}
+    for name, wide in MATRICES.items():
+        last = name == "down"
+        blocks[name] = drawn(stages, WIDTH * (wide if last else 1), WIDTH * (1 if last else wide))
+    words = rng.integers(0, WORDS, (2, MICROBATCHES, ROWS, POSITIONS), dtype=np.int32)
+    parameters = {"blocks": blocks, "embedding": drawn(WORDS, WIDTH), "head": drawn(WIDTH, WORDS)}
+    run = jax.checkpoint(block) if layout.again else block
+    on_stages = NamedSharding(over, layout.states)
+
+    def stage(weights: Any, x: jax.Array, works: jax.Array) -> jax.Array:
+        weights = jax.tree.map(lambda w: jnp.where(works, w, 0), weights)
+        return run(weights, jnp.where(works, x, 0))
+
+    def loss(parameters: Any, words: jax.Array) -> jax.Array:
+        given, wanted = words
+        xs, ids = parameters["embedding"][given], jnp.arange(stages)
+
+        def iteration(state: jax.Array, i: jax.Array) -> tuple[jax.Array, jax.Array]:
+            new = xs[jnp.clip(i, 0, MICROBATCHES - 1)]
+            state = jnp.roll(state, 1, axis=0).at[0].set(new)
+            works = (i >= ids) & (i - ids < MICROBATCHES)
+            state = lax.with_sharding_constraint(state, on_stages)
+            state = jax.vmap(stage)(parameters["blocks"], state, works)
+            return lax.with_sharding_constraint(state, on_stages), state[-1]
+
+        begin = jnp.zeros((stages, ROWS, POSITIONS, WIDTH))
+        _, ys = lax.scan(iteration, begin, jnp.arange(MICROBATCHES + stages - 1))
+        scores = jax.nn.log_softmax(ys[stages - 1 :] @ parameters["head"])
+        return -jnp.take_along_axis(scores, wanted[..., None], -1).mean()
+
+    specs = jax.tree.map(lambda _: P(), parameters)
+    specs["blocks"] = {name: layout.spec(name) for name in blocks}
+    placed = jax.tree.map(lambda s: NamedSharding(over, s), specs)
+    step = jax.jit(
+        jax.value_and_grad(loss),
+        in_shardings=(placed, NamedSharding(over, P())),
+        out_shardings=(NamedSharding(over, P()), placed),
+    )
+    return WrittenStep(step, (parameters, words), [*jax.tree.leaves(specs), P()], over)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[pytest.mark.thorough] * (n != "weights")) for n in LAYOUTS],
+)
+def test_a_block_is_a_stage(name: str) -> None:
+    layout = LAYOUTS[name]
+    step = written(layout)
+    for schedule in ("1f1b", "zb_h1"):
+        found = step.compare(schedule)
+        assert found.whys == ()
+        assert found.verdict != "differs"
+        (report,) = found.module.interleaved
+        assert report.rows == min(layout.stages, MICROBATCHES)
+        ran = Interpreter(found.module.program, skipped=np.nan).run(*step.given)
+        for result, expected in zip(ran, step.written, strict=True):
+            np.testing.assert_allclose(result, expected, rtol=2e-4, atol=2e-6)
+    step.check_written()

@@ -216,12 +216,12 @@ class _Body:
             if len(reads) == 1 and self._peeled(_sent(self.body, permute), moved, set(every)) in every
         ]  # fmt: skip
         self.behind = after(self.body, self.takes)  # what stages compute, or what is made of it
-        taken = {*self.takes, *self.hands}
+        begins = {*self.takes, *self.hands}
         # What devices that run the same stage give each other of what is theirs, such as parts of weights.
         shared = {
-            i for i in slice_of(self.gives, taken) if i.opcode in GROUPED and i not in self.behind
+            i for i in slice_of(self.gives, begins) if i.opcode in GROUPED and i not in self.behind
         }
-        self.beside = after(self.body, [*taken, *shared]) | shared
+        self.beside = after(self.body, [*begins, *shared]) | shared
         self.after = after(self.body, self.gives)
 
     def _peeled(

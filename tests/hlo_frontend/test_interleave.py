@@ -25,6 +25,7 @@ from pipelines import circular
 import stretto.lax
 from stretto.commands.explain import explain, to_text
 from stretto.commands.hlo_input import compile_file
+from stretto.hlo_frontend.collectives import CollectiveReader
 from stretto.hlo_frontend.compile import CompiledModule, CompileSpec, compile_hlo, compile_stablehlo
 from stretto.hlo_frontend.graph import Module
 from stretto.hlo_frontend.passes.valid import ValidPolicy
@@ -560,6 +561,35 @@ def test_which_devices_hold_the_same_is_known_from_shardings(spec, along_x, alon
     for axis, expected in (("x", along_x), ("d", along_d)):
         found = Sameness(module, both[axis]).of(first)
         assert (found is Class.SAME) == expected
+
+
+@pytest.mark.parametrize(
+    ("table", "number", "replicas", "same"),
+    [
+        ("{0, 4, 0, 4}", "id", 1, True),  # the place on an axis within the groups
+        ("{0, 0, 4, 4}", "id", 1, False),
+        ("{4, 7, 4}", "id", 1, False),  # device 3 reads the last one
+        ("{4, 4, 4}", "id", 1, True),
+        ("{0, 4, 0, 4}", "s32[] convert(id)", 1, True),
+        ("{0, 4, 0, 4}", "u32[] add(id, id)", 1, False),  # is not known to be alike
+        ("{0, 4, 0, 4}", "id", 2, False),  # devices of two replicas have the same id
+    ],
+)
+def test_what_a_device_looks_up_may_be_the_same_on_all_stages(table, number, replicas, same):
+    """Stages are devices 0 and 2, 1 and 3, as on a mesh of 2 by 2."""
+    length = table.count(",") + 1
+    at = "id" if number == "id" else "at"
+    line = "" if number == "id" else f"at = {number}"
+    text = f"""HloModule m
+        ENTRY e {{
+          id = u32[] partition-id()
+          {line}
+          table = s32[{length}] constant({table})
+          ROOT row = s32[1] dynamic-slice(table, {at}), dynamic_slice_sizes={{1}}
+        }}"""
+    module = Module.parse(_hlo.hlo_module_from_text(text).as_serialized_hlo_module_proto())
+    found = Sameness(module, [(0, 2), (1, 3)], CollectiveReader(replicas, 4 // replicas))
+    assert (found.of(module.entry.root) is Class.SAME) == same
 
 
 def test_a_sharding_with_something_new_in_it_is_not_trusted():

@@ -131,9 +131,8 @@ class Sameness:
     def _looks_up_alike(self, instruction: Instruction) -> bool:
         """Whether it reads a number from a constant by the device's id, the same one on all devices of a
         group: as XLA finds a device's place on an axis that is not the groups'."""
-        if (
-            self.reader is None or self.reader.num_replicas > 1
-        ):  # other devices may have the same id
+        # Devices of several replicas may have the same id.
+        if self.reader is None or self.reader.num_replicas > 1:
             return False
         table, *starts = instruction.operands
         if table.opcode != "constant" or len(starts) != 1 or table.shape.dimensions[0] < 2:

@@ -214,12 +214,11 @@ class XlaCpuSideBySide(XlaCpuTogether):
         super().__init__(engine, segment, name, ordinals, code, host_callbacks)
         self._alone = cache(lambda: XlaSegment(engine, segment, name, host_callbacks))
         self._serializable = not engine.goes_side_by_side(segment)
-        self._calls_back = calls_back(segment.module)
 
     @cached_property
     def hands_over(self) -> bool:
-        """See `stretto.runtime.engines.engine.LoadedTogether`. Known of what calls back only."""
-        return self._calls_back and self.executable.cost_analysis().get("flops", 0.0) > 2 * _CHEAP
+        """See `stretto.runtime.engines.engine.LoadedTogether`."""
+        return self.executable.cost_analysis().get("flops", 0.0) > 2 * _CHEAP
 
     def run(self, ordinal: int, inputs: list[Array]) -> list[Array]:
         return self._alone().run(ordinal, inputs)

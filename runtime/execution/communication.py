@@ -34,7 +34,7 @@ from .ahead import AheadOfTurn
 from .by_mpi import ByMpi
 from .call import Call, describe
 from .context import Context
-from .frame import Frame, Hosted, Operation, named
+from .frame import Attempt, Frame, Hosted, Operation, named
 from .on_gpus import OnGpus
 from .staged import Staged, can_be_staged
 from .stream import Task
@@ -47,10 +47,6 @@ _log = logging.getLogger("stretto")
 def _warn_once(problem: str, by_mpi: bool) -> None:
     what, rest = ("reductions", ", and MPI moves the rest") if by_mpi else ("collectives", "")
     _log.warning("%s go through the host's memory%s, not over NCCL: %s", what, rest, problem)
-
-
-# A collective, as far as a thread that must not block can run it: see `Communication.attempt`.
-Attempt = Callable[[Frame, float], Callable[[], None] | None]
 
 
 class Communication:

@@ -7,7 +7,7 @@ segment out (`Run.valid`): its outputs are then `Absent` arrays.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from queue import SimpleQueue
 from time import perf_counter, sleep, thread_time
@@ -18,7 +18,7 @@ from ..program import Run, Slot, calls_back
 from ..program.valid import left_out
 from ..recording.instrument import SegmentRun
 from .context import Context
-from .frame import Frame, Hosted, Operation, named
+from .frame import Attempt, Frame, Hosted, Operation, named
 from .segment_times import SegmentTimes
 from .side_by_side import Heard, among, or_error, side_by_side, unless_heard
 
@@ -27,7 +27,6 @@ LONG = 50e-6
 # Seconds between two looks of a caller at a run that it waits for for a moment.
 LOOK = 20e-6
 
-Attempt = Callable[[Frame, float], Callable[[], None] | None]
 Land = Callable[[list[Any], Slot], list[Any]]
 
 
@@ -38,9 +37,29 @@ def ended(segment: LoadedTogether, columns: Sequence[Column]) -> Sequence[Column
     return results
 
 
-def column_is_ready(column: Column, is_ready: Callable[[Any], bool]) -> bool:
-    """Whether a result is there on all devices; ``is_ready`` is the engine's."""
-    return column.is_ready() if isinstance(column, Joined) else all(map(is_ready, column))
+def over_in_time(
+    results: Sequence[Column],
+    is_ready: Callable[[Any], bool],
+    until: float,
+    gives_up: Callable[[], bool] = lambda: False,
+) -> bool:
+    """Wait until all results are there on all devices, until a time of ``perf_counter`` at most, or until
+    ``gives_up()``. Whether they are. ``is_ready`` is the engine's."""
+
+    def is_there(column: Column) -> bool:
+        return column.is_ready() if isinstance(column, Joined) else all(map(is_ready, column))
+
+    while not all(map(is_there, results)):
+        if perf_counter() > until or gives_up():
+            return False
+        sleep(LOOK)
+    return True
+
+
+def within(context: AbstractContextManager[Any], call: Callable[[], None]) -> None:
+    """Make a call in a context."""
+    with context:
+        call()
 
 
 class Compute:
@@ -87,6 +106,8 @@ class Compute:
         called, is_observed = context.called_back, context.instrument or context.times
         if called is None or is_observed or instruction.valid or not instruction.outputs:
             return None
+        if not calls_back(self.program.segments[instruction.segment].module):
+            return None
         if not isinstance(loaded, LoadedTogether) or not getattr(loaded, "hands_over", False):
             return None
         inputs, outputs, donated = instruction.inputs, instruction.outputs, instruction.donated
@@ -105,27 +126,22 @@ class Compute:
                     results, end = loaded.run_together_with_end(columns)
                     for slot in donated:
                         registers[slot] = None
-                    while not all(column_is_ready(column, is_ready) for column in results):
-                        if perf_counter() > until or not heard.empty():
-                            rest = partial(unless_heard, end.block_until_ready, heard)
-                            return partial(finish, frame, results, rest, listening.pop_all())
-                        sleep(LOOK)
+                    in_time = over_in_time(results, is_ready, until, lambda: not heard.empty())
                 except BaseException as error:
                     raise named(error, what) from error
-                finish(frame, results, end.block_until_ready, listening)
+                if not in_time:
+                    late = partial(unless_heard, end.block_until_ready, heard)
+                    return partial(
+                        within, listening.pop_all(), partial(finish, frame, results, late)
+                    )
+                finish(frame, results, end.block_until_ready)
             return None
 
-        def finish(
-            frame: Frame,
-            results: Sequence[Column],
-            block: Callable[[], None],
-            listening: ExitStack,
-        ) -> None:
-            with listening:
-                try:
-                    block()
-                except BaseException as error:
-                    raise named(error, what) from error
+        def finish(frame: Frame, results: Sequence[Column], block: Callable[[], None]) -> None:
+            try:
+                block()
+            except BaseException as error:
+                raise named(error, what) from error
             # Nobody is given what others, whose functions wait for one that raised, may never compute.
             for slot, result in zip(outputs, results, strict=True):
                 frame.registers[slot] = result

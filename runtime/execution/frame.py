@@ -19,6 +19,8 @@ from .called_back import without_our_frames
 from .stream import Event
 
 Operation = Callable[["Frame"], None]
+# An operation as far as a thread that must not block can run it: see `communication.Communication.attempt`.
+Attempt = Callable[["Frame", float], Callable[[], None] | None]
 
 
 class Hosted(list):

@@ -18,9 +18,9 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
-from time import monotonic, perf_counter, sleep
+from time import monotonic, perf_counter
 from typing import Any, cast
 
 import numpy as np
@@ -51,11 +51,9 @@ from ..errors import StrettoError
 from ..job.progress import Raw
 from ..options import Options
 from ..program import CONTEXT, WHILE, Run, Slot, calls_back
-from .called_back import CalledBack
-from .communication import Attempt
-from .compute import LOOK, column_is_ready
+from .compute import over_in_time, within
 from .context import Context
-from .frame import Frame, Hosted, Operation, named
+from .frame import Attempt, Frame, Hosted, Operation, named
 
 # Seconds between two looks at devices that may have failed.
 _LOOK = 0.05
@@ -174,10 +172,7 @@ class Region:
         def run_region(frame: Frame) -> None:
             assert len(frame.active) == everyone
             self._begin_all(frame, land)
-            if self.called is None:
-                self._run(frame)
-                return
-            with self._turning_away(self.called):
+            with self._turning_away():
                 self._run(frame)
 
         return run_region
@@ -209,34 +204,23 @@ class Region:
         self, land: Callable[[list[Any], Slot], list[Any]], frame: Frame, until: float
     ) -> Callable[[], None] | None:
         """`attempt` for several devices."""
+        is_ready = self.context.engine.is_ready
         with ExitStack() as listening:
-            if self.called is not None:
-                listening.enter_context(self._turning_away(self.called))
+            listening.enter_context(self._turning_away())
             self._begin_all(frame, land)
             results = self._enqueue(frame)
             in_time = self.table.wait(max(until - perf_counter(), 0.0))
-            if not in_time or (self._goes_on and not self._over(results, until)):
-                return partial(self._end_listening, frame, results, listening.pop_all())
+            if not in_time or (self._goes_on and not over_in_time(results, is_ready, until)):
+                return partial(within, listening.pop_all(), partial(self._end, frame, results))
             self._end(frame, results)
         frame.ends.clear()  # what is over has called everything
         return None
 
-    def _end_listening(self, frame: Frame, results: Sequence[Column], listening: ExitStack) -> None:
-        with listening:
-            self._end(frame, results)
-
-    def _over(self, results: Sequence[Column], until: float) -> bool:
-        """Whether the engine's run is over by the time ``until``."""
-        is_ready = self.context.engine.is_ready
-        while not all(column_is_ready(column, is_ready) for column in results):
-            if perf_counter() > until:
-                return False
-            sleep(LOOK)
-        return True
-
-    def _turning_away(self, called: CalledBack) -> AbstractContextManager[None]:
+    def _turning_away(self) -> AbstractContextManager[None]:
         """Turn away devices that wait for one whose function has raised."""
-        return called.listened(lambda error: self.table.abort(str(error)))
+        if self.called is None:
+            return nullcontext()
+        return self.called.listened(lambda error: self.table.abort(str(error)))
 
     def run_here(self, arrays: list[Array], until: float) -> list[Array] | Rest:
         """Run the only device in the thread that calls, by the time ``until`` (of ``perf_counter``).

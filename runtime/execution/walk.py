@@ -30,10 +30,10 @@ from ..program import (
 )
 from ..program.memory_plan import shared_results
 from ..recording.instrument import Instrument
-from .communication import Attempt, Communication
+from .communication import Communication
 from .compute import Compute
 from .context import Context
-from .frame import Frame, Hosted, Operation, named
+from .frame import Attempt, Frame, Hosted, Operation, named
 from .regions import Region
 from .segment_times import SegmentTimes
 
@@ -194,21 +194,22 @@ class Walker:
         return found
 
     def _prompt(self, block: Block) -> list[Attempt] | None:
-        """Attempts at the operations of a block that communicates, one by one as in ``operations``; None
-        if one of them may block for long. Of a program that calls back, and so has an end of its own: only
-        if its runs are of several devices, and call back.
+        """Attempts at the operations of a block that has something to wait for, one by one as in
+        ``operations``; None if one of them may block for long. A program that calls back has an end of its
+        own: only if all of its runs are attempts, each of which is over with what it has called.
         """
-        if self.context.called_back is not None:
-            return self._calling(block)
         communication, attempts = self._communication, []
+        calls = self.context.called_back is not None
         started: int | None = None  # the event of a start whose wait has yet to come
-        communicates = False
+        waits = False
         for instruction in self._awaited_at_once(block.instructions):
             match instruction:
-                case Start() if started is None and communication.is_prompt(instruction):
+                case Start() if (
+                    not calls and started is None and communication.is_prompt(instruction)
+                ):
                     attempts.append(communication.attempt(instruction))
                     started = instruction.event
-                    communicates = True
+                    waits = True
                 case Wait() if started == instruction.event:
                     started = None
                 case Free():
@@ -218,32 +219,18 @@ class Walker:
                     if started is not None or not region.prompt:
                         return None
                     attempts.append(region.attempt(self.land))
-                    communicates = True
+                    waits = True
+                case Run() if calls:
+                    attempt = self._compute.attempt(instruction)
+                    if attempt is None:
+                        return None
+                    attempts.append(attempt)
+                    waits = True
                 case Run() | Copy() | LogicalId() if started is None:
                     attempts.append(_at_once(self._translators[type(instruction)](instruction)))
                 case _:
                     return None
-        return attempts if communicates else None
-
-    def _calling(self, block: Block) -> list[Attempt] | None:
-        """`_prompt` of a program that calls back."""
-        attempts: list[Attempt] = []
-        for instruction in block.instructions:
-            match instruction:
-                case Run():
-                    region = self._regions.get(id(instruction))
-                    if region is None:
-                        attempt = self._compute.attempt(instruction)
-                    else:
-                        attempt = region.attempt(self.land) if region.prompt else None
-                    if attempt is None:
-                        return None
-                    attempts.append(attempt)
-                case LogicalId() | Free():
-                    attempts.append(_at_once(self._translators[type(instruction)](instruction)))
-                case _:
-                    return None
-        return attempts
+        return attempts if waits else None
 
     def _run(self, run: Run) -> Operation:
         segment = self.program.segments[run.segment]

@@ -17,6 +17,7 @@ import argparse
 import random
 import sys
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -52,12 +53,13 @@ def bits(array: np.ndarray) -> np.ndarray:
 @dataclass(frozen=True)
 class Found:
     """``whys``: the reasons of what was refused. ``differs``: results that are not equal on a device, with
-    the largest difference. ``ran``: what interpreted the step in its schedule."""
+    the largest difference. ``ran``: what interpreted the step in its schedule; ``results``: what it gave."""
 
     module: CompiledModule
     whys: tuple[str, ...]
     differs: tuple[str, ...] = ()
     ran: Interpreter | None = None
+    results: Sequence[Sequence[np.ndarray]] = ()
 
     @property
     def verdict(self) -> str:
@@ -105,15 +107,14 @@ class WrittenStep:
             assert module.program == self.in_schedule("gpipe").program
             return Found(module, whys)
         ran = Interpreter(module.program, skipped=np.nan)
+        results = ran.run(*self.given)
         differs = []
-        for path, result, expected in zip(
-            self.paths, ran.run(*self.given), self.written, strict=True
-        ):
+        for path, result, expected in zip(self.paths, results, self.written, strict=True):
             for n, (own, other) in enumerate(zip(result, expected, strict=True)):
                 if not np.array_equal(bits(own), bits(other)):
                     wide = [np.asarray(a, np.float64) for a in (own, other)]
                     differs.append(f"{path} on {n}: {np.max(np.abs(wide[0] - wide[1]))}")
-        return Found(module, (), tuple(differs), ran)
+        return Found(module, (), tuple(differs), ran, results)
 
     def check_written(self) -> None:
         """What is written gives what JAX's CPU backend gives."""

@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from frontend_support import P, mesh
-from interpreter import Interpreter
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from random_steps import WrittenStep
@@ -130,7 +129,6 @@ def test_a_block_is_a_stage(name: str) -> None:
         assert found.verdict != "differs"
         (report,) = found.module.interleaved
         assert report.rows == min(layout.stages, MICROBATCHES)
-        ran = Interpreter(found.module.program, skipped=np.nan).run(*step.given)
-        for result, expected in zip(ran, step.written, strict=True):
+        for result, expected in zip(found.results, step.written, strict=True):
             np.testing.assert_allclose(result, expected, rtol=2e-4, atol=2e-6)
     step.check_written()

@@ -1,4 +1,4 @@
-"""Callers begin compiled code that calls its collectives on several devices, where it ends in a moment.
+"""Callers begin compiled code that calls collectives or Python on several devices, where it ends in a moment.
 
 A moment is as long as a test wants it to be: who begins a run follows from that alone.
 """
@@ -37,17 +37,22 @@ def mesh(devices: list[jax.Device]) -> Mesh:
 @pytest.fixture
 def begun(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Who begins each run of compiled code, in order."""
+    return callers_of(Region, "_enqueue", monkeypatch)
+
+
+def callers_of(owner: type, method: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Who calls a method, as it is called: the thread that asks here, or another."""
     monkeypatch.setattr(dispatch, "PATIENCE", LONG)
     monkeypatch.setattr(loaded, "MOMENT", LONG)
-    runs: list[str] = []
-    caller, enqueue = threading.get_ident(), Region._enqueue
+    calls: list[str] = []
+    here, called = threading.get_ident(), getattr(owner, method)
 
-    def noted(self: Region, *arguments: Any) -> Any:
-        runs.append("caller" if threading.get_ident() == caller else "dispatch")
-        return enqueue(self, *arguments)
+    def noted(self: Any, *arguments: Any) -> Any:
+        calls.append("caller" if threading.get_ident() == here else "other")
+        return called(self, *arguments)
 
-    monkeypatch.setattr(Region, "_enqueue", noted)
-    return runs
+    monkeypatch.setattr(owner, method, noted)
+    return calls
 
 
 def mapped(mesh: Mesh, f: Callable[..., Any], **more: Any) -> Any:
@@ -86,7 +91,7 @@ def test_what_takes_longer_is_begun_by_callers_ever_less_often(
     for _ in range(11):
         x, want = jax.block_until_ready(run(x)), by_hand(want)
         np.testing.assert_allclose(x, want)
-    later = [["caller", *["dispatch"] * left] for left in (1, 2, 4)]
+    later = [["caller", *["other"] * left] for left in (1, 2, 4)]
     assert begun == [*chain(*later), "caller"]
 
 
@@ -121,8 +126,8 @@ def test_a_caller_does_not_wait_for_functions_in_a_loop_of_collectives(
 
     def f(x: jax.Array) -> jax.Array:
         def body(i: jax.Array, a: jax.Array) -> jax.Array:
-            a = jax.lax.cond(i > 3, lambda a: lax.psum(a, "x") * 0.25, lambda a: a, a)
-            return jax.lax.cond(i > 3, lambda a: waiting_for(opened, a), lambda a: a + 1, a)
+            a = lax.cond(i > 3, lambda a: lax.psum(a, "x") * 0.25, lambda a: a, a)
+            return lax.cond(i > 3, lambda a: waiting_for(opened, a), lambda a: a + 1, a)
 
         return lax.fori_loop(0, 5, body, x)
 
@@ -136,16 +141,7 @@ def test_a_caller_does_not_wait_for_functions_in_a_loop_of_collectives(
 @pytest.fixture
 def called_in(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Who has the engine run a program that calls back on several devices, in order."""
-    monkeypatch.setattr(loaded, "MOMENT", LONG)
-    runs: list[str] = []
-    caller, enqueue = threading.get_ident(), XlaCpuTogether.run_together_with_end
-
-    def noted(self: XlaCpuTogether, *arguments: Any) -> Any:
-        runs.append("caller" if threading.get_ident() == caller else "other")
-        return enqueue(self, *arguments)
-
-    monkeypatch.setattr(XlaCpuTogether, "run_together_with_end", noted)
-    return runs
+    return callers_of(XlaCpuTogether, "run_together_with_end", monkeypatch)
 
 
 MANY = 4096  # numbers of a device, so that XLA leaves what computes with them to threads of its own

@@ -246,10 +246,7 @@ def to_host_buffer(args: Any) -> None:
     strides = _host_strides(args.host_layout, type)
     destination = writable_array(args.dst, type, strides)
 
-    def copy() -> None:
-        destination[...] = value.host_view()
-
-    args.event = when_ready(value, copy)
+    args.event = when_ready(value, lambda: value.copy_to(destination))
 
 
 @entry("PJRT_Buffer_CopyRawToHost")

@@ -27,6 +27,7 @@ from stretto.runtime.engines.engine import (
     CopyingEngine,
     Engine,
     LoadedSegment,
+    ReadingEngine,
     RestoringEngine,
 )
 from stretto.runtime.errors import CompileError, StrettoError, UnsupportedError
@@ -293,6 +294,15 @@ def _transfers(engine: Engine, dtypes: Iterable[str]) -> None:
             array = engine.put_copy(view, F32, 0)
             lent[:] = -1
             _same(engine.host_view(array), wanted, "put_copy is done with the host's memory")
+    if isinstance(engine, ReadingEngine):
+        for dtype in dtypes:
+            for shape in ((), (5,), (2, 3)):
+                type_ = TensorType(dtype, shape)
+                for ordinal in range(engine.num_devices):
+                    host = _sample(type_)
+                    found = np.zeros_like(host)
+                    engine.read_into(engine.put(host, type_, ordinal), found)
+                    _same(found, host, f"put, then read_into of {type_} on device {ordinal}")
 
 
 def _pointer(engine: Engine, array: Any) -> int | None:

@@ -241,6 +241,18 @@ class CopyingEngine(Protocol):
 
 
 @runtime_checkable
+class ReadingEngine(Protocol):
+    """What an engine has beside `Engine` if it copies large arrays into memory of the caller's faster than by
+    way of memory of its own. Without it they are copied from `Engine.host_view`.
+    """
+
+    def read_into(self, array: Array, host: np.ndarray) -> None:
+        """Copy the content into a C-contiguous host array of the same shape and type; waits until it is
+        computed, raises its error."""
+        ...
+
+
+@runtime_checkable
 class CallingEngine(Protocol):
     """What an engine has beside `Engine` if its compiled code can call collectives itself, as custom calls of
     XLA's FFI on memory of the host. Without it the executor makes all of them.

@@ -16,7 +16,14 @@ from stretto.collectives.types import TensorType
 
 from ..errors import StrettoError
 from ..program import Segment
-from .engine import Array, CopyingEngine, Engine, LoadedSegment, create_engine
+from .engine import (
+    Array,
+    CopyingEngine,
+    Engine,
+    LoadedSegment,
+    ReadingEngine,
+    create_engine,
+)
 
 
 def create(num_devices: int, plugin: str = "", place: tuple[int, int] = (0, 1)) -> SharedEngine:
@@ -44,6 +51,8 @@ class SharedEngine:
         self.is_ready, self.block, self.delete = engine.is_ready, engine.block, engine.delete
         if isinstance(engine, CopyingEngine):
             self.put_copy = self._put_copy
+        if isinstance(engine, ReadingEngine):
+            self.read_into = engine.read_into
 
     def compile(
         self, segment: Segment, *, name: str = "", host_callbacks: Sequence[Any] = ()

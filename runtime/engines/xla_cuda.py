@@ -11,6 +11,7 @@ does in the host's memory: `host_view` waits for the array and copies it, `put` 
 from __future__ import annotations
 
 import importlib
+import threading
 from functools import cache, partial
 from importlib.metadata import version
 from pathlib import Path
@@ -121,6 +122,8 @@ class XlaCudaEngine(XlaEngine):
             )
         super().__init__(client, num_devices)
         self._failure: BaseException | None = None
+        self._reading = threading.Lock()
+        self._readers: dict[int, int] = {}  # streams, by CUDA's number of the device
         devices = [listed[0].local_hardware_id for listed in self._device_lists]
         streams = [cuda_stream.find(partial(self._run_on, n)) for n in range(num_devices)]
         self.loans = Loans(cuda(), devices, streams, self.compile)
@@ -153,6 +156,22 @@ class XlaCudaEngine(XlaEngine):
         if self._failure is not None:
             raise self._failure
         return view
+
+    def read_into(self, array: Array, host: np.ndarray) -> None:
+        """See `ReadingEngine`: XLA would copy into memory of its own, and keep that with the array."""
+        if array.on_device_size_in_bytes() != host.nbytes:  # types below a byte are packed on GPUs
+            host[...] = self.host_view(array)
+            return
+        self.block(array)
+        (device,) = array.devices()
+        driver, number = cuda(), device.local_hardware_id
+        driver.use(number)
+        with self._reading:
+            stream = self._readers.get(number)
+            if stream is None:
+                stream = self._readers[number] = driver.stream()
+        driver.copy(host.ctypes.data, array.unsafe_buffer_pointer(), host.nbytes, stream)
+        driver.synchronize(stream)
 
     @property
     def target(self) -> str:

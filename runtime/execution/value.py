@@ -22,9 +22,12 @@ import numpy as np
 
 from stretto.collectives.types import TensorType
 
-from ..engines.engine import Array, Engine, Joined
+from ..engines.engine import Array, Engine, Joined, ReadingEngine
 from ..errors import StrettoError
 from .stream import Event, completions
+
+# Bytes from which on a copy that an engine makes into memory of others is worth asking for.
+_LARGE = 1 << 20
 
 
 class DeletedError(StrettoError):
@@ -201,6 +204,21 @@ class Value:
         if type(content) is Landed:
             return content.host
         return self.engine.host_view(content)
+
+    def copy_to(self, host: np.ndarray) -> None:
+        """Copy the content into an array of its shape and type, with any strides; waits for it. Raises as
+        `host_view`."""
+        content = self._content()
+        if type(content) is Landed:
+            host[...] = content.host
+        elif (
+            host.nbytes >= _LARGE
+            and host.flags.c_contiguous
+            and isinstance(self.engine, ReadingEngine)
+        ):
+            self.engine.read_into(content, host)
+        else:
+            host[...] = self.engine.host_view(content)
 
     def is_ready(self) -> bool:
         """Whether nothing is left to wait for: the content is there, or an error is."""

@@ -45,6 +45,7 @@ def failing(factory: Callable[[int], Engine]) -> dict[str, str]:
         (defects.Plain, None),
         (defects.Overwriting, "donation"),
         (defects.Borrowing, "transfers"),
+        (defects.Forgetting, "transfers"),
         (defects.Swallowing, "run_errors"),
         (defects.Early, "outputs"),
         (defects.Rounding, "types/bf16"),

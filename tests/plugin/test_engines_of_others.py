@@ -22,6 +22,14 @@ class Apart(XlaCpuEngine):
         return 0x1000
 
 
+class Reading(Apart):
+    jax_arrays = False  # so that it is asked
+
+    def read_into(self, array, host):
+        print("read", host.shape, flush=True)
+        host[...] = self.host_view(array)
+
+
 class Copying:  # not a `CopyingEngine`, which XlaCpuEngine is
     unaligned = "{given}" == "True"
 
@@ -79,7 +87,7 @@ def run(
     (metadata / "entry_points.txt").write_text(
         "[stretto.engines]\napart = engines_of_others:Apart\ncopying = engines_of_others:Copying\n"
         "late = engines_of_others:Late\nas-cuda = engines_of_others:LoweredAsCuda\n"
-        "miscounting = engines_of_others:Miscounting\n"
+        "miscounting = engines_of_others:Miscounting\nreading = engines_of_others:Reading\n"
     )
     brought = {"PYTHONPATH": str(folder), "STRETTO_ENGINE": engine, **settings}
     return scripts.run(script, "stretto,cpu", 2, **brought)
@@ -102,6 +110,24 @@ def test_arrays_are_not_read_where_the_host_cannot(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout == "[-28. -27. -26. -25. -24. -23. -22. -21.] 1.0 [0 1 2]\n0x1000\n"
+
+
+def test_large_arrays_are_copied_to_where_they_are_wanted(tmp_path: Path) -> None:
+    """Not those that are small, nor what lies there already because a collective gave it."""
+    done = run(
+        tmp_path,
+        "reading",
+        """
+        import jax, jax.numpy as jnp, numpy as np
+
+        host = np.arange(1 << 18, dtype=np.float32).reshape(512, 512)
+        double = jax.jit(lambda x: x * 2)
+        print((np.asarray(double(host)) == 2 * host).all())
+        print((np.asarray(double(host[:8])) == 2 * host[:8]).all())
+        """,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "read (512, 512)\nTrue\nTrue\n"
 
 
 @pytest.mark.parametrize("unaligned", [True, False])

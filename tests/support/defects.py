@@ -87,6 +87,13 @@ class Borrowing(Plain):
         return self.inner.put(host, type, ordinal)
 
 
+class Forgetting(Plain):
+    """Does not fill the memory that it is to copy into."""
+
+    def read_into(self, array: Any, host: np.ndarray) -> None:
+        host.flat[:1] = self.inner.host_view(array).flat[:1]
+
+
 class Swallowing(Plain):
     """A run that fails gives zeros."""
 

@@ -36,6 +36,11 @@ from .verify import check
 # Why an engine may round results of a step whose stages are no loops over layers.
 _APART = "a stage is computed apart from what stands beside it"
 
+# And those of a step in a loop whose iterations sum floats up over other axes than the stages'.
+_SUMMED = (
+    "sums over other axes, which the stages make each for itself, are taken to be the same on all"
+)
+
 _Report = TypeVar("_Report", Interleaved, Scheduled)
 
 
@@ -52,7 +57,8 @@ def interleave(
     def found(given: bytes) -> tuple[bytes, tuple[Interleaved, ...]]:
         return _interleaved(given, num_replicas, num_partitions, chunks)
 
-    return _also_within(found, serialized, num_replicas, num_partitions)
+    # There is no promise of rounding here.
+    return _also_within(found, serialized, num_replicas, num_partitions, None)
 
 
 def _also_within(
@@ -60,15 +66,22 @@ def _also_within(
     serialized: bytes,
     num_replicas: int,
     num_partitions: int,
+    rounding: Callable[[_Report], _Report] | None,
 ) -> tuple[bytes, tuple[_Report, ...]]:
     """What ``rewrite`` makes of a module, which looks at loops of the entry computation; if it finds none,
-    of the bodies of these."""
+    of the bodies of these. ``rounding``: what says in a report that sums over other axes are taken to have
+    the same bits on all stages; None if they must not be."""
     serialized, reports = rewrite(serialized)
     around = [] if reports else loops_around(Module.parse(serialized), num_replicas, num_partitions)
     for name in [loop.name for loop in around]:
         module = Module.parse(serialized)
         loop = next(i for i in module.entry.instructions if i.name == name)
-        made, found = rewrite(as_entry(module, loop, num_replicas, num_partitions))
+        alone, summed = as_entry(
+            module, loop, num_replicas, num_partitions, sums=rounding is not None
+        )
+        made, found = rewrite(alone)
+        if rounding is not None and summed:
+            found = tuple(map(rounding, found))
         if any(not report.why for report in found):
             serialized = within(module, loop, made)
         reports += found
@@ -171,7 +184,10 @@ def scheduled(
     def found(given: bytes) -> tuple[bytes, tuple[Scheduled, ...]]:
         return _scheduled(given, num_replicas, num_partitions, schedule, chunks)
 
-    return _also_within(found, serialized, num_replicas, num_partitions)
+    def rounding(report: Scheduled) -> Scheduled:
+        return report if report.why else replace(report, rounds=report.rounds or _SUMMED)
+
+    return _also_within(found, serialized, num_replicas, num_partitions, rounding)
 
 
 def _scheduled(

@@ -3,8 +3,8 @@
 What is proved and rewritten are loops of the entry computation. So the body of the loop around them is made
 one, `as_entry`: a parameter for each value that the loop carries, all of which it gives anew. What is proved
 then holds in each iteration, since of a parameter no more is known than does: what it is if no iteration
-changes it and it follows from constants, and whether all devices have the same, as they begin with it and
-each iteration leaves it. The rewritten body then takes the place of the one that was there, `within`.
+changes it and it follows from constants and the device's id, and whether all devices of a pipeline have the
+same, as they begin with it and each iteration leaves it. The rewritten body then takes the place of the one that was there, `within`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from ..builder import array_shape, tuple_shape
 from ..collectives import CollectiveReader
 from ..flatten import flatten
-from ..graph import Computation, Instruction, Module, leaf_types
+from ..graph import Computation, Instruction, Module, all_instructions, leaf_types
 from ..ops import op_of
 from ..schema import TUPLE, HloInstructionProto, HloModuleProto, OpSharding
 from .constants import behind
@@ -22,8 +22,8 @@ from .emit import Editor, slice_of
 from .recognize import is_candidate
 from .sameness import Class, Sameness
 
-# Of types REPLICATED and UNKNOWN.
-_REPLICATED, _UNKNOWN = (OpSharding(type=n).SerializeToString() for n in (0, 5))
+_OTHER = 3  # OpSharding.Type
+_UNKNOWN = OpSharding(type=5).SerializeToString()
 _KNOWN = frozenset({"constant", "copy", "iota"})
 
 
@@ -53,27 +53,56 @@ def _is_plain(loop: Instruction) -> bool:
     )  # fmt: skip
 
 
-def as_entry(module: Module, loop: Instruction, num_replicas: int, num_partitions: int) -> bytes:
-    """A module whose entry computation is the body of ``loop``."""
+def as_entry(
+    module: Module, loop: Instruction, num_replicas: int, num_partitions: int, sums: bool
+) -> tuple[bytes, bool]:
+    """A module whose entry computation is the body of ``loop``. ``sums``: as in `Sameness`; gives whether
+    that was made use of, too."""
     proto = _body_alone(module, loop)
-    reader, groups = CollectiveReader(num_replicas, num_partitions), [range(num_partitions)]
-    begins = Sameness(module, groups, reader)
+    reader, groups = CollectiveReader(num_replicas, num_partitions), _groups(loop, num_partitions)
+    replicated = OpSharding(
+        type=_OTHER,
+        tile_assignment_dimensions=(len(groups), len(groups[0])),
+        tile_assignment_devices=[d for group in groups for d in group],
+        replicate_on_last_tile_dim=True,
+    ).SerializeToString()
+    begins = Sameness(module, groups, reader, sums=sums)
+    summed = False
     init = loop.operands[0].operands
     shardings = proto.spmd_parameters_shardings
     same = [n for n, value in enumerate(init)
             if shardings[n] == _UNKNOWN and begins.of(value) is Class.SAME]  # fmt: skip
     while same:
         for n in same:
-            shardings[n] = _REPLICATED
+            shardings[n] = replicated
         made = Module.parse(proto.SerializeToString())
-        found = Sameness(made, groups, reader)
+        found = Sameness(made, groups, reader, sums=sums)
         wrong = [n for n in same if found.of(made.entry.root.operands[n]) is not Class.SAME]
         if not wrong:
+            summed = begins.summed or found.summed
             break
         for n in wrong:
             shardings[n] = _UNKNOWN
         same = [n for n in same if n not in wrong]
-    return proto.SerializeToString()
+    return proto.SerializeToString(), summed
+
+
+def _groups(loop: Instruction, num_partitions: int) -> list[list[int]]:
+    """The devices that the permutes of the loops in the body of ``loop`` connect, as those of a pipeline; all
+    of them as one group where groups are of several sizes. Each device is in one."""
+    group_of = {device: [device] for device in range(num_partitions)}
+    for inner in loop.called[0].instructions:
+        if inner.opcode != "while":
+            continue
+        for instruction in all_instructions(inner.called[0]):
+            for pair in instruction.proto.source_target_pairs:
+                one, other = group_of[pair.source], group_of[pair.target]
+                if one is not other:
+                    one += other
+                    group_of |= dict.fromkeys(other, one)
+    groups = list({id(group): group for group in group_of.values()}.values())
+    sizes = {len(group) for group in groups}
+    return groups if len(sizes) == 1 else [list(range(num_partitions))]
 
 
 def _body_alone(module: Module, loop: Instruction) -> Any:
@@ -168,10 +197,19 @@ def _is_unchanged(body: Computation, number: int) -> bool:
 
 
 def _is_known(value: Instruction) -> bool:
-    """Whether a value follows from constants, as numbers of iterations do, which are hoisted out of loops."""
+    """Whether a value follows from constants and the device's id, as do numbers of iterations and what stage
+    a device is, which are hoisted out of loops."""
     return all(
-        i.opcode in _KNOWN or (op_of(i.opcode).fuses and i.opcode != "parameter" and not i.called)
+        i.opcode in _KNOWN
+        or (op_of(i.opcode).fuses and i.opcode != "parameter" and all(map(_is_pure, i.called)))
         for i in slice_of([value], set())
+    )
+
+
+def _is_pure(computation: Computation) -> bool:
+    return all(
+        i.opcode in ("constant", "parameter") or (op_of(i.opcode).fuses and not i.called)
+        for i in computation.instructions
     )
 
 

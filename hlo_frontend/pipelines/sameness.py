@@ -49,6 +49,9 @@ NEVER_SAME = COLLECTIVES | {
 }
 
 
+_SIDE_BY_SIDE = frozenset({"all-gather", "all-reduce", "all-to-all", "reduce-scatter"})
+
+
 class Class(IntEnum):
     """How a value differs from stage to stage."""
 
@@ -59,15 +62,24 @@ class Class(IntEnum):
 
 class Sameness:
     """For pipelines on ``groups`` of devices. ``reader``: reads groups of all-reduces and all-gathers, whose
-    members all get the same; without it, nothing is known of their results."""
+    members all get the same; without it, nothing is known of their results.
+
+    Collectives of groups that lie side by side give each device of a pipeline what the others get, if they
+    are given the same. With ``sums`` that is also said of what floats of three devices or more are summed up
+    to, which is made in an order that depends on which of them are in one process; ``summed`` says whether
+    it was.
+    """
 
     def __init__(
         self,
         module: Module,
         groups: Sequence[Sequence[int]],
         reader: CollectiveReader | None = None,
+        *,
+        sums: bool = False,
     ) -> None:
         self.groups, self.reader, self._entry = groups, reader, module.entry
+        self._sums, self.summed = sums, False
         self._found: dict[Instruction, Class] = {}
         self._loops: dict[Instruction, tuple[list[Class], dict[Instruction, Class]]] = {}
         shardings = list(module.proto.spmd_parameters_shardings)
@@ -107,6 +119,8 @@ class Sameness:
             return Class.SAME
         if opcode in ("all-gather", "all-reduce") and self._gives_all(instruction):
             return Class.SAME
+        if opcode in _SIDE_BY_SIDE and all(operands[o] is Class.SAME for o in instruction.operands):
+            return Class.SAME if self._gives_alike(instruction) else Class.ANY
         if opcode in NEVER_SAME or any(c.needs_runtime for c in instruction.called):
             return Class.ANY
         if opcode == "get-tuple-element" and instruction.operands[0].opcode == "tuple":
@@ -164,6 +178,30 @@ class Sameness:
             return False
         groups = replica_groups(instruction, self.reader.num_replicas, self.reader.num_partitions)
         return all(any(set(own) <= set(group) for group in groups) for own in self.groups)
+
+    def _gives_alike(self, instruction: Instruction) -> bool:
+        """Whether the devices of each pipeline have the same place in groups that have, place by place,
+        devices of the same pipelines; and whether equal operands give equal bits then."""
+        if self.reader is None or self.reader.num_replicas > 1:
+            return False
+        groups = replica_groups(instruction, self.reader.num_replicas, self.reader.num_partitions)
+        pipeline_of = {d: number for number, own in enumerate(self.groups) for d in own}
+        places = {
+            d: (place, tuple(pipeline_of.get(m, ~m) for m in group))
+            for group in groups
+            for place, d in enumerate(group)
+        }
+        if any(len({places.get(d, d) for d in own}) > 1 for own in self.groups):
+            return False
+        parts = instruction.shape.tuple_shapes or [instruction.shape]
+        if (
+            instruction.opcode in ("all-reduce", "reduce-scatter")
+            and max(map(len, groups), default=0) > 2
+            and any(part.element_type not in INTEGERS for part in parts)
+        ):
+            self.summed |= self._sums
+            return self._sums
+        return True
 
     def within(self, loop: Instruction) -> dict[Instruction, Class]:
         """The classes of the instructions of a loop's body in any iteration, for a loop of which it is known

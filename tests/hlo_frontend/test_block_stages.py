@@ -26,7 +26,8 @@ MATRICES = {"q": 1, "k": 1, "v": 1, "o": 1, "up": 3, "down": 3}  # how many time
 @dataclass(frozen=True)
 class Layout:
     """``states``: of [stage, row, position, feature]; ``into`` and ``out``: of [stage, feature, feature], of
-    matrices that read what goes from stage to stage, and of those that add to it."""
+    matrices that read what goes from stage to stage, and of those that add to it. ``training``: within a
+    loop over steps."""
 
     stages: int
     others: tuple[int, ...]
@@ -34,6 +35,7 @@ class Layout:
     into: PartitionSpec = STAGES
     out: PartitionSpec = STAGES
     again: bool = False
+    training: bool = False
 
     def spec(self, name: str) -> PartitionSpec:
         if name not in MATRICES:
@@ -49,6 +51,8 @@ LAYOUTS = {
     "rows, weights and features": Layout(
         2, (2, 2), P("x", "d"), P("x", "d", "y"), P("x", "y", "d"), again=True
     ),
+    "training": Layout(2, (2,), P("x", "d"), training=True),
+    "training, weights": Layout(2, (2,), P("x", "d"), P("x", "d"), P("x", "d"), True, True),
 }
 
 
@@ -67,7 +71,7 @@ def block(weights: dict[str, jax.Array], x: jax.Array) -> jax.Array:
 
 
 def written(layout: Layout) -> WrittenStep:
-    """The loss and its gradients."""
+    """The loss and its gradients, or the losses of two steps and the parameters after them."""
     stages = layout.stages
     over = mesh(stages, *layout.others, names="xdy"[: 1 + len(layout.others)])
     rng = np.random.default_rng(0)
@@ -105,11 +109,19 @@ def written(layout: Layout) -> WrittenStep:
         scores = jax.nn.log_softmax(ys[stages - 1 :] @ parameters["head"])
         return -jnp.take_along_axis(scores, wanted[..., None], -1).mean()
 
+    def steps(parameters: Any, words: jax.Array) -> tuple[jax.Array, Any]:
+        def one(parameters: Any, words: jax.Array) -> tuple[Any, jax.Array]:
+            value, slopes = jax.value_and_grad(loss)(parameters, words)
+            return jax.tree.map(lambda w, slope: w - 0.1 * slope, parameters, slopes), value
+
+        parameters, values = lax.scan(one, parameters, jnp.stack([words, words[::-1]]))
+        return values, parameters
+
     specs = jax.tree.map(lambda _: P(), parameters)
     specs["blocks"] = {name: layout.spec(name) for name in blocks}
     placed = jax.tree.map(lambda s: NamedSharding(over, s), specs)
     step = jax.jit(
-        jax.value_and_grad(loss),
+        steps if layout.training else jax.value_and_grad(loss),
         in_shardings=(placed, NamedSharding(over, P())),
         out_shardings=(NamedSharding(over, P()), placed),
     )
@@ -118,7 +130,10 @@ def written(layout: Layout) -> WrittenStep:
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=[pytest.mark.thorough] * (n != "weights")) for n in LAYOUTS],
+    [
+        pytest.param(n, marks=[pytest.mark.thorough] * (n not in ("weights", "training")))
+        for n in LAYOUTS
+    ],
 )
 def test_a_block_is_a_stage(name: str) -> None:
     layout = LAYOUTS[name]

@@ -592,6 +592,40 @@ def test_what_a_device_looks_up_may_be_the_same_on_all_stages(table, number, rep
     assert (found.of(module.entry.root) is Class.SAME) == same
 
 
+@pytest.mark.parametrize(
+    ("collective", "groups", "others", "with_sums"),
+    [
+        ("all-gather", "{0,1,2},{3,4,5}", True, True),
+        ("all-gather", "{0,1,2},{4,3,5}", False, False),  # other places
+        ("all-gather", "{0,1},{2},{3,4},{5}", True, True),
+        ("all-gather", "{0,1},{2},{4},{3,5}", False, False),
+        ("all-gather", "{0,3},{1,4},{2,5}", True, True),  # the stages themselves
+        ("all-reduce", "{0,1},{2},{3,4},{5}", True, True),
+        ("all-reduce", "{0,1,2},{3,4,5}", False, True),  # in an order that processes decide
+        ("all-reduce", "{0,1,2},{3,5,4}", False, False),
+    ],
+)
+def test_collectives_side_by_side_give_all_stages_the_same(collective, groups, others, with_sums):
+    """Stages are devices 0 and 3, 1 and 4, 2 and 5."""
+    how = ", to_apply=add" if collective == "all-reduce" else ", dimensions={0}"
+    text = f"""HloModule m
+        add {{
+          a = f32[] parameter(0)
+          b = f32[] parameter(1)
+          ROOT sum = f32[] add(a, b)
+        }}
+        ENTRY e {{
+          given = f32[6] constant({{1, 2, 3, 4, 5, 6}})
+          ROOT r = f32[6] {collective}(given), channel_id=1, use_global_device_ids=true,
+            replica_groups={{{groups}}}{how}
+        }}"""
+    module = Module.parse(_hlo.hlo_module_from_text(text).as_serialized_hlo_module_proto())
+    for sums, expected in ((False, others), (True, with_sums)):
+        sameness = Sameness(module, [(0, 3), (1, 4), (2, 5)], CollectiveReader(1, 6), sums=sums)
+        assert (sameness.of(module.entry.root) is Class.SAME) == expected
+        assert sameness.summed == (with_sums and not others and sums)
+
+
 def test_a_sharding_with_something_new_in_it_is_not_trusted():
     assert parts(b"") is not None  # replicated
     assert parts(b"\xf2\x07\x02\x08\x01") is None  # field 126

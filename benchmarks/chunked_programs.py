@@ -91,6 +91,14 @@ def build(
 ) -> Callable[[], Any]:
     """A call that runs one part of a program once and waits for it. ``rows``, ``width``: those of a device's
     operand where there are no experts."""
+    function, arguments = jitted(program, part, size, mesh, rows, width)
+    return lambda: jax.block_until_ready(function(*arguments))
+
+
+def jitted(
+    program: str, part: str, size: int, mesh: Mesh, rows: int = ROWS, width: int = WIDTH
+) -> tuple[Any, list[Array]]:
+    """The part of a program and what it is called with."""
     rng = np.random.default_rng(0)
 
     def placed(*shape: int, scale: float = 1.0) -> Array:
@@ -121,5 +129,4 @@ def build(
 
     specs = (P("x"),) * len(arguments)
     mapped = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P("x"), check_vma=False)
-    function = jax.jit(mapped)
-    return lambda: jax.block_until_ready(function(*arguments))
+    return jax.jit(mapped), arguments

@@ -5,7 +5,7 @@ Programs are those of `chunked_programs`. Each is measured in turns on three job
 once more, which is the control; each turn begins with another of them. Ratios are of medians. Where they are
 below ``--least`` the shape is measured again with three times the turns, and that counts. Which shapes are
 split at all, the table of costs decides; of those that are not, both are the same program, and they are
-measured like the others.
+measured like the others. Printed are the slowest ten and all that were split, ``parts`` of each collective.
 """
 
 from __future__ import annotations
@@ -79,18 +79,22 @@ def main() -> int:
             ratio, control = ratios(contenders, case, args.turns)
             if min(ratio, control) < args.least:
                 ratio, control = ratios(contenders, case, 3 * args.turns)
-            found.append(case | {"ratio": ratio, "control": control})
+            parts = contenders[0].answers(case | {"parts": True})[0]
+            found.append(case | {"ratio": ratio, "control": control, "parts": parts})
     if args.json:
         args.json.write_text(json.dumps(found, indent=1))
-    for what in ("ratio", "control"):
-        values = sorted(case[what] for case in found)
-        slow = sum(v < args.least for v in values)
-        console.print(
-            f"{what}: {len(values)} shapes, least {values[0]:.3f}, median "
-            f"{statistics.median(values):.3f}, most {values[-1]:.3f}; {slow} below {args.least}",
-            markup=False,
-        )
-    for case in sorted(found, key=lambda case: case["ratio"])[:10]:
+    split = [case for case in found if case["parts"]]
+    for whose, cases in (("all", found), ("split", split)):
+        for what in ("ratio", "control"):
+            values = sorted(case[what] for case in cases) or [1.0]
+            slow = sum(v < args.least for v in values)
+            console.print(
+                f"{what} of {whose}: {len(cases)} shapes, least {values[0]:.3f}, median "
+                f"{statistics.median(values):.3f}, most {values[-1]:.3f}; {slow} below {args.least}",
+                markup=False,
+            )
+    slowest = sorted(found, key=lambda case: case["ratio"])[:10]
+    for case in [*slowest, *(case for case in split if case not in slowest)]:
         console.print(json.dumps(case), markup=False)
     return 0
 

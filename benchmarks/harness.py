@@ -34,9 +34,11 @@ HERE = Path(__file__).parent
 console = Console(width=None if sys.stdout.isatty() else 140)
 
 
-def options(description: str) -> argparse.Namespace:
-    """The command line of every benchmark."""
+def options(description: str, **numbers: int) -> argparse.Namespace:
+    """The command line of every benchmark; ``numbers``: further options, with their defaults."""
     parser = argparse.ArgumentParser(description=description)
+    for name, default in numbers.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--quick", action="store_true", help="fewer repeats: a look, not a figure")
     parser.add_argument("--json", type=Path, help="write the medians there too")
     return parser.parse_args()

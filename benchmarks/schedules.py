@@ -27,7 +27,7 @@ CASE = {
     "chunks": 1,
     "calls": 1,
 }
-RANKS, MICROBATCHES = 2, 16
+RANKS = 2
 SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1")
 
 
@@ -48,15 +48,15 @@ class Setting:
 
 
 def main() -> None:
-    args = options(__doc__ or "")
+    args = options(__doc__ or "", microbatches=16)
     table = Table(title="schedules of a step of training", caption=machine())
     for column in ("", "a step", "of GPipe's", "goal", "memory of a device"):
         table.add_column(column, justify="left" if not column else "right")
-    label = f"{RANKS} ranks, {MICROBATCHES} microbatches"
+    label = f"{RANKS} ranks, {args.microbatches} microbatches"
     contender = start("stretto", "interleave_ranks.py", RANKS, "mpi", JAX_PLATFORMS="stretto,cpu")
     try:
         settings = [Setting(contender, schedule) for schedule in SCHEDULES]
-        case = {**CASE, "microbatches": MICROBATCHES}
+        case = {**CASE, "microbatches": args.microbatches}
         memory = {s.name: s.run({**case, "memory": True}) for s in settings}
         times = in_turns(settings, {label: case}, 5 if args.quick else 15)[label]
     finally:

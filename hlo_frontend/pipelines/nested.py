@@ -4,7 +4,8 @@ What is proved and rewritten are loops of the entry computation. So the body of 
 one, `as_entry`: a parameter for each value that the loop carries, all of which it gives anew. What is proved
 then holds in each iteration, since of a parameter no more is known than does: what it is if no iteration
 changes it and it follows from constants and the device's id, and whether all devices of a pipeline have the
-same, as they begin with it and each iteration leaves it. The rewritten body then takes the place of the one that was there, `within`.
+same, as they begin with it and each iteration leaves it. The rewritten body then takes the place of the one
+that was there, `within`.
 """
 
 from __future__ import annotations

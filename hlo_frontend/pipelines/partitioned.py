@@ -12,6 +12,7 @@ each other but what a stage takes:
   only put away in an array that begins with zeros, or added to it, is made behind the loop, of the whole
   array. The member puts its own value away, the others zeros: each element is then, for it, the sum of the
   same numbers in the same order.
+  Where it is used for more, as by a loss in the loop, that is left to this member (`by_owner`).
 - A permute of values that are the same on all devices that it connects is not needed: its target takes its
   own.
 
@@ -40,6 +41,7 @@ from ..passes.pseudo_tokens import is_zero_literal
 from ..passes.valid.known import is_reshape
 from ..passes.valid.trace import Forward, LoopTrace, is_transfer
 from ..values import BlockGraph, Node, NodeKind, Value
+from .by_owner import left_to_owner
 from .chains import Execution, Origins
 from .constants import Constants, behind
 from .emit import Builder, Editor
@@ -83,12 +85,13 @@ def _once(serialized: bytes, count: int, whys: Whys) -> bytes | None:
         return None
     forward = Forward(1, count, follow_zeros=True)
     trace = forward.program(entry)
-    for loop in loops:
-        inner = trace.inner.get(loop)
-        if not isinstance(inner, LoopTrace) or not inner.iterations:
-            continue
-        body = _Body(module, loop, forward, inner)
-        for node in loop.blocks[1].nodes:
+    bodies = {
+        loop.instruction: Body(module, loop, forward, inner)
+        for loop in loops
+        if isinstance(inner := trace.inner.get(loop), LoopTrace) and inner.iterations
+    }
+    for body in bodies.values():
+        for node in body.block.nodes:
             name = node.instruction.name
             if name in whys or node.collective is None:
                 continue
@@ -99,6 +102,12 @@ def _once(serialized: bytes, count: int, whys: Whys) -> bytes | None:
                     return body.taken_locally(node)
             except Refusal as refusal:
                 whys[name] = str(refusal)
+    for body in bodies.values():
+        for node in filter(_reduces, body.block.nodes):
+            try:
+                return left_to_owner(bodies, body, node, *body.given(node))
+            except Refusal:  # the reason is known already
+                continue
     return None
 
 
@@ -111,7 +120,7 @@ def _reduces(node: Node) -> bool:
     )
 
 
-class _Body:
+class Body:
     """The body of a loop that was followed, and what in it is the same on all devices that permutes
     connect."""
 
@@ -120,12 +129,14 @@ class _Body:
         self.block: BlockGraph = loop.blocks[1]
         self.origins = Origins(forward, loop, trace)
         self.computation = loop.instruction.called[0]
+        self.count = forward.num_devices
         self.component = _connected(self.block, forward.num_devices)
         groups: dict[int, list[int]] = {}
         for device, first in enumerate(self.component):
             groups.setdefault(first, []).append(device)
         sameness = Sameness(module, list(groups.values()), CollectiveReader(*forward.shape))
         self.classes = sameness.within(loop.instruction)
+        self.carried = sameness.carried(loop.instruction)
         self.nodes = {n.instruction: n for n in self.block.nodes}
 
     # Where a value comes from, on a device, in the same way in all iterations.
@@ -142,7 +153,7 @@ class _Body:
                 return root, device
             opcode = node.instruction.opcode
             if opcode == "select":
-                taken = self._taken(node.operands[0], device)
+                taken = self.taken(node.operands[0], device)
                 if taken is None:
                     return root, device
                 value = node.operands[1 if taken else 2]
@@ -167,7 +178,7 @@ class _Body:
     def _is_zero(self, value: Value, device: int) -> bool:
         return all(self.origins.is_zero(value, at) for at in self._everywhere(device))
 
-    def _taken(self, predicate: Value, device: int) -> bool | None:
+    def taken(self, predicate: Value, device: int) -> bool | None:
         """A predicate that is known, and the same in all iterations."""
         found = {self.origins.row(predicate, at) for at in self._everywhere(device)}
         return found.pop() if len(found) == 1 else None
@@ -246,10 +257,10 @@ class _Body:
         assert brought is not None
         editor = Editor(self.module)
         b = editor.replace(permute.instruction)
-        b.stand_in(self._on(b, *brought, permute.instruction))
+        b.stand_in(self.on(b, *brought, permute.instruction))
         return editor.finish()
 
-    def _on(self, b: Builder, value: Value, devices: Sequence[int], like: Instruction) -> Any:
+    def on(self, b: Builder, value: Value, devices: Sequence[int], like: Instruction) -> Any:
         """A value in the shape of ``like`` on these devices, zeros on others."""
         read = self._read(value)
         if read is None:
@@ -264,11 +275,11 @@ class _Body:
 
     def behind_the_loop(self, node: Node) -> bytes:
         """The module with an all-reduce behind the loop instead of in it. Raises `Refusal`."""
-        value, devices = self._given(node)
+        value, devices = self.given(node)
         positions = self._put_away(node.instruction)
         editor = Editor(self.module)
         b = editor.replace(node.instruction)
-        b.stand_in(self._on(b, value, devices, node.instruction))
+        b.stand_in(self.on(b, value, devices, node.instruction))
         loop = self.loop.instruction
         for read in loop.computation.instructions:
             if loop in read.operands and read.proto.tuple_index in positions:
@@ -280,7 +291,7 @@ class _Body:
                 b.stand_in(summed)
         return editor.finish()
 
-    def _given(self, node: Node) -> tuple[Value, list[int]]:
+    def given(self, node: Node) -> tuple[Value, list[int]]:
         """What one device of each group gives to an all-reduce, and these devices."""
         assert node.collective is not None
         what = f"what {node.instruction.describe()} sums up"

@@ -208,6 +208,10 @@ class Sameness:
         that it has as many iterations on all devices."""
         return self._loop(loop)[1]
 
+    def carried(self, loop: Instruction) -> list[Class]:
+        """The classes of what such a loop carries."""
+        return self._loop(loop)[0]
+
     def _loop(self, loop: Instruction) -> tuple[list[Class], dict[Instruction, Class]]:
         """The classes of what a loop carries, and of the instructions of its body."""
         if loop in self._loops:

@@ -98,7 +98,9 @@ def draw_stacked(rng: random.Random) -> Draw:
         shift=rng.choice(["roll", "roll", "where"]),
         travels=rng.choice(["", "", "", "mask", "segments"]),
     )
-    return of_stages(d, rng)
+    d = of_stages(d, rng)
+    # A head in the loop would communicate over an axis of data.
+    return d if "d" in axes else replace(d, head=rng.choice(["behind", "behind", "cond", "where"]))
 
 
 def of_stages(d: Draw, rng: random.Random) -> Draw:
@@ -436,9 +438,10 @@ def arguments_of(d: Draw) -> tuple[Any, np.ndarray, np.ndarray]:
 
 
 def stacked_outputs(
-    d: Draw, over: jax.sharding.Mesh, layers: Any, xs: jax.Array, wanted: jax.Array
+    d: Draw, over: jax.sharding.Mesh, layers: Any, xs: jax.Array, wanted: jax.Array, head: jax.Array
 ) -> jax.Array:
-    """What the last stage gives, by microbatch, of a pipeline that is one array of all stages."""
+    """What the last stage gives, or its loss if the head is in the loop, by microbatch, of a pipeline that is
+    one array of all stages."""
     batch = "d" if "d" in d.axes else None
     layers = jax.tree.map(lambda w: w.reshape(d.stages, -1, *w.shape[1:]), layers)
     stages = jnp.arange(d.stages)
@@ -478,14 +481,22 @@ def stacked_outputs(
         working = (i >= stages) & (i - stages < d.microbatches)
         state = sharded(jax.vmap(run)(sharded(state), rows, layers, working))
         out = i - (d.stages - 1)
+        given, target = state[-1], wanted[jnp.clip(out, 0, d.microbatches - 1)]
+        if d.head == "cond":
+            given = lax.cond(
+                out >= 0, lambda y: loss_of(d, head, y, target), lambda y: jnp.float32(0), given
+            )
+        elif d.head == "where":
+            y, own = (jnp.where(out >= 0, x, 0) for x in (given, head))
+            given = jnp.where(out >= 0, loss_of(d, own, y, target), 0)
         if d.collect == "scan":
-            return (state, rows, outputs), state[-1]
-        put = outputs.at[jnp.clip(out, 0, d.microbatches - 1)].set(state[-1])
+            return (state, rows, outputs), given
+        put = outputs.at[jnp.clip(out, 0, d.microbatches - 1)].set(given)
         return (state, rows, jnp.where(out >= 0, put, outputs)), None
 
     start = sharded(jnp.zeros((d.stages, *xs.shape[1:]), xs.dtype))
     rows = sharded(jnp.zeros((d.stages, d.rows), begun.dtype))
-    start = start, rows, jnp.zeros_like(xs)
+    start = start, rows, jnp.zeros_like(xs) if d.head == "behind" else jnp.zeros(d.microbatches)
     trips = d.microbatches + d.stages - 1
     (*_, outputs), given = lax.scan(iteration, start, jnp.arange(trips))
     return outputs if d.collect == "put" else given[d.stages - 1 :]
@@ -497,12 +508,9 @@ def stacked(d: Draw, over: jax.sharding.Mesh) -> Any:
     def loss(parameters, tokens, wanted):
         xs = parameters["embedding"][tokens]
         xs = xs if d.embeds else lax.stop_gradient(xs)
-        return loss_of(
-            d,
-            parameters["head"],
-            stacked_outputs(d, over, parameters["layers"], xs, wanted),
-            wanted,
-        )
+        head = parameters["head"]
+        found = stacked_outputs(d, over, parameters["layers"], xs, wanted, head)
+        return loss_of(d, head, found, wanted) if d.head == "behind" else found.mean()
 
     return jax.value_and_grad(loss)
 

@@ -1,0 +1,194 @@
+"""Heads that all stages compute in the loop of a pipeline that is one array of all stages.
+
+A loss in the loop is one of what leaves the last stage. Where the program is written for all stages at once
+they all compute it: XLA gives them what the last one has, by an all-reduce in every iteration, and all get
+the same. `left_to_owner` leaves it to the device of each group that has it:
+
+- That one takes its own value, as the all-reduce gives it. The others take zeros. What they compute of them
+  is *wrong*, and must not come back: no collective may move it, no loop may end by it, and where it meets
+  what the pipeline computes each of these devices must take the other operand of a select.
+- Values that are wrong may be carried out of the loop, and into the loop of the backward pass. What else
+  reads them behind the loops gets the owner's, in one all-reduce for each array: they were the same on all
+  stages in the written program (`Sameness`).
+
+All bits are those of the written program: the owner computes what it did, and gives its bits as integers, to
+which the others add zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..builder import array_shape, resized
+from ..graph import Instruction
+from ..values import Node, Value
+from .emit import Builder, Editor
+from .refusal import Refusal
+from .sameness import INTEGERS, NEVER_SAME, Class
+
+if TYPE_CHECKING:
+    from .partitioned import Body
+
+_PRED = 1  # PrimitiveType
+# Unsigned integers of as many bits, by PrimitiveType: f16, f32, f64, bf16.
+_BITS = {10: "u16", 11: "u32", 12: "u64", 16: "u16"}
+
+
+def left_to_owner(
+    bodies: Mapping[Instruction, Body], body: Body, node: Node, value: Value, owners: Sequence[int]
+) -> bytes:
+    """The module without an all-reduce in a loop to which ``owners``, one device of each group, give
+    ``value``. ``bodies``: by their loops, in the order of the entry computation. Raises `Refusal`."""
+    reduced, entry = node.instruction, body.module.entry
+    wrong = {loop: _Wrong(own, owners) for loop, own in bodies.items()}
+    wrong[body.loop.instruction].given.add(reduced)
+    inits = {loop.operands[0]: loop for loop in bodies}
+    users: dict[Instruction, list[Instruction]] = {}
+    for instruction in entry.instructions:
+        for operand in dict.fromkeys(instruction.operands):
+            users.setdefault(operand, []).append(instruction)
+    wanted: list[tuple[Instruction, list[Instruction]]] = []  # reads of the owner's, and by whom
+    for loop in bodies:
+        flow = wrong[loop]
+        if not flow.given and not flow.positions:
+            continue
+        flow.spread()
+        for read in users.get(loop, []):
+            if read.opcode != "get-tuple-element":
+                raise Refusal(f"{loop.describe()} is handed on whole, by {read.describe()}")
+            if read.proto.tuple_index not in flow.positions:
+                continue
+            others = []
+            for user in users.get(read, []):
+                if user in inits and inits[user] is not loop:
+                    into = wrong[inits[user]].positions
+                    into |= {n for n, o in enumerate(user.operands) if o is read}
+                else:
+                    others.append(user)
+            if others or read is entry.root:
+                flow.check_same(read.proto.tuple_index, reduced)
+                wanted.append((read, others))
+    editor = Editor(body.module)
+    _take_own(editor, body, reduced, value, owners)
+    b = editor.within(entry)
+    b.metadata = reduced.proto.metadata
+    for read, others in wanted:
+        given = _given_to_all(b, read, reduced, owners, body.count)
+        editor.redirect(entry, {read: given}, others)
+        if read is entry.root:
+            b.proto.root_id = given.id
+    editor.sweep(entry)
+    return editor.finish()
+
+
+class _Wrong:
+    """What in the body of a loop is wrong on devices that own nothing. ``given``: instructions that are to
+    begin with; ``positions``: of what the loop carries."""
+
+    def __init__(self, body: Body, owners: Sequence[int]) -> None:
+        self.body = body
+        self.others = [d for d in range(body.count) if d not in owners]
+        self.given: set[Instruction] = set()
+        self.positions: set[int] = set()
+
+    def spread(self) -> None:
+        """Find all positions. Raises `Refusal` where something wrong would come back."""
+        computation = self.body.computation
+        (parameter,), root = computation.parameters, computation.root
+        while True:
+            found = set(self.given)
+            for instruction in computation.instructions:
+                operands = instruction.operands
+                if operands and operands[0] is parameter:
+                    if instruction.opcode != "get-tuple-element":
+                        raise Refusal(f"{instruction.describe()} reads all that the loop carries")
+                    if instruction.proto.tuple_index in self.positions:
+                        found.add(instruction)
+                elif (
+                    instruction is not root
+                    and any(o in found for o in operands)
+                    and not self._takes_other(instruction, found)
+                ):
+                    _check_alone(instruction)
+                    found.add(instruction)
+            positions = {n for n, o in enumerate(root.operands) if o in found}
+            if positions <= self.positions:
+                break
+            self.positions |= positions
+        condition = self.body.loop.instruction.called[1]
+        for read in condition.instructions:
+            if read.opcode == "get-tuple-element" and read.proto.tuple_index in self.positions:
+                raise Refusal(f"the loop's condition reads {read.describe()}")
+
+    def _takes_other(self, instruction: Instruction, found: set[Instruction]) -> bool:
+        """Whether a select takes an operand that is not wrong on each of these devices."""
+        node = self.body.nodes.get(instruction)
+        if instruction.opcode != "select" or node is None:
+            return False
+        taken = {self.body.taken(node.operands[0], device) for device in self.others}
+        return None not in taken and not any(
+            instruction.operands[1 if t else 2] in found for t in taken
+        )
+
+    def check_same(self, position: int, reduced: Instruction) -> None:
+        """Raises `Refusal` unless all stages carry the same at a position."""
+        if self.body.carried[position] is not Class.SAME:
+            raise Refusal(
+                f"what is made of {reduced.describe()} in the loop is not known to be the same on all stages"
+            )
+
+
+def _check_alone(instruction: Instruction) -> None:
+    """Raises `Refusal` for what one device does with others, or with the world."""
+    if (
+        instruction.opcode in NEVER_SAME
+        or instruction.has_side_effect
+        or any(c.needs_runtime for c in instruction.called)
+    ):
+        raise Refusal(f"{instruction.describe()} is not computed by each device alone")
+
+
+def _take_own(
+    editor: Editor, body: Body, reduced: Instruction, value: Value, owners: Sequence[int]
+) -> None:
+    b = editor.replace(reduced)
+    own = body.on(b, value, owners, reduced)
+    if own.shape.element_type not in INTEGERS:
+        # The sum of a -0 and of others' zeros is 0.
+        zeros = b.zeros(own.shape)
+        like = resized(array_shape("pred"), own.shape.dimensions)
+        none = b.add("compare", like, [own, zeros], comparison_direction="EQ")
+        own = b.add("select", own.shape, [none, zeros, own])
+    b.stand_in(own)
+
+
+def _given_to_all(
+    b: Builder, read: Instruction, reduced: Instruction, owners: Iterable[int], count: int
+) -> Any:
+    """What owners have, on all devices of the groups of an all-reduce."""
+    kind, dimensions = read.shape.element_type, list(read.shape.dimensions)
+    whole: Any = read.proto
+    if kind == _PRED:
+        bits = b.convert(whole, array_shape("u8"))
+    elif kind in INTEGERS:
+        bits = whole
+    elif kind in _BITS:
+        bits = b.add("bitcast-convert", array_shape(_BITS[kind], dimensions), [whole])
+    else:
+        raise Refusal(f"{read.describe()} has elements of a type whose bits are not summed up")
+    table = np.zeros(count, np.int32)
+    table[list(owners)] = 1
+    own = b.is_one(b.lookup(table, [b.add("partition-id", array_shape("u32"))]))
+    scalar = resized(bits.shape, ())
+    total = b.editor.computation("add.bits")
+    total.finish(total.add("add", scalar, [total.parameter(scalar), total.parameter(scalar)]))
+    summed = b.copy(reduced, [b.select(own, bits, b.zeros(bits.shape))])
+    summed.shape.CopyFrom(bits.shape)
+    summed.called_computation_ids[:] = [total.id]
+    if kind == _PRED:
+        zeros = b.zeros(bits.shape)
+        return b.add("compare", read.shape, [summed, zeros], comparison_direction="NE")
+    return summed if kind in INTEGERS else b.add("bitcast-convert", read.shape, [summed])

@@ -21,7 +21,7 @@ from .merged import Names, merged
 from .merged_verify import check as check_merged
 from .nested import as_entry, loops_around, within
 from .outlined import outlined
-from .partitioned import Whys, localized
+from .partitioned import Localized, Whys, localized
 from .parts import Part, Pipeline
 from .pieces import Pieces
 from .refusal import NoLoop, Refusal, about
@@ -36,6 +36,8 @@ from .verify import check
 # Why an engine may round results of a step whose stages are no loops over layers.
 _APART = "a stage is computed apart from what stands beside it"
 
+# And those of one with a head in the loop that all stages compute.
+_LEFT = "a head that all stages compute is left to one of them"
 # And those of a step in a loop whose iterations sum floats up over other axes than the stages'.
 _SUMMED = (
     "sums over other axes, which the stages make each for itself, are taken to be the same on all"
@@ -93,7 +95,8 @@ def _interleaved(
 ) -> tuple[bytes, tuple[Interleaved, ...]]:
     """The same, of loops in the entry computation."""
     as_given = serialized
-    serialized, whys = _localized(serialized, num_replicas, num_partitions)
+    local = _localized(serialized, num_replicas, num_partitions, leaves=False)
+    serialized, whys = local.module, local.whys
     written = Module.parse(serialized)
     entry = flatten(written.entry, CollectiveReader(num_replicas, num_partitions))
     candidates = [n.instruction for n in entry.nodes if pipelines.is_candidate(n)]
@@ -120,12 +123,14 @@ def _interleaved(
     return serialized, tuple(reports.values())
 
 
-def _localized(serialized: bytes, num_replicas: int, num_partitions: int) -> tuple[bytes, Whys]:
+def _localized(
+    serialized: bytes, num_replicas: int, num_partitions: int, *, leaves: bool
+) -> Localized:
     """The module with pipelines of one array of all stages as programs of a device, see `partitioned`."""
     try:
-        return localized(serialized, num_replicas, num_partitions)
+        return localized(serialized, num_replicas, num_partitions, leaves=leaves)
     except GaveUpError:
-        return serialized, {}
+        return Localized(serialized)
 
 
 def _why(refusal: Refusal, whys: Whys) -> str:
@@ -195,7 +200,8 @@ def _scheduled(
 ) -> tuple[bytes, tuple[Scheduled, ...]]:
     """The same, of steps in the entry computation."""
     as_given = serialized
-    serialized, whys = _localized(serialized, num_replicas, num_partitions)
+    local = _localized(serialized, num_replicas, num_partitions, leaves=True)
+    serialized, whys = local.module, local.whys
     reports: dict[str, Scheduled] = {}
     finished: set[str] = set()
     while True:
@@ -226,7 +232,8 @@ def _scheduled(
             reports |= {n: Scheduled(n, s, schedule, why=why) for n, s in sources.items()}
             finished |= set(names)
         else:
-            reports[pair[0]] = replace(report, source=sources[pair[0]])
+            rounds = report.rounds or (_LEFT if local.left else "")
+            reports[pair[0]] = replace(report, source=sources[pair[0]], rounds=rounds)
             finished |= {*pair, report.loop}
 
 

@@ -19,13 +19,14 @@ each other but what a stage takes:
 A value of the body is the same on all devices if it is computed from values that are, which is known of
 arguments by their shardings, and of the results of an all-reduce by its groups (`Sameness`).
 
-Results are equal bit for bit. A collective for which this does not hold stays; then `recognize` refuses
-the loop, with the reason that is found here.
+Results are equal bit for bit, as far as what is computed is computed as before. A collective for which this
+does not hold stays; then `recognize` refuses the loop, with the reason that is found here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
@@ -54,23 +55,33 @@ _MOVES = frozenset({"bitcast", "broadcast", "copy", "reshape", "slice", "transpo
 Whys = dict[str, str]  # by the name of a collective: why it stays in its loop
 
 
-def localized(serialized: bytes, num_replicas: int, num_partitions: int) -> tuple[bytes, Whys]:
-    """The module with such collectives taken out of its loops, and the reasons why others stay.
+@dataclass
+class Localized:
+    """A module with collectives taken out of its loops. ``whys``: why others stay. ``left``: whether
+    something is left to one device that all computed, which an engine may round otherwise."""
+
+    module: bytes
+    whys: Whys = field(default_factory=dict)
+    left: bool = False
+
+
+def localized(
+    serialized: bytes, num_replicas: int, num_partitions: int, *, leaves: bool = True
+) -> Localized:
+    """The module with such collectives taken out of its loops. ``leaves``: whether one device may be left
+    what all compute (`by_owner`).
 
     Raises `GaveUpError` if the program is too large to be followed.
     """
-    whys: Whys = {}
-    if num_replicas > 1:
-        return serialized, whys
-    while True:
-        made = _once(serialized, num_partitions, whys)
-        if made is None:
-            return serialized, whys
-        serialized = made
+    made = Localized(serialized)
+    while num_replicas == 1 and _once(made, num_partitions, leaves):
+        pass
+    return made
 
 
-def _once(serialized: bytes, count: int, whys: Whys) -> bytes | None:
-    """The module with one more collective taken out, None if there is none."""
+def _once(given: Localized, count: int, leaves: bool) -> bool:
+    """Take one more collective out of the module; whether there was one."""
+    serialized, whys = given.module, given.whys
     module = Module.parse(serialized)
     reader = CollectiveReader(1, count)
     entry = flatten(module.entry, reader)
@@ -82,7 +93,7 @@ def _once(serialized: bytes, count: int, whys: Whys) -> bytes | None:
     if not any(map(_reduces, entry.nodes)) and not any(
         _reduces(n) for loop in loops for n in loop.blocks[1].nodes
     ):
-        return None
+        return False
     forward = Forward(1, count, follow_zeros=True)
     trace = forward.program(entry)
     bodies = {
@@ -97,18 +108,22 @@ def _once(serialized: bytes, count: int, whys: Whys) -> bytes | None:
                 continue
             try:
                 if _reduces(node):
-                    return body.behind_the_loop(node)
+                    given.module = body.behind_the_loop(node)
+                    return True
                 if node.collective.kind is Kind.PERMUTE and body.is_local(node):
-                    return body.taken_locally(node)
+                    given.module = body.taken_locally(node)
+                    return True
             except Refusal as refusal:
                 whys[name] = str(refusal)
-    for body in bodies.values():
+    for body in bodies.values() if leaves else ():
         for node in filter(_reduces, body.block.nodes):
             try:
-                return left_to_owner(bodies, body, node, *body.given(node))
+                given.module = left_to_owner(bodies, body, node, *body.given(node))
             except Refusal:  # the reason is known already
                 continue
-    return None
+            given.left = True
+            return True
+    return False
 
 
 def _reduces(node: Node) -> bool:

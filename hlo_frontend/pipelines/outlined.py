@@ -30,6 +30,7 @@ from .emit import Editor, needed_by, slice_of
 from .inline import GROUPED, handed_on, inline, masked_behind, opened, past_barriers
 from .one_layer import MOVES, Stage, after, moves
 from .recognize import follow
+from .refusal import Refusal, about
 from .sameness import INTEGERS
 
 _IDLE = MOVES | {"broadcast", "constant", "get-tuple-element", "iota", "parameter", "tuple"}
@@ -59,9 +60,30 @@ def outlined(
     if all(stage.is_loop for stage in stages):
         return None
     editor = Editor(module)
-    for stage in stages:
-        stage.emit(editor)
-    return Module.parse(editor.finish())
+    try:
+        for stage in stages:
+            stage.emit(editor)
+        return Module.parse(editor.finish())
+    except Refusal:  # what stages take depends on what they give
+        for name in names:
+            with about(name):
+                _check_within(nodes[name].instruction)
+        raise
+
+
+def _check_within(loop: Instruction) -> None:
+    """Raises `Refusal` if a permute of the body moves on what another one has brought in the same iteration,
+    and a third one what this one brings: it moves something within a stage."""
+    permutes = _permutes(loop.called[0])
+    behind_each = {p: after(loop.called[0], [p]) for p in permutes}
+    for permute in permutes:
+        before = any(permute in found for found in behind_each.values())
+        if before and not behind_each[permute].isdisjoint(permutes):
+            raise Refusal(
+                f"its layers communicate by {permute.describe()}, which moves something within a stage, as "
+                "where an array is split or joined along a dimension that a mesh axis divides (the q, k and "
+                "v of one product): split it along one that is whole"
+            )
 
 
 def _is_flat(loop: Instruction) -> bool:

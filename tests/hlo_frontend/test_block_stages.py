@@ -147,3 +147,36 @@ def test_a_block_is_a_stage(name: str) -> None:
         for result, expected in zip(found.results, step.written, strict=True):
             np.testing.assert_allclose(result, expected, rtol=2e-4, atol=2e-6)
     step.check_written()
+
+
+def test_what_moves_within_a_stage_is_named() -> None:
+    """Halves of a product whose features an axis divides: a device has one of them, and needs both."""
+    over = mesh(2, 2, names="xd")
+    by_stage = NamedSharding(over, STAGES)
+
+    def stage(into: jax.Array, out: jax.Array, x: jax.Array, works: jax.Array) -> jax.Array:
+        into, out, x = (jnp.where(works, a, 0) for a in (into, out, x))
+        scale, value = jnp.split(x @ into, 2, -1)
+        return x + jnp.tanh(scale) * value @ out
+
+    def loss(weights: tuple[jax.Array, jax.Array], xs: jax.Array) -> jax.Array:
+        def iteration(state: jax.Array, i: jax.Array) -> tuple[jax.Array, jax.Array]:
+            state = jnp.roll(state, 1, axis=0).at[0].set(xs[jnp.clip(i, 0, 3)])
+            works = (i >= jnp.arange(2)) & (i - jnp.arange(2) < 4)
+            state = lax.with_sharding_constraint(state, by_stage)
+            state = jax.vmap(stage)(*weights, state, works)
+            return lax.with_sharding_constraint(state, by_stage), state[-1]
+
+        _, ys = lax.scan(iteration, jnp.zeros((2, 4, 8)), jnp.arange(5))
+        return (ys[1:] ** 2).sum()
+
+    rng = np.random.default_rng(0)
+    shapes = (2, 8, 16), (2, 8, 8), (4, 4, 8)
+    *weights, xs = (0.3 * rng.standard_normal(s).astype(np.float32) for s in shapes)
+    specs = [P("x", None, "d"), P("x", "d"), P()]
+    placed = [NamedSharding(over, s) for s in specs]
+    step = jax.jit(jax.grad(loss), in_shardings=(tuple(placed[:2]), placed[2]))
+    found = WrittenStep(step, (tuple(weights), xs), specs, over).compare("1f1b")
+    (why, _) = sorted(found.whys, key=len, reverse=True)
+    assert "its layers communicate by collective-permute" in why
+    assert "moves something within a stage" in why

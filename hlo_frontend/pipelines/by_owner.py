@@ -5,8 +5,9 @@ they all compute it: XLA gives them what the last one has, by an all-reduce in e
 the same. `left_to_owner` leaves it to the device of each group that has it:
 
 - That one takes its own value, as the all-reduce gives it. The others take zeros. What they compute of them
-  is *wrong*, and must not come back: no collective may move it, no loop may end by it, and where it meets
-  what the pipeline computes each of these devices must take the other operand of a select.
+  is *wrong*, and must not come back: no collective may move it, no loop may end by it, be it one of their
+  own that might then never end, and where it meets what the pipeline computes each of these devices must take
+  the other operand of a select.
 - Values that are wrong may be carried out of the loop, and into the loop of the backward pass. What else
   reads them behind the loops gets the owner's, in one all-reduce for each array: they were the same on all
   stages in the written program (`Sameness`).
@@ -23,7 +24,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..builder import array_shape, resized
-from ..graph import Instruction
+from ..graph import Instruction, all_instructions
+from ..schema import ShapeProto
+from ..trips import annotated_trips
 from ..values import Node, Value
 from .emit import Builder, Editor
 from .refusal import Refusal
@@ -33,8 +36,9 @@ if TYPE_CHECKING:
     from .partitioned import Body
 
 _PRED = 1  # PrimitiveType
-# Unsigned integers of as many bits, by PrimitiveType: f16, f32, f64, bf16.
-_BITS = {10: "u16", 11: "u32", 12: "u64", 16: "u16"}
+# Unsigned integers of as many bits, by PrimitiveType: of f16, f32, f64 and bf16 u16, u32, u64 and u16.
+_BITS = {10: 7, 11: 8, 12: 9, 16: 7}
+_U8 = 6
 
 
 def left_to_owner(
@@ -45,11 +49,11 @@ def left_to_owner(
     reduced, entry = node.instruction, body.module.entry
     wrong = {loop: _Wrong(own, owners) for loop, own in bodies.items()}
     wrong[body.loop.instruction].given.add(reduced)
-    inits = {loop.operands[0]: loop for loop in bodies}
     users: dict[Instruction, list[Instruction]] = {}
     for instruction in entry.instructions:
         for operand in dict.fromkeys(instruction.operands):
             users.setdefault(operand, []).append(instruction)
+    inits = {loop.operands[0]: loop for loop in bodies if users[loop.operands[0]] == [loop]}
     wanted: list[tuple[Instruction, list[Instruction]]] = []  # reads of the owner's, and by whom
     for loop in bodies:
         flow = wrong[loop]
@@ -142,13 +146,18 @@ class _Wrong:
 
 
 def _check_alone(instruction: Instruction) -> None:
-    """Raises `Refusal` for what one device does with others, or with the world."""
+    """Raises `Refusal` for what one device does with others, or with the world, and for loops that may end by
+    what they are given."""
     if (
         instruction.opcode in NEVER_SAME
         or instruction.has_side_effect
         or any(c.needs_runtime for c in instruction.called)
     ):
         raise Refusal(f"{instruction.describe()} is not computed by each device alone")
+    inner = [instruction, *(i for c in instruction.called for i in all_instructions(c))]
+    for loop in inner:
+        if loop.opcode == "while" and annotated_trips(loop) is None:
+            raise Refusal(f"it is not known how long {loop.describe()} goes on")
 
 
 def _take_own(
@@ -169,15 +178,14 @@ def _given_to_all(
     b: Builder, read: Instruction, reduced: Instruction, owners: Iterable[int], count: int
 ) -> Any:
     """What owners have, on all devices of the groups of an all-reduce."""
-    kind, dimensions = read.shape.element_type, list(read.shape.dimensions)
-    whole: Any = read.proto
-    if kind == _PRED:
-        bits = b.convert(whole, array_shape("u8"))
-    elif kind in INTEGERS:
-        bits = whole
-    elif kind in _BITS:
-        bits = b.add("bitcast-convert", array_shape(_BITS[kind], dimensions), [whole])
-    else:
+    kind = read.shape.element_type
+    bits: Any = read.proto
+    if kind == _PRED or kind in _BITS:
+        shape = ShapeProto()
+        shape.CopyFrom(read.shape)  # with its layout
+        shape.element_type = _BITS.get(kind, _U8)
+        bits = b.add("convert" if kind == _PRED else "bitcast-convert", shape, [bits])
+    elif kind not in INTEGERS:
         raise Refusal(f"{read.describe()} has elements of a type whose bits are not summed up")
     table = np.zeros(count, np.int32)
     table[list(owners)] = 1

@@ -55,13 +55,19 @@ _MOVES = frozenset({"bitcast", "broadcast", "copy", "reshape", "slice", "transpo
 Whys = dict[str, str]  # by the name of a collective: why it stays in its loop
 
 
+class _UsedOtherwise(Refusal):
+    """What one device gives to an all-reduce is used for more than to be put away."""
+
+
 @dataclass
 class Localized:
-    """A module with collectives taken out of its loops. ``whys``: why others stay. ``left``: whether
-    something is left to one device that all computed, which an engine may round otherwise."""
+    """A module with collectives taken out of its loops. ``whys``: why others stay; ``used``: those of them
+    whose results are used for more than to be put away. ``left``: whether something is left to one device
+    that all computed, which an engine may round otherwise."""
 
     module: bytes
     whys: Whys = field(default_factory=dict)
+    used: set[str] = field(default_factory=set)
     left: bool = False
 
 
@@ -115,8 +121,11 @@ def _once(given: Localized, count: int, leaves: bool) -> bool:
                     return True
             except Refusal as refusal:
                 whys[name] = str(refusal)
+                given.used |= {name} if isinstance(refusal, _UsedOtherwise) else set()
     for body in bodies.values() if leaves else ():
-        for node in filter(_reduces, body.block.nodes):
+        for node in body.block.nodes:
+            if node.instruction.name not in given.used:
+                continue
             try:
                 given.module = left_to_owner(bodies, body, node, *body.given(node))
             except Refusal:  # the reason is known already
@@ -291,7 +300,10 @@ class Body:
     def behind_the_loop(self, node: Node) -> bytes:
         """The module with an all-reduce behind the loop instead of in it. Raises `Refusal`."""
         value, devices = self.given(node)
-        positions = self._put_away(node.instruction)
+        try:
+            positions = self._put_away(node.instruction)
+        except Refusal as refusal:
+            raise _UsedOtherwise(str(refusal)) from refusal
         editor = Editor(self.module)
         b = editor.replace(node.instruction)
         b.stand_in(self.on(b, value, devices, node.instruction))

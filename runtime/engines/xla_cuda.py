@@ -172,6 +172,8 @@ class XlaCudaEngine(XlaEngine):
                 stream = self._readers[number] = driver.stream()
         driver.copy(host.ctypes.data, array.unsafe_buffer_pointer(), host.nbytes, stream)
         driver.synchronize(stream)
+        if array.is_deleted():  # whose memory may be another's by now
+            raise StrettoError("the array was deleted or donated while it was copied to the host")
 
     @property
     def target(self) -> str:

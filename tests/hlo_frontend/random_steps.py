@@ -116,6 +116,17 @@ class WrittenStep:
                     differs.append(f"{path} on {n}: {np.max(np.abs(wide[0] - wide[1]))}")
         return Found(module, (), tuple(differs), ran, results)
 
+    def judged(self, schedule: str, **how: Any) -> Found:
+        """`compare`, of a step that must be accepted: equal bit for bit, or where its report says that it may
+        be rounded otherwise, which depends on the machine, nearly."""
+        found = self.compare(schedule, **how)
+        assert found.whys == ()
+        assert found.verdict != "differs", found.differs
+        for result, expected in zip(found.results, self.written, strict=True):
+            for own, other in zip(result, expected, strict=True):
+                same(own, other)
+        return found
+
     def check_written(self) -> None:
         """What is written gives what JAX's CPU backend gives."""
         arrays = jax.tree.leaves(self.function(*self.arguments))

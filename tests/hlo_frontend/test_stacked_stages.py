@@ -67,11 +67,9 @@ STAGES = {
 def test_stages_that_are_no_loop_over_layers(d):
     step = Step(Draw(**{**vars(d), "mask": "where"}))
     for schedule in ("1f1b", "zb_h1"):
-        found = step.compare(schedule)
-        assert found.whys == ()
+        found = step.judged(schedule)
         (report,) = found.module.interleaved
         assert report.rows == min(d.stages, d.microbatches)
-        assert found.differs == ()
     step.check_written()
 
 
@@ -92,8 +90,7 @@ def test_a_head_that_all_stages_compute_in_the_loop(d):
     """It is left to the last stage. Losses and their gradients are given to all behind the loops."""
     step = Step(Draw(**{**vars(d), "mask": "where", "shift": "roll"}))
     for schedule in ("1f1b", "zb_h1"):
-        found = step.compare(schedule)
-        assert (found.whys, found.differs) == ((), ())
+        found = step.judged(schedule)
         (report,) = found.module.interleaved
         assert report.rounds
         assert report.rows == min(d.stages, d.microbatches)

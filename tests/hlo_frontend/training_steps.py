@@ -481,7 +481,9 @@ def stacked_outputs(
         working = (i >= stages) & (i - stages < d.microbatches)
         state = sharded(jax.vmap(run)(sharded(state), rows, layers, working))
         out = i - (d.stages - 1)
-        given, target = state[-1], wanted[jnp.clip(out, 0, d.microbatches - 1)]
+        given = state[-1]
+        if d.head != "behind":
+            target = wanted[jnp.clip(out, 0, d.microbatches - 1)]
         if d.head == "cond":
             given = lax.cond(
                 out >= 0, lambda y: loss_of(d, head, y, target), lambda y: jnp.float32(0), given

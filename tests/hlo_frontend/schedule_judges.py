@@ -12,22 +12,21 @@ from training_steps import Draw
 
 
 def compare_in(d: Draw, *schedules: str, chunks: int = CHUNKS) -> dict[str, Found]:
-    """Run a step in each of these schedules; none is refused. What takes longest is done once for all:
-    running it as it is written, and on JAX's CPU backend."""
+    """Run a step in each of these schedules, see `WrittenStep.judged`. What takes longest is done once for
+    all: running it as it is written, and on JAX's CPU backend."""
     step = Step(d)
     found = {}
     for schedule in schedules:
         how = {"interleave": chunks} if schedule == INTERLEAVED else {}
-        found[schedule] = step.compare(schedule, **how)
-        assert found[schedule].whys == (), schedule
+        found[schedule] = step.judged(schedule, **how)
     step.check_written()
     return found
 
 
 def judge(d: Draw, *schedules: str, chunks: int = CHUNKS) -> dict[str, Found]:
     """Run a step in schedules, by default as 1F1B: gradients are as JAX's, and those of the written step, bit
-    for bit where no head is computed row by row. A head in the loop that stands in no branch, and chunks of
-    one layer, are equal here; not everywhere, as the report says."""
+    for bit but where a head is computed row by row or stands in no branch, where weights have runs of their
+    own, and where chunks are one layer or stages no loop over layers."""
     found = compare_in(d, *(schedules or ("1f1b",)), chunks=chunks)
     behind = d.loss != "squares" and d.head == "behind"
     for schedule, own in found.items():
@@ -35,7 +34,6 @@ def judge(d: Draw, *schedules: str, chunks: int = CHUNKS) -> dict[str, Found]:
         single = schedule == INTERLEAVED and d.layers == chunks
         rounds = behind or d.head == "where" or schedule == "zb_h1" or single or d.stage != "scan"
         assert bool(report.rounds) == rounds, schedule
-        assert behind or schedule == "zb_h1" or own.differs == (), schedule
     return found
 
 

@@ -19,7 +19,7 @@ which the others add zeros.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -31,9 +31,7 @@ from ..values import Node, Value
 from .emit import Builder, Editor
 from .refusal import Refusal
 from .sameness import INTEGERS, NEVER_SAME, Class
-
-if TYPE_CHECKING:
-    from .partitioned import Body
+from .stacked_body import Body
 
 _PRED = 1  # PrimitiveType
 # Unsigned integers of as many bits, by PrimitiveType: of f16, f32, f64 and bf16 u16, u32, u64 and u16.

@@ -18,10 +18,8 @@ which the others add zeros.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
-
-import numpy as np
 
 from ..builder import array_shape, resized
 from ..graph import Instruction, all_instructions
@@ -33,10 +31,12 @@ from .refusal import Refusal
 from .sameness import INTEGERS, NEVER_SAME, Class
 from .stacked_body import Body
 
-_PRED = 1  # PrimitiveType
-# Unsigned integers of as many bits, by PrimitiveType: of f16, f32, f64 and bf16 u16, u32, u64 and u16.
-_BITS = {10: 7, 11: 8, 12: 9, 16: 7}
-_U8 = 6
+_PRED, _U8 = (array_shape(name).element_type for name in ("pred", "u8"))
+# By types of floats, unsigned integers of as many bits.
+_BITS = {
+    array_shape(floats).element_type: array_shape(bits).element_type
+    for floats, bits in (("f16", "u16"), ("bf16", "u16"), ("f32", "u32"), ("f64", "u64"))
+}
 
 
 def left_to_owner(
@@ -78,7 +78,7 @@ def left_to_owner(
     b = editor.within(entry)
     b.metadata = reduced.proto.metadata
     for read, others in wanted:
-        given = _given_to_all(b, read, reduced, owners, body.count)
+        given = _given_to_all(b, body, read, reduced, owners)
         editor.redirect(entry, {read: given}, others)
         if read is entry.root:
             b.proto.root_id = given.id
@@ -173,7 +173,7 @@ def _take_own(
 
 
 def _given_to_all(
-    b: Builder, read: Instruction, reduced: Instruction, owners: Iterable[int], count: int
+    b: Builder, body: Body, read: Instruction, reduced: Instruction, owners: Sequence[int]
 ) -> Any:
     """What owners have, on all devices of the groups of an all-reduce."""
     kind = read.shape.element_type
@@ -185,13 +185,10 @@ def _given_to_all(
         bits = b.add("convert" if kind == _PRED else "bitcast-convert", shape, [bits])
     elif kind not in INTEGERS:
         raise Refusal(f"{read.describe()} has elements of a type whose bits are not summed up")
-    table = np.zeros(count, np.int32)
-    table[list(owners)] = 1
-    own = b.is_one(b.lookup(table, [b.add("partition-id", array_shape("u32"))]))
     scalar = resized(bits.shape, ())
     total = b.editor.computation("add.bits")
     total.finish(total.add("add", scalar, [total.parameter(scalar), total.parameter(scalar)]))
-    summed = b.copy(reduced, [b.select(own, bits, b.zeros(bits.shape))])
+    summed = b.copy(reduced, [body.only_on(b, owners, bits)])
     summed.shape.CopyFrom(bits.shape)
     summed.called_computation_ids[:] = [total.id]
     if kind == _PRED:

@@ -20,7 +20,7 @@ from ..ops import op_of
 from ..schema import TUPLE, HloInstructionProto, HloModuleProto, OpSharding
 from .constants import behind
 from .emit import Editor, slice_of
-from .recognize import is_candidate
+from .recognize import is_candidate, joined
 from .sameness import Class, Sameness
 
 _OTHER = 3  # OpSharding.Type
@@ -91,19 +91,16 @@ def as_entry(
 def _groups(loop: Instruction, num_partitions: int) -> list[list[int]]:
     """The devices that the permutes of the loops in the body of ``loop`` connect, as those of a pipeline; all
     of them as one group where groups are of several sizes. Each device is in one."""
-    group_of = {device: [device] for device in range(num_partitions)}
-    for inner in loop.called[0].instructions:
-        if inner.opcode != "while":
-            continue
-        for instruction in all_instructions(inner.called[0]):
-            for pair in instruction.proto.source_target_pairs:
-                one, other = group_of[pair.source], group_of[pair.target]
-                if one is not other:
-                    one += other
-                    group_of |= dict.fromkeys(other, one)
-    groups = list({id(group): group for group in group_of.values()}.values())
-    sizes = {len(group) for group in groups}
-    return groups if len(sizes) == 1 else [list(range(num_partitions))]
+    found = joined(
+        (pair.source, pair.target)
+        for inner in loop.called[0].instructions
+        if inner.opcode == "while"
+        for instruction in all_instructions(inner.called[0])
+        for pair in instruction.proto.source_target_pairs
+    )
+    every = range(num_partitions)
+    groups = [sorted(g) for g in dict.fromkeys(found.get(d, frozenset({d})) for d in every)]
+    return groups if len({len(group) for group in groups}) == 1 else [list(every)]
 
 
 def _body_alone(module: Module, loop: Instruction) -> Any:

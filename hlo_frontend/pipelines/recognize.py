@@ -20,7 +20,7 @@ same results.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from stretto.collectives.ops import Kind
 
@@ -154,12 +154,20 @@ def _loops_of_groups(node: Node) -> list[Node]:
 
 def connected(node: Node) -> dict[int, frozenset[int]]:
     """The devices that the permutes of a loop's body connect with each other, by device."""
+    return joined(
+        pair
+        for permute in filter(is_transfer, node.blocks[1].nodes)
+        if permute.collective is not None
+        for pair in permute.collective.pairs
+    )
+
+
+def joined(pairs: Iterable[tuple[int, int]]) -> dict[int, frozenset[int]]:
+    """The devices that pairs of them connect with each other, by device."""
     found: dict[int, frozenset[int]] = {}
-    for permute in filter(is_transfer, node.blocks[1].nodes):
-        assert permute.collective is not None
-        for pair in permute.collective.pairs:
-            both = frozenset().union(*(found.get(d, {d}) for d in pair))
-            found |= dict.fromkeys(both, both)
+    for pair in pairs:
+        both = frozenset().union(*(found.get(d, {d}) for d in pair))
+        found |= dict.fromkeys(both, both)
     return found
 
 

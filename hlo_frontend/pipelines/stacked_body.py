@@ -17,11 +17,12 @@ from ..collectives import CollectiveReader
 from ..graph import Instruction, Module
 from ..passes.pseudo_tokens import is_zero_literal
 from ..passes.valid.known import is_reshape
-from ..passes.valid.trace import Forward, LoopTrace, is_transfer
+from ..passes.valid.trace import Forward, LoopTrace
 from ..values import BlockGraph, Node, Value
 from .chains import Execution, Origins
 from .constants import Constants, behind
 from .emit import Builder, Editor
+from .recognize import connected
 from .refusal import Refusal
 from .sameness import Class, Sameness
 
@@ -43,11 +44,10 @@ class Body:
         self.origins = Origins(forward, loop, trace)
         self.computation = loop.instruction.called[0]
         self.count = forward.num_devices
-        self.component = _connected(self.block, forward.num_devices)
-        groups: dict[int, list[int]] = {}
-        for device, first in enumerate(self.component):
-            groups.setdefault(first, []).append(device)
-        sameness = Sameness(module, list(groups.values()), CollectiveReader(*forward.shape))
+        found = connected(loop)
+        self.pipeline_of = [found.get(d, frozenset({d})) for d in range(self.count)]
+        groups = [sorted(group) for group in dict.fromkeys(self.pipeline_of)]
+        sameness = Sameness(module, groups, CollectiveReader(*forward.shape))
         self.classes = sameness.within(loop.instruction)
         self.carried = sameness.carried(loop.instruction)
         self.nodes = {n.instruction: n for n in self.block.nodes}
@@ -178,11 +178,15 @@ class Body:
         read = self._read(value)
         if read is None:
             raise Refusal(f"what {like.describe()} moves is not a value of the loop's body")
-        table = np.zeros(self.forward.num_devices, np.int32)
+        part = b.reshape(read.proto, list(like.shape.dimensions))
+        return self.only_on(b, devices, part)
+
+    def only_on(self, b: Builder, devices: Sequence[int], array: Any) -> Any:
+        """An array on these devices, zeros on others."""
+        table = np.zeros(self.count, np.int32)
         table[list(devices)] = 1
         own = b.is_one(b.lookup(table, [b.add("partition-id", array_shape("u32"))]))
-        part = b.reshape(read.proto, list(like.shape.dimensions))
-        return b.select(own, part, b.zeros(like.shape))
+        return b.select(own, array, b.zeros(array.shape))
 
     # All-reduces of what one device has.
 
@@ -214,7 +218,7 @@ class Body:
         found: set[Value] = set()
         devices: list[int] = []
         for group in node.collective.groups:
-            if len({self.component[d] for d in group}) > 1:
+            if len({self.pipeline_of[d] for d in group}) > 1:
                 raise Refusal(f"{what} is of devices that no permute connects")
             own = {
                 d: s for d in group if (s := self._source(node.operands[0], d, until_same=False))
@@ -327,20 +331,3 @@ def _zero_constant(value: Instruction) -> bool:
     while value.opcode in ("broadcast", "copy", "reshape", "bitcast"):
         value = value.operands[0]
     return value.opcode == "constant" and is_zero_literal(value.proto.literal)
-
-
-def _connected(block: BlockGraph, count: int) -> list[int]:
-    """For each device, the first one of those that permutes of a block connect it with."""
-    found = list(range(count))
-
-    def root(device: int) -> int:
-        while found[device] != device:
-            device = found[device]
-        return device
-
-    for permute in filter(is_transfer, block.nodes):
-        assert permute.collective is not None
-        for source, target in permute.collective.pairs:
-            low, high = sorted((root(source), root(target)))
-            found[high] = low
-    return [root(d) for d in range(count)]

@@ -113,7 +113,7 @@ def test_arrays_are_not_read_where_the_host_cannot(tmp_path: Path) -> None:
 
 
 def test_large_arrays_are_copied_to_where_they_are_wanted(tmp_path: Path) -> None:
-    """Not those that are small, nor what lies there already because a collective gave it."""
+    """Not those that are small."""
     done = run(
         tmp_path,
         "reading",

@@ -304,14 +304,13 @@ def compile_stablehlo(
         hlo, *counts, pseudo_tokens, valid, rewrites, starts=True, splits=decided
     )
     compiled = partitioned.compiled(overlap, dump)
-    if calls is not None:
-        program = as_segments(compiled.program)
-        made = Native(program)
-        if program.communicates:
-            made = native(program, calls, compiled.started)
-        if dump is not None and (made.regions or program is not compiled.program):
-            _dump_program(made.program, dump)
-        compiled = replace(compiled, program=made.program, walked=made.refused)
+    program = as_segments(compiled.program)
+    made = Native(program)
+    if calls is not None and program.communicates:
+        made = native(program, calls, compiled.started)
+    if dump is not None and (made.regions or program is not compiled.program):
+        _dump_program(made.program, dump)
+    compiled = replace(compiled, program=made.program, walked=made.refused)
     return replace(
         compiled,
         input_memory_kinds=_padded(signature.input_memory_kinds, len(compiled.program.inputs)),

@@ -12,6 +12,7 @@ from frontend_support import kinds, payload
 from interpreter import Interpreter
 
 from stretto.collectives.ops import Kind
+from stretto.collectives.types import TensorType
 from stretto.hlo_frontend.compile import CompiledModule, compile_hlo
 
 N = 4
@@ -411,6 +412,21 @@ def test_collectives_over_groups_of_one_are_copies(op: str) -> None:
     written, rewritten = both(module(f"ROOT r = {op}"))
     assert len(kinds(written)) == 1 and kinds(rewritten) == []
     stays(module(f"ROOT r = {op}".replace(",{3}", "").replace(",{3,3}", "")))
+
+
+@pytest.mark.parametrize("dtype", ["f32", "bf16", "pred", "c64", "s8", "f8e4m3fn"])
+def test_permutes_to_nobody_are_zeros(dtype: str) -> None:
+    body = f"""
+  q = {dtype}[8,3] collective-permute(p), channel_id=1, source_target_pairs={{}}
+  g = {dtype}[8,12] all-gather(p), dimensions={{1}}, {ALL}, control-predecessors={{q}}
+  ROOT t = ({dtype}[8,3], {dtype}[8,12]) tuple(q, g)"""
+    written, rewritten = both(module(body, f"p = {dtype}[8,3] parameter(0)"))
+    assert kinds(written) == ["collective-permute", "all-gather"]
+    assert kinds(rewritten) == ["all-gather"]
+    received = Interpreter(rewritten.program).run(
+        [np.ones((8, 3), TensorType(dtype, ()).numpy)] * N
+    )
+    assert not np.asarray(received[0][0]).astype(bool).any()
 
 
 def test_what_came_after_a_copy_comes_after_what_it_came_after() -> None:

@@ -259,3 +259,21 @@ def test_loops_in_loops_are_lowered_in_time_that_does_not_double_with_each(monke
     monkeypatch.setattr(lower._Emitter, "emit", emit)
     compile_hlo("\n".join(lines), 1, 2)
     assert len(blocks) < 2 * depth * depth
+
+
+def test_a_loop_whose_collectives_go_is_one_segment(rng):
+    """On a mesh of one place, also where compiled code may call no collectives: halos come from nobody."""
+    over = mesh(1)
+
+    def f(x):
+        def step(c):
+            up, down = (lax.ppermute(c[1][k], "x", []) for k in (0, -1))
+            return c[0] + 1, c[1] * 0.5 + up - down, lax.psum(c[1].sum(), "x")
+
+        return lax.while_loop(lambda c: (c[0] < 50) & (c[2] > 1), step, (0, x, jnp.float32(9)))
+
+    x = np.abs(rng.normal(size=(8, 4))).astype(np.float32)
+    function = manual(f, over, P("x"), (P(), P("x"), P()))
+    (run,) = compiled(function, x, num_devices=1).program.body.instructions
+    assert isinstance(run, Run)
+    judge(function, over, P("x"), x)

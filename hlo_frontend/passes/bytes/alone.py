@@ -1,15 +1,21 @@
-"""Leaves out collectives over groups of one device: their results are their operands.
+"""Leaves out collectives in which no device meets another one, as over an axis of one place.
 
-Only if every device is in a group (or sends to itself): the results of other devices are zeros.
+Over groups of one device results are operands, if every device is in a group (or sends to itself):
+those of other devices are zeros. A permute without pairs, as a halo's to neighbours that are not
+there, gives zeros to all.
 """
 
 from __future__ import annotations
 
+import numpy as np
+
 from stretto.collectives.ops import Collective, Kind
+from stretto.collectives.types import TensorType
 
 from ...edit import Editor
 from ...values import Node
 from .context import Context, Rewritten
+from .cut import constant, op
 
 _IDENTITIES = frozenset(
     {Kind.ALL_REDUCE, Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.ALL_TO_ALL, Kind.BROADCAST}
@@ -19,7 +25,11 @@ _IDENTITIES = frozenset(
 def leave_out_alone(editor: Editor, node: Node, context: Context) -> Rewritten | None:
     """Leave ``node`` out; None if it stays."""
     collective = node.collective
-    if collective is None or not _is_identity(collective, context.num_devices):
+    if collective is None:
+        return None
+    if collective.kind is Kind.PERMUTE and not collective.pairs:
+        return _zeros(editor, node)
+    if not _is_identity(collective, context.num_devices):
         return None
     for operand, result in zip(node.operands, node.results, strict=False):
         if operand.type != result.type:
@@ -37,3 +47,19 @@ def _is_identity(collective: Collective, num_devices: int) -> bool:
     if collective.kind not in _IDENTITIES:
         return False
     return len(collective.groups) == num_devices and all(len(g) == 1 for g in collective.groups)
+
+
+def _zeros(editor: Editor, node: Node) -> Rewritten | None:
+    """Zeros instead of the results of a permute to which nobody sends."""
+    made: list[Node] = []
+    for result in node.results:
+        if result.type is None:
+            continue
+        like = node.instruction
+        zero = op("convert", [constant(np.int32(0), like)], TensorType(result.type.dtype, ()), like)
+        spread = op("broadcast", zero.results, result.type, like)
+        made += [zero, spread]
+        editor.replace(result, spread.results[0].view(node.order))
+    editor.put_ahead(node, made)
+    editor.remove(node, made)
+    return Rewritten("goes: no device sends anything, and all receive zeros")

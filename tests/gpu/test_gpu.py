@@ -176,6 +176,41 @@ os._exit(0)  # a function that still holds up another stream could not return on
 
 
 @only_fake
+def test_an_array_deleted_while_it_is_copied_is_an_error(fake: dict[str, str]) -> None:
+    code = '''
+import numpy as np
+from stretto.collectives.types import TensorType
+from stretto.runtime.engines import xla_cuda
+from stretto.runtime.errors import StrettoError
+
+class Late:
+    """The driver, where another thread deletes the array while the copy is under way."""
+
+    def __getattr__(self, name):
+        return getattr(driver, name)
+
+    def synchronize(self, stream):
+        driver.synchronize(stream)
+        array.delete()
+
+F32 = TensorType("f32", (16,))
+engine = xla_cuda.create(1)
+array = engine.put(np.arange(16, dtype=np.float32), F32, 0)
+found = np.zeros(16, np.float32)
+engine.read_into(array, found)
+print(found.tolist() == list(range(16)))
+driver = xla_cuda.cuda()
+xla_cuda.cuda = Late
+try:
+    engine.read_into(array, found)
+except StrettoError as error:
+    print(error)
+'''
+    done = python(code, fake)
+    assert done.stdout.startswith("True\nthe array was deleted or donated"), done.stderr[-3000:]
+
+
+@only_fake
 def test_more_devices_than_gpus(fake: dict[str, str]) -> None:
     code = """
 from stretto.runtime.engines import xla_cuda

@@ -4,7 +4,8 @@ The counts are those of XLA's `HloCostAnalysis` (``lowered.cost_analysis()["flop
 differences:
 
 - Functions like exp and tanh count one for each element. XLA lists them apart, as transcendentals.
-- A loop counts as often as it runs, if its annotation says so (`trips`).
+- A loop counts as often as it runs, if its annotation says so (`trips`). A branch of a conditional
+  counts as often as it is taken, if that is said; else the one that takes most counts.
 - A `bitcast-convert` is a view of its operand's memory and counts nothing.
 - Other ops that compute (`ops.Op.arithmetic`) and have no rule here count one for each element of their
   result. XLA has formulas for FFTs, Cholesky factors and triangular solves, and none for custom calls.
@@ -20,7 +21,7 @@ from typing import Any
 
 from .graph import Computation, Instruction
 from .ops import op_of
-from .trips import annotated_trips
+from .trips import annotated_share, annotated_trips
 
 
 def arithmetic(instructions: Iterable[Instruction]) -> int:
@@ -91,7 +92,11 @@ def _called(call: Instruction) -> float:
 
 
 def _conditional(conditional: Instruction) -> float:
-    return max(map(_applied, conditional.called), default=0.0)
+    applied = [_applied(called) for called in conditional.called]
+    share = annotated_share(conditional)
+    if share is not None:
+        return share * applied[0] + (1 - share) * applied[1]
+    return max(applied, default=0.0)
 
 
 def _dot(dot: Instruction) -> float:

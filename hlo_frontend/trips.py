@@ -15,6 +15,9 @@ from .graph import Instruction
 from .schema import LiteralProto
 from .values import BlockGraph, Node, NodeKind, Value
 
+# Of a conditional of two branches that a pass makes: `annotated_share`.
+SHARE = "stretto_share"
+
 
 def annotated_trips(loop: Instruction) -> int | None:
     """The number of iterations that XLA found for a while, or None."""
@@ -25,6 +28,13 @@ def annotated_trips(loop: Instruction) -> int | None:
         return int(json.loads(config)["known_trip_count"]["n"])
     except (KeyError, ValueError, TypeError):
         return None
+
+
+def annotated_share(conditional: Instruction) -> float | None:
+    """In what share of its executions a conditional takes its first branch, as a pass of ours knows by
+    `SHARE`; None where that is not known."""
+    share = conditional.attributes.get(SHARE)
+    return None if share is None else float(share)
 
 
 def trip_count(loop: Node) -> int | None:

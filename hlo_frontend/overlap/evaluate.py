@@ -24,7 +24,7 @@ from .shared_cores import replay_shared
 def prediction(planned: Planned) -> Prediction | None:
     """The predicted time of a program, from the plan of its entry; None if that was not worth planning.
 
-    A branch counts as its longest choice, a loop of unknown length as one iteration.
+    Loops and branches count as `control_flow_seconds` says.
     """
     if not planned.considered:
         return None

@@ -20,7 +20,7 @@ from ..values import BlockGraph, Node, NodeKind
 from .apply import Order, OverlapPolicy, Planned, kept_steps, plan, planned_loops, with_crossings
 from .floor import Floor
 from .kernels import build
-from .loops import blocks_of, control_flow_seconds
+from .loops import blocks_of, control_flow_seconds, shares_of
 from .model import Graph
 from .program_floor import BlockFloor, floor_of
 from .replay import Step, Timeline, replay, unscheduled
@@ -54,16 +54,16 @@ class Explained:
     splits: tuple[Chosen, ...] = ()
     unsplit_floor: Floor | None = None
 
-    def inside(self) -> Iterator[tuple[Node, int, Explained]]:
+    def inside(self) -> Iterator[tuple[Node, float, Explained]]:
         """Each block right inside this one: its loop or branch, how often it runs, the block.
 
-        Of a branch the longest one runs, as predictions have it; a loop of unknown length counts as one
-        iteration, one of known length evaluates no condition.
+        Branches run as predictions have it (`shares_of`); a loop of unknown length counts as one iteration,
+        one of known length evaluates no condition.
         """
         for node, parts in self.inner.items():
             if node.kind is not NodeKind.LOOP:
-                longest = max(range(len(parts)), key=lambda i: parts[i].timeline.seconds)
-                yield from ((node, int(i == longest), part) for i, part in enumerate(parts))
+                shares = shares_of(node, [part.timeline.seconds for part in parts])
+                yield from ((node, s, part) for s, part in zip(shares, parts, strict=True))
                 continue
             trips = trip_count(node)
             condition, body = parts

@@ -12,6 +12,7 @@ from stretto.collectives.ops import Collective
 from ..flops import flops
 from ..ops import op_of
 from ..streams import stream_key
+from ..trips import annotated_share
 from ..values import Node
 from .costs import CostTable, span
 from .model import Buffer, Graph, Task
@@ -87,7 +88,9 @@ def _label(collective: Collective) -> str:
 
 
 def _kernel_cost(task: Task) -> tuple[float, float]:
-    """(flops, bytes moved) of a kernel: each input read once, each output written once."""
+    """(flops, bytes moved) of a kernel: each input read once, each output written once. A conditional moves
+    them where its first branch is taken, if it is known how often that is: the other one hands on."""
+    share = annotated_share(task.ops[0].instruction)
     total = sum(flops(op.instruction) for op in task.ops)
     read: dict[Buffer, int] = {}
     moved = 0
@@ -107,4 +110,4 @@ def _kernel_cost(task: Task) -> tuple[float, float]:
             read[ref.buffer] = min(whole, read.get(ref.buffer, 0) + nbytes)
         if op.escapes:
             moved += op.written_bytes
-    return total, float(moved + sum(read.values()))
+    return total, (1.0 if share is None else share) * (moved + sum(read.values()))

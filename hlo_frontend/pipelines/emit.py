@@ -17,6 +17,7 @@ from .. import builder
 from ..builder import array_shape, fill
 from ..graph import Computation, Instruction, Module
 from ..schema import TUPLE, HloComputationProto, HloInstructionProto, HloModuleProto
+from ..trips import SHARE
 from .refusal import Refusal
 
 
@@ -188,12 +189,17 @@ class Builder(builder.Builder):
         return self.add("compare", array_shape("pred"), [scalar, self.constant(0)], **fields)
 
     def conditional(
-        self, predicate: Any, branches: Sequence[Builder], arguments: Sequence[Any], shape: Any
-    ) -> Any:
-        """``branches``: for a predicate that is true, and for one that is false."""
+        self, predicate: Any, branches: Sequence[Builder], arguments: Sequence[Any], shape: Any,
+        share: float | None = None,
+    ) -> Any:  # fmt: skip
+        """``branches``: for a predicate that is true, and for one that is false; ``share``: how often it is
+        true, where that is known."""
         called = [b.id for b in branches]
         operands = [predicate, *arguments]
-        return self.add("conditional", shape, operands, called_computation_ids=called)
+        made = self.add("conditional", shape, operands, called_computation_ids=called)
+        if share is not None:
+            made.frontend_attributes.map[SHARE] = f"{share:.6g}"
+        return made
 
     def loop(self, carried: Any, body: Builder, trips: int, name: str, counter: int = 0) -> Any:
         """A loop of ``trips`` iterations, which the element ``counter`` of what is carried counts from 0 on.

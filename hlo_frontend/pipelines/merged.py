@@ -422,6 +422,7 @@ class _Merged:
             for p, own in zip((self.there, self.back), starts, strict=True)
         )
         there, back = slots.forward != NONE, slots.backward != NONE
+        share, share_turns = slots.shares
         k, k_back = at(np.maximum(slots.forward, 0)), at(np.maximum(slots.backward, 0))
 
         def come(name: str, received: Sequence[Any], rooms: Rooms | None) -> list[Any]:
@@ -459,7 +460,7 @@ class _Merged:
             b, b.is_one(at(there)), forward,
             [at(starts[0]), first, at(slots.puts), zero, k, *come_in.values(), *now["held"]],
             [*now["banks"], *now["ends"]],
-            list(self.passed.values()),
+            list(self.passed.values()), share,
         )  # fmt: skip
         ys = made[: len(come_in)]
         banks = made[len(come_in) : len(come_in) + len(now["banks"])]
@@ -471,7 +472,7 @@ class _Merged:
         come_back = dict(zip(self.passed_back, received, strict=True))
         name_turn, made = turns(
             b, begins, [k_back, device, *ends, *now["others"]],
-            [*now["given"], *now["turned"]], [come_back[i] for i in self.back.sent],
+            [*now["given"], *now["turned"]], [come_back[i] for i in self.back.sent], share_turns,
         )  # fmt: skip
         begun = len(self.back.sent)
         come_back |= zip(self.back.sent, made, strict=False)
@@ -483,7 +484,7 @@ class _Merged:
             b, b.is_one(at(back)), backward,
             [at(starts[1]), first_back, at(slots.takes), at(slots.leaves), k_back, *dys,
              *now["held back"], *banks],
-            [*now["ends back"], *kept], list(self.passed_back.values()),
+            [*now["ends back"], *kept], list(self.passed_back.values()), share,
         )  # fmt: skip
         dxs = made[: len(dys)]
         ends_back = made[len(dys) : len(dys) + len(now["ends back"])]
@@ -494,7 +495,7 @@ class _Merged:
             name_weights, sums = chosen(
                 b, b.is_one(at(runs_weights)), runs.weights(),
                 [zero, zero, at(slots.finishes), at(slots.resumes), k_weights, *now["held back"],
-                 *banks, *left], now["sums"], [],
+                 *banks, *left], now["sums"], [], share,
             )  # fmt: skip
         pairs = [pair for g in self.there.groups for pair in pairwise(g)]
         if slots.chunks > 1:

@@ -330,11 +330,11 @@ class Runs:
 
         def emit(
             caller: Builder, begins: Any, arguments: Sequence[Any], kept: Sequence[Any],
-            received: Sequence[Any],
+            received: Sequence[Any], share: float,
         ) -> tuple[str, list[Any]]:  # fmt: skip
             given = [caller.tuple([*arguments, *kept]), caller.tuple([*received, *kept])]
             shape = tuple_shape([*passed, *(v.shape for v in kept)])
-            chosen = caller.conditional(begins, [b, other], given, shape)
+            chosen = caller.conditional(begins, [b, other], given, shape, share)
             return chosen.name, caller.elements(chosen)
 
         return emit
@@ -362,14 +362,14 @@ class Runs:
 
 def chosen(
     b: Builder, working: Any, runs: Builder, arguments: Sequence[Any], kept: Sequence[Any],
-    gives: Sequence[Any],
+    gives: Sequence[Any], share: float,
 ) -> tuple[str, list[Any]]:  # fmt: skip
     """Run a computation of ``arguments`` and ``kept``, which gives values of the shapes ``gives``, and
-    ``kept`` anew; if not ``working``, zeros, and ``kept`` as it is."""
+    ``kept`` anew; if not ``working``, zeros, and ``kept`` as it is. ``share``: how often it is."""
     rests = b.editor.computation("schedule.rests")
     same = rests.elements(rests.parameter(tuple_shape([v.shape for v in kept])))
     rests.finish(rests.tuple([*(rests.zeros(s) for s in gives), *same]))
     shape = tuple_shape([*gives, *(v.shape for v in kept)])
     given = [b.tuple([*arguments, *kept]), b.tuple(kept)]
-    made = b.conditional(working, [runs, rests], given, shape)
+    made = b.conditional(working, [runs, rests], given, shape, share)
     return made.name, b.elements(made)

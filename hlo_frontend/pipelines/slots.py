@@ -102,6 +102,15 @@ class Slots:
         return int(self.forward.shape[1])
 
     @property
+    def shares(self) -> tuple[float, float]:
+        """In what share of iterations a stage makes a run of each kind, if the loop is to take as long as its
+        iterations together: runs that wait for others' count as longer (`length`). And in what share the
+        last stage turns a microbatch, for which nobody else waits."""
+        kinds = 3 if self.splits else 2
+        turns = np.count_nonzero(self.backward[-1] != NONE) / self.chunks
+        return self.length(1, 1, 1) / kinds / self.iterations, turns / self.iterations
+
+    @property
     def alive(self) -> tuple[int, ...]:
         """For each stage: the most microbatches of which it keeps something at a time, each as often as there
         are chunks for which it does."""

@@ -21,7 +21,7 @@ from typing import Any
 
 from .graph import Computation, Instruction
 from .ops import op_of
-from .trips import annotated_share, annotated_trips
+from .trips import annotated_share, annotated_trips, expected_trips
 
 
 def arithmetic(instructions: Iterable[Instruction]) -> int:
@@ -33,7 +33,7 @@ def arithmetic(instructions: Iterable[Instruction]) -> int:
     count = 0
     for instruction in instructions:
         if instruction.opcode in _CALLS:
-            times = _times(instruction)
+            times = expected_trips(instruction)
             count += times * sum(arithmetic(called.instructions) for called in instruction.called)
         count += op_of(instruction.opcode).arithmetic
     return count
@@ -81,14 +81,8 @@ def _applied(computation: Computation) -> float:
     return flops_of(computation.instructions)
 
 
-def _times(call: Instruction) -> int:
-    """How often a call or a loop runs its computation; once if that is not known."""
-    known = annotated_trips(call)
-    return 1 if known is None else known
-
-
 def _called(call: Instruction) -> float:
-    return _times(call) * sum(map(_applied, call.called))
+    return expected_trips(call) * sum(map(_applied, call.called))
 
 
 def _conditional(conditional: Instruction) -> float:

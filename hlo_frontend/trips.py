@@ -17,6 +17,8 @@ from .values import BlockGraph, Node, NodeKind, Value
 
 # Of a conditional of two branches that a pass makes: `annotated_share`.
 SHARE = "stretto_share"
+# Of a loop that a pass makes, how often it runs, where compilers are not to know.
+TRIPS = "stretto_trips"
 
 
 def annotated_trips(loop: Instruction) -> int | None:
@@ -28,6 +30,12 @@ def annotated_trips(loop: Instruction) -> int | None:
         return int(json.loads(config)["known_trip_count"]["n"])
     except (KeyError, ValueError, TypeError):
         return None
+
+
+def expected_trips(call: Instruction) -> int:
+    """How often a call or a loop runs its computation; once if that is not known."""
+    known = annotated_trips(call)
+    return int(call.attributes.get(TRIPS, 1)) if known is None else known
 
 
 def annotated_share(conditional: Instruction) -> float | None:

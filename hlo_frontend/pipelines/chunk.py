@@ -14,6 +14,7 @@ from typing import Any
 
 from ..builder import array_shape, resized, tuple_shape
 from ..graph import Instruction
+from ..trips import TRIPS
 from .emit import Builder, Editor
 from .layers import LayerLoop
 from .parts import Kept, Pipeline, Recomputed, again
@@ -182,6 +183,7 @@ class LayerRun:
         called = [self.layer.id, self.more.id]
         done = b.add("while", self.carried, [init], called_computation_ids=called)
         done.metadata.CopyFrom(self.layers.loop.proto.metadata)
+        done.frontend_attributes.map[TRIPS] = str(self.size)  # compilers might open it
         wanted = [*self.passed, *self.stacks]
         return {i: b.element(done, self.order.index(i)) for i in wanted}
 

@@ -16,6 +16,7 @@ from . import recognize as pipelines
 from .between import prepared
 from .chains import Followed
 from .emit import Editor
+from .fission import fissioned
 from .inline import inlined, opened
 from .merged import Names, merged
 from .merged_verify import check as check_merged
@@ -303,15 +304,15 @@ def _step(
     module, apart = prepared(module, names)
     if copied:
         apart = apart or "what travels with a microbatch is computed apart"
-    module, followed, parts = _analyzed(module, names, num_replicas, num_partitions)
-    forward, backward = parts
+    module, forward, backward, step = _followed(module, names, num_replicas, num_partitions)
     with about(backward.name):
-        if owner_of(backward, parts) is not forward:
-            raise Refusal("it does not go back through the layers of the loop before it")
-        pieces = Pieces(Editor(module), forward.pipeline(), ())
-        groups, reader = forward.pipeline().groups, CollectiveReader(num_replicas, num_partitions)
-        sameness = Sameness(module, groups, reader)
-        step = training(followed, forward, backward, pieces, sameness)
+        if schedule == "zb_h1":
+            back, reader = step.backward, CollectiveReader(num_replicas, num_partitions)
+            in_two = fissioned(module, back.layers, list(back.sums), reader)
+            if in_two is not None:
+                module, forward, backward, step = _followed(
+                    in_two, names, num_replicas, num_partitions
+                )
         count = step.forward.layers.count
         if count % chunks:
             raise Refusal(f"{count} layers of a device are not {chunks} equal chunks")
@@ -328,6 +329,21 @@ def _step(
         chunks=chunks, row=kept_bytes(step, chunks), moved=new.moved, back=new.back, taken=new.parts,
         numbers=drawn.numbers, own_chunks=drawn.own_chunks,
     )  # fmt: skip
+
+
+def _followed(
+    module: Module, names: list[str], num_replicas: int, num_partitions: int
+) -> tuple[Module, Part, Part, Training]:
+    """A module whose two loops were analyzed as a step, with these. Raises as `_step`."""
+    module, followed, parts = _analyzed(module, names, num_replicas, num_partitions)
+    forward, backward = parts
+    with about(backward.name):
+        if owner_of(backward, parts) is not forward:
+            raise Refusal("it does not go back through the layers of the loop before it")
+        pieces = Pieces(Editor(module), forward.pipeline(), ())
+        groups, reader = forward.pipeline().groups, CollectiveReader(num_replicas, num_partitions)
+        sameness = Sameness(module, groups, reader)
+        return module, forward, backward, training(followed, forward, backward, pieces, sameness)
 
 
 def _rounds(step: Training, made: Names, chunks: int) -> str:

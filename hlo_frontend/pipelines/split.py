@@ -45,7 +45,8 @@ def split(layers: LayerLoop, sums: Sequence[int], cut: Sequence[int]) -> Split:
     seen = set(stack)
     while stack:
         value = stack.pop()
-        if value in changes or (value in goes_on and not _is_computed_again(value, reads)):
+        made = goes_on.intersection([value, *_made_by(value)])
+        if value in changes or (made and not _is_computed_again(value, reads)):
             left[value] = None
             continue
         fresh = [o for o in needed_by(value) if o not in seen and o not in reads - changes]
@@ -54,6 +55,11 @@ def split(layers: LayerLoop, sums: Sequence[int], cut: Sequence[int]) -> Split:
     place = {i: n for n, i in enumerate(body.instructions)}
     ordered = sorted(left, key=lambda i: place[i])
     return Split({FIRST_KEY + n: i for n, i in enumerate(ordered)})
+
+
+def _made_by(value: Instruction) -> tuple[Instruction, ...]:
+    """The loop or the like of which it is a result: that which goes on gives the others at once."""
+    return value.operands if value.opcode == "get-tuple-element" else ()
 
 
 def _is_computed_again(value: Instruction, reads: set[Instruction]) -> bool:

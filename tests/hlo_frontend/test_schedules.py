@@ -37,7 +37,7 @@ def test_one_forward_one_backward(stages, microbatches):
     slots = SCHEDULES["1f1b"](stages, microbatches)
     assert slots.iterations == 2 * (microbatches + stages - 1)
     assert slots.length(1, 2) == 3 * (microbatches + stages - 1)
-    assert slots.shares == (1 / 2, microbatches / slots.iterations)
+    assert slots.shares == pytest.approx((1 / 2, microbatches / slots.iterations))
     assert slots.alive == tuple(min(microbatches, stages - s) for s in range(stages))
     assert slots.rows == min(microbatches, stages)
     there = [{m: t for t, m in enumerate(row) if m != NONE} for row in slots.forward]
@@ -57,7 +57,7 @@ def test_zero_bubble(stages, microbatches):
     slots = SCHEDULES["zb_h1"](stages, microbatches)
     if stages == microbatches:
         assert slots.iterations == slots.length(1, 1, 1) == 3 * microbatches + stages - 1
-        assert slots.shares == (1 / 3, microbatches / slots.iterations)
+        assert slots.shares == pytest.approx((1 / 3, microbatches / slots.iterations))
     assert slots.iterations <= 3 * (microbatches + stages - 1)
     assert slots.rows <= stages and max(slots.alive) <= stages
     there, back, ends = (

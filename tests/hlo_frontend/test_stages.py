@@ -239,6 +239,28 @@ def test_weights_of_users_have_runs_of_their_own():
     assert report.rounds and report.left > 0 and report.runs[0].count("W") == MICROBATCHES
 
 
+def scans_and_doubles(w, x, m):
+    def one(x, out):
+        return x + jnp.sin(x @ out), None
+
+    return 2 * lax.scan(one, x, jnp.stack([w["out"], w["out"] / 2, w["out"] / 4]))[0]
+
+
+def test_a_loop_within_a_stage_is_two_where_weights_have_runs_of_their_own():
+    """Each run backwards has the product that the stage before waits for, and each of weights the other."""
+    found = accepted(step_of(scans_and_doubles), "zb_h1")
+    assert found.module.source is not None
+    computations = Module.parse(found.module.source.hlo).computations
+    of = {c.name: products(c) for c in computations if c.name.startswith("schedule.")}
+    assert (of["schedule.forward"], of["schedule.backward"], of["schedule.weights"]) == (1, 1, 1)
+
+
+def products(computation) -> int:
+    """How many there are in it, and in what it calls."""
+    own = sum(i.opcode == "dot" for i in computation.instructions)
+    return own + sum(products(c) for i in computation.instructions for c in i.called)
+
+
 def test_pipelined_single_layers():
     """As `stretto.pipelined` writes them, with one layer for each stage."""
 

@@ -192,6 +192,30 @@ def test_flops_by_hand() -> None:
     assert (by_name["t"], by_name["e"]) == (0, 4)
 
 
+def test_branches_count_as_often_as_they_are_said_to_be_taken() -> None:
+    """And where nobody says it, the one that does most."""
+    branches = """
+        %long (a: f32[64,64]) -> f32[64,64] {
+          %a = f32[64,64] parameter(0)
+          ROOT %d = f32[64,64] dot(%a, %a), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+        }
+        %short (b: f32[64,64]) -> f32[64,64] {
+          %b = f32[64,64] parameter(0)
+          ROOT %n = f32[64,64] negate(%b)
+        }
+        """
+    entry = """
+        %x = f32[64,64] parameter(0)
+        %p = pred[] parameter(1)
+        ROOT %c = f32[64,64] conditional(%p, %x, %x), true_computation=%long, false_computation=%short
+        """
+    long, short = 2 * 64**3, 64**2
+    said = ', frontend_attributes={stretto_share="0.25"}'
+    assert flops(module(entry, branches).entry.root) == long
+    found = module(entry.rstrip() + said, branches).entry.root
+    assert flops(found) == long / 4 + short * 3 / 4
+
+
 def test_streams_are_sets_of_groups_with_point_to_point_apart() -> None:
     from stretto.hlo_frontend.overlap.kernels import build
 

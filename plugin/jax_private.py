@@ -37,11 +37,16 @@ def requested_platforms() -> list[str]:
     return [name.strip() for name in value.split(",") if name.strip()] if value else []
 
 
-def add_platform(name: str) -> None:
-    """Make a platform available after those that the user asked for."""
+def offer_cpu() -> None:
+    """Make JAX's CPU backend available after the platforms that the user asked for, if stretto is one of them.
+
+    Callbacks and ``jax.devices("cpu")`` need it; what comes first stays the default.
+    """
     from jax._src import config
 
-    config.config.update("jax_platforms", ",".join([*requested_platforms(), name]))
+    requested = requested_platforms()
+    if PLATFORM in requested and "cpu" not in requested:
+        config.config.update("jax_platforms", ",".join([*requested, "cpu"]))
 
 
 def register(capsule: Any) -> None:

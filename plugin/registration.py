@@ -14,8 +14,7 @@ def initialize() -> None:
     """Register the platform if the user asked for it. Called by JAX before it makes devices."""
     from . import jax_private
 
-    requested = jax_private.requested_platforms()
-    if PLATFORM not in requested:
+    if PLATFORM not in jax_private.requested_platforms():
         return
     from . import _capi, entries
     from .buffer import value_of
@@ -37,6 +36,4 @@ def initialize() -> None:
     jax_private.compile_for_topologies_without_client()
     jax_private.lend_by_dlpack(value_of)
     jax_private.analyse_cost_before_compiling()
-    if "cpu" not in requested:
-        # Callbacks and `jax.devices("cpu")` need JAX's own CPU backend; stretto stays the default.
-        jax_private.add_platform("cpu")
+    jax_private.offer_cpu()

@@ -131,3 +131,20 @@ def test_jaxs_table_of_launchers_is_left_alone_in_other_programs() -> None:
             check=True,
         )
         assert done.stdout.strip() == expected
+
+
+def test_no_option_of_jax_changes_under_a_program_that_makes_devices() -> None:
+    code = (
+        "import jax\n"
+        "before = dict(jax.config.values)\n"
+        "print(*{d.platform: d for d in jax.devices() + jax.devices('cpu')})\n"
+        "print({k: (v, before[k]) for k, v in jax.config.values.items() if v != before[k]})\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "JAX_PLATFORMS": "stretto"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.splitlines() == ["stretto cpu", "{}"], done.stdout

@@ -57,7 +57,7 @@ def test_backend_factories_and_the_list_without_warning() -> None:
 
 
 def test_platforms_option() -> None:
-    """Read after plugins were initialized (``xla_bridge.backends``), so that `add_platform` has effect."""
+    """Read after plugins were initialized (``xla_bridge.backends``), so that `offer_cpu` has effect."""
     assert hasattr(jax._src.config.jax_platforms, "value")
     source = inspect.getsource(jax._src.xla_bridge.backends)
     assert source.index("_discover_and_register_pjrt_plugins") < source.index("jax_platforms")

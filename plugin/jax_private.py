@@ -38,7 +38,7 @@ def requested_platforms() -> list[str]:
 
 
 def offer_cpu() -> None:
-    """Make JAX's CPU backend available after the platforms that the user asked for, if stretto is one of them.
+    """Make JAX's CPU backend available after the platforms that the user asked for, if these name stretto.
 
     Callbacks and ``jax.devices("cpu")`` need it; what comes first stays the default.
     """

@@ -333,16 +333,24 @@ class XlaCpuEngine(XlaEngine):
     def memory_stats(self, ordinal: int) -> dict[str, int]:
         """``bytes_in_use`` of live arrays, counted when asked; XLA's CPU client keeps no peak.
 
-        Arrays on several devices may be there as a whole and in parts: what counts is the memory.
+        Arrays on several devices may be there as a whole and in parts: what counts is the memory. Of what is
+        still computed each part counts: jaxlib would wait, with the GIL, to tell where that memory is, and it
+        asks for these counts itself whenever JAX compiles a program.
         """
         (device,) = self._device_lists[ordinal]
         live: dict[int, int] = {}
+        pending: list[Array] = []
         for array in self._client.live_arrays():
             if array.is_deleted() or device not in array.devices():
                 continue
             parts = [array] if len(array.devices()) == 1 else array._arrays
             for part in parts:
-                if part.devices() == {device}:
-                    with suppress(JaxRuntimeError):  # it has an error in the place of memory
-                        live[part.unsafe_buffer_pointer()] = part.on_device_size_in_bytes()
-        return {"bytes_in_use": sum(live.values()), "num_allocs": len(live)}
+                if part.devices() != {device}:
+                    continue
+                if not part.is_ready():
+                    pending.append(part)
+                    continue
+                with suppress(JaxRuntimeError):  # it has an error in the place of memory
+                    live[part.unsafe_buffer_pointer()] = part.on_device_size_in_bytes()
+        in_use = sum(live.values()) + sum(part.nbytes for part in pending)
+        return {"bytes_in_use": in_use, "num_allocs": len(live) + len(pending)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from importlib.metadata import EntryPoint
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -173,6 +174,23 @@ def test_memory_in_use_counts_live_arrays(xla: xla_cpu.XlaCpuEngine) -> None:
     assert xla.memory_stats(1)["bytes_in_use"] - before == 4000
     xla.delete(array)
     assert xla.memory_stats(1)["bytes_in_use"] == before
+
+
+def test_memory_in_use_does_not_wait(
+    xla: xla_cpu.XlaCpuEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """jaxlib waits with the GIL to tell where the memory of a pending array is."""
+    (device,) = xla._device_lists[1]
+    pending = SimpleNamespace(
+        is_deleted=lambda: False,
+        devices=lambda: {device},
+        is_ready=lambda: False,
+        nbytes=4000,
+        on_device_size_in_bytes=lambda: 4000,
+        unsafe_buffer_pointer=lambda: pytest.fail("waits"),
+    )
+    monkeypatch.setattr(xla, "_client", SimpleNamespace(live_arrays=lambda: [pending]))
+    assert xla.memory_stats(1) == {"bytes_in_use": 4000, "num_allocs": 1}
 
 
 def test_a_pass_that_goes_by_the_size_of_a_loop(xla) -> None:

@@ -133,6 +133,18 @@ class Origins:
         starts = starts_of(node, [self.forward.known(trace, o) for o in node.operands], first)
         return None if starts is None else int(starts[at.device if len(starts) > 1 else 0][0])
 
+    def handed(self, value: Value, at: Execution) -> tuple[Value, Execution, bool] | None:
+        """The value of which this one is a copy in the same iteration, where that is, and whether zeros are
+        added to it; None if a node computes it, or takes it out of an array, or if it is carried."""
+        root = value.root
+        if root.node is None:
+            return None
+        other = self._beside_zero(root, at)
+        if other is not None:
+            return other, at, _has_sign(root)
+        before = self._before(root, at)
+        return None if before is None else (*before, False)
+
     def row(self, value: Value, at: Execution) -> bool | None:
         """A known predicate that is the same for all elements; for an integer, whether it is not 0."""
         known = self.forward.known(self.iterations[at.iteration], value)

@@ -125,6 +125,18 @@ def from_block(b: Builder, value: Instruction, found: Indexed, begin: Any, indic
     return b.add("subtract", begins.shape, [indices, begins])
 
 
+def counts_alone(indices: Instruction, vector: int, found: Indexed) -> bool:
+    """Whether no other number of index vectors than that along ``found.axis`` is known to differ from one
+    block to another one."""
+    numbers, known = _numbers(indices)
+    if vector == numbers.ndim:
+        return True
+    others = [c for c in range(numbers.shape[vector]) if c != found.component]
+    numbers, known = (np.moveaxis(x.take(others, vector), found.at, 0) for x in (numbers, known))
+    blocks, known = (x.reshape(-1, found.count, *x.shape[1:]) for x in (numbers, known))
+    return not (known & (blocks != blocks[:1])).any()
+
+
 def _dimensions(indices: Instruction, vector: int) -> list[int]:
     """Those of indices that are not that of index vectors."""
     return [d for d in range(len(indices.shape.dimensions)) if d != vector]
@@ -170,7 +182,7 @@ def _numbers(value: Instruction) -> tuple[np.ndarray, np.ndarray]:
             numbers, known = (x.transpose(dimensions) for x in _numbers(value.operands[0]))
         case "reshape" | "copy" | "convert":
             numbers, known = (x.reshape(shape) for x in _numbers(value.operands[0]))
-        case "bitcast" if _is_row_major(value) and _is_row_major(value.operands[0]):
+        case "bitcast" if is_row_major(value) and is_row_major(value.operands[0]):
             numbers, known = (x.reshape(shape) for x in _numbers(value.operands[0]))
         case _:
             return nothing
@@ -188,6 +200,7 @@ def _spread(array: np.ndarray, dimensions: Sequence[int], shape: tuple[int, ...]
 _WIDE = {PRIMITIVE_CODES[name] for name in ("s32", "s64")}
 
 
-def _is_row_major(value: Instruction) -> bool:
+def is_row_major(value: Instruction) -> bool:
+    """Whether an array lies in memory in the order of its dimensions."""
     order = list(value.shape.layout.minor_to_major)
     return order == sorted(order, reverse=True)

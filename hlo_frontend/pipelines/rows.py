@@ -163,18 +163,11 @@ class Rows:
                 made[key] = leaves[value.proto.tuple_index]
             elif _summed(value) is not None:
                 made[key] = without_sign_of_zero(b, made[operands[0]])
-            elif value.opcode == "get-tuple-element" and operands[0][0] is value.operands[0]:
-                made[key] = b.element(made[operands[0]], value.proto.tuple_index)
-            elif value.opcode == "get-tuple-element" or operands[0][0] not in value.operands:
+            elif value.opcode != "get-tuple-element" and operands[0][0] not in value.operands:
                 made[key] = made[operands[0]]
-            elif value.opcode == "bitcast":
-                target = ShapeProto.FromString(value.shape.SerializeToString())
-                target.dimensions[block.axis] = block.unit
-                source = value.operands[0].shape
-                made[key] = b.reinterpret(made[operands[0]], source, target)
             else:
                 given = _counted(b, value, block, row, [made[o] for o in operands])
-                made[key] = _resized(b.copy(value, given), block)
+                made[key] = of_length(b, value, block, given)
 
 
 def _cut(b: Builder, whole: Any, block: Block, row: Any) -> Any:
@@ -296,6 +289,27 @@ def separated(
     )  # fmt: skip
 
 
+def blocks_of(value: Instruction, block: Block) -> tuple[Part, ...]:
+    """The blocks of its operands that a block of what an op gives needs; None for all of an operand. Raises
+    `Refusal`."""
+    if not _has_rule(value) or _is_mixed(value):
+        raise _mixed(value)
+    return _RULES.get(value.opcode, _elementwise)(value, block)
+
+
+def of_length(b: Builder, value: Instruction, block: Block, operands: Sequence[Any]) -> Any:
+    """The same op, on blocks of its operands, which gives ``block``; see `blocks_of`."""
+    source = needed_by(value)[0] if value.operands else None
+    if value.opcode == "get-tuple-element":
+        is_made = source is value.operands[0]
+        return b.element(operands[0], value.proto.tuple_index) if is_made else operands[0]
+    if value.opcode == "bitcast":
+        target = ShapeProto.FromString(value.shape.SerializeToString())
+        target.dimensions[block.axis] = block.unit
+        return b.reinterpret(operands[0], value.operands[0].shape, target)
+    return _resized(b.copy(value, operands), block)
+
+
 def _summed(value: Instruction) -> tuple[Instruction, int] | None:
     """The all-reduce that gives a value, and the position of its operand there."""
     if value.opcode == "all-reduce" and len(value.operands) == 1:
@@ -325,19 +339,14 @@ def _operands(
         if block.axis or block.unit != 1:
             raise _mixed(value)
         return ()
-    rule = _RULES.get(value.opcode)
-    if rule is None and op_of(value.opcode).elementwise:
-        rule = _elementwise
     if value not in depends:
-        if rule is None or not _is_fused(value):
+        if not _is_fused(value):
             return ((value, None),)
         try:
-            return rule(value, block)
+            return blocks_of(value, block)
         except Refusal:
             return ((value, None),)
-    if rule is None or _is_mixed(value):
-        raise _mixed(value)
-    return rule(value, block)
+    return blocks_of(value, block)
 
 
 def _others(
@@ -352,14 +361,13 @@ def _others(
         if value in depends:
             raise _mixed(value)
         return None
-    rule = _RULES.get(value.opcode)
-    if rule is None and elementwise:
-        rule = _elementwise
-    if value not in depends and (rule is None or not _is_fused(value)):
+    if value not in depends and not (_has_rule(value) and _is_fused(value)):
         return ((value, None),)
-    if rule is None or _is_mixed(value):
-        raise _mixed(value)
-    return rule(value, block)
+    return blocks_of(value, block)
+
+
+def _has_rule(value: Instruction) -> bool:
+    return value.opcode in _RULES or op_of(value.opcode).elementwise
 
 
 def _is_fused(value: Instruction) -> bool:

@@ -126,7 +126,7 @@ def _found(module: Module, loop: Instruction, reader: CollectiveReader) -> list[
     except Refusal:  # it is reported where the loop is analyzed
         return []
     block, body = node.blocks[1], loop.called[0]
-    counter = _counter(followed, part)
+    counter = counter_of(followed, node)
     flat = len(block.parameters) == len(loop.shape.tuple_shapes)
     if counter is None or not flat or loop.operands[0].opcode != "tuple":
         return []
@@ -152,15 +152,15 @@ def _found(module: Module, loop: Instruction, reader: CollectiveReader) -> list[
     return sorted(found, key=lambda sent: place[sent.read])
 
 
-def _counter(followed: Followed, part: Part) -> int | None:
+def counter_of(followed: Followed, loop: Node) -> int | None:
     """The position in the carry of a number that is that of the iteration."""
-    origins, devices = followed.origins[part.loop], range(followed.forward.num_devices)
-    for position, parameter in enumerate(part.loop.blocks[1].parameters):
+    origins, devices = followed.origins[loop], range(followed.forward.num_devices)
+    for position, parameter in enumerate(loop.blocks[1].parameters):
         if parameter.type is None or parameter.type.shape or parameter.type.dtype != SCALAR:
             continue
         if all(
             origins.number(parameter, Execution(t, d)) == t
-            for t in range(part.trips)
+            for t in range(len(origins.iterations))
             for d in devices
         ):
             return position

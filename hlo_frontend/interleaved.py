@@ -20,6 +20,13 @@ def _where(name: str, source: str) -> str:
     return f"loop %{name}{' at ' + source if source else ''}" if name else "the program"
 
 
+def _all_held(held: int) -> str:
+    """What is said of bytes of microbatches that each device holds besides."""
+    if not held:
+        return ""
+    return f"; each device holds all microbatches, which stages hand on as written, in {held} bytes more"
+
+
 @dataclass(frozen=True)
 class Interleaved:
     """What became of a loop that moves data in each of its iterations.
@@ -27,8 +34,9 @@ class Interleaved:
     ``chunks`` of layers a device has, and ``stages``, ``microbatches``, ``layers`` of a device. ``before``
     and ``after``: its iterations; one of the latter does 1/chunks of the work. ``moved``: bytes of weights
     that all devices together send before the loop, in every run; ``back``: bytes of their gradients that
-    they send after it; ``taken``: arrays of weights that need not be moved. ``why``: why the loop is left
-    as it is written, or an empty string.
+    they send after it; ``taken``: arrays of weights that need not be moved. ``held``: bytes of microbatches
+    that each device holds around the loops, and other ones in the written program, which hands them on in its
+    loops. ``why``: why the loop is left as it is written, or an empty string.
     """
 
     name: str
@@ -42,6 +50,7 @@ class Interleaved:
     moved: int = 0
     back: int = 0
     taken: int = 0
+    held: int = 0
     why: str = ""
 
     def describe(self) -> str:
@@ -57,6 +66,7 @@ class Interleaved:
             f"{self.layers // self.chunks} layers, {self.microbatches} microbatches, {self.before} "
             f"iterations became {self.after} of 1/{self.chunks} of the work each, bubble {bubble:.0%} "
             f"became {left:.0%}; {self.moved} bytes of weights are moved before it{gradients}, in each run"
+            f"{_all_held(self.held)}"
         )
 
 
@@ -74,8 +84,9 @@ class Scheduled:
     leave for runs of weights. ``moved``, ``back`` and ``taken``: as in `Interleaved`. ``runs``: for each
     device, a letter for each iteration of the new loop: F runs forwards, B backwards, W weights, and a dot
     does not; ``numbers`` and ``own_chunks``: of which of the program's microbatches and through which of the
-    device's chunks, -1 where it does not. ``rounds``: why results are equal to those of the written step
-    only up to rounding, or an empty string. ``why``: why it is left as it is written.
+    device's chunks, -1 where it does not. ``held``: as in `Interleaved`. ``rounds``: why results are equal to
+    those of the written step only up to rounding, or an empty string. ``why``: why it is left as it is
+    written.
     """
 
     name: str
@@ -103,6 +114,7 @@ class Scheduled:
     taken: int = 0
     numbers: tuple[tuple[int, ...], ...] = ()
     own_chunks: tuple[tuple[int, ...], ...] = ()
+    held: int = 0
 
     def describe(self) -> str:
         """A sentence for people."""
@@ -130,5 +142,5 @@ class Scheduled:
             f"{self.after} of one run each, bubble {bubble:.0%}, as written {written:.0%}; {each} "
             f"alive on each stage: {alive}, as written {self.microbatches * self.chunks}; their layers keep "
             f"{self.rows * self.row} bytes on a device{left}, as written {self.rows_before * self.kept}"
-            f"{moved}{rounds}"
+            f"{moved}{_all_held(self.held)}{rounds}"
         )

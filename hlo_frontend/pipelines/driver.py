@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import TypeVar
 
@@ -32,6 +32,7 @@ from .slots import SCHEDULES
 from .timetable import Timetable, timetable
 from .training import Training, kept_bytes, owner_of, training
 from .travelling import at_home
+from .unstreamed import Unstreamed, unstreamed
 from .verify import check
 
 # Why an engine may round results of a step whose stages are no loops over layers.
@@ -92,11 +93,16 @@ def _also_within(
 
 
 def _interleaved(
-    serialized: bytes, num_replicas: int, num_partitions: int, chunks: int
+    serialized: bytes,
+    num_replicas: int,
+    num_partitions: int,
+    chunks: int,
+    but: frozenset[str] = frozenset(),
 ) -> tuple[bytes, tuple[Interleaved, ...]]:
-    """The same, of loops in the entry computation."""
+    """The same, of loops in the entry computation. ``but``: loops whose streams stay."""
     as_given = serialized
-    local = _localized(serialized, num_replicas, num_partitions, leaves=False)
+    streams = _unstreamed(serialized, num_replicas, num_partitions, but, computes=False)
+    local = _localized(streams.module, num_replicas, num_partitions, leaves=False)
     serialized, whys = local.module, local.whys
     written = Module.parse(serialized)
     entry = flatten(written.entry, CollectiveReader(num_replicas, num_partitions))
@@ -109,7 +115,7 @@ def _interleaved(
             break
         except Refusal as refusal:
             name = refusal.loop or left[0]
-            reports[name] = replace(reports[name], why=_why(refusal, whys))
+            reports[name] = replace(reports[name], why=_why(refusal, whys) + _handed_on(streams))
             left.remove(name)
         except GaveUpError as error:
             why = f"the program is too large to be followed: {error}"
@@ -120,7 +126,10 @@ def _interleaved(
     if not found:
         serialized = as_given
     for name, report in zip(left, found, strict=True):
-        reports[name] = replace(report, name=name, source=reports[name].source)
+        source, held = reports[name].source, streams.held.get(name, 0)
+        reports[name] = replace(report, name=name, source=source, held=held)
+    if alone := _left_alone(streams, reports.values()):
+        return _interleaved(as_given, num_replicas, num_partitions, chunks, but | alone)
     return serialized, tuple(reports.values())
 
 
@@ -132,6 +141,37 @@ def _localized(
         return localized(serialized, num_replicas, num_partitions, leaves=leaves)
     except GaveUpError:
         return Localized(serialized)
+
+
+def _unstreamed(
+    serialized: bytes,
+    num_replicas: int,
+    num_partitions: int,
+    but: frozenset[str],
+    *,
+    computes: bool,
+) -> Unstreamed:
+    """The module with microbatches that are handed on in loops given to all stages, see `unstreamed`."""
+    try:
+        return unstreamed(serialized, num_replicas, num_partitions, computes=computes, but=but)
+    except GaveUpError:
+        return Unstreamed(serialized)
+
+
+def _left_alone(
+    streams: Unstreamed, reports: Collection[Interleaved | Scheduled]
+) -> frozenset[str]:
+    """The loops whose streams were taken out for nothing, where other loops were rewritten."""
+    refused = {report.name for report in reports if report.why}
+    return frozenset(streams.held) & refused if len(refused) < len(reports) else frozenset()
+
+
+def _handed_on(streams: Unstreamed) -> str:
+    """What is said of a refused loop, behind the reason, where streams stay in loops."""
+    if not streams.whys:
+        return ""
+    whys = "; ".join(dict.fromkeys(streams.whys))
+    return f". Microbatches that are handed on from stage to stage stay in the loop: {whys}"
 
 
 def _why(refusal: Refusal, whys: Whys) -> str:
@@ -197,11 +237,18 @@ def scheduled(
 
 
 def _scheduled(
-    serialized: bytes, num_replicas: int, num_partitions: int, schedule: str, chunks: int
+    serialized: bytes,
+    num_replicas: int,
+    num_partitions: int,
+    schedule: str,
+    chunks: int,
+    but: frozenset[str] = frozenset(),
 ) -> tuple[bytes, tuple[Scheduled, ...]]:
-    """The same, of steps in the entry computation."""
+    """The same, of steps in the entry computation. ``but``: loops whose streams stay."""
     as_given = serialized
-    local = _localized(serialized, num_replicas, num_partitions, leaves=True)
+    counts = num_replicas, num_partitions
+    streams = _unstreamed(serialized, *counts, but, computes=True)
+    local = _localized(streams.module, num_replicas, num_partitions, leaves=True)
     serialized, whys = local.module, local.whys
     reports: dict[str, Scheduled] = {}
     finished: set[str] = set()
@@ -212,6 +259,8 @@ def _scheduled(
         left = [i for i in left if i.name not in finished]
         if not left:
             done = any(not report.why for report in reports.values())
+            if alone := _left_alone(streams, reports.values()):
+                return _scheduled(as_given, *counts, schedule, chunks, but | alone)
             return serialized if done else as_given, tuple(reports.values())
         sources = {i.name: i.source for i in left}
         names = list(sources)
@@ -222,7 +271,8 @@ def _scheduled(
             )
         except Refusal as refusal:
             name = refusal.loop or names[-1]
-            reports[name] = Scheduled(name, sources[name], schedule, why=_why(refusal, whys))
+            why = _why(refusal, whys) + _handed_on(streams)
+            reports[name] = Scheduled(name, sources[name], schedule, why=why)
             finished.add(name)
             for other in set(pair) - {name}:
                 why = f"the loop %{name}, with which it would be one, is not"
@@ -234,7 +284,8 @@ def _scheduled(
             finished |= set(names)
         else:
             rounds = report.rounds or (_LEFT if local.left else "")
-            reports[pair[0]] = replace(report, source=sources[pair[0]], rounds=rounds)
+            held = sum(streams.held.get(name, 0) for name in pair)
+            reports[pair[0]] = replace(report, source=sources[pair[0]], rounds=rounds, held=held)
             finished |= {*pair, report.loop}
 
 

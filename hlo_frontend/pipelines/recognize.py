@@ -398,6 +398,10 @@ def _regular(followed: Followed, part: Part, parts: Sequence[Part]) -> Shape:
             f"between the loops over layers{_made_by(followed, part)}, or it is not a pipeline"
             f"{_added(followed, part)}"
         )
+    if all(len(set(way)) < len(way) for way in groups):
+        raise Refusal(
+            "a microbatch goes more than once through the same devices: the pipeline is circular as written"
+        )
     if len(set(devices)) != len(devices):
         hint = _added(followed, part)
         if not hint:

@@ -1,0 +1,236 @@
+"""Pipelines whose microbatches are divided over the stages, and handed on in the loop, inputs towards the
+first stage and outputs from the last one, as praxis and MaxText write them: as 1F1B, ZB-H1 and interleaved.
+
+Judged by the program as it is written, and that by JAX's CPU backend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from frontend_support import P, mesh
+from jax import lax
+from jax.sharding import NamedSharding
+from random_steps import WrittenStep
+
+from stretto.hlo_frontend.graph import Module, all_instructions
+from stretto.hlo_frontend.pipelines.unstreamed import unstreamed
+
+ROWS, WIDTH, WORDS = 4, 8, 12
+
+
+@dataclass(frozen=True)
+class Form:
+    """``shift``: how arrays are handed on, by a roll, or by `ppermute` within `shard_map`. ``head``: what is
+    done with the outputs: "gathered" has a head of all on each stage, and others of those that a stage holds,
+    "focal" with a loss that is not linear in what it takes by number, "ignored" with one that counts; but
+    "squares" are summed up as they lie. ``layers``: of a stage, in a scan, or a block if that is 0.
+    ``data``: devices that divide the rows of microbatches. ``training``: within a loop over steps. ``mask``:
+    of padding. ``rounds``: how often a microbatch goes through all stages. ``reads``: what of the
+    microbatches is read besides."""
+
+    stages: int = 2
+    microbatches: int = 4
+    shift: str = "roll"
+    head: str = "divided"
+    layers: int = 0
+    data: int = 1
+    again: bool = False
+    training: bool = False
+    mask: bool = True
+    rounds: int = 1
+    reads: Callable[[jax.Array], jax.Array] | None = None
+
+
+def layer(x: jax.Array, weights: Any) -> tuple[jax.Array, None]:
+    return x + jnp.tanh(x @ weights["up"]) @ weights["down"], None
+
+
+def block(weights: Any, x: jax.Array) -> jax.Array:
+    return layer(x, weights)[0]
+
+
+def scanned(weights: Any, x: jax.Array) -> jax.Array:
+    return lax.scan(layer, x, weights)[0]
+
+
+def written(form: Form, *, gradients: bool = True) -> WrittenStep:
+    """The loss and its gradients, or losses of two steps and the parameters after them; or the outputs."""
+    stages, count = form.stages, form.microbatches
+    each = count // stages
+    over = mesh(stages, form.data, names="xd")
+    rng = np.random.default_rng(0)
+
+    def drawn(*shape: int) -> np.ndarray:
+        return 0.3 * rng.standard_normal(shape).astype(np.float32)
+
+    own = (stages, form.layers) if form.layers else (stages,)
+    layers = {name: drawn(*own, WIDTH, WIDTH) for name in ("up", "down")}
+    parameters: dict[str, Any] = {"layers": layers, "embedding": drawn(WORDS, WIDTH)}
+    if form.head != "squares":
+        parameters["head"] = drawn(WIDTH, WORDS)
+    words = rng.integers(0, WORDS, (2, count, ROWS), dtype=np.int32)
+    run = scanned if form.layers else block
+    run = jax.checkpoint(run) if form.again else run
+    on_stages, all_slots = NamedSharding(over, P("x", "d")), NamedSharding(over, P("x", None, "d"))
+    ids = jnp.arange(stages)
+    first, last = (ids[:, None, None] == n for n in (0, stages - 1))
+
+    def stage(weights: Any, x: jax.Array, works: jax.Array) -> jax.Array:
+        if form.mask:
+            weights, x = jax.tree.map(lambda a: jnp.where(works, a, 0), (weights, x))
+        return run(weights, x)
+
+    def handed(array: jax.Array, by: int) -> jax.Array:
+        if form.shift == "roll":
+            return jnp.roll(array, by, 0)
+        pairs = [(s, (s + by) % stages) for s in range(stages)]
+        own = P("x", "d")
+        return jax.shard_map(
+            lambda a: lax.ppermute(a, "x", pairs), mesh=over, in_specs=own, out_specs=own
+        )(array)
+
+    def outputs(parameters: Any, given: jax.Array) -> jax.Array:
+        def iteration(carry: Any, i: jax.Array) -> tuple[Any, None]:
+            state, stream = carry
+            slot = stream[:, i % each]
+            begins = slot if form.rounds == 1 else jnp.where(i < count, slot, state)
+            state = jnp.where(first, begins, state)
+            if form.reads is not None:
+                state = state + form.reads(slot)
+            works = (i >= ids) & (i - ids < form.rounds * count)
+            state = lax.with_sharding_constraint(state, on_stages)
+            state = jax.vmap(stage)(parameters["layers"], state, works)
+            state = lax.with_sharding_constraint(state, on_stages)
+            moved = jnp.where(last, state, handed(slot, -1))[:, None]
+            stream = lax.dynamic_update_slice_in_dim(stream, moved, i % each, 1)
+            stream = lax.with_sharding_constraint(stream, all_slots)
+            return (lax.with_sharding_constraint(handed(state, 1), on_stages), stream), None
+
+        stream = parameters["embedding"][given].reshape(stages, each, ROWS, WIDTH)
+        begin = jnp.zeros((stages, ROWS, WIDTH)), lax.with_sharding_constraint(stream, all_slots)
+        (_, stream), _ = lax.scan(iteration, begin, jnp.arange(form.rounds * count + stages - 1))
+        in_order = (np.arange(each) + stages - 1) % each
+        return stream[:, in_order].reshape(count, ROWS, WIDTH)
+
+    def loss(parameters: Any, words: jax.Array) -> jax.Array:
+        ys = outputs(parameters, words[0])
+        if form.head == "squares":
+            return (ys**2).sum()
+        if form.head == "gathered":
+            ys = lax.with_sharding_constraint(ys, NamedSharding(over, P(None, "d")))
+        scores = jax.nn.log_softmax(ys @ parameters["head"])
+        given = jnp.take_along_axis(scores, words[1][..., None], -1)
+        if form.head == "focal":
+            given = (1 - jnp.exp(given)) ** 2 * given
+        if form.head == "ignored":
+            counts = words[1] > 2
+            return -jnp.where(counts, given[..., 0], 0).sum() / counts.sum()
+        return -given.mean()
+
+    def steps(parameters: Any, words: jax.Array) -> tuple[jax.Array, Any]:
+        def one(parameters: Any, words: jax.Array) -> tuple[Any, jax.Array]:
+            value, slopes = jax.value_and_grad(loss)(parameters, words)
+            return jax.tree.map(lambda w, slope: w - 0.1 * slope, parameters, slopes), value
+
+        parameters, values = lax.scan(one, parameters, jnp.stack([words, words[::-1]]))
+        return values, parameters
+
+    specs = jax.tree.map(lambda _: P(), parameters)
+    specs["layers"] = dict.fromkeys(layers, P("x"))
+    placed = jax.tree.map(lambda s: NamedSharding(over, s), specs)
+    everywhere = NamedSharding(over, P())
+    function = steps if form.training else jax.value_and_grad(loss)
+    results: Any = (everywhere, placed)
+    if not gradients:
+        function, results = (lambda parameters, words: outputs(parameters, words[0])), everywhere
+    step = jax.jit(function, in_shardings=(placed, everywhere), out_shardings=results)
+    return WrittenStep(step, (parameters, words), [*jax.tree.leaves(specs), P()], over)
+
+
+FORMS = {
+    "divided": Form(microbatches=6),
+    "one each": Form(microbatches=2, shift="ppermute", head="gathered"),
+    "gathered": Form(head="gathered", again=True),
+    "stages": Form(stages=4, microbatches=8, head="ignored"),
+    "layers": Form(stages=4, microbatches=4, head="gathered", layers=2),
+    "rows": Form(data=2, head="focal"),
+    "training": Form(training=True, again=True),
+}
+
+
+@pytest.mark.parametrize(
+    "form",
+    [pytest.param(f, marks=[pytest.mark.thorough] * (n > 1)) for n, f in enumerate(FORMS.values())],
+    ids=FORMS,
+)
+def test_a_step_is_run_in_schedules(form: Form) -> None:
+    step = written(form)
+    for schedule in ("1f1b", "zb_h1"):
+        found = step.judged(schedule)
+        (report,) = found.module.interleaved
+        assert report.rows == min(form.stages, form.microbatches)
+        assert "each device holds all microbatches" in report.describe()
+        slot = ROWS // form.data * WIDTH * 4
+        trips = form.microbatches + form.stages - 1
+        rows = form.microbatches + 2 * trips - 3 * (form.microbatches // form.stages)
+        assert report.held == rows * slot
+    step.check_written()
+
+
+def test_what_is_linear_is_equal() -> None:
+    found = written(Form(head="squares", layers=2)).judged("1f1b")
+    (report,) = found.module.interleaved
+    assert (report.rounds, found.differs) == ("", ())
+
+
+@pytest.mark.parametrize("gradients", [False, pytest.param(True, marks=pytest.mark.thorough)])
+def test_layers_are_interleaved(gradients: bool) -> None:
+    """With the same bits: nothing is computed otherwise."""
+    step = written(Form(head="squares", layers=2), gradients=gradients)
+    found = step.compare("gpipe", interleave=2)
+    assert (found.whys, found.differs) == ((), ())
+    assert {(r.chunks, r.held > 0) for r in found.module.interleaved} == {(2, True)}
+    step.check_written()
+
+
+@pytest.mark.thorough
+def test_layers_are_interleaved_as_1f1b() -> None:
+    written(Form(head="squares", layers=2)).judged("interleaved_1f1b", interleave=2)
+
+
+REFUSED = {
+    "padding": (Form(mask=False), "reads what another one put into the buffer"),
+    "circular": (Form(microbatches=2, rounds=2), "the pipeline is circular as written"),
+    "outputs": (Form(reads=lambda slot: slot), "reads what another one put into the buffer"),
+}
+
+
+@pytest.mark.parametrize(("form", "why"), REFUSED.values(), ids=REFUSED)
+def test_what_is_refused(form: Form, why: str) -> None:
+    step = written(form)
+    found = step.compare("1f1b")
+    assert any(why in w for w in found.whys)
+
+
+def streams_left(step: WrittenStep) -> tuple[int, str]:
+    """How many permutes the loops of a step have without their streams, and why these stay."""
+    assert step.module.source is not None
+    made = unstreamed(step.module.source.hlo, 1, step.devices, computes=True)
+    loops = [i for i in Module.parse(made.module).entry.instructions if i.opcode == "while"]
+    inside = [i for loop in loops for i in all_instructions(loop.called[0])]
+    return sum(i.opcode == "collective-permute" for i in inside), "".join(made.whys)
+
+
+def test_nothing_else_is_left_in_the_loops() -> None:
+    """Outputs of stages and their gradients go on to the next stage, and no other permute stays."""
+    form = Form(shift="ppermute")
+    assert streams_left(written(form)) == (2, "")
+    count, why = streams_left(written(replace(form, mask=False)))
+    assert count == 4 and why

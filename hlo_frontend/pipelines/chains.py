@@ -20,7 +20,7 @@ from ..passes.valid.known import is_reshape, spread, starts_of
 from ..passes.valid.needs import selected
 from ..passes.valid.trace import Forward, LoopTrace, Trace
 from ..schema import TUPLE
-from ..values import Node, NodeKind, Value
+from ..values import Node, Value
 
 MOST_STEPS = 100_000
 
@@ -171,7 +171,7 @@ class Origins:
             return None if taken is None else (node.operands[1 if taken else 2], at)
         if opcode == "reshape" or (opcode == "bitcast" and is_reshape(node)):
             return node.operands[0], at
-        if opcode == "conditional" and node.kind is NodeKind.COMPUTE:
+        if opcode == "conditional":
             return self._through_branch(node, value.index, at)
         collective = node.collective
         if collective is not None and collective.kind is Kind.PERMUTE:

@@ -17,7 +17,7 @@ from .between import prepared
 from .chains import Followed
 from .emit import Editor
 from .fission import fissioned
-from .inline import inlined, opened
+from .inline import all_take_part, inlined, opened
 from .merged import Names, merged
 from .merged_verify import check as check_merged
 from .nested import as_entry, loops_around, within
@@ -321,10 +321,10 @@ def _analyzed(
     module: Module, names: list[str], num_replicas: int, num_partitions: int
 ) -> tuple[Module, Followed, list[Part]]:
     for name in names:
-        module = opened(inlined(module, name), name)
+        module = opened(all_take_part(inlined(module, name), name), name)
     entry = flatten(module.entry, CollectiveReader(num_replicas, num_partitions))
     nodes = [n for n in entry.nodes if n.instruction.name in names]
-    return module, *pipelines.analyzed(entry, nodes, num_replicas, num_partitions)
+    return module, *pipelines.analyzed(entry, nodes, num_replicas, num_partitions, heads=True)
 
 
 def _pair(module: Module, names: list[str], num_replicas: int, num_partitions: int) -> list[str]:
@@ -402,7 +402,10 @@ def _rounds(step: Training, made: Names, chunks: int) -> str:
     if any(b.rows is not None and b.rows.rounds for b in step.begins.values()):
         return "a head is computed row by row"
     if step.turn is not None and step.turn.rounds:
-        return "a head is computed in the loop apart from what stands beside it, for it is under no lax.cond"
+        return (
+            "a head is computed in the loop apart from what stands beside it, for it communicates, or is "
+            "under no lax.cond"
+        )
     if any(own.walk.rounds for own in step.owned.values()):
         return "what a stage has for itself is computed apart"
     if made.apart:

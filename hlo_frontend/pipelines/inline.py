@@ -15,6 +15,7 @@ from ..builder import array_shape
 from ..graph import COLLECTIVES, LOGICAL_IDS, Computation, Instruction, Module, all_instructions
 from ..passes.valid.known import keeps_order
 from ..schema import PRIMITIVE_CODES, TOKEN, TUPLE
+from ..trips import annotated_trips
 from .emit import Builder, Editor
 from .sameness import INTEGERS, MOVES, NEVER_SAME
 
@@ -23,6 +24,20 @@ def inlined(module: Module, loop: str) -> Module:
     """The module, with conditionals and calls that hold loops inlined in the body of this loop."""
     while True:
         found = next(iter(_around_loops(module.entry, loop)), None)
+        if found is None:
+            return module
+        editor = Editor(module)
+        inline(editor.replace(found), found)
+        module = Module.parse(editor.finish())
+
+
+def all_take_part(module: Module, loop: str) -> Module:
+    """The module, with conditionals in the body of this loop inlined that communicate among groups of
+    devices, as a head does whose rows an axis of the mesh divides. Then all members of a group take part,
+    whatever each of them chooses by."""
+    while True:
+        body = next(i for i in module.entry.instructions if i.name == loop).called[0]
+        found = next((i for i in body.instructions if _is_of_groups(i)), None)
         if found is None:
             return module
         editor = Editor(module)
@@ -170,6 +185,19 @@ def _can_be(caller: Instruction) -> bool:
     return (
         any(map(_has_loop, caller.called))
         and not any(_stands_alone(c) or c.has_side_effect for c in caller.called)
+        and all(p.element_type not in (TUPLE, TOKEN) for p in _parts(caller.shape))
+    )
+
+
+def _is_of_groups(caller: Instruction) -> bool:
+    """Whether a conditional has collectives of groups, and all that it may choose ends."""
+    inner = [i for c in caller.called for i in all_instructions(c)]
+    return (
+        caller.opcode == "conditional"
+        and {i.opcode for i in inner} & COLLECTIVES <= GROUPED
+        and any(map(communicates, caller.called))
+        and not any(c.has_side_effect for c in caller.called)
+        and all(annotated_trips(i) is not None for i in inner if i.opcode == "while")
         and all(p.element_type not in (TUPLE, TOKEN) for p in _parts(caller.shape))
     )
 

@@ -18,8 +18,9 @@ from ..collectives import CollectiveReader
 from ..flatten import flatten
 from ..graph import Module
 from ..passes.valid.trace import Forward, LoopTrace
-from ..values import BlockGraph, Node, Value, all_nodes
+from ..values import BlockGraph, Node, Value
 from .chains import Execution, Followed
+from .connected import groups_of
 from .merged import Names, Replay
 from .parts import Pipeline
 from .refusal import Refusal, about
@@ -296,16 +297,17 @@ class _Checker:
                     raise self._wrong("a run of weights reads what is of another microbatch")
 
     def together(self) -> None:
-        """Check that devices whose layers communicate run the same microbatch at the same time."""
+        """Check that devices whose layers or heads communicate run the same microbatch at the same time."""
         pairs = [(self.forward, self.runs), (self.backward, self.runs_back)]
+        pairs += [(self.takes_in, self.runs), (self.turns, self.runs_back)]
         if self.weights is not None:
             pairs.append((self.weights, self.runs_weights))
         for node, runs in pairs:
-            for inner in (n for block in node.blocks for n in all_nodes(block)):
-                for group in () if inner.collective is None else inner.collective.groups:
-                    for t in range(len(self.origins.iterations)):
-                        if len({runs.get(Execution(t, d)) for d in group}) > 1:
-                            raise self._wrong("devices that communicate run different microbatches")
+            for _, group in groups_of(node):
+                for t in range(len(self.origins.iterations)):
+                    every = [Execution(t, d) for d in group]
+                    if len({runs.get(at) if self._taken(node, at) else None for at in every}) > 1:
+                        raise self._wrong("devices that communicate run different microbatches")
 
     def _unchanged(self, value: Value) -> None:
         for parameter, result in zip(self.block.parameters, self.block.results, strict=True):

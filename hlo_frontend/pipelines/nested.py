@@ -18,9 +18,10 @@ from ..flatten import flatten
 from ..graph import Computation, Instruction, Module, all_instructions, leaf_types
 from ..ops import op_of
 from ..schema import TUPLE, HloInstructionProto, HloModuleProto, OpSharding
+from .connected import joined
 from .constants import behind
 from .emit import Editor, slice_of
-from .recognize import is_candidate, joined
+from .recognize import is_candidate
 from .sameness import Class, Sameness
 
 _OTHER = 3  # OpSharding.Type

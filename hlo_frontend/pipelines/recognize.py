@@ -20,7 +20,7 @@ same results.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from stretto.collectives.ops import Kind
 
@@ -29,6 +29,7 @@ from ..passes.valid.trace import Forward, LoopTrace, is_transfer
 from ..schema import TUPLE
 from ..values import BlockGraph, Node, NodeKind, all_nodes
 from .chains import Execution, Followed, Made, chains
+from .connected import check_groups, check_rings, loops_of_groups, side_by_side
 from .constants import Constants
 from .gradients import find_operands, find_sums
 from .independence import check_alone, find_live
@@ -51,13 +52,15 @@ def find(
     Raises `Refusal`, which names the loop, if one of them is no pipeline, and `GaveUpError` if the program is
     too large.
     """
-    return [part.pipeline() for part in analyzed(entry, nodes, num_replicas, num_partitions)[1]]
+    _, parts = analyzed(entry, nodes, num_replicas, num_partitions, heads=False)
+    return [part.pipeline() for part in parts]
 
 
 def analyzed(
-    entry: BlockGraph, nodes: Sequence[Node], num_replicas: int, num_partitions: int
+    entry: BlockGraph, nodes: Sequence[Node], num_replicas: int, num_partitions: int, *, heads: bool
 ) -> tuple[Followed, list[Part]]:
-    """The same as `find` gives, with the loops as they were followed."""
+    """The same as `find` gives, with the loops as they were followed. ``heads``: whether what stands beside
+    their layers may communicate among groups of devices (see `connected`)."""
     if num_replicas > 1:
         with about(nodes[0].instruction.name):
             raise Refusal("pipelines over replicas are not interleaved, only those over partitions")
@@ -65,8 +68,8 @@ def analyzed(
     parts: list[Part] = []
     for node in nodes:
         with about(node.instruction.name):
-            _check_body(node)
-            _check_rings(node)
+            _check_body(node, heads)
+            check_rings(node)
             if node not in followed.origins:
                 why = followed.forward.not_followed.get(node, "it has no iterations")
                 raise Refusal(f"it cannot be followed: {why}")
@@ -78,7 +81,7 @@ def analyzed(
     for part in parts:
         with about(part.name):
             find_operands(followed, part, parts)
-            _check_groups(part)
+            check_groups(part, heads=heads)
             find_sums(followed, part, num_partitions)
     check_alone(entry, parts, num_replicas, num_partitions)
     return followed, parts
@@ -103,7 +106,7 @@ def part_in(followed: Followed, node: Node) -> Part:
     return Part(node, trips, stage, layers, Constants(node.instruction))
 
 
-def _check_body(node: Node) -> None:
+def _check_body(node: Node, heads: bool) -> None:
     loop = node.instruction
     body = loop.called[0]
     parts = loop.shape.tuple_shapes
@@ -116,7 +119,8 @@ def _check_body(node: Node) -> None:
             raise Refusal(f"its whole carry is an operand of {instruction.describe()}")
         if instruction.control_predecessors:
             raise Refusal(f"{instruction.describe()} has control dependencies")
-    left = set(_loops_of_groups(node))  # see `_check_groups`
+    left = set(loops_of_groups(node))  # see `check_groups`
+    left |= set(side_by_side(node)) if heads else set()
     left |= {inner for n in left for block in n.blocks for inner in all_nodes(block)}
     for inner in all_nodes(node.blocks[1]):
         if inner in left:
@@ -142,69 +146,6 @@ def _check_body(node: Node) -> None:
             raise Refusal(f"{described} has an effect")
         elif any(c.needs_runtime for c in inner.instruction.called):
             raise Refusal(f"{described} reads the device's own id")
-
-
-def _loops_of_groups(node: Node) -> list[Node]:
-    """Loops in the body of a loop that communicate only by collectives of groups."""
-    return [
-        n for n in node.blocks[1].nodes
-        if n.kind is NodeKind.LOOP and not any(map(other_communication, n.instruction.called))
-    ]  # fmt: skip
-
-
-def connected(node: Node) -> dict[int, frozenset[int]]:
-    """The devices that the permutes of a loop's body connect with each other, by device."""
-    return joined(
-        pair
-        for permute in filter(is_transfer, node.blocks[1].nodes)
-        if permute.collective is not None
-        for pair in permute.collective.pairs
-    )
-
-
-def joined(pairs: Iterable[tuple[int, int]]) -> dict[int, frozenset[int]]:
-    """The devices that pairs of them connect with each other, by device."""
-    found: dict[int, frozenset[int]] = {}
-    for pair in pairs:
-        both = frozenset().union(*(found.get(d, {d}) for d in pair))
-        found |= dict.fromkeys(both, both)
-    return found
-
-
-def _check_rings(node: Node) -> None:
-    """Check that collectives in inner loops do not connect stages of one pipeline.
-
-    The devices that permutes connect are the stages of a pipeline; a group may have only one of them.
-    """
-    ring = connected(node)
-    for loop in _loops_of_groups(node):
-        for inner in (n for block in loop.blocks for n in all_nodes(block)):
-            for group in () if inner.collective is None else inner.collective.groups:
-                if len({ring.get(d, d) for d in group}) < len(group):
-                    raise Refusal(
-                        f"its layers communicate by {inner.instruction.describe()} among devices "
-                        f"{list(group)}, of which some are stages of the same pipeline"
-                    )
-
-
-def _check_groups(part: Part) -> None:
-    """Check that layers communicate only among devices that run the same layers at the same time: the same
-    stages of pipelines that run side by side."""
-    layers = [part.stage] if part.again is None else [part.stage, part.again.node]
-    stage_of = {d: stage for group in part.groups for stage, d in enumerate(group)}
-    for loop in _loops_of_groups(part.loop):
-        if loop not in layers:
-            raise Refusal(
-                f"it communicates within {loop.instruction.describe()}, which is no loop over the layers "
-                "of a stage"
-            )
-        for inner in (n for block in loop.blocks for n in all_nodes(block)):
-            for group in () if inner.collective is None else inner.collective.groups:
-                if len({stage_of.get(d) for d in group}) > 1 or group[0] not in stage_of:
-                    raise Refusal(
-                        f"its layers communicate by {inner.instruction.describe()} among devices "
-                        f"{list(group)}, which are of different stages"
-                    )
 
 
 def _stage(followed: Followed, node: Node, num_devices: int) -> Node:

@@ -20,9 +20,9 @@ from ..passes.valid.known import is_reshape
 from ..passes.valid.trace import Forward, LoopTrace
 from ..values import BlockGraph, Node, Value
 from .chains import Execution, Origins
+from .connected import connected
 from .constants import Constants, behind
 from .emit import Builder, Editor
-from .recognize import connected
 from .refusal import Refusal
 from .sameness import Class, Sameness
 

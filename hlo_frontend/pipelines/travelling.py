@@ -24,11 +24,12 @@ from ..passes.valid.trace import is_transfer
 from ..values import Node, Value
 from .chains import Execution, Followed, Made
 from .chunk import entry_of
+from .connected import connected
 from .emit import Builder, Editor
 from .inline import inlined, opened
 from .parts import Part
 from .pieces import instructions_of
-from .recognize import connected, follow, part_in
+from .recognize import follow, part_in
 from .refusal import Refusal
 from .rewrite import shaped
 from .sameness import Sameness

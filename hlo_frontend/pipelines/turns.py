@@ -73,7 +73,7 @@ class Turn:
         found: dict[Value, None] = {}
         seen = set(wanted)
         stack = [v for v in wanted if v in depends]
-        reached: dict[Execution, set[Value]] = {}
+        reached: dict[int, set[tuple[Value, int]]] = {}
         while stack:
             value = stack.pop()
             node = value.node
@@ -107,9 +107,10 @@ class Turn:
         return found - set(part.stage.results)
 
     def _is_read_by_turns_alone(
-        self, value: Value, wanted: Sequence[Value], reached: dict[Execution, set[Value]]
+        self, value: Value, wanted: Sequence[Value], reached: dict[int, set[tuple[Value, int]]]
     ) -> bool:
-        """Whether a value is zeros, or not read, but where a microbatch leaves the last stage."""
+        """Whether a value is zeros, or not read, but where a microbatch leaves the last stage. ``reached``:
+        by iteration, what is read."""
         walk = self.there
         own = {at for _, _, at in walk.flat}
         for t in range(len(walk.origins.iterations)):
@@ -117,22 +118,28 @@ class Turn:
                 at = Execution(t, d)
                 if at in own or walk.origins.is_zero(value, at):
                     continue
-                if at not in reached:
-                    reached[at] = self._reached(wanted, at)
-                if value in reached[at]:
+                if t not in reached:
+                    reached[t] = self._reached(wanted, t, own)
+                if (value, d) in reached[t]:
                     return False
         return True
 
-    def _reached(self, wanted: Sequence[Value], at: Execution) -> set[Value]:
+    def _reached(
+        self, wanted: Sequence[Value], t: int, own: set[Execution]
+    ) -> set[tuple[Value, int]]:
+        """What devices need in an iteration for these values, but for those of ``own``."""
         walk = self.there
-        stack = list(wanted)
+        devices = range(walk.followed.forward.num_devices)
+        stack = [(v, d) for d in devices if Execution(t, d) not in own for v in wanted]
         seen = set(stack)
         while stack:
-            value = stack.pop()
+            value, device = stack.pop()
             node = value.node
             if node is None or node is walk.part.stage or is_transfer(node):
                 continue
-            fresh = {o.root for o in walk.selected(node, at)} - seen
+            operands = walk.selected(node, Execution(t, device))
+            together = walk.members.get(node, {}).get(device, {device})
+            fresh = {(o.root, d) for o in operands for d in together} - seen
             seen |= fresh
             stack += fresh
         return seen

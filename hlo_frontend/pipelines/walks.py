@@ -25,6 +25,7 @@ from ..passes.valid.trace import is_transfer
 from ..values import Node, Value
 from .chains import Execution, Followed
 from .chunk import entry_of
+from .connected import members
 from .emit import Builder, slice_of
 from .parts import Part
 from .pieces import instructions_of
@@ -85,6 +86,7 @@ class Walk:
         self.flat = [(k, d, at) for k, runs in enumerate(self.runs) for d, at in runs.items()]
         self.crosses = any(d != at.device for _, d, at in self.flat)
         self.group = {d: n for n, own in enumerate(self.part.groups) for d in own}
+        self.members = members(n for n in self.block.nodes if not is_transfer(n))
 
     def needs(self, values: Iterable[Value]) -> None:
         """Walk from these values. Raises `Refusal`; then nothing is changed."""
@@ -96,11 +98,12 @@ class Walk:
             {read: table.copy() for read, table in tables.items()}
             for tables in (self.choices, self.rows, self.pluses)
         )
-        for k, device, at in self.flat:
-            stack = [v for v in begin if (v, at, device) not in self.finished]
-            seen |= {(v, at, device) for v in stack}
+        for k, first, begins in self.flat:
+            todo = [(v, begins, first) for v in begin]
+            stack = [key for key in todo if key not in seen and key not in self.finished]
+            seen |= set(stack)
             while stack:
-                value = stack.pop()
+                value, at, device = stack.pop()
                 node = value.node
                 if node is None:
                     reads.setdefault(value, []).append((k, device, at))
@@ -118,10 +121,11 @@ class Walk:
                     pluses.setdefault(read, self._table())[device, k] = plus
                     continue
                 for operand in self._operands(value, node, at):
-                    key = operand.root, at, device
-                    if key not in seen and key not in self.finished:
-                        seen.add(key)
-                        stack.append(operand.root)
+                    for other, there in self._together(node, k, device, at):
+                        key = operand.root, there, other
+                        if key not in seen and key not in self.finished:
+                            seen.add(key)
+                            stack.append(key)
         held, known = self._classified(reads)
         wanted = [r.value for own in residuals.values() for r in own if r.value is not None]
         if wanted and self.there is not None:
@@ -130,6 +134,18 @@ class Walk:
         self.known |= known
         self.residuals, self.choices, self.rows, self.pluses = residuals, choices, rows, pluses
         self.finished |= seen
+
+    def _together(
+        self, node: Node, k: int, device: int, at: Execution
+    ) -> Iterable[tuple[int, Execution]]:
+        """The runs of a microbatch on whose operands what a node gives depends: all of those that it
+        communicates with, which are of the same stage (see `connected`)."""
+        if node not in self.members:
+            return [(device, at)]
+        own = self.members[node].get(device, {device})
+        if not own <= self.runs[k].keys():
+            raise Refusal(f"{node.instruction.describe()} is not of one stage")
+        return [(d, self.runs[k][d]) for d in own]
 
     def _operands(self, value: Value, node: Node, at: Execution) -> Sequence[Value]:
         opcode = node.instruction.opcode

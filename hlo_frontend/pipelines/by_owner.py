@@ -5,9 +5,10 @@ they all compute it: XLA gives them what the last one has, by an all-reduce in e
 the same. `left_to_owner` leaves it to the device of each group that has it:
 
 - That one takes its own value, as the all-reduce gives it. The others take zeros. What they compute of them
-  is *wrong*, and must not come back: no collective may move it, no loop may end by it, be it one of their
-  own that might then never end, and where it meets what the pipeline computes each of these devices must take
-  the other operand of a select.
+  is *wrong*, and must not come back: no collective may move it to a device that owns something, no loop may
+  end by it, be it one of their own that might then never end, and where it meets what the pipeline computes
+  each of these devices must take the other operand of a select. Groups of which all members own something,
+  or none does, may communicate.
 - Values that are wrong may be carried out of the loop, and into the loop of the backward pass. What else
   reads them behind the loops gets the owner's, in one all-reduce for each array: they were the same on all
   stages in the written program (`Sameness`).
@@ -26,7 +27,9 @@ from ..graph import Instruction, all_instructions
 from ..schema import ShapeProto
 from ..trips import annotated_trips
 from ..values import Node, Value
-from .emit import Builder, Editor
+from .connected import groups_of, is_in_step
+from .emit import Builder, Editor, needed_by
+from .inline import GROUPED, other_communication
 from .refusal import Refusal
 from .sameness import INTEGERS, NEVER_SAME, Class
 from .stacked_body import Body
@@ -92,7 +95,8 @@ class _Wrong:
 
     def __init__(self, body: Body, owners: Sequence[int]) -> None:
         self.body = body
-        self.others = [d for d in range(body.count) if d not in owners]
+        self.owners = frozenset(owners)
+        self.others = [d for d in range(body.count) if d not in self.owners]
         self.given: set[Instruction] = set()
         self.positions: set[int] = set()
 
@@ -111,10 +115,10 @@ class _Wrong:
                         found.add(instruction)
                 elif (
                     instruction is not root
-                    and any(o in found for o in operands)
+                    and any(o in found for o in needed_by(instruction))
                     and not self._takes_other(instruction, found)
                 ):
-                    _check_alone(instruction)
+                    self._check_apart(instruction)
                     found.add(instruction)
             positions = {n for n, o in enumerate(root.operands) if o in found}
             if positions <= self.positions:
@@ -134,6 +138,24 @@ class _Wrong:
         return None not in taken and not any(
             instruction.operands[1 if t else 2] in found for t in taken
         )
+
+    def _check_apart(self, instruction: Instruction) -> None:
+        """Raises `Refusal` for what brings something wrong to an owner, and for what devices of a group may
+        differ in, or never end, by what they are given."""
+        node = self.body.nodes.get(instruction)
+        among_groups = instruction.opcode in GROUPED or (
+            instruction.opcode == "while"
+            and is_in_step(instruction)
+            and not any(map(other_communication, instruction.called))
+        )
+        if node is None or not among_groups or not groups_of(node):
+            _check_alone(instruction)
+            return
+        for inner, group in groups_of(node):
+            if len({d in self.owners for d in group}) > 1:
+                raise Refusal(
+                    f"{inner.instruction.describe()} is among devices of which only some have it"
+                )
 
     def check_same(self, position: int, reduced: Instruction) -> None:
         """Raises `Refusal` unless all stages carry the same at a position."""

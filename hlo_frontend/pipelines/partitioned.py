@@ -12,7 +12,8 @@ each other but what a stage takes:
   only put away in an array that begins with zeros, or added to it, is made behind the loop, of the whole
   array. The member puts its own value away, the others zeros: each element is then, for it, the sum of the
   same numbers in the same order.
-  Where it is used for more, as by a loss in the loop, that is left to this member (`by_owner`).
+  Where it is used for more, as by a loss in the loop, that is left to this member (`by_owner`), be it with
+  what communicates in it taken apart first (`heads`).
 - A permute of values that are the same on all devices that it connects is not needed: its target takes its
   own.
 
@@ -35,6 +36,7 @@ from ..graph import Module
 from ..passes.valid.trace import Forward, LoopTrace, is_transfer
 from ..values import Node, NodeKind
 from .by_owner import left_to_owner
+from .heads import apart
 from .refusal import Refusal
 from .stacked_body import Body, UsedOtherwise
 
@@ -49,7 +51,7 @@ class Localized:
 
     module: bytes
     whys: Whys = field(default_factory=dict)
-    used: set[str] = field(default_factory=set)
+    used: Whys = field(default_factory=dict)
     left: bool = False
 
 
@@ -62,13 +64,23 @@ def localized(
     Raises `GaveUpError` if the program is too large to be followed.
     """
     made = Localized(serialized)
-    while num_replicas == 1 and _once(made, num_partitions, leaves):
+    if num_replicas > 1:
+        return made
+    while _once(made, num_partitions, leaves=leaves):
         pass
+    if not leaves or not made.used:
+        return made
+    other = Localized(apart(made.module, num_partitions))
+    while _once(other, num_partitions, leaves=True, sums=True):
+        pass
+    if other.left:
+        return other
+    made.whys |= {name: why for name, why in other.whys.items() if name in made.used}
     return made
 
 
-def _once(given: Localized, count: int, leaves: bool) -> bool:
-    """Take one more collective out of the module; whether there was one."""
+def _once(given: Localized, count: int, *, leaves: bool, sums: bool = False) -> bool:
+    """Take one more collective out of the module; whether there was one. ``sums``: as of `Sameness`."""
     serialized, whys = given.module, given.whys
     module = Module.parse(serialized)
     reader = CollectiveReader(1, count)
@@ -85,7 +97,7 @@ def _once(given: Localized, count: int, leaves: bool) -> bool:
     forward = Forward(1, count, follow_zeros=True)
     trace = forward.program(entry)
     bodies = {
-        loop.instruction: Body(module, loop, forward, inner)
+        loop.instruction: Body(module, loop, forward, inner, sums=sums)
         for loop in loops
         if isinstance(inner := trace.inner.get(loop), LoopTrace) and inner.iterations
     }
@@ -103,14 +115,17 @@ def _once(given: Localized, count: int, leaves: bool) -> bool:
                     return True
             except Refusal as refusal:
                 whys[name] = str(refusal)
-                given.used |= {name} if isinstance(refusal, UsedOtherwise) else set()
+                if isinstance(refusal, UsedOtherwise):
+                    given.used[name] = str(refusal)
     for body in bodies.values() if leaves else ():
         for node in body.block.nodes:
-            if node.instruction.name not in given.used:
+            name = node.instruction.name
+            if name not in given.used:
                 continue
             try:
                 given.module = left_to_owner(bodies, body, node, *body.given(node))
-            except Refusal:  # the reason is known already
+            except Refusal as refusal:
+                whys[name] = f"{given.used[name]}. It is not left to one stage: {refusal}"
                 continue
             given.left = True
             return True

@@ -50,6 +50,9 @@ NEVER_SAME = COLLECTIVES | {
 
 
 _SIDE_BY_SIDE = frozenset({"all-gather", "all-reduce", "all-to-all", "reduce-scatter"})
+_CALLERS = frozenset({"call", "conditional", "while"})
+# Of whose operands each gives one element of their result.
+_TUPLES = frozenset({"all-reduce", "tuple"})
 
 
 class Class(IntEnum):
@@ -121,10 +124,19 @@ class Sameness:
             return Class.SAME
         if opcode in _SIDE_BY_SIDE and all(operands[o] is Class.SAME for o in instruction.operands):
             return Class.SAME if self._gives_alike(instruction) else Class.ANY
+        if (
+            opcode in _CALLERS
+            and all(operands[o] is Class.SAME for o in instruction.operands)
+            and self._calls_alike(instruction)
+        ):
+            return Class.SAME
         if opcode in NEVER_SAME or any(c.needs_runtime for c in instruction.called):
             return Class.ANY
-        if opcode == "get-tuple-element" and instruction.operands[0].opcode == "tuple":
-            return Class(operands[instruction.operands[0].operands[instruction.proto.tuple_index]])
+        if opcode == "get-tuple-element" and instruction.operands[0].opcode in _TUPLES:
+            made = instruction.operands[0]
+            own = Class(operands[made.operands[instruction.proto.tuple_index]])
+            if made.opcode == "tuple" or (own is Class.SAME and self._gives_alike(made)):
+                return own
         if (
             self.reader is not None
             and instruction.computation is self._entry
@@ -141,6 +153,18 @@ class Sameness:
         ):
             return Class.ANY
         return Class(found)
+
+    def _calls_alike(self, instruction: Instruction) -> bool:
+        """Whether what it calls, be it to communicate, gives the same on all devices of a pipeline if it is
+        given the same."""
+        for computation in instruction.called:
+            found = dict.fromkeys(computation.parameters, Class.SAME)
+            for inner in computation.instructions:
+                if inner not in found:
+                    found[inner] = self.step(inner, found)
+            if found[computation.root] is not Class.SAME:
+                return False
+        return True
 
     def _looks_up_alike(self, instruction: Instruction) -> bool:
         """Whether it reads a number from a constant by the device's id, the same one on all devices of a

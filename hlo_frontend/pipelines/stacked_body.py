@@ -36,9 +36,11 @@ class UsedOtherwise(Refusal):
 
 class Body:
     """The body of a loop that was followed, and what in it is the same on all devices that permutes
-    connect."""
+    connect. ``sums``: as of `Sameness`."""
 
-    def __init__(self, module: Module, loop: Node, forward: Forward, trace: LoopTrace) -> None:
+    def __init__(
+        self, module: Module, loop: Node, forward: Forward, trace: LoopTrace, *, sums: bool
+    ) -> None:
         self.module, self.loop, self.forward, self.trace = module, loop, forward, trace
         self.block: BlockGraph = loop.blocks[1]
         self.origins = Origins(forward, loop, trace)
@@ -47,7 +49,7 @@ class Body:
         found = connected(loop)
         self.pipeline_of = [found.get(d, frozenset({d})) for d in range(self.count)]
         groups = [sorted(group) for group in dict.fromkeys(self.pipeline_of)]
-        sameness = Sameness(module, groups, CollectiveReader(*forward.shape))
+        sameness = Sameness(module, groups, CollectiveReader(*forward.shape), sums=sums)
         self.classes = sameness.within(loop.instruction)
         self.carried = sameness.carried(loop.instruction)
         self.nodes = {n.instruction: n for n in self.block.nodes}

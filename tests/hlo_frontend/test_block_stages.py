@@ -18,8 +18,8 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from random_steps import WrittenStep
 
-MICROBATCHES, ROWS, POSITIONS, WIDTH, WORDS = 5, 4, 6, 8, 12
-STAGES = P("x")
+MICROBATCHES, POSITIONS, WIDTH, WORDS = 5, 6, 8, 12
+STAGES, WHOLE = P("x"), P()
 MATRICES = {"q": 1, "k": 1, "v": 1, "o": 1, "up": 3, "down": 3}  # how many times as wide
 
 
@@ -27,7 +27,8 @@ MATRICES = {"q": 1, "k": 1, "v": 1, "o": 1, "up": 3, "down": 3}  # how many time
 class Layout:
     """``states``: of [stage, row, position, feature]; ``into`` and ``out``: of [stage, feature, feature], of
     matrices that read what goes from stage to stage, and of those that add to it. ``training``: within a
-    loop over steps."""
+    loop over steps. ``head``: of [feature, word]. ``inside``: whether losses are computed in the loop, of
+    what leaves the last stage. ``rows``: of a microbatch."""
 
     stages: int
     others: tuple[int, ...]
@@ -36,6 +37,9 @@ class Layout:
     out: PartitionSpec = STAGES
     again: bool = False
     training: bool = False
+    head: PartitionSpec = WHOLE
+    inside: bool = False
+    rows: int = 4
 
     def spec(self, name: str) -> PartitionSpec:
         if name not in MATRICES:
@@ -53,6 +57,10 @@ LAYOUTS = {
     ),
     "training": Layout(2, (2,), P("x", "d"), training=True),
     "training, weights": Layout(2, (2,), P("x", "d"), P("x", "d"), P("x", "d"), True, True),
+    "words": Layout(2, (2,), STAGES, head=P(None, "d"), inside=True),
+    "training, rows, and a loss in the loop": Layout(
+        2, (3,), P("x", "d"), training=True, inside=True, rows=3
+    ),
 }
 
 
@@ -83,7 +91,7 @@ def written(layout: Layout) -> WrittenStep:
     for name, wide in MATRICES.items():
         last = name == "down"
         blocks[name] = drawn(stages, WIDTH * (wide if last else 1), WIDTH * (1 if last else wide))
-    words = rng.integers(0, WORDS, (2, MICROBATCHES, ROWS, POSITIONS), dtype=np.int32)
+    words = rng.integers(0, WORDS, (2, MICROBATCHES, layout.rows, POSITIONS), dtype=np.int32)
     parameters = {"blocks": blocks, "embedding": drawn(WORDS, WIDTH), "head": drawn(WIDTH, WORDS)}
     run = jax.checkpoint(block) if layout.again else block
     on_stages = NamedSharding(over, layout.states)
@@ -91,6 +99,10 @@ def written(layout: Layout) -> WrittenStep:
     def stage(weights: Any, x: jax.Array, works: jax.Array) -> jax.Array:
         weights = jax.tree.map(lambda w: jnp.where(works, w, 0), weights)
         return run(weights, jnp.where(works, x, 0))
+
+    def loss_of(head: jax.Array, ys: jax.Array, wanted: jax.Array) -> jax.Array:
+        scores = jax.nn.log_softmax(ys @ head)
+        return -jnp.take_along_axis(scores, wanted[..., None], -1).mean()
 
     def loss(parameters: Any, words: jax.Array) -> jax.Array:
         given, wanted = words
@@ -102,12 +114,19 @@ def written(layout: Layout) -> WrittenStep:
             works = (i >= ids) & (i - ids < MICROBATCHES)
             state = lax.with_sharding_constraint(state, on_stages)
             state = jax.vmap(stage)(parameters["blocks"], state, works)
-            return lax.with_sharding_constraint(state, on_stages), state[-1]
+            state = lax.with_sharding_constraint(state, on_stages)
+            if not layout.inside:
+                return state, state[-1]
+            out, head = i - (stages - 1), parameters["head"]
+            own = wanted[jnp.maximum(out, 0)]
+            return state, lax.cond(
+                out >= 0, lambda y: loss_of(head, y, own), lambda y: jnp.float32(0), state[-1]
+            )
 
-        begin = jnp.zeros((stages, ROWS, POSITIONS, WIDTH))
+        begin = jnp.zeros((stages, layout.rows, POSITIONS, WIDTH))
         _, ys = lax.scan(iteration, begin, jnp.arange(MICROBATCHES + stages - 1))
-        scores = jax.nn.log_softmax(ys[stages - 1 :] @ parameters["head"])
-        return -jnp.take_along_axis(scores, wanted[..., None], -1).mean()
+        ys = ys[stages - 1 :]
+        return ys.mean() if layout.inside else loss_of(parameters["head"], ys, wanted)
 
     def steps(parameters: Any, words: jax.Array) -> tuple[jax.Array, Any]:
         def one(parameters: Any, words: jax.Array) -> tuple[Any, jax.Array]:
@@ -118,7 +137,7 @@ def written(layout: Layout) -> WrittenStep:
         return values, parameters
 
     specs = jax.tree.map(lambda _: P(), parameters)
-    specs["blocks"] = {name: layout.spec(name) for name in blocks}
+    specs |= {"blocks": {name: layout.spec(name) for name in blocks}, "head": layout.head}
     placed = jax.tree.map(lambda s: NamedSharding(over, s), specs)
     step = jax.jit(
         steps if layout.training else jax.value_and_grad(loss),

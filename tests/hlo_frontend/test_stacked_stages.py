@@ -78,12 +78,18 @@ HEADS = {
     "under a where": Draw(head="where", collect="scan", stage="unrolled", layers=1),
     "of a scan": Draw(head="cond", collect="scan", again="stage", dtype="bfloat16"),
     "tensors": Draw(axes="xy", head="cond", collect="put", loss="smooth"),
+    "rows of data": Draw(axes="xd", head="cond", collect="put", stage="unrolled", layers=1),
+    "rows of data, under a where": Draw(axes="xd", head="where", collect="scan", again="stage"),
+    "rows of data, smooth": Draw(axes="dx", head="where", loss="smooth", microbatches=3),
 }
 
 
 @pytest.mark.parametrize(
     "d",
-    [pytest.param(d, marks=[pytest.mark.thorough] * (n > 1)) for n, d in enumerate(HEADS.values())],
+    [
+        pytest.param(d, marks=[pytest.mark.thorough] * (n not in (0, 1, 4)))
+        for n, d in enumerate(HEADS.values())
+    ],
     ids=HEADS,
 )
 def test_a_head_that_all_stages_compute_in_the_loop(d):
@@ -240,6 +246,14 @@ def test_sums_that_stay_in_the_loop(given, start, why):
     assert count >= 1 and equal and why in found
     found, equal = interleaved(looped(3, 4, given, start))
     assert equal and "not only by permutes" in found and why in found
+
+
+def test_what_stages_compute_together_is_not_left_to_one():
+    function = looped(3, 4, lambda stage, y: lax.psum(jnp.sin(of_the_last(stage, y)), "x"))
+    count, why, equal = left_to_one(function)
+    assert count >= 1 and equal
+    assert "It is not left to one stage" in why
+    assert "is among devices of which only some have it" in why
 
 
 def test_a_step_without_a_mask_says_what_to_mask():

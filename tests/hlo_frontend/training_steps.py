@@ -98,9 +98,7 @@ def draw_stacked(rng: random.Random) -> Draw:
         shift=rng.choice(["roll", "roll", "where"]),
         travels=rng.choice(["", "", "", "mask", "segments"]),
     )
-    d = of_stages(d, rng)
-    # A head in the loop would communicate over an axis of data.
-    return d if "d" in axes else replace(d, head=rng.choice(["behind", "behind", "cond", "where"]))
+    return replace(of_stages(d, rng), head=rng.choice(["behind", "behind", "cond", "where"]))
 
 
 def of_stages(d: Draw, rng: random.Random) -> Draw:

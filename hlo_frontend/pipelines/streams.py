@@ -23,7 +23,7 @@ from stretto.collectives.ops import Kind
 from ..graph import Instruction
 from ..values import Node, Value
 from .chains import Execution, Followed
-from .recognize import connected
+from .connected import connected
 from .refusal import Refusal
 
 

@@ -24,7 +24,7 @@ def _all_held(held: int) -> str:
     """What is said of bytes of microbatches that each device holds besides."""
     if not held:
         return ""
-    return f"; each device holds all microbatches, which stages hand on as written, in {held} bytes more"
+    return f"; each device holds all microbatches, {held} bytes more than as written"
 
 
 @dataclass(frozen=True)

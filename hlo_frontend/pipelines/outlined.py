@@ -178,10 +178,25 @@ def _may_hand_on(value: Instruction, _: Instruction) -> bool:
 
 
 def _sent(body: Computation, permute: Instruction) -> Instruction:
-    """What a permute sends, be it of the iteration before."""
-    value = _moved(permute.operands[0])
-    position = _position(value)
+    """What a permute sends, be it of the iteration before, and be it masked there."""
+    value = carried = _moved(permute.operands[0])
+    while carried.opcode == "select":
+        others = [o for o in map(_moved, carried.operands[1:]) if not _is_fixed(body, o)]
+        if len(others) != 1:
+            break
+        (carried,) = others
+    position = _position(carried)
     return value if position is None else _moved(body.root.operands[position])
+
+
+def _is_fixed(body: Computation, value: Instruction) -> bool:
+    """Whether a value is the same in all iterations, as zeros are."""
+    position = _position(value)
+    if position is not None:
+        return behind(body.root.operands[position]) is value
+    return value.opcode == "constant" or (
+        value.opcode == "broadcast" and _is_fixed(body, value.operands[0])
+    )
 
 
 def _moved(value: Instruction) -> Instruction:

@@ -27,7 +27,8 @@ ROWS, WIDTH, WORDS = 4, 8, 12
 
 @dataclass(frozen=True)
 class Form:
-    """``shift``: how arrays are handed on, by a roll, or by `ppermute` within `shard_map`. ``head``: what is
+    """``shift``: how arrays are handed on, by a roll, or by `ppermute` within `shard_map`, where the first
+    stage gets zeros. ``head``: what is
     done with the outputs: "gathered" has a head of all on each stage, and others of those that a stage holds,
     "focal" with a loss that is not linear in what it takes by number, "ignored" with one that counts; but
     "squares" are summed up as they lie. ``layers``: of a stage, in a scan, or a block if that is 0.
@@ -91,10 +92,13 @@ def written(form: Form, *, gradients: bool = True) -> WrittenStep:
         if form.shift == "roll":
             return jnp.roll(array, by, 0)
         pairs = [(s, (s + by) % stages) for s in range(stages)]
+
+        def sent(own: jax.Array) -> jax.Array:
+            own = lax.ppermute(own, "x", pairs)
+            return own if by < 0 else jnp.where(lax.axis_index("x") == 0, 0, own)
+
         own = P("x", "d")
-        return jax.shard_map(
-            lambda a: lax.ppermute(a, "x", pairs), mesh=over, in_specs=own, out_specs=own
-        )(array)
+        return jax.shard_map(sent, mesh=over, in_specs=own, out_specs=own)(array)
 
     def outputs(parameters: Any, given: jax.Array) -> jax.Array:
         def iteration(carry: Any, i: jax.Array) -> tuple[Any, None]:

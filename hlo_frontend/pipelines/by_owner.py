@@ -78,6 +78,8 @@ def left_to_owner(
                 wanted.append((read, others))
     editor = Editor(body.module)
     _take_own(editor, body, reduced, value, owners)
+    for loop, own in bodies.items():
+        _add_zeros(editor, own, wrong[loop], owners)
     b = editor.within(entry)
     b.metadata = reduced.proto.metadata
     for read, others in wanted:
@@ -192,6 +194,23 @@ def _take_own(
         none = b.add("compare", like, [own, zeros], comparison_direction="EQ")
         own = b.add("select", own.shape, [none, zeros, own])
     b.stand_in(own)
+
+
+def _add_zeros(editor: Editor, body: Body, flow: _Wrong, owners: Sequence[int]) -> None:
+    """Have devices that own nothing add zeros to sums of what is wrong on them: so their sums need nothing of
+    any microbatch."""
+    computation = body.computation
+    b: Builder | None = None
+    for position in sorted(flow.positions):
+        added = computation.root.operands[position]
+        terms = [o for o in added.operands if o not in body.reads(position)]
+        if added.opcode == "add" and len(terms) == 1:
+            b = b or editor.within(computation)
+            b.metadata = added.proto.metadata
+            own = body.only_on(b, owners, terms[0].proto)
+            editor.redirect(computation, {terms[0]: own}, [added])
+    if b is not None:
+        editor.sweep(computation)
 
 
 def _given_to_all(

@@ -54,6 +54,15 @@ class Body:
         self.carried = sameness.carried(loop.instruction)
         self.nodes = {n.instruction: n for n in self.block.nodes}
 
+    def reads(self, position: int) -> list[Instruction]:
+        """The reads of what the loop carries at a position."""
+        (parameter,) = self.computation.parameters
+        return [
+            i for i in self.computation.instructions
+            if i.opcode == "get-tuple-element" and i.operands[0] is parameter
+            and i.proto.tuple_index == position
+        ]  # fmt: skip
+
     # Where a value comes from, on a device, in the same way in all iterations.
 
     def _source(self, value: Value, device: int, *, until_same: bool) -> tuple[Value, int] | None:

@@ -134,8 +134,10 @@ class Builder:
         return self.add("transpose", shape, [array], dimensions=permutation)
 
     def reinterpret(self, array: Any, source: Any, target: Any) -> Any:
-        """A bitcast of an array of shape ``source`` to one of shape ``target``, of the same type of elements:
-        transpose into memory order, reshape, transpose out of it."""
+        """A bitcast of an array of shape ``source`` to one of shape ``target``, which has as many elements:
+        bits of another type, transpose into memory order, reshape, transpose out of it."""
+        if source.element_type != target.element_type:
+            array = self.add("bitcast-convert", resized(target, source.dimensions), [array])
         into = list(source.layout.minor_to_major)[::-1]
         out = list(target.layout.minor_to_major)[::-1]
         if into != sorted(into):

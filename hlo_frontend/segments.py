@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from itertools import count
+from math import prod
 from typing import Any
 
 from jaxlib import _jax
@@ -408,9 +409,11 @@ class ModuleBuilder:
     def _bitcast(self, instruction: Instruction, operand: Any) -> Any:
         source, target = instruction.operands[0].shape, instruction.shape
         if source.element_type != target.element_type:
-            if list(source.layout.minor_to_major) != list(target.layout.minor_to_major):
-                raise instruction.unsupported("a bitcast of both type and layout")
-            return self._to.add("bitcast-convert", resized(target, target.dimensions), [operand])
+            ways = [(list(s.dimensions), list(s.layout.minor_to_major)) for s in (source, target)]
+            if ways[0] == ways[1]:
+                return self._to.add("bitcast-convert", resized(target, ways[1][0]), [operand])
+            if prod(source.dimensions) != prod(target.dimensions):
+                raise instruction.unsupported("a bitcast of both layout and size of elements")
         return self._to.reinterpret(operand, source, target)
 
     # Computations.

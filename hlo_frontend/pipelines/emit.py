@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -147,7 +148,9 @@ class Builder(builder.Builder):
         depends on the way that its own operand lies."""
         if instruction.opcode == "bitcast":
             source, target = instruction.operands[0].shape, instruction.shape
-            if source.element_type == target.element_type:
+            lie_alike = list(source.layout.minor_to_major) == list(target.layout.minor_to_major)
+            as_many = prod(source.dimensions) == prod(target.dimensions)
+            if source.element_type == target.element_type or (as_many and not lie_alike):
                 return self.reinterpret(operands[0], source, target)
         return super().copy(instruction, operands)
 

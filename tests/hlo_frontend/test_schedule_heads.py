@@ -336,17 +336,18 @@ def test_index_vectors_of_other_rows(rows):
     assert indexed_of(rows) == (None, None)
 
 
-def test_bitcasts_on_what_lies_otherwise():
+@pytest.mark.parametrize("of", ["f32", "s32"])
+def test_bitcasts_on_what_lies_otherwise(of):
     """What a bitcast gives depends on how its operand lies in memory. Copied, it may get another one."""
     module = Module.parse(
         parse_hlo_text(
-            """HloModule m
-            ENTRY e {
-              given = f32[2,3]{1,0} parameter(0)
-              other = f32[2,3]{0,1} copy(given)
-              turned = f32[3,2]{1,0} bitcast(other)
-              ROOT flat = f32[6]{0} bitcast(turned)
-            }"""
+            f"""HloModule m
+            ENTRY e {{
+              given = f32[2,3]{{1,0}} parameter(0)
+              other = f32[2,3]{{0,1}} copy(given)
+              turned = {of}[3,2]{{1,0}} bitcast(other)
+              ROOT flat = {of}[6]{{0}} bitcast(turned)
+            }}"""
         )
     )
     root, given = module.entry.root, module.entry.parameters[0]
@@ -356,7 +357,7 @@ def test_bitcasts_on_what_lies_otherwise():
     builder.stand_in(builder.clone([root], {other: given.proto})[root])
     x = np.arange(6, dtype=np.float32).reshape(2, 3)
     ((found,),) = Interpreter(compile_hlo(editor.finish(), 1, 1).program).run([x])
-    np.testing.assert_array_equal(found, x.T.reshape(-1))
+    np.testing.assert_array_equal(found, x.T.reshape(-1).view(found.dtype))
 
 
 @pytest.mark.parametrize(("of", "may_round"), [("f32", True), ("s32", False)])

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from frontend_support import P, compiled, judge, manual, mesh
-from interpreter import compile_segment
+from interpreter import Interpreter, compile_segment
 from jax import lax
 
 from stretto.hlo_frontend.carve import carve
@@ -193,3 +193,32 @@ def test_a_real_model(name):
     assert len(program.segments) < 30
     if "unroll" in name:
         assert len(runs) > 100
+
+
+@pytest.mark.parametrize(
+    ("shape", "layout", "to", "out"),
+    [
+        ((2, 3), (1, 0), (2, 3), (1, 0)),
+        ((2, 3), (1, 0), (6,), (0,)),
+        ((2, 3), (1, 0), (3, 2), (0, 1)),
+        ((2, 3), (0, 1), (3, 2), (1, 0)),
+        ((6,), (0,), (3, 2), (0, 1)),
+    ],
+)
+def test_bitcasts_to_another_type_may_lie_otherwise(shape, layout, to, out):
+    """XLA makes one of a bitcast to integers, as of a sign, and a reshape behind it."""
+
+    def written(of, dimensions, layout):
+        return f"{of}[{','.join(map(str, dimensions))}]{{{','.join(map(str, layout))}}}"
+
+    text = f"""HloModule m
+        ENTRY e {{
+          given = {written("f32", shape, range(len(shape))[::-1])} parameter(0)
+          lies = {written("f32", shape, layout)} copy(given)
+          ROOT bits = {written("s32", to, out)} bitcast(lies)
+        }}"""
+    x = -np.arange(1, 7, dtype=np.float32).reshape(shape)
+    memory = np.ascontiguousarray(x.transpose(layout[::-1])).reshape(-1).view(np.int32)
+    expected = memory.reshape([to[d] for d in out[::-1]]).transpose(np.argsort(out[::-1]))
+    ((found,),) = Interpreter(compile_hlo(parse_hlo_text(text), 1, 1).program).run([x])
+    np.testing.assert_array_equal(found, expected)

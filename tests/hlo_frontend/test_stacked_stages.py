@@ -18,9 +18,11 @@ from jax.sharding import NamedSharding
 from random_steps import Step, compare, compiled
 from training_steps import Draw, program, stacked_outputs
 
+from stretto.collectives.types import TensorType
 from stretto.hlo_frontend.compile import compile_hlo
 from stretto.hlo_frontend.graph import Module, all_instructions
 from stretto.hlo_frontend.pipelines.partitioned import localized
+from stretto.runtime.program import Loop
 
 STEPS = {
     "roll": Draw(stages=4, microbatches=5, shift="roll", embeds=True),
@@ -104,6 +106,21 @@ def test_a_head_that_all_stages_compute_in_the_loop(d):
             hops = 2 * d.microbatches * (d.stages - 1)
             assert sum(found.ran.messages.values()) - hops <= 4 * d.stages
     step.check_written()
+
+
+def test_the_gradient_of_a_head_is_summed_up_in_its_turns():
+    """The loop carries the sum beside the head's weights, and so nothing of each microbatch for it."""
+    d = Draw(stages=2, microbatches=3, head="cond", collect="put", mask="where", shift="roll")
+    step = Step(d)
+    module = step.judged("1f1b").module
+    (report,) = module.interleaved
+    (loop,) = (
+        i
+        for i in module.program.body.instructions
+        if isinstance(i, Loop) and i.trip_count == report.after
+    )
+    types = [module.program.slot_types[slot] for slot in loop.outputs]
+    assert types.count(TensorType("f32", (d.width, d.classes))) == 2
 
 
 @pytest.mark.thorough

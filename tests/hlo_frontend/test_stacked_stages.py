@@ -273,6 +273,18 @@ def test_what_stages_compute_together_is_not_left_to_one():
     assert "is among devices of which only some have it" in why
 
 
+def test_a_loop_that_ends_by_what_a_stage_gave_is_not_left_to_one():
+    """With the zeros that other stages would compute of it, it might never end."""
+
+    def halved(stage, y):
+        given = of_the_last(stage, y)
+        return lax.while_loop(lambda a: jnp.sum(a * a) > 1, lambda a: a / 2, given)
+
+    count, why, equal = left_to_one(looped(3, 4, halved))
+    assert count >= 1 and equal
+    assert "It is not left to one stage: it is not known how long" in why
+
+
 def test_a_step_without_a_mask_says_what_to_mask():
     def local(d, over, layers, xs):
         def iteration(state, i):

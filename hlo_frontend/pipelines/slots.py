@@ -107,7 +107,7 @@ class Slots:
         iterations together: runs that wait for others' count as longer (`length`). And in what share the
         last stage turns a microbatch, for which nobody else waits."""
         kinds = 3 if self.splits else 2
-        turns = np.count_nonzero(self.backward[-1] != NONE) / self.chunks
+        turns = int(np.count_nonzero(self.backward[-1] != NONE)) / self.chunks
         return self.length(1, 1, 1) / kinds / self.iterations, turns / self.iterations
 
     @property

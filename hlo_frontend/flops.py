@@ -17,11 +17,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from math import ceil, gcd, prod
+from operator import mul
 from typing import Any
 
 from .graph import Computation, Instruction
 from .ops import op_of
-from .trips import annotated_share, annotated_trips, expected_trips
+from .trips import annotated_trips, expected_shares, expected_trips
 
 
 def arithmetic(instructions: Iterable[Instruction]) -> int:
@@ -87,10 +88,7 @@ def _called(call: Instruction) -> float:
 
 def _conditional(conditional: Instruction) -> float:
     applied = [_applied(called) for called in conditional.called]
-    share = annotated_share(conditional)
-    if share is not None:
-        return share * applied[0] + (1 - share) * applied[1]
-    return max(applied, default=0.0)
+    return sum(map(mul, expected_shares(conditional, applied), applied))
 
 
 def _dot(dot: Instruction) -> float:

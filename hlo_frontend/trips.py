@@ -8,6 +8,7 @@ begins with a constant, grows by a constant in each iteration, and is compared w
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -15,7 +16,7 @@ from .graph import Instruction
 from .schema import LiteralProto
 from .values import BlockGraph, Node, NodeKind, Value
 
-# Of a conditional of two branches that a pass makes: `annotated_share`.
+# Of a conditional of two branches that a pass makes: `expected_shares`.
 SHARE = "stretto_share"
 # Of a loop that a pass makes, how often it runs, where compilers are not to know.
 TRIPS = "stretto_trips"
@@ -38,9 +39,18 @@ def expected_trips(call: Instruction) -> int:
     return int(call.attributes.get(TRIPS, 1)) if known is None else known
 
 
+def expected_shares(conditional: Instruction, costs: Sequence[float]) -> list[float]:
+    """In what share of its executions a conditional takes each branch: as a pass of ours says by `SHARE`, or
+    always the one that costs most. ``costs``: of each branch."""
+    share = annotated_share(conditional)
+    if share is not None:
+        return [share, 1 - share]
+    most = max(range(len(costs)), key=costs.__getitem__, default=0)
+    return [float(k == most) for k in range(len(costs))]
+
+
 def annotated_share(conditional: Instruction) -> float | None:
-    """In what share of its executions a conditional takes its first branch, as a pass of ours knows by
-    `SHARE`; None where that is not known."""
+    """The share of the first of two branches, None where that is not known."""
     share = conditional.attributes.get(SHARE)
     return None if share is None else float(share)
 

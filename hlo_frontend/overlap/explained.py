@@ -15,12 +15,12 @@ from dataclasses import dataclass, field
 from ..passes.order import order
 from ..passes.rotate import rotate
 from ..passes.split import Chosen
-from ..trips import trip_count
+from ..trips import expected_shares, trip_count
 from ..values import BlockGraph, Node, NodeKind
 from .apply import Order, OverlapPolicy, Planned, kept_steps, plan, planned_loops, with_crossings
 from .floor import Floor
 from .kernels import build
-from .loops import blocks_of, control_flow_seconds, shares_of
+from .loops import blocks_of, control_flow_seconds
 from .model import Graph
 from .program_floor import BlockFloor, floor_of
 from .replay import Step, Timeline, replay, unscheduled
@@ -57,12 +57,12 @@ class Explained:
     def inside(self) -> Iterator[tuple[Node, float, Explained]]:
         """Each block right inside this one: its loop or branch, how often it runs, the block.
 
-        Branches run as predictions have it (`shares_of`); a loop of unknown length counts as one iteration,
-        one of known length evaluates no condition.
+        Branches run as predictions have it (`expected_shares`); a loop of unknown length counts as one
+        iteration, one of known length evaluates no condition.
         """
         for node, parts in self.inner.items():
             if node.kind is not NodeKind.LOOP:
-                shares = shares_of(node, [part.timeline.seconds for part in parts])
+                shares = expected_shares(node.instruction, [p.timeline.seconds for p in parts])
                 yield from ((node, s, part) for s, part in zip(shares, parts, strict=True))
                 continue
             trips = trip_count(node)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from operator import mul
 
-from ..trips import annotated_share, trip_count
+from ..trips import expected_shares, trip_count
 from ..values import BlockGraph, Node, NodeKind
 
 
@@ -14,19 +14,10 @@ def control_flow_seconds(node: Node, seconds: Sequence[float]) -> float:
     condition; a loop of unknown length counts as one iteration; of branches each counts as often as it is
     taken, or the longest one where nobody knows."""
     if node.kind is not NodeKind.LOOP:
-        return sum(map(mul, shares_of(node, seconds), seconds))
+        return sum(map(mul, expected_shares(node.instruction, seconds), seconds))
     condition, body = seconds
     trips = trip_count(node)
     return condition + body if trips is None else body * trips
-
-
-def shares_of(branch: Node, seconds: Sequence[float]) -> list[float]:
-    """In what share of executions each branch counts as taken: see `control_flow_seconds`."""
-    share = annotated_share(branch.instruction)
-    if share is not None:
-        return [share, 1 - share]
-    longest = max(range(len(seconds)), key=seconds.__getitem__, default=0)
-    return [float(k == longest) for k in range(len(seconds))]
 
 
 def carries_of(body: BlockGraph) -> tuple[int, ...]:

@@ -374,7 +374,7 @@ def _step(
     trips = step.forward.trips + step.backward.trips
     return made, Scheduled(
         forward.name, "", schedule, backward.name, new.loop, step.forward.stages,
-        step.forward.microbatches, trips, slots.iterations, round(slots.length(1, 1, 1)), slots.alive,
+        step.forward.microbatches, trips, slots.iterations, round(slots.runs_in_a_row), slots.alive,
         kept_bytes(step),
         step.forward.trips, slots.rows, new.left, drawn.runs, _rounds(step, new, chunks) or apart,
         chunks=chunks, row=kept_bytes(step, chunks), moved=new.moved, back=new.back, taken=new.parts,

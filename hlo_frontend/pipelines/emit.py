@@ -292,6 +292,13 @@ def needed_by(instruction: Instruction) -> tuple[Instruction, ...]:
     return instruction.operands
 
 
+def carried_position(read: Instruction) -> int | None:
+    """The position in the carry of a loop's body that an instruction reads."""
+    if read.opcode != "get-tuple-element" or read.operands[0].opcode != "parameter":
+        return None
+    return int(read.proto.tuple_index)
+
+
 def slice_of(
     wanted: Iterable[Instruction], have: Mapping[Instruction, Any] | set[Instruction]
 ) -> list[Instruction]:

@@ -10,7 +10,7 @@ from ..builder import array_shape, resized, tuple_shape
 from ..graph import Computation, Instruction
 from ..passes.valid.known import keeps_order
 from .emit import Builder, Editor, fenced, needed_by
-from .rewrite import shaped
+from .rewrite import laid_out, shaped
 
 # What hands on the elements of an array; see `moves`.
 MOVES = frozenset({"bitcast", "copy", "reshape"})
@@ -106,7 +106,7 @@ class Stage:
         made = {name: [next(results) for _ in own] for name, own in begin.items()}
         values = [*made["passed"], *made["stacks"][: len(outside)]]
         wanted = [*self.gives, *outside]
-        stands = {i: _as(outer, v, i.shape) for i, v in zip(wanted, values, strict=True)}
+        stands = {i: laid_out(outer, v, i.shape) for i, v in zip(wanted, values, strict=True)}
         rows = dict(zip(keeps, made["stacks"][len(outside) :], strict=True))
         for update, value in self.kept.items():
             between = after(self.body, [value])
@@ -161,14 +161,6 @@ class Stage:
 def _device(b: Builder) -> Any:
     """The number of the device, of which a compiler does not know that it is not negative."""
     return b.convert(b.add("partition-id", array_shape("u32")), array_shape("s32"))
-
-
-def _as(b: Builder, value: Any, shape: Any) -> Any:
-    """A value with these dimensions, and in this layout: a bitcast may read it."""
-    value = shaped(b, value, shape)
-    if value.shape.layout.minor_to_major == shape.layout.minor_to_major:
-        return value
-    return b.add("copy", shape, [value])
 
 
 def _slice(shape: Any) -> Any:

@@ -26,7 +26,7 @@ from ..schema import TUPLE
 from ..values import Node
 from .chains import Execution, Followed, Origins
 from .constants import behind
-from .emit import Editor, needed_by, slice_of
+from .emit import Editor, carried_position, needed_by, slice_of
 from .inline import GROUPED, handed_on, inline, masked_behind, opened, past_barriers
 from .one_layer import MOVES, Stage, after, moves
 from .recognize import follow
@@ -146,13 +146,6 @@ def _permutes(body: Computation) -> list[Instruction]:
     ]  # fmt: skip
 
 
-def _position(read: Instruction) -> int | None:
-    """The position in the carry of a body that an instruction reads."""
-    if read.opcode != "get-tuple-element" or read.operands[0].opcode != "parameter":
-        return None
-    return int(read.proto.tuple_index)
-
-
 def _received(
     body: Computation,
     permute: Instruction,
@@ -169,7 +162,7 @@ def _received(
                 else:
                     used = True
     own = {n for n, r in enumerate(body.root.operands) if r in handed}
-    reads = [i for i in body.instructions if _position(i) in own]
+    reads = [i for i in body.instructions if carried_position(i) in own]
     return [permute, *reads] if used else reads
 
 
@@ -185,13 +178,13 @@ def _sent(body: Computation, permute: Instruction) -> Instruction:
         if len(others) != 1:
             break
         (carried,) = others
-    position = _position(carried)
+    position = carried_position(carried)
     return value if position is None else _moved(body.root.operands[position])
 
 
 def _is_fixed(body: Computation, value: Instruction) -> bool:
     """Whether a value is the same in all iterations, as zeros are."""
-    position = _position(value)
+    position = carried_position(value)
     if position is not None:
         return behind(body.root.operands[position]) is value
     return value.opcode == "constant" or (
@@ -364,7 +357,10 @@ class _Body:
     def _is_input(self, value: Instruction) -> bool:
         """Whether a stage takes a value as it is, and does not compute it again: a carry or a slice of one,
         what is communicated, or a number that is known."""
-        if value.opcode == "dynamic-slice" and _position(behind(value.operands[0])) is not None:
+        if (
+            value.opcode == "dynamic-slice"
+            and carried_position(behind(value.operands[0])) is not None
+        ):
             return True
         if value.opcode in COLLECTIVES | LOGICAL_IDS.keys() or any(
             c.needs_runtime for c in value.called
@@ -372,7 +368,7 @@ class _Body:
             return True
         node = self.nodes.get(value)
         if node is None or value.opcode == "constant" or len(node.results) != 1:
-            return _position(value) is not None
+            return carried_position(value) is not None
         is_number = not value.shape.dimensions and value.shape.element_type in INTEGERS
         return is_number and all(
             self.origins.number(node.results[0], at) is not None for at in self.every
@@ -388,7 +384,7 @@ class _Body:
         )
 
     def _is_carried(self, value: Instruction) -> bool:
-        position = _position(value)
+        position = carried_position(value)
         return position is not None and behind(self.body.root.operands[position]) is not value
 
     def _sums(self) -> list[Instruction]:
@@ -398,7 +394,7 @@ class _Body:
             total = behind(result)
             if total.opcode != "add":
                 continue
-            added = [o for o in total.operands if _position(behind(o)) != position]
+            added = [o for o in total.operands if carried_position(behind(o)) != position]
             if len(added) != 1 or added[0] not in self.behind:
                 continue
             value = self._peeled(added[0], self.behind, self.gives)
@@ -453,7 +449,7 @@ class _Body:
         and what it is of the stage; None for anything else."""
         if read.opcode != "dynamic-slice" or list(read.shape.dimensions[:1]) != [1]:
             return None
-        position = _position(behind(read.operands[0]))
+        position = carried_position(behind(read.operands[0]))
         if position is None:
             return None
         made = handed_on(self.loop.operands[0].operands[position])

@@ -480,6 +480,15 @@ def shaped(b: Builder, value: Any, shape: Any) -> Any:
     return b.reshape(value, list(shape.dimensions))
 
 
+def laid_out(b: Builder, value: Any, shape: Any) -> Any:
+    """A value with these dimensions, and in memory as an array of this shape lies there: a bitcast may read
+    it."""
+    value = shaped(b, value, shape)
+    if list(value.shape.layout.minor_to_major) == list(shape.layout.minor_to_major):
+        return value
+    return b.add("copy", shape, [value])
+
+
 def without_sign_of_zero(b: Builder, value: Any) -> Any:
     """The value plus positive zeros, in a form that no simplification removes."""
     zeros = b.zeros(value.shape)

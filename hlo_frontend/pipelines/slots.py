@@ -37,6 +37,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -108,7 +109,12 @@ class Slots:
         last stage turns a microbatch, for which nobody else waits."""
         kinds = 3 if self.splits else 2
         turns = int(np.count_nonzero(self.backward[-1] != NONE)) / self.chunks
-        return self.length(1, 1, 1) / kinds / self.iterations, turns / self.iterations
+        return self.runs_in_a_row / kinds / self.iterations, turns / self.iterations
+
+    @cached_property
+    def runs_in_a_row(self) -> float:
+        """How many runs the loop takes, one after the other, where all take as long (`length`)."""
+        return self.length(1, 1, 1)
 
     @property
     def alive(self) -> tuple[int, ...]:

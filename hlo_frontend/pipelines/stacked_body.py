@@ -22,7 +22,7 @@ from ..values import BlockGraph, Node, Value
 from .chains import Execution, Origins
 from .connected import connected
 from .constants import Constants, behind
-from .emit import Builder, Editor
+from .emit import Builder, Editor, carried_position
 from .refusal import Refusal
 from .sameness import Class, Sameness
 
@@ -56,12 +56,7 @@ class Body:
 
     def reads(self, position: int) -> list[Instruction]:
         """The reads of what the loop carries at a position."""
-        (parameter,) = self.computation.parameters
-        return [
-            i for i in self.computation.instructions
-            if i.opcode == "get-tuple-element" and i.operands[0] is parameter
-            and i.proto.tuple_index == position
-        ]  # fmt: skip
+        return [i for i in self.computation.instructions if carried_position(i) == position]
 
     # Where a value comes from, on a device, in the same way in all iterations.
 

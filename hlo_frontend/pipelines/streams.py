@@ -24,6 +24,7 @@ from ..graph import Instruction
 from ..values import Node, Value
 from .chains import Execution, Followed
 from .connected import connected
+from .emit import carried_position
 from .refusal import Refusal
 
 
@@ -114,7 +115,7 @@ def _groups(loop: Node) -> list[list[int]]:
 def _written(loop: Node, position: int) -> Stream | None:
     """A stream of several slots, each of which is read by a slice, and written by an update."""
     body = loop.instruction.called[0]
-    whole = {i for i in body.instructions if _reads_carry(i, position)}
+    whole = {i for i in body.instructions if carried_position(i) == position}
     reads: list[Instruction] = []
     for instruction in body.instructions:
         if instruction is body.root or instruction in whole:
@@ -144,28 +145,20 @@ def _written(loop: Node, position: int) -> Stream | None:
         return None
     stream = Stream(loop, position, axis, array[axis], _groups(loop))
     stream.reads = {i: [] for i in reads}
-    stream.puts = {i for i in whole if not _reads_carry(i, position)}
+    stream.puts = {i for i in whole if carried_position(i) != position}
     return stream if any(map(_updates, stream.puts)) else None
 
 
 def _single(loop: Node, position: int) -> Stream | None:
     """A stream of a single slot, which is carried as it is."""
     body = loop.instruction.called[0]
-    reads = [i for i in body.instructions if _reads_carry(i, position)]
+    reads = [i for i in body.instructions if carried_position(i) == position]
     if len(reads) != 1:
         return None
     dimensions = list(reads[0].shape.dimensions)
     if dimensions[0] != 1 or body.root.operands[position] is reads[0]:
         return None
     return Stream(loop, position, 0, 1, _groups(loop), {reads[0]: []})
-
-
-def _reads_carry(instruction: Instruction, position: int) -> bool:
-    return (
-        instruction.opcode == "get-tuple-element"
-        and instruction.operands[0].opcode == "parameter"
-        and instruction.proto.tuple_index == position
-    )
 
 
 def _updates(instruction: Instruction) -> bool:
@@ -232,7 +225,7 @@ def _runs(followed: Followed, stream: Stream) -> bool:
             stream.reads[values[carried.root]].append([own[0] for own in held])
             held = [[resolved(block.results[stream.position], Execution(t, d))] for d in devices]
             continue
-        versions = {i: held for i in body.instructions if _reads_carry(i, stream.position)}
+        versions = {i: held for i in body.instructions if carried_position(i) == stream.position}
         for instruction in body.instructions:
             if instruction in stream.puts and not _updates(instruction):
                 versions[instruction] = versions[instruction.operands[0]]

@@ -27,6 +27,7 @@ from stretto.collectives.ops import Reduction
 from ..builder import resized
 from ..collectives import native_reduction
 from ..graph import COLLECTIVES, Instruction
+from ..passes.valid.known import keeps_order
 from ..values import Node
 from . import indexed
 from .chains import Followed
@@ -414,12 +415,7 @@ def _is_gathered(value: Instruction) -> bool:
 
 def _reshapes(value: Instruction) -> bool:
     """Whether it has the elements of its operand in the same order."""
-    if value.opcode == "bitcast":
-        (source,) = value.operands
-        return source.shape.element_type == value.shape.element_type and all(
-            map(indexed.is_row_major, (value, source))
-        )
-    return value.opcode == "reshape"
+    return value.opcode == "reshape" or (value.opcode == "bitcast" and keeps_order(value))
 
 
 def _mixed(value: Instruction) -> Refusal:

@@ -35,7 +35,7 @@ from .emit import Builder, Editor
 from .pieces import instructions_of
 from .recognize import follow, is_candidate
 from .refusal import Refusal, about
-from .rewrite import shaped, without_sign_of_zero
+from .rewrite import laid_out, shaped, without_sign_of_zero
 from .sameness import Sameness
 from .streams import Row, Stream, streams_of
 from .training import dependents
@@ -257,7 +257,7 @@ class _Taken:
                     number[d, t], plus[d, t] = self._row(row), row.plus
         shape = read.shape
         if zero.all():
-            return _laid_out(b, b.zeros(shape), shape)
+            return laid_out(b, b.zeros(shape), shape)
         device = b.convert(b.add("partition-id", array_shape("u32")), array_shape(SCALAR))
         where = [device, counter]
         value = shaped(b, entry_of(b, array, [b.lookup(number, where)]), shape)
@@ -266,7 +266,7 @@ class _Taken:
             value = b.select(added, without_sign_of_zero(b, value), value)
         if zero.any():
             value = b.select(b.is_one(b.lookup(zero, where)), b.zeros(value.shape), value)
-        return _laid_out(b, value, shape)
+        return laid_out(b, value, shape)
 
     def _row(self, row: Row) -> int:
         """The row of ``whole`` that a slot has, as the loop begins."""
@@ -326,7 +326,7 @@ class _Taken:
             result = b.select(self._is_one_of(b, [g[place] for g in groups]), sent, result)
         if stream.axis:
             result = b.transpose(result, _back(stream.axis, len(shape) + 1))
-        result = _laid_out(b, result, read.shape)
+        result = laid_out(b, result, read.shape)
         return dict.fromkeys(self.users, result)
 
     def _rows_of(self, b: Builder, rows: Any, times: Sequence[int]) -> Any:
@@ -403,14 +403,6 @@ class _Loop:
 def _own(b: Builder, instruction: Instruction) -> Any:
     """The proto of an instruction in the computation that is changed."""
     return next(i for i in b.proto.instructions if i.id == instruction.proto.id)
-
-
-def _laid_out(b: Builder, value: Any, shape: Any) -> Any:
-    """The value, in memory as an array of this shape lies there, since a bitcast may read it."""
-    value = shaped(b, value, shape)
-    if list(value.shape.layout.minor_to_major) == list(shape.layout.minor_to_major):
-        return value
-    return b.add("copy", shape, [value])
 
 
 def _slice(b: Builder, array: Any, bounds: Sequence[tuple[int, int]]) -> Any:

@@ -17,6 +17,7 @@ from frontend_support import P, mesh
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from random_steps import WrittenStep
+from training_steps import trained
 
 MICROBATCHES, POSITIONS, WIDTH, WORDS = 5, 6, 8, 12
 STAGES, WHOLE = P("x"), P()
@@ -128,19 +129,11 @@ def written(layout: Layout) -> WrittenStep:
         ys = ys[stages - 1 :]
         return ys.mean() if layout.inside else loss_of(parameters["head"], ys, wanted)
 
-    def steps(parameters: Any, words: jax.Array) -> tuple[jax.Array, Any]:
-        def one(parameters: Any, words: jax.Array) -> tuple[Any, jax.Array]:
-            value, slopes = jax.value_and_grad(loss)(parameters, words)
-            return jax.tree.map(lambda w, slope: w - 0.1 * slope, parameters, slopes), value
-
-        parameters, values = lax.scan(one, parameters, jnp.stack([words, words[::-1]]))
-        return values, parameters
-
     specs = jax.tree.map(lambda _: P(), parameters)
     specs |= {"blocks": {name: layout.spec(name) for name in blocks}, "head": layout.head}
     placed = jax.tree.map(lambda s: NamedSharding(over, s), specs)
     step = jax.jit(
-        steps if layout.training else jax.value_and_grad(loss),
+        trained(loss) if layout.training else jax.value_and_grad(loss),
         in_shardings=(placed, NamedSharding(over, P())),
         out_shardings=(NamedSharding(over, P()), placed),
     )

@@ -18,6 +18,7 @@ from frontend_support import P, mesh
 from jax import lax
 from jax.sharding import NamedSharding
 from random_steps import WrittenStep
+from training_steps import trained
 
 from stretto.hlo_frontend.graph import Module, all_instructions
 from stretto.hlo_frontend.pipelines.unstreamed import unstreamed
@@ -138,19 +139,11 @@ def written(form: Form, *, gradients: bool = True) -> WrittenStep:
             return -jnp.where(counts, given[..., 0], 0).sum() / counts.sum()
         return -given.mean()
 
-    def steps(parameters: Any, words: jax.Array) -> tuple[jax.Array, Any]:
-        def one(parameters: Any, words: jax.Array) -> tuple[Any, jax.Array]:
-            value, slopes = jax.value_and_grad(loss)(parameters, words)
-            return jax.tree.map(lambda w, slope: w - 0.1 * slope, parameters, slopes), value
-
-        parameters, values = lax.scan(one, parameters, jnp.stack([words, words[::-1]]))
-        return values, parameters
-
     specs = jax.tree.map(lambda _: P(), parameters)
     specs["layers"] = dict.fromkeys(layers, P("x"))
     placed = jax.tree.map(lambda s: NamedSharding(over, s), specs)
     everywhere = NamedSharding(over, P())
-    function = steps if form.training else jax.value_and_grad(loss)
+    function = trained(loss) if form.training else jax.value_and_grad(loss)
     results: Any = (everywhere, placed)
     if not gradients:
         function, results = (lambda parameters, words: outputs(parameters, words[0])), everywhere

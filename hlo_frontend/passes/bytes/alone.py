@@ -49,13 +49,12 @@ def _is_identity(collective: Collective, num_devices: int) -> bool:
     return len(collective.groups) == num_devices and all(len(g) == 1 for g in collective.groups)
 
 
-def _zeros(editor: Editor, node: Node) -> Rewritten | None:
+def _zeros(editor: Editor, node: Node) -> Rewritten:
     """Zeros instead of the results of a permute to which nobody sends."""
     made: list[Node] = []
+    like = node.instruction
     for result in node.results:
-        if result.type is None:
-            continue
-        like = node.instruction
+        assert result.type is not None  # only tokens have none
         zero = op("convert", [constant(np.int32(0), like)], TensorType(result.type.dtype, ()), like)
         spread = op("broadcast", zero.results, result.type, like)
         made += [zero, spread]

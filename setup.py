@@ -61,7 +61,7 @@ setup(
         Extension(
             "stretto.collectives._launches",
             ["collectives/_launches.pyx"],
-            depends=["collectives/_giving_way.pxi"],
+            depends=[f"collectives/{name}.pxi" for name in ("_called", "_ffi", "_giving_way")],
             extra_compile_args=["-pthread"],
             extra_link_args=["-pthread"],
         ),

@@ -59,7 +59,8 @@ DOCTOR = (sys.executable, "-m", "stretto.cli", "doctor")
 FIRST = (
     pytest("protocol", 400, "conforms or ahead or more_devices or on_one_device or deleted"),
     pytest("waits", 200, "do_not_wait or meanwhile"),
-    pytest("faults", 300, "fault or without_nccl"),
+    pytest("loops", 200, "code_on_gpus"),
+    pytest("faults", 400, "fault or without_nccl"),
     pytest("lending", 200, "lent or traces"),
     pytest("races", 900, "reused"),
 )

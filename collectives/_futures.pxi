@@ -1,19 +1,5 @@
 # Futures and errors.
 
-cdef void* new_error(const ffi_api* api, const char* message) noexcept nogil:
-    cdef ffi_error_args args
-    memset(&args, 0, sizeof(args))
-    args.size, args.message, args.code = sizeof(args), message, FFI_INTERNAL
-    return api.error_create(&args)
-
-
-cdef void drop_error(const ffi_api* api, void* error) noexcept nogil:
-    cdef ffi_future_args args  # of the same form
-    if error != NULL:
-        args.size, args.next, args.future = sizeof(args), NULL, error
-        api.error_destroy(&args)
-
-
 cdef void* wait_behind(ffi_frame* frame, void** future) noexcept nogil:
     """Have the device of a call go on once the future that this makes is finished. Gives an error, or NULL."""
     cdef ffi_future_args args

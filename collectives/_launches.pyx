@@ -10,10 +10,18 @@ whoever waits.
 One launch at a time: it is put, then over, then the next. Calls, and questions about communicators, which NCCL does
 not take from two threads at once (it joins its own thread in them), are made with a lock held. `stop` takes it, too:
 after it no communicator is used any more, and all of them may be aborted.
+
+Code on a GPU may call collectives itself (`_called.pxi`): then no launch is put, and the thread that XLA calls on makes
+the calls.
 """
 
-from libc.stdint cimport uintptr_t
+from cpython.pycapsule cimport PyCapsule_New
+from libc.stdint cimport int32_t, int64_t, uint32_t, uintptr_t
+from libc.stdio cimport snprintf
 from libc.stdlib cimport calloc, free, realloc
+from libc.string cimport memcpy, memset
+
+include "_ffi.pxi"
 
 cdef extern from *:
     """
@@ -327,3 +335,6 @@ cdef class Launches:
                 stretto_sleep(1e-3)
             else:
                 pthread_mutex_unlock(&l.calling)
+
+
+include "_called.pxi"

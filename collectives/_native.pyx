@@ -37,6 +37,8 @@ from libc.stdio cimport snprintf
 from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy, memset, strlen
 
+include "_ffi.pxi"
+
 cdef extern from *:
     """
     #include <pthread.h>
@@ -46,34 +48,6 @@ cdef extern from *:
     #ifdef __linux__
     #include <sys/prctl.h>
     #endif
-
-    typedef struct { size_t size; int32_t type; void* next; } ffi_extension;
-    typedef struct { size_t size; void* next; int32_t major, minor; } ffi_version;
-    typedef struct { size_t size; ffi_version version; uint32_t traits; int64_t state; } ffi_metadata;
-    typedef struct { ffi_extension base; ffi_metadata* metadata; } ffi_metadata_extension;
-    typedef struct { size_t size; void* next; int32_t dtype; void* data; int64_t rank; int64_t* dims; } ffi_buffer;
-    typedef struct { size_t size; void* next; int64_t count; int32_t* types; void** items; } ffi_list;
-    typedef struct { size_t size; void* next; int64_t count; int32_t* types; void** names; void** items; } ffi_attributes;
-    typedef struct { int32_t dtype; void* value; } ffi_scalar;
-    typedef struct { size_t size; void* next; const char* message; int32_t code; } ffi_error_args;
-    typedef struct { size_t size; void* next; void* future; } ffi_future_args;
-    typedef struct { size_t size; void* next; void* future; void* error; } ffi_future_error_args;
-    typedef struct {
-        size_t size; void* next; ffi_version version; void* internal;
-        void* (*error_create)(ffi_error_args*);
-        void *error_message; void (*error_destroy)(ffi_future_args*);
-        void *handler_register, *stream_get, *type_register, *context_get, *state_set, *state_get;
-        void *memory_allocate, *memory_free, *pool_schedule, *pool_size;
-        void* (*future_create)(ffi_future_args*);
-        void* (*future_set_available)(ffi_future_args*);
-        void* (*future_set_error)(ffi_future_error_args*);
-    } ffi_api;
-    typedef struct {
-        size_t size; ffi_extension* extension; const ffi_api* api; void* context; int32_t stage;
-        ffi_list arguments; ffi_list results; ffi_attributes attributes; void* future;
-    } ffi_frame;
-
-    enum { FFI_EXTENSION_METADATA = 1, FFI_STAGE_EXECUTE = 3, FFI_INTERNAL = 13 };
 
     static double stretto_now(void) {
         struct timespec t;
@@ -128,57 +102,6 @@ cdef extern from *:
     double until_then "stretto_until"
     uint64_t flush_denormals "stretto_flush"() noexcept nogil
     void flush_denormals_as "stretto_flush_as"(uint64_t before) noexcept nogil
-    ctypedef struct ffi_extension:
-        int32_t type
-    ctypedef struct ffi_version:
-        int32_t major
-        int32_t minor
-    ctypedef struct ffi_metadata:
-        size_t size
-        ffi_version version
-        uint32_t traits
-        int64_t state
-    ctypedef struct ffi_metadata_extension:
-        ffi_metadata* metadata
-    ctypedef struct ffi_buffer:
-        void* data
-    ctypedef struct ffi_list:
-        int64_t count
-        void** items
-    ctypedef struct ffi_attributes:
-        int64_t count
-        void** items
-    ctypedef struct ffi_scalar:
-        void* value
-    ctypedef struct ffi_error_args:
-        size_t size
-        void* next
-        const char* message
-        int32_t code
-    ctypedef struct ffi_future_args:
-        size_t size
-        void* next
-        void* future
-    ctypedef struct ffi_future_error_args:
-        size_t size
-        void* next
-        void* future
-        void* error
-    ctypedef struct ffi_api:
-        void* (*error_create)(ffi_error_args*) noexcept nogil
-        void (*error_destroy)(ffi_future_args*) noexcept nogil
-        void* (*future_create)(ffi_future_args*) noexcept nogil
-        void* (*future_set_available)(ffi_future_args*) noexcept nogil
-        void* (*future_set_error)(ffi_future_error_args*) noexcept nogil
-    ctypedef struct ffi_frame:
-        ffi_extension* extension
-        const ffi_api* api
-        int32_t stage
-        ffi_list arguments
-        ffi_list results
-        ffi_attributes attributes
-        void* future
-    const int FFI_EXTENSION_METADATA, FFI_STAGE_EXECUTE, FFI_INTERNAL
     double now "stretto_now"() noexcept nogil
 
     ctypedef struct pthread_mutex_t:
@@ -372,13 +295,7 @@ cdef enum:
 
 
 cdef void* _arrive(ffi_frame* frame) noexcept nogil:
-    cdef ffi_metadata_extension* asked
-    if frame.extension != NULL and frame.extension.type == FFI_EXTENSION_METADATA:
-        asked = <ffi_metadata_extension*>frame.extension
-        asked.metadata.version.major, asked.metadata.version.minor = 0, 1
-        asked.metadata.traits = 0
-        if asked.metadata.size >= sizeof(ffi_metadata):  # older ones have no state
-            asked.metadata.state = 0
+    if is_question(frame):
         return NULL
     if frame.stage != FFI_STAGE_EXECUTE:
         return NULL

@@ -15,13 +15,13 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from . import nccl as nccl_codes
 from ._launches import ALL_GATHER, ALL_REDUCE, BROADCAST, RECEIVE, REDUCE_SCATTER, SEND
 from .cuda import cuda
 from .gpus import Joined
-from .nccl import BYTE, IN_PROGRESS, nccl
+from .nccl import BYTE, IN_PROGRESS, is_supported, nccl
 from .ops import Collective, Kind
 from .taking_part import check_pair, takes_part
 from .types import TensorType
@@ -30,6 +30,25 @@ if TYPE_CHECKING:
     from .communicator import BoundCollective
 
 _NOTHING: frozenset[int] = frozenset()
+
+
+class Copying(Protocol):
+    """What copies on streams: `Cuda`, or who notes what it would."""
+
+    def clear(self, target: int, nbytes: int, stream: int) -> None: ...
+
+    def copy(self, target: int, source: int, nbytes: int, stream: int) -> None: ...
+
+    def copy_rows(
+        self,
+        target: int,
+        target_pitch: int,
+        source: int,
+        source_pitch: int,
+        width: int,
+        height: int,
+        stream: int,
+    ) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -41,8 +60,8 @@ class Buffers:
     scratch: int = 0
 
 
-# Enqueue something of one device: its buffers, its stream.
-Step = Callable[[Buffers, int], None]
+# Enqueue something of one device: with this driver, its buffers, its stream.
+Step = Callable[["Copying", Buffers, int], None]
 # A call of NCCL for them, as `_launches` takes it.
 Launch = Callable[[Buffers, int], tuple[int, ...]]
 
@@ -79,21 +98,6 @@ def bind(joined: Joined, collective: Collective, host: BoundCollective) -> Bound
     if collective.kind is Kind.PERMUTE:
         groups = [tuple(sorted(joined.owner))] if len(joined.owner) > 1 else []
     return BoundOnGpus(joined, collective, host, joined.communicators(groups))
-
-
-def is_supported(collective: Collective) -> bool:
-    """Whether NCCL moves and reduces these types as HLO does, whatever the groups."""
-    kind, types = collective.kind, (*collective.operands, *collective.results)
-    if kind in (Kind.SEND, Kind.RECV, Kind.RAGGED_ALL_TO_ALL) or collective.dynamic_root:
-        return False
-    if any(t.element.bits < 8 or not t.size for t in types):
-        return False
-    if kind in (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER):
-        reduction = collective.reduction
-        return reduction is not None and all(
-            nccl_codes.reduction_codes(t.dtype, reduction) for t in collective.operands
-        )
-    return True
 
 
 class BoundOnGpus:
@@ -184,7 +188,7 @@ class BoundOnGpus:
             if member.before:
                 use(devices[i])
             for step in member.before:
-                step(buffers[i], streams[i])
+                step(self._driver, buffers[i], streams[i])
         context = self._driver.context
         launches.put(
             [
@@ -199,13 +203,33 @@ class BoundOnGpus:
                 if member.after:
                     use(devices[i])
                 for step in member.after:
-                    step(buffers[i], streams[i])
+                    step(self._driver, buffers[i], streams[i])
             for i in cleared:
                 use(devices[i])
                 for result, type in zip(buffers[i].results, self.collective.results, strict=True):
                     self._driver.clear(result, type.nbytes, streams[i])
 
         return rest
+
+    def on_one(
+        self, i: int, buffers: Buffers, before: Copying, behind: Copying
+    ) -> list[tuple[int, ...]]:
+        """What a call is of a local id, with these addresses: NCCL's calls, as `_launches` takes them,
+        for stream 0; ``before`` and ``behind`` are given the copies around them."""
+        member = self._alone(i, buffers)
+        for step in member.before:
+            step(before, buffers, 0)
+        for step in member.after:
+            step(behind, buffers, 0)
+        return [call(buffers, 0) for call in member.during]
+
+    def _alone(self, i: int, buffers: Buffers) -> _Member:
+        if self.collective.kind is Kind.PERMUTE:
+            return self._permuted({i: buffers}, _NOTHING)[i]
+        if i in self._members:
+            return self._members[i]
+        cleared = [self._clears(n, t.nbytes) for n, t in enumerate(self.collective.results)]
+        return _Member(before=cleared)
 
     def _permuted(self, buffers: Mapping[int, Buffers], skip: frozenset[int]) -> dict[int, _Member]:
         """What the local devices do in a permute, those excepted that receive nothing and send nothing."""
@@ -239,10 +263,10 @@ class BoundOnGpus:
         return members
 
     def _clears(self, n: int, nbytes: int) -> Step:
-        return lambda b, stream: self._driver.clear(b.results[n], nbytes, stream)
+        return lambda driver, b, stream: driver.clear(b.results[n], nbytes, stream)
 
     def _copies(self, operand: int, result: int, nbytes: int) -> Step:
-        return lambda b, stream: self._driver.copy(
+        return lambda driver, b, stream: driver.copy(
             b.results[result], b.operands[operand], nbytes, stream
         )
 
@@ -322,15 +346,15 @@ class BoundOnGpus:
                 lambda b, stream: (ALL_GATHER, b.operands[n], b.results[n], *rest, stream)
             )
             return
-        at, copy_rows = member.place(size * nbytes), self._driver.copy_rows
+        at = member.place(size * nbytes)
         member.during.append(
             lambda b, stream: (ALL_GATHER, b.operands[n], b.scratch + at, *rest, stream)
         )
 
-        def interleave(b: Buffers, stream: int) -> None:
+        def interleave(driver: Copying, b: Buffers, stream: int) -> None:
             for j in range(size):
                 to, source = b.results[n] + j * width, b.scratch + at + j * nbytes
-                copy_rows(to, size * width, source, width, width, rows, stream)
+                driver.copy_rows(to, size * width, source, width, width, rows, stream)
 
         member.after.append(interleave)
 
@@ -350,12 +374,12 @@ class BoundOnGpus:
     def _apart(self, n: int, rows: int, width: int, member: _Member) -> int:
         """Copy an operand's parts along the dimension into scratch memory, one behind the other."""
         size, nbytes = member.size, rows * width
-        at, copy_rows = member.place(size * nbytes), self._driver.copy_rows
+        at = member.place(size * nbytes)
 
-        def separate(b: Buffers, stream: int) -> None:
+        def separate(driver: Copying, b: Buffers, stream: int) -> None:
             for j in range(size):
                 to, source = b.scratch + at + j * nbytes, b.operands[n] + j * width
-                copy_rows(to, width, source, size * width, width, rows, stream)
+                driver.copy_rows(to, width, source, size * width, width, rows, stream)
 
         member.before.append(separate)
         return at
@@ -371,14 +395,14 @@ class BoundOnGpus:
                 during.append(self._receives(comm, j, nbytes, result=n, offset=j * nbytes))
             return
         out = self._apart(n, rows, width, member)
-        back, copy_rows = member.place(size * nbytes), self._driver.copy_rows
+        back = member.place(size * nbytes)
         for j in range(size):
             during.append(self._sends(comm, j, nbytes, offset=out + j * nbytes))
             during.append(self._receives(comm, j, nbytes, offset=back + j * nbytes))
 
-        def together(b: Buffers, stream: int) -> None:
+        def together(driver: Copying, b: Buffers, stream: int) -> None:
             for j in range(size):
                 to, source = b.results[n] + j * width, b.scratch + back + j * nbytes
-                copy_rows(to, size * width, source, width, width, rows, stream)
+                driver.copy_rows(to, size * width, source, width, width, rows, stream)
 
         member.after.append(together)

@@ -8,6 +8,7 @@ What is used of it has had the same binary interface since CUDA 11.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from ctypes import byref, c_char, c_char_p, c_int, c_size_t, c_uint, c_ulonglong, c_void_p, cast
 from functools import cache
 from typing import Any
@@ -59,7 +60,7 @@ class Cuda:
     def __init__(self) -> None:
         """Raises ``OSError`` without a driver, `CudaError` if it cannot be used."""
         self._library = ctypes.CDLL("libcuda.so.1")
-        found = [cast(getattr(self._library, name), c_void_p).value for name in Calls.NAMES]
+        found = self.addresses(Calls.NAMES)
         self._calls = Calls(*found)
         # The address of ``cuCtxSetCurrent``.
         self.set_current = found[0]
@@ -75,6 +76,10 @@ class Cuda:
             text = c_char_p()
             self._library.cuGetErrorString(error, byref(text))
             raise CudaError(f"{name} failed: {(text.value or b'?').decode()} ({error})")
+
+    def addresses(self, names: Sequence[str]) -> list[int]:
+        """Of functions of the driver."""
+        return [cast(getattr(self._library, name), c_void_p).value or 0 for name in names]
 
     def version(self) -> int:
         """Of CUDA that the driver supports: 13000 is 13.0."""

@@ -13,6 +13,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +40,50 @@ def problem_here(devices: Sequence[int]) -> str:
     except (OSError, AttributeError, CudaError) as error:
         return str(error)
     return ""
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What a process has for collectives over NCCL: why it has nothing; its host; its GPUs, told apart in all
+    processes alike; how many it uses; and whether it shares them with others."""
+
+    problem: str
+    host: str
+    gpus: tuple[bytes, ...] = ()
+    devices: int = 1
+    shares: bool = False
+
+
+def offer(devices: int) -> Offer:
+    """What this process has, which uses so many GPUs."""
+    host = socket.gethostname()
+    problem = problem_here([0])
+    if problem:
+        return Offer(problem, host)
+    driver = cuda()
+    gpus = tuple(driver.device_uuid(n) for n in range(driver.device_count()))
+    return Offer("", host, gpus, devices, os.environ.get(_SHARED_GPU) == "1")
+
+
+def serve_all(offers: Sequence[Offer]) -> bool:
+    """Whether NCCL serves all processes, with one GPU each."""
+    if any(o.problem or o.devices != 1 for o in offers):
+        return False
+    used = set()
+    for rank, mine in enumerate(offers):
+        before = sum(o.host == mine.host for o in offers[:rank])
+        ranks = sum(o.host == mine.host for o in offers)
+        (number,) = chosen(1, len(mine.gpus), (before, ranks))
+        used.add((mine.host, mine.gpus[number]))
+    return len(used) == len(offers) or all(o.shares for o in offers)
+
+
+def chosen(num_devices: int, found: int, place: tuple[int, int] = (0, 1)) -> list[int]:
+    """CUDA's numbers of the GPUs that a rank uses, of those ``found`` on its host: ranks take turns where
+    there are enough for all of them, and each uses the first ones where there are not."""
+    index, ranks = place
+    first = index * num_devices if found >= ranks * num_devices else 0
+    return list(range(first, first + num_devices))
 
 
 class Gpus:

@@ -13,6 +13,7 @@ from math import inf, prod
 from typing import NamedTuple
 
 from ._native import Table, can_reduce, handler, start_helpers, step_aside, step_back
+from .nccl import is_supported
 from .ops import Collective, Kind
 from .types import TensorType
 from .wires import Leaf, Message, Round, Wire, plan
@@ -25,6 +26,7 @@ __all__ = [
     "Peers",
     "Table",
     "as_called",
+    "as_site",
     "handler",
     "refusal",
     "skipped",
@@ -55,8 +57,17 @@ def as_called(collective: Collective) -> Collective:
     return replace(collective, operands=operands, results=results)
 
 
-def refusal(collective: Collective) -> str:
-    """Why compiled code cannot call this collective; empty if it can."""
+def as_site(collective: Collective) -> Collective:
+    """What is moved and reduced when compiled code calls this collective: without pairs that never move
+    anything, with types as they are called."""
+    left_out = skipped(collective)
+    pairs = tuple(p for i, p in enumerate(collective.pairs) if i not in left_out)
+    return replace(as_called(collective), pairs=pairs, valid_iterations=())
+
+
+def refusal(collective: Collective, on_gpus: bool = False) -> str:
+    """Why compiled code cannot call this collective; empty if it can. ``on_gpus``: code for a GPU, over
+    NCCL."""
     kind = collective.kind
     if kind in (Kind.SEND, Kind.RECV, Kind.RAGGED_ALL_TO_ALL):
         return f"{kind} is the executor's"
@@ -69,6 +80,8 @@ def refusal(collective: Collective) -> str:
     for type_ in (*collective.operands, *collective.results):
         if type_.element.bits < 8 and type_.dtype != "pred":
             return f"{type_.dtype} is packed in compiled code"
+    if on_gpus:
+        return "" if is_supported(as_site(collective)) else "NCCL has no way for it"
     if collective.reduction is not None:
         for type_ in as_called(collective).operands:
             if not can_reduce(str(collective.reduction), type_.dtype):
@@ -118,10 +131,9 @@ def table_of(
         if why:
             raise ValueError(f"{collective.kind}: {why}")
         point_to_point = collective.kind is Kind.PERMUTE
-        left_out = skipped(collective)
-        pairs = [p for i, p in enumerate(collective.pairs) if i not in left_out]
+        sent = as_site(collective)
+        pairs = sent.pairs
         groups = connected(pairs) if point_to_point else collective.groups
-        sent = replace(as_called(collective), pairs=tuple(pairs), valid_iterations=())
         where = f" at {collective.source}" if collective.source else ""
         kind = "all-to-all of tuples" if collective.tuple_form else str(collective.kind)
         leaves = [_leaf(sent, k) for k in range(len(sent.operands))]

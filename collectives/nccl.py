@@ -20,7 +20,7 @@ from pathlib import Path
 
 from ._launches import Launches
 from .cuda import CudaError, cuda
-from .ops import Reduction
+from .ops import Collective, Kind, Reduction
 
 # ncclDataType_t. A type that is not here is moved as bytes, and not reduced.
 DTYPES = {
@@ -64,6 +64,21 @@ def reduction_codes(dtype: str, reduction: Reduction) -> tuple[int, int] | None:
     if dtype[0] in "fb" and reduction in (Reduction.MIN, Reduction.MAX):
         return None
     return DTYPES[dtype], _OPS[reduction]
+
+
+def is_supported(collective: Collective) -> bool:
+    """Whether NCCL moves and reduces these types as HLO does, whatever the groups."""
+    kind, types = collective.kind, (*collective.operands, *collective.results)
+    if kind in (Kind.SEND, Kind.RECV, Kind.RAGGED_ALL_TO_ALL) or collective.dynamic_root:
+        return False
+    if any(t.element.bits < 8 or not t.size for t in types):
+        return False
+    if kind in (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER):
+        reduction = collective.reduction
+        return reduction is not None and all(
+            reduction_codes(t.dtype, reduction) for t in collective.operands
+        )
+    return True
 
 
 class _UniqueId(ctypes.Structure):

@@ -48,6 +48,8 @@ _STRETCHES = 4
 # How often a loop of unknown length is taken to run.
 _SOME = 10
 
+# More than a program has.
+_NEVER = 1 << 62
 # Collectives in a row, outside of loops, from which on compiled code is faster than any walk.
 MANY = 8
 # Bytes of the largest array of a program that the caller's thread may run, as of `collectives.communicator`.
@@ -76,7 +78,7 @@ class NativePolicy:
     reduce-scatter and all-to-all make, take ``parted_s``.
     ``few``: collectives in a row, outside of loops, from which on compiled code is not slower than the walk.
     ``prompt``: bytes of its largest array up to which a program without loops is native however few
-    collectives it has; 0: never.
+    collectives it has; 0: never. ``on_gpus``: code for GPUs calls them, over NCCL.
     """
 
     devices: int
@@ -88,6 +90,14 @@ class NativePolicy:
     array_s: float = 0.0
     copied_s: float = 0.0
     parted_s: float = 0.0
+    on_gpus: bool = False
+
+    @classmethod
+    def over_nccl(cls) -> NativePolicy:
+        """For processes with a GPU each: loops and branches alone. The walk takes 0.15 ms for a
+        collective and reads back what a loop ends by; without control flow it is ahead of the GPU
+        anyway."""
+        return cls(1, 1 << 20, few=_NEVER, on_gpus=True)
 
     @classmethod
     def of(cls, devices: int, processes: int, nodes: int) -> NativePolicy:
@@ -107,8 +117,8 @@ class NativePolicy:
         prompt = PROMPT if devices == 1 else 0
         if nodes == 1:
             few = 1 if devices > 1 else 2
-            longer = {"step_s": 5e-4, "array_s": 2e-6, "copied_s": 5e-10, "parted_s": 2e-10}
-            return cls(devices, 1 << 18, few=few, prompt=prompt, large=_LARGE, **longer)
+            policy = cls(devices, 1 << 18, few=few, prompt=prompt, large=_LARGE)
+            return replace(policy, step_s=5e-4, array_s=2e-6, copied_s=5e-10, parted_s=2e-10)
         return cls(devices, 1 << 16, prompt=prompt)
 
     def longer(self, collective: Collective) -> float:
@@ -174,7 +184,7 @@ class _Rewriting:
             events = {i.event for i in own if program.collectives[i.collective].name in started}
             self.hidden = _hidden((program.body,)) & events
         # A plan is kept as it is told, unless there is more to gain.
-        self.few = MANY if planned else policy.few
+        self.few = max(MANY, policy.few) if planned else policy.few
 
     def whole(self) -> Block:
         body, program = self.program.body, self.program
@@ -280,7 +290,7 @@ class _Rewriting:
                 parts = [(0, collective)]
                 if iterations is not None and _goes_round(collective):
                     parts = stretches(collective, iterations)
-                why = refusal(parts[0][1])
+                why = refusal(parts[0][1], policy.on_gpus)
                 if not why and len(parts) > _STRETCHES:
                     why = f"what it skips changes {len(parts) - 1} times"
                 nbytes = max(_nbytes(collective.operands), _nbytes(collective.results))
@@ -300,9 +310,9 @@ class _Rewriting:
                 if instruction.valid:
                     return f"segment {segment.name} is left out in some iterations"
                 if calls_back(segment.module):
-                    why = _call_refusal(
-                        segment, inside=all(instruction is not i for i in block.instructions)
-                    )
+                    inside = all(instruction is not i for i in block.instructions)
+                    # On GPUs what is called might want to communicate, which waits for this region.
+                    why = _call_refusal(segment, inside=inside and not policy.on_gpus)
                     if why:
                         return f"segment {segment.name} {why}"
             elif isinstance(instruction, Loop) and instruction.carried:

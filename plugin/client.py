@@ -19,7 +19,7 @@ from stretto.hlo_frontend import stablehlo
 from stretto.hlo_frontend.native import NativePolicy
 from stretto.hlo_frontend.overlap.policy import policy_of
 from stretto.runtime import dump
-from stretto.runtime.engines.engine import CopyingEngine, create_engine
+from stretto.runtime.engines.engine import CopyingEngine, StreamedEngine, create_engine
 from stretto.runtime.execution.executor import Executor
 from stretto.runtime.execution.regions import can_call
 from stretto.runtime.execution.value import Promise, Value
@@ -88,11 +88,7 @@ class Client(_capi.Handle):  # type: ignore[misc]
         self.unaligned = getattr(self.engine, "unaligned", False)
         # Whether buffers of equal numbers may have one array.
         self.shares_scalars = self.jax_arrays and self.put_copy is not None
-        self.calls = (
-            NativePolicy.of(local, size, self.world.nodes)
-            if can_call(self.engine, chosen)
-            else None
-        )
+        self.calls = self._calls()
         self.devices = make_devices(size, local, rank)
         for device in self.devices:
             device.serve(self, on_host=getattr(self.engine, "host_memory", False))
@@ -108,6 +104,15 @@ class Client(_capi.Handle):  # type: ignore[misc]
         self._array_types: dict[tuple[TensorType, tuple[int, ...]], _capi.ArrayType] = {}
 
         clients.add(self)
+
+    def _calls(self) -> NativePolicy | None:
+        """Where segments may call collectives themselves."""
+        world = self.world
+        if not can_call(self.engine, world.options):
+            return None
+        if isinstance(self.engine, StreamedEngine):
+            return NativePolicy.over_nccl() if world.calls_nccl else None
+        return NativePolicy.of(world.local_devices, world.size, world.nodes)
 
     @property
     def options(self) -> Options:

@@ -20,7 +20,7 @@ from stretto.hlo_frontend.overlap.apply import OverlapPolicy
 from stretto.hlo_frontend.overlap.policy import policy_of
 from stretto.runtime import dump
 from stretto.runtime.dump import Dumps
-from stretto.runtime.engines.engine import Engine, create_engine
+from stretto.runtime.engines.engine import Engine, StreamedEngine, create_engine
 from stretto.runtime.execution.regions import can_call
 from stretto.runtime.job import cost_tables
 from stretto.runtime.options import Options, in_force
@@ -150,8 +150,8 @@ class Elsewhere:
 
     @cached_property
     def calls(self) -> NativePolicy | None:
-        """As if each process were on a host of its own."""
-        if not can_call(self.engine, self.options):
+        """As if each process were on a host of its own; nowhere on GPUs, which NCCL need not serve."""
+        if not can_call(self.engine, self.options) or isinstance(self.engine, StreamedEngine):
             return None
         return NativePolicy.of(self._local_devices, self._processes, self._processes)
 

@@ -29,6 +29,7 @@ from stretto.runtime.engines.engine import (
     LoadedSegment,
     ReadingEngine,
     RestoringEngine,
+    StreamedEngine,
 )
 from stretto.runtime.errors import CompileError, StrettoError, UnsupportedError
 from stretto.runtime.program import CONTEXT, Segment
@@ -551,6 +552,7 @@ def _threads(engine: Engine) -> None:
 def _calls(engine: Engine) -> None:
     """A loop whose compiled code meets the other device, in one run of both, again and again."""
     _wants(isinstance(engine, CallingEngine) and engine.num_devices > 1)
+    _wants(not isinstance(engine, StreamedEngine))  # one device of a process, and NCCL
     assert isinstance(engine, CallingEngine)
     engine.register_handler(TARGET, handler())
     add, groups = Reduction.SUM, ((0, 1),)

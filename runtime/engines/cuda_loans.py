@@ -92,6 +92,10 @@ class Loans:
         """CUDA's number of a device."""
         return self._devices[ordinal]
 
+    def stream(self, ordinal: int) -> int:
+        """XLA's stream on a device."""
+        return self._streams[ordinal]
+
     def lendable(self, type: TensorType) -> bool:
         """Whether arrays of this type can be lent: DLPack, by which streams wait, lacks some."""
         known = self._lendable.get(type.dtype)

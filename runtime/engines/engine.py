@@ -254,8 +254,10 @@ class ReadingEngine(Protocol):
 
 @runtime_checkable
 class CallingEngine(Protocol):
-    """What an engine has beside `Engine` if its compiled code can call collectives itself, as custom calls of
-    XLA's FFI on memory of the host. Without it the executor makes all of them.
+    """What an engine has beside `Engine` if its compiled code can call collectives itself, as custom
+    calls of XLA's FFI on memory of the host, or of GPUs where it is a `StreamedEngine`: there only one
+    device of a process runs such code, and the function is called on the host, with the stream that the
+    code runs on. Without it the executor makes all of them.
     """
 
     def register_handler(self, target: str, handler: object) -> None:

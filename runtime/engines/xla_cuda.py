@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import importlib
 import threading
+from collections.abc import Sequence
 from functools import cache, partial
 from importlib.metadata import version
 from pathlib import Path
@@ -23,12 +24,15 @@ from jax.errors import JaxRuntimeError
 from jaxlib import _jax
 
 from stretto.collectives.cuda import CudaError, cuda
+from stretto.collectives.gpus import chosen
 
 from ..errors import StrettoError
+from ..program import Segment
 from . import cuda_stream
 from .cuda_loans import Loans
 from .cuda_target import CudaCompiler
-from .xla import XlaEngine
+from .engine import Column
+from .xla import XlaEngine, XlaSegment
 
 Array = Any
 
@@ -50,14 +54,6 @@ def create(
     if target:
         return CudaCompiler(num_devices, target, *_load())
     return XlaCudaEngine(num_devices, place)
-
-
-def chosen(num_devices: int, found: int, place: tuple[int, int] = (0, 1)) -> list[int]:
-    """CUDA's numbers of the GPUs that a rank uses, of those ``found`` on its host: ranks take turns where
-    there are enough for all of them, and each uses the first ones where there are not."""
-    index, ranks = place
-    first = index * num_devices if found >= ranks * num_devices else 0
-    return list(range(first, first + num_devices))
 
 
 @cache
@@ -84,6 +80,46 @@ def _load() -> tuple[str, Any]:
     raise StrettoError(
         "engine xla:cuda needs jax's CUDA plugin: pip install 'stretto[cuda13]' or 'stretto[cuda12]'"
     )
+
+
+@cache
+def _register(release: str, target: str, handler: object) -> None:
+    """Make a handler known to the plugin, once."""
+    extension = importlib.import_module(f"jax_{release}_plugin.cuda_plugin_extension")
+    _, capsule = _load()
+    extension.register_custom_call_target(capsule, target, handler, "CUDA", 1)
+
+
+class XlaCudaAlone:
+    """A segment with sites, for the only device that runs it."""
+
+    def __init__(self, segment: XlaSegment, ordinal: int) -> None:
+        self._segment, self._ordinal = segment, ordinal
+        segment.make_ready([ordinal])
+
+    def run_together(self, columns: Sequence[Column]) -> list[list[Array]]:
+        """See `stretto.runtime.engines.engine.LoadedTogether`."""
+        return [[r] for r in self._segment.run(self._ordinal, [column[0] for column in columns])]
+
+    def run_together_with_end(self, columns: Sequence[Column]) -> tuple[list[list[Array]], Any]:
+        """See `stretto.runtime.engines.engine.LoadedTogether`."""
+        given = [column[0] for column in columns]
+        results, end = self._segment.run_with_end(self._ordinal, given)
+        return [[r] for r in results], end
+
+    @property
+    def executable(self) -> Any:
+        """As of `XlaSegment`."""
+        return self._segment.executable
+
+    @property
+    def scratch_bytes(self) -> int:
+        """As of `XlaSegment`."""
+        return self._segment.scratch_bytes
+
+    def serialize(self) -> bytes:
+        """As of `XlaSegment`."""
+        return self._segment.serialize()
 
 
 class XlaCudaEngine(XlaEngine):
@@ -137,6 +173,29 @@ class XlaCudaEngine(XlaEngine):
         )
         (result,) = executable.execute_sharded([]).disassemble_into_single_device_arrays()
         result[0].block_until_ready()
+
+    # On which stream code that calls collectives has them (`stretto.collectives.called_on_gpus`): XLA says.
+    call_stream = 0
+
+    def register_handler(self, target: str, handler: object) -> None:
+        """See `stretto.runtime.engines.engine.CallingEngine`."""
+        _register(self._release, target, handler)
+
+    def compile_together(
+        self,
+        segment: Segment,
+        ordinals: Sequence[int],
+        *,
+        name: str = "",
+        code: bytes = b"",
+        host_callbacks: Sequence[Any] = (),
+    ) -> XlaCudaAlone:
+        """See `stretto.runtime.engines.engine.CallingEngine`: for one device."""
+        (ordinal,) = ordinals
+        named = name or segment.name
+        if code:
+            return XlaCudaAlone(self.restore(code, segment, name=named), ordinal)
+        return XlaCudaAlone(XlaSegment(self, segment, named, host_callbacks), ordinal)
 
     def export(self, array: Array, stream: int | None) -> Any:
         """See `StreamedEngine`. Until the capsule is dropped the array cannot be donated."""

@@ -23,12 +23,13 @@ from stretto.collectives.communicator import (
 )
 from stretto.collectives.gpu_mpi import BoundOnDevices, OnDevices
 from stretto.collectives.gpus import Joined
-from stretto.collectives.native import ALONE, Peers
+from stretto.collectives.native import ALONE, Peers, as_site
 from stretto.collectives.ops import Collective, Kind
 from stretto.collectives.pieces import Piece, pieces
 from stretto.collectives.waiting import give_way
 
 from ..engines.engine import StreamedEngine
+from ..errors import StrettoError
 from ..program import Branch, Copy, Loop, Run, Start, Wait, blocks, instructions
 from .ahead import AheadOfTurn
 from .by_mpi import ByMpi
@@ -36,6 +37,8 @@ from .call import Call, describe
 from .context import Context
 from .frame import Attempt, Frame, Hosted, Operation, named
 from .on_gpus import OnGpus
+from .regions import Region
+from .regions_on_gpus import RegionOnGpu
 from .staged import Staged, can_be_staged
 from .stream import Task
 from .under_way import Enqueued, Moving
@@ -155,7 +158,15 @@ class Communication:
         self, key: tuple[int, int], joined: Joined | None, host: BoundCollective
     ) -> None:
         collective = self.program.collectives[key[0]]
-        if joined is not None and self._can_be_lent(collective):
+        if key in self._sites and isinstance(self.context.engine, StreamedEngine):
+            made = None if joined is None else bind(joined, as_site(collective), host)
+            if made is None:
+                raise StrettoError(
+                    "compiled code was to call it over NCCL, which does not serve these processes: "
+                    "STRETTO_NATIVE=0 has the executor make it"
+                )
+            self._on_gpus[key] = made
+        elif joined is not None and self._can_be_lent(collective):
             made = bind(joined, collective, host)
             if made is not None:
                 self._on_gpus[key] = made
@@ -241,6 +252,11 @@ class Communication:
             return ALONE
         return cast("CallableCommunicator", self.lanes[0].communicator).peers(owner)
 
+    @cached_property
+    def _sites(self) -> frozenset[tuple[int, int]]:
+        """Those of `_keys` that segments call."""
+        return frozenset((site, 0) for s in self.program.segments for site in s.sites)
+
     def _keys(self) -> Iterator[tuple[int, int]]:
         """Collective and stream of every start; collectives that segments call are the first stream's."""
         for instruction in instructions(self.program.body):
@@ -250,9 +266,12 @@ class Communication:
                 for site in self.program.segments[instruction.segment].sites:
                     yield site, 0
 
-    def bound_site(self, site: int) -> BoundCollective:
-        """What the communicator made of a collective that a segment calls."""
-        return self._bound[site, 0]
+    def region(self, run: Run) -> Region:
+        """A run of a segment that calls its collectives."""
+        keys = [(site, 0) for site in self.program.segments[run.segment].sites]
+        if isinstance(self.context.engine, StreamedEngine):
+            return RegionOnGpu(self.context, run, [self._on_gpus[k] for k in keys], self.peers)
+        return Region(self.context, run, [self._bound[k] for k in keys], self.peers)
 
     def _call(self, start: Start) -> Call:
         return Call(self.context, start, self._bound[start.collective, start.stream])

@@ -25,6 +25,8 @@ from typing import Any, cast
 
 import numpy as np
 
+from stretto.collectives import called_on_gpus
+from stretto.collectives.bound_on_gpus import BoundOnGpus
 from stretto.collectives.communicator import PROMPT, BoundCollective
 from stretto.collectives.native import (
     TARGET,
@@ -46,6 +48,7 @@ from ..engines.engine import (
     Joins,
     LoadedAlone,
     LoadedTogether,
+    StreamedEngine,
 )
 from ..errors import StrettoError
 from ..job.progress import Raw
@@ -56,7 +59,7 @@ from .context import Context
 from .frame import Attempt, Frame, Hosted, Operation, named
 
 # Seconds between two looks at devices that may have failed.
-_LOOK = 0.05
+LOOK = 0.05
 # What is left to do of a run, with the frame that has its operands.
 Rest = Callable[[Frame], None]
 _log = logging.getLogger("stretto")
@@ -76,6 +79,9 @@ def register(engine: Engine) -> bool:
     """Make the handler known to the engine, and its helping threads; False if it takes none."""
     if not isinstance(engine, CallingEngine):
         return False
+    if isinstance(engine, StreamedEngine):
+        engine.register_handler(TARGET, called_on_gpus.handler())
+        return True
     engine.register_handler(TARGET, handler())
     # One for each core: the engine's own threads sleep from the first collective at which their device waits.
     start_helpers(min(os.cpu_count() or 1, engine.num_devices))
@@ -89,7 +95,11 @@ class Region:
     """
 
     def __init__(
-        self, context: Context, run: Run, bound: Sequence[BoundCollective], peers: Peers
+        self,
+        context: Context,
+        run: Run,
+        bound: Sequence[BoundCollective | BoundOnGpus],
+        peers: Peers,
     ) -> None:
         program = context.program
         segment = program.segments[run.segment]
@@ -144,13 +154,7 @@ class Region:
         """A table, and what each device's code is given first."""
         context, partitions = self.context, self.context.program.num_partitions
         positions = {id: i for i, id in enumerate(context.logical)}
-        self.table = table_of(
-            self.collectives,
-            positions,
-            self.peers,
-            resumed=self._resumable,
-            apart=self.called is not None,
-        )
+        self.table = self._table(positions)
         first = [
             context.engine.put(
                 np.array(
@@ -164,6 +168,13 @@ class Region:
         loaded = self.loaded
         joins = len(first) > 1 and isinstance(loaded, Joins)
         self.first: Column = loaded.join(CONTEXT, first) if joins else first  # type: ignore[attr-defined]
+
+    def _table(self, positions: dict[int, int]) -> Table:
+        """For devices whose positions are by logical id."""
+        apart = self.called is not None
+        return table_of(
+            self.collectives, positions, self.peers, resumed=self._resumable, apart=apart
+        )
 
     def operation(self, land: Callable[[list[Any], Slot], list[Any]]) -> Operation:
         """Run it, and wait until all devices have ended."""
@@ -344,7 +355,7 @@ class Region:
         One that fails by itself is seen now and then; those that wait for it are then turned away.
         """
         table, block = self.table, self.context.engine.block
-        while not table.wait(_LOOK):
+        while not table.wait(LOOK):
             self.context.interrupts.check(frame.interrupts)
             for array in (column for result in results[:1] for column in result):
                 if self.context.engine.is_ready(array):

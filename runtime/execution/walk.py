@@ -236,8 +236,7 @@ class Walker:
         segment = self.program.segments[run.segment]
         if not segment.sites:
             return self._compute.operation(run)
-        bound = [self._communication.bound_site(site) for site in segment.sites]
-        region = Region(self.context, run, bound, self._communication.peers)
+        region = self._communication.region(run)
         self._regions[id(run)] = region
         return region.operation(self.land)
 

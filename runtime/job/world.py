@@ -20,6 +20,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from stretto.collectives import gpus
 from stretto.collectives.memory import pool
 
 from .. import cores, options
@@ -48,15 +49,16 @@ class World:
     ``rank`` and ``size`` number the processes; each has ``local_devices`` devices. ``comm`` is a
     duplicate of MPI's world communicator that nobody else uses, or None in a world of one process.
     ``peers`` tells where each rank runs; ``launcher`` what started this one, if anything did. ``runs`` is
-    this rank's account of what it runs together with others. ``costs`` is the table of costs, ``measured``
-    what segments were measured to take by earlier jobs (with ``STRETTO_PROFILE``), both rank 0's.
-    ``cores``: on how many cores this rank should compute. ``nodes``: sets of ranks that share memory.
-    ``patience``: seconds for which a wait for another rank may keep a core busy, the same on all (`cores`).
-    ``engines``: the engine of all ranks, or where they differ all of them, joined by ``+``. ``samples``: the
-    first rank with each of them; what is measured there, the slowest counts, is taken for all ranks.
-    ``clock_offset``: seconds to add to ``perf_counter()`` for rank 0's, measured only for traces; these call
-    the job ``traced_as``. ``service``: where rank 0 may start a service for all, once; None where it cannot.
-    ``by_mpiexec``: whether a launcher of MPI started the ranks.
+    this rank's account of what it runs together with others. ``costs`` is the table of costs,
+    ``measured`` what segments were measured to take by earlier jobs (with ``STRETTO_PROFILE``), both rank
+    0's. ``cores``: on how many cores this rank should compute. ``nodes``: sets of ranks that share
+    memory. ``patience``: seconds for which a wait for another rank may keep a core busy, the same on all
+    (`cores`). ``engines``: the engine of all ranks, or where they differ all of them, joined by ``+``.
+    ``samples``: the first rank with each of them; what is measured there, the slowest counts, is taken
+    for all ranks. ``clock_offset``: seconds to add to ``perf_counter()`` for rank 0's, measured only for
+    traces; these call the job ``traced_as``. ``service``: where rank 0 may start a service for all, once;
+    None where it cannot. ``by_mpiexec``: whether a launcher of MPI started the ranks. ``calls_nccl``:
+    whether code on the GPUs of all ranks can call collectives over NCCL.
     """
 
     def __init__(
@@ -95,6 +97,7 @@ class World:
         self.service: relay.Service | None = None
         self.folder: HostFolder | None = None
         self.by_mpiexec = False
+        self.calls_nccl = False
         self._progress: list[Progress] = []
         self._control: Control | None = None
         self._before_leaving: list[Callable[[], None]] = []
@@ -326,6 +329,9 @@ def _make(chosen: Options | None, rendezvous: Rendezvous | None) -> World:
         nodes = _nodes(comm)
         made = World(chosen, comm, peers, launcher, costs, places, nodes, measured, engines)
         named = [f["engine"] for f in gathered]
+        made.calls_nccl = all(f["gpus"] for f in gathered) and gpus.serve_all(
+            [f["gpus"] for f in gathered]
+        )
         made.samples = tuple(sorted(named.index(engine) for engine in set(named)))
         made.service = gathered[0]["service"]
         if made.place[1] > 1:
@@ -547,6 +553,7 @@ def _facts(chosen: Options, problem: str) -> dict[str, Any]:
         "poison_skipped": chosen.poison_skipped,
         "overlap": chosen.overlap,
         "nccl": chosen.nccl,
+        "gpus": gpus.offer(chosen.local_devices) if _calls_nccl(chosen) else None,
         "cuda_mpi": chosen.cuda_mpi,
         "profile": chosen.profile,
         "skip_compute": chosen.skip_compute,
@@ -555,6 +562,12 @@ def _facts(chosen: Options, problem: str) -> dict[str, Any]:
         "python": ".".join(platform.python_version_tuple()[:2]),
         **{name: _version(name) for name in ("stretto", "jax", "jaxlib")},
     }
+
+
+def _calls_nccl(chosen: Options) -> bool:
+    """Whether this process wants code on GPUs to call collectives. Engines for them have CUDA in their
+    names."""
+    return chosen.native and chosen.nccl and "cuda" in chosen.engine
 
 
 def _version(package: str) -> str:

@@ -14,7 +14,7 @@ from pathlib import Path
 import jaxlib
 import pytest
 
-SOURCE = Path(__file__).parents[2] / "collectives" / "_native.pyx"
+SOURCE = Path(__file__).parents[2] / "collectives" / "_ffi.pxi"
 HEADER = Path(jaxlib.__file__).parent / "include" / "xla" / "ffi" / "api" / "c_api.h"
 # Our type: the header's, and by field of ours the header's.
 TYPES = {
@@ -31,6 +31,7 @@ TYPES = {
     "ffi_scalar": ("XLA_FFI_Scalar", {"value": "value"}),
     "ffi_error_args": ("XLA_FFI_Error_Create_Args", {"message": "message", "code": "errc"}),
     "ffi_future_args": ("XLA_FFI_Future_SetAvailable_Args", {"future": "future"}),
+    "ffi_stream_args": ("XLA_FFI_Stream_Get_Args", {"context": "ctx", "stream": "stream"}),
     "ffi_future_error_args": (
         "XLA_FFI_Future_SetError_Args",
         {"future": "future", "error": "error"},
@@ -39,6 +40,7 @@ TYPES = {
         "XLA_FFI_Api",
         {
             "error_create": "XLA_FFI_Error_Create",
+            "stream_get": "XLA_FFI_Stream_Get",
             "error_destroy": "XLA_FFI_Error_Destroy",
             "future_create": "XLA_FFI_Future_Create",
             "future_set_available": "XLA_FFI_Future_SetAvailable",
@@ -50,6 +52,7 @@ TYPES = {
         {
             "extension": "extension_start",
             "api": "api",
+            "context": "ctx",
             "stage": "stage",
             "arguments": "args",
             "results": "rets",
@@ -64,7 +67,7 @@ def test_declarations_are_those_of_the_header(tmp_path: Path) -> None:
     compiler = shutil.which("cc")
     if compiler is None:
         pytest.skip("the header is read by a C compiler (cc), and there is none")
-    declared = re.search(r'"""\n(    #include <pthread.h>.*?)"""', SOURCE.read_text(), re.DOTALL)
+    declared = re.search(r'"""\n(    #include <stddef.h>.*?)"""', SOURCE.read_text(), re.DOTALL)
     assert declared is not None
     checks = [
         f"_Static_assert(offsetof({ours}, {field}) == offsetof({theirs}, {other}), "

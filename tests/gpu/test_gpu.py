@@ -359,6 +359,17 @@ def test_without_nccl_collectives_go_through_the_host(fake: dict[str, str]) -> N
     assert done.stderr.count("not over NCCL: several devices are on one GPU") == 2
 
 
+@pytest.mark.parametrize("processes", [2, 4])
+def test_code_on_gpus_calls_collectives(fake: dict[str, str], processes: int) -> None:
+    """Over NCCL, on the stream that it runs on: all kinds that NCCL has, and others where the loop is
+    walked."""
+    shared = {} if REAL else {"FAKE_CUDA_DEVICES": "1", "FAKE_CUDA_DELAY_US": "100"}
+    done = ranks(fake | shared | NCCL, processes, 1, "loops.py", str(processes))
+    # Complex numbers are the executor's. Of two ranks a pair is all of them, and its sum part of another.
+    said = f"72 of 72 right, {5 * (11 if processes == 2 else 12)} by compiled code"
+    assert done.stdout.count(said) == processes, done.stdout + done.stderr[-3000:]
+
+
 KILLED = "rank 1 (pid"
 LATE = "timed out after 5 s (STRETTO_TIMEOUT): rank 1 did not reach it"
 
@@ -373,13 +384,17 @@ LATE = "timed out after 5 s (STRETTO_TIMEOUT): rank 1 did not reach it"
         ("late", "staged", LATE),
         pytest.param("late", "direct", LATE, marks=only_fake),
         pytest.param("error", "nccl", "remote process exited (NCCL error 6)", marks=only_fake),
+        ("killed", "loops", KILLED),
+        ("killed", "endless", KILLED),
+        ("late", "loops", LATE),
+        pytest.param("error", "loops", "remote process exited (NCCL error 6)", marks=only_fake),
     ],
 )
 def test_a_fault_ends_all_ranks(fake: dict[str, str], fault: str, way: str, message: str) -> None:
     """Nobody gets content of a collective that was not completed, and the message names what failed. Over
     NCCL, through the host's memory, and by MPI on the GPUs'."""
-    kind = "moves" if way == "direct" else "sums"
-    settings = {"STRETTO_TIMEOUT": "5", "STRETTO_GRACE": "1"} | WAYS[way]
+    kind = {"direct": "moves", "loops": "loops", "endless": "endless"}.get(way, "sums")
+    settings = {"STRETTO_TIMEOUT": "5", "STRETTO_GRACE": "1"} | WAYS.get(way, NCCL)
     processes = 4 if fault == "killed" else 2
     done = ranks(fake | settings, processes, 1, "faults.py", fault, kind)
     assert done.returncode != 0

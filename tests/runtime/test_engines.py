@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 
 from stretto import engine_check
+from stretto.collectives.gpus import chosen
 from stretto.collectives.types import TensorType
 from stretto.engine_check import DONATED, DOUBLE, F32, check_engine
 from stretto.runtime.engines import code_room, engine, null, xla_cpu
 from stretto.runtime.engines.engine import create_engine
 from stretto.runtime.engines.xla import XlaSegment
-from stretto.runtime.engines.xla_cuda import chosen
 from stretto.runtime.errors import CompileError, StrettoError
 from stretto.runtime.program import Segment
 from stretto.testing import NullEngine, VirtualClock

@@ -23,7 +23,7 @@ from stretto.runtime.engines.xla import XlaEngine
 from stretto.runtime.engines.xla_cpu import XlaCpuEngine
 from stretto.runtime.engines.xla_cuda import XlaCudaEngine
 from stretto.runtime.errors import UnsupportedError
-from stretto.runtime.program import Segment
+from stretto.runtime.program import CONTEXT, Segment
 
 PACKED = {"s2", "u2", "s4", "u4", "f4e2m1fn"}  # several elements a byte
 
@@ -61,9 +61,10 @@ class Computing(XlaEngine):
                 self._computing[segment.module] = computes
 
         def call(*operands: Any) -> tuple[np.ndarray, ...]:
+            types = ((CONTEXT,) if segment.sites else ()) + segment.inputs
             given = [
                 self._cpu.put(np.array(a).astype(t.numpy, copy=False), t, 0)
-                for a, t in zip(operands, segment.inputs, strict=True)
+                for a, t in zip(operands, types, strict=True)
             ]
             return tuple(np.array(self._cpu.host_view(a)) for a in computes.run(0, given))
 
@@ -87,7 +88,14 @@ class Computing(XlaEngine):
 
 
 class FakeCudaEngine(Computing, XlaCudaEngine):
-    """Devices of the fake driver."""
+    """Devices of the fake driver. Code that calls collectives runs on the host, which waits for each."""
+
+    @property
+    def call_stream(self) -> int:  # type: ignore[override]
+        return self.loans.stream(0)
+
+    def register_handler(self, target: str, handler: object) -> None:
+        self._cpu.register_handler(target, handler)
 
 
 class FakePjrtEngine(Computing, PjrtEngine):

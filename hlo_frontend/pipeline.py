@@ -27,7 +27,7 @@ from .overlap.apply import OverlapPolicy, Planned, carve_planned, planned_loops,
 from .overlap.apply import plan as plan_overlap
 from .overlap.measured import key_of
 from .passes import bytes as fewer_bytes
-from .passes import pseudo_tokens, rotate, unread, valid
+from .passes import conditions, pseudo_tokens, rotate, unread, valid
 from .passes import split as chunks
 from .passes.order import order
 from .shardings import shardings_of
@@ -160,6 +160,12 @@ def _bytes(c: Compilation) -> None:
         c.rewritten = fewer_bytes.rewrite(c.entry, *counts, shardings_of(c.module, counts[0]))
 
 
+def _conditions(c: Compilation) -> None:
+    """Needs the loops that `_bytes` leaves, which knows conditions where they are. Leaves loops of unknown
+    length that carry the answers of their conditions, computed in their bodies."""
+    conditions.move_into_bodies(c.entry)
+
+
 def _split(c: Compilation) -> None:
     """Needs the collectives that `_bytes` leaves. Leaves transfers of parts in the place of some collectives,
     and copies of the compute around them for each part; what was decided is in ``splits``."""
@@ -218,7 +224,7 @@ def _carve(c: Compilation) -> None:
 
 
 # The passes that decide which collectives a program has.
-SETTLING: tuple[Pass, ...] = (_pseudo_tokens, _valid, _unread, _bytes, _split)
+SETTLING: tuple[Pass, ...] = (_pseudo_tokens, _valid, _unread, _bytes, _conditions, _split)
 # The passes of every program, however its collectives are scheduled: ranks compare the result.
 COMMON: tuple[Pass, ...] = (*SETTLING, _schedule)
 PASSES: tuple[Pass, ...] = (*COMMON, _overlap, _rotate, _carve)

@@ -293,8 +293,20 @@ class Walker:
 
         return walk
 
+    def _test(self, condition: Block) -> Callable[[Frame, list[Any]], Any]:
+        """``test(frame, carries)``: the register of the predicate. Where it is a carry, which the body has
+        computed, nothing is run."""
+        (result,) = condition.results
+        if result in condition.parameters and all(
+            isinstance(i, Free) for i in condition.instructions
+        ):
+            carry = condition.parameters.index(result)
+            return lambda frame, values: values[carry]
+        enter = self._enter(condition)
+        return lambda frame, values: enter(frame, list(values))[0]
+
     def _while(self, loop: Loop) -> Operation:
-        test, enter = self._enter(loop.condition), self._enter(loop.body)
+        test, enter = self._test(loop.condition), self._enter(loop.body)
         inputs, outputs, donated = loop.inputs, loop.outputs, loop.donated
         what = f"loop {loop.name or '(unnamed)'}{f' at {loop.source}' if loop.source else ''}"
         host_view, settle = self.engine.host_view, self._communication.settle(loop)
@@ -321,7 +333,7 @@ class Walker:
             while True:
                 if frame.interrupts != signals():
                     interrupts.check(frame.interrupts)
-                remaining = staying(frame, *test(frame, list(values)))
+                remaining = staying(frame, test(frame, values))
                 if len(remaining) != len(frame.active):
                     settle(frame, values)
                     leaving = tuple(p for p in frame.active if p not in remaining)

@@ -36,7 +36,8 @@ TABLE: dict[str, str] = {
     "HloInstructionProto": (
         "name:1:string opcode:2:string shape:3:ShapeProto metadata:7:OpMetadata literal:8:bytes "
         "parameter_number:9:int64 fusion_kind:11:string tuple_index:13:int64 dimensions:14:int64* "
-        "slice_dimensions:17:SliceDimensions* padding_config:21:PaddingConfig "
+        "slice_dimensions:17:SliceDimensions* exponent_bits:18:int32 mantissa_bits:19:int32 "
+        "padding_config:21:PaddingConfig "
         "window:15:Window convolution_dimension_numbers:16:ConvolutionDimensionNumbers "
         "dynamic_slice_sizes:20:int64* channel_id:26:int64 custom_call_target:28:string "
         "fft_type:31:int32 fft_length:32:int64* "

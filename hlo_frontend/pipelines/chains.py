@@ -169,7 +169,11 @@ class Origins:
         if opcode == "select":
             taken = self.row(node.operands[0], at)
             return None if taken is None else (node.operands[1 if taken else 2], at)
-        if opcode == "reshape" or (opcode == "bitcast" and is_reshape(node)):
+        if (
+            opcode == "reshape"
+            or (opcode == "bitcast" and is_reshape(node))
+            or _rounds_nothing(node)
+        ):
             return node.operands[0], at
         if opcode == "conditional":
             return self._through_branch(node, value.index, at)
@@ -193,6 +197,20 @@ class Origins:
             return None
         first = 1 + sum(leaf_count(a.shape) for a in node.instruction.operands[1 : 1 + branch])
         return node.operands[first + position], at
+
+
+# Bits of exponents and mantissas.
+_PRECISION = {"f16": (5, 10), "bf16": (8, 7), "f32": (8, 23), "f64": (11, 52)}
+
+
+def _rounds_nothing(node: Node) -> bool:
+    """Whether a node reduces a precision to what it is, as `jax.checkpoint` does where it keeps a value."""
+    type, proto = node.results[0].type if node.results else None, node.instruction.proto
+    return (
+        node.instruction.opcode == "reduce-precision"
+        and type is not None
+        and _PRECISION.get(type.dtype) == (proto.exponent_bits, proto.mantissa_bits)
+    )
 
 
 def _has_sign(value: Value) -> bool:

@@ -217,6 +217,7 @@ class _Body:
         self.nodes = {n.instruction: n for n in node.blocks[1].nodes}
         devices = range(followed.forward.num_devices)
         self.every = [Execution(t, d) for t in range(len(self.origins.iterations)) for d in devices]
+        self.order = {i: n for n, i in enumerate(self.body.instructions)}
         self.users: dict[Instruction, list[Instruction]] = {i: [] for i in self.body.instructions}
         for instruction in self.body.instructions:
             if instruction is not self.body.root:
@@ -273,9 +274,18 @@ class _Body:
             return source if source in moved and not source.shape.tuple_shapes else None
         operands = value.operands[1:] if value.opcode == "select" else value.operands
         found = [o for o in operands if o in moved]
+        if value.opcode == "add" and len(found) > 1:
+            found = [o for o in found if not self._is_nothing(o)]
         if len(found) != 1 or not self._hands_on(value, found[0]):
             return None
         return found[0]
+
+    def _is_nothing(self, value: Instruction) -> bool:
+        """Whether a value is zero wherever it is computed."""
+        node = self.nodes.get(value)
+        return node is not None and all(
+            self.origins.is_zero(node.results[0], at) for at in self.every
+        )
 
     def _hands_on(self, value: Instruction, source: Instruction) -> bool:
         """Whether an instruction hands an operand on wherever it does not hand on another one."""
@@ -293,16 +303,18 @@ class _Body:
         )
 
     def _taken(self, value: Instruction) -> Instruction:
-        """What a stage takes of what is received."""
+        """What a stage takes of what is received, be that handed on in several ways to it."""
+        handed, found = {value}, value
         while True:
-            users = self.users[value]
-            if (
-                len(users) != 1
-                or value not in _data(users[0])
-                or not self._hands_on(users[0], value)
-            ):
-                return value
-            (value,) = users
+            users = [u for h in handed for u in self.users[h] if u not in handed]
+            sources = [(u, h) for u in users for h in handed.intersection(needed_by(u))]
+            if not users or not all(h in _data(u) and self._hands_on(u, h) for u, h in sources):
+                return found
+            added = min(users, key=self.order.__getitem__)
+            handed.add(added)
+            last = [h for h in handed if any(u not in handed for u in self.users[h])] or [added]
+            if len(last) == 1:
+                (found,) = last
 
     def stage(self) -> Stage | None:
         """The stage; None if it is not seen what it is."""

@@ -296,8 +296,9 @@ def compile_stablehlo(
         hlo = tap.optimized_hlo(parsed, spec.num_replicas, spec.num_partitions, options)
     counts = spec.num_replicas, spec.num_partitions
     hlo, found = _rescheduled(
-        hlo, *counts, own.interleave or interleave, own.schedule or schedule, dump
-    )
+        hlo, *counts, own.interleave or interleave, own.schedule or schedule, dump,
+        finite_padding=valid.finite_padding,
+    )  # fmt: skip
     chunked = splits if own.split is None else own.split
     decided = None if chunked else ()
     partitioned = PartitionedModule(
@@ -404,7 +405,9 @@ def _partitioned(
     verify(parsed)
     check_partitioned(parsed, num_partitions)
     counts = num_replicas, num_partitions
-    made, found = _rescheduled(spell_out_topk(serialized), *counts, *chosen, dump)
+    made, found = _rescheduled(
+        spell_out_topk(serialized), *counts, *chosen, dump, finite_padding=valid.finite_padding
+    )
     if made is not serialized:
         parsed = Module.parse(made)
     decided = None if splits else ()
@@ -419,8 +422,11 @@ def _rescheduled(
     chunks: int,
     schedule: str,
     dump: Dump | None,
+    *,
+    finite_padding: bool,
 ) -> tuple[bytes, tuple[Interleaved | Scheduled, ...]]:
     """The module with its pipelines interleaved, or in another schedule; ``dump`` is given both.
+    ``finite_padding``: as of `scheduled`.
 
     Raises `UnsupportedError` where that is asked for and the package for it is missing, and
     `InvalidProgramError` where both are.
@@ -451,7 +457,9 @@ def _rescheduled(
     if schedule == "gpipe":
         made, found = interleave(hlo, num_replicas, num_partitions, chunks)
     else:
-        made, found = scheduled(hlo, num_replicas, num_partitions, schedule, chunks)
+        made, found = scheduled(
+            hlo, num_replicas, num_partitions, schedule, chunks, finite_padding=finite_padding
+        )
     if not found and _sends(hlo):
         report = Interleaved if schedule == "gpipe" else partial(Scheduled, schedule=schedule)
         found = (report("", "", why=NO_LOOP),)

@@ -27,6 +27,12 @@ def _all_held(held: int) -> str:
     return f"; each device holds all microbatches, {held} bytes more than as written"
 
 
+_UNMASKED = (
+    "; what it computes on padding has no masks as written, and is left out here: where that gives NaN or "
+    "infinities, gradients are NaN as written, and are not here"
+)
+
+
 @dataclass(frozen=True)
 class Interleaved:
     """What became of a loop that moves data in each of its iterations.
@@ -85,7 +91,8 @@ class Scheduled:
     device, a letter for each iteration of the new loop: F runs forwards, B backwards, W weights, and a dot
     does not; ``numbers`` and ``own_chunks``: of which of the program's microbatches and through which of the
     device's chunks, -1 where it does not. ``held``: as in `Interleaved`. ``rounds``: why results are equal to
-    those of the written step only up to rounding, or an empty string. ``why``: why it is left as it is
+    those of the written step only up to rounding, or an empty string. ``unmasked``: whether it computes on
+    padding as written, without masks that prove that this adds nothing. ``why``: why it is left as it is
     written.
     """
 
@@ -115,6 +122,7 @@ class Scheduled:
     numbers: tuple[tuple[int, ...], ...] = ()
     own_chunks: tuple[tuple[int, ...], ...] = ()
     held: int = 0
+    unmasked: bool = False
 
     def describe(self) -> str:
         """A sentence for people."""
@@ -142,5 +150,5 @@ class Scheduled:
             f"{self.after} of one run each, bubble {bubble:.0%}, as written {written:.0%}; {each} "
             f"alive on each stage: {alive}, as written {self.microbatches * self.chunks}; their layers keep "
             f"{self.rows * self.row} bytes on a device{left}, as written {self.rows_before * self.kept}"
-            f"{moved}{_all_held(self.held)}{rounds}"
+            f"{moved}{_all_held(self.held)}{_UNMASKED if self.unmasked else ''}{rounds}"
         )

@@ -66,6 +66,8 @@ class Options:
     written (`docs/pipelines.md`).
     ``schedule``: in which order stages run microbatches forwards and backwards, one of `SCHEDULES`; ``gpipe``
     is as written (`docs/pipelines.md`).
+    ``finite_padding``: whether what pipelines compute on padding is taken to be neither NaN nor infinite
+    (`docs/pipelines.md`).
     ``origins``: for each field that was not left at its default, where its value came from.
     """
 
@@ -88,6 +90,7 @@ class Options:
     trace: str = ""
     interleave: int = 1
     schedule: str = "gpipe"
+    finite_padding: bool = False
     native: bool = True
     nccl: bool = True
     cuda_mpi: str = "auto"
@@ -165,6 +168,7 @@ VARIABLES: dict[str, tuple[str, Callable[[str], Any]]] = {
     "split": ("STRETTO_SPLIT", _switch),
     "interleave": ("STRETTO_INTERLEAVE", int),
     "schedule": ("STRETTO_SCHEDULE", str),
+    "finite_padding": ("STRETTO_FINITE_PADDING", _switch),
 }
 
 # More than any engine makes within minutes.
@@ -199,6 +203,7 @@ _EXPECTED = {
     "split": "expected 0 or 1",
     "interleave": "expected a whole number of chunks a device, at least 1",
     "schedule": f"expected one of {', '.join(SCHEDULES)}",
+    "finite_padding": "expected 0 or 1",
 }
 
 
@@ -232,6 +237,7 @@ def _problem(name: str, value: Any) -> str:
         "split": lambda v: isinstance(v, bool),
         "interleave": lambda v: isinstance(v, int) and not isinstance(v, bool) and v >= 1,
         "schedule": lambda v: v in SCHEDULES,
+        "finite_padding": lambda v: isinstance(v, bool),
     }[name](value)
     return "" if accepted else _EXPECTED[name]
 

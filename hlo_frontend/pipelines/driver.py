@@ -18,6 +18,7 @@ from .chains import Followed
 from .emit import Editor
 from .fission import fissioned
 from .inline import all_take_part, inlined, opened
+from .masked import masked
 from .merged import Names, merged
 from .merged_verify import check as check_merged
 from .nested import as_entry, loops_around, within
@@ -43,6 +44,15 @@ _LEFT = "a head that all stages compute is left to one of them"
 # And those of a step in a loop whose iterations sum floats up over other axes than the stages'.
 _SUMMED = (
     "sums over other axes, which the stages make each for itself, are taken to be the same on all"
+)
+
+# And those of a step that has masks of padding only here (see `masked`).
+_PADDING = "zeros that are computed on padding may have another sign"
+
+# What is said of a step that is refused for want of such masks alone.
+_MAY_BE_FINITE = (
+    ". Or set STRETTO_FINITE_PADDING=1 if what it computes on padding is neither NaN nor infinite: its "
+    "gradients are proved to be products with zeros there"
 )
 
 _Report = TypeVar("_Report", Interleaved, Scheduled)
@@ -221,19 +231,51 @@ def _table(pipeline: Pipeline, chunks: int) -> Timetable:
 
 
 def scheduled(
-    serialized: bytes, num_replicas: int, num_partitions: int, schedule: str, chunks: int = 1
-) -> tuple[bytes, tuple[Scheduled, ...]]:
+    serialized: bytes, num_replicas: int, num_partitions: int, schedule: str, chunks: int = 1,
+    *, finite_padding: bool = False,
+) -> tuple[bytes, tuple[Scheduled, ...]]:  # fmt: skip
     """The module with its steps of training in a schedule (see `slots`), with ``chunks`` chunks of layers a
     device, and a report on each step, and on each loop of a pipeline that stays as it is. Steps are loops of
-    the entry computation, or of the body of one of its loops."""
+    the entry computation, or of the body of one of its loops. ``finite_padding``: whether what they compute
+    on padding is taken to be neither NaN nor infinite (see `masked`)."""
 
     def found(given: bytes) -> tuple[bytes, tuple[Scheduled, ...]]:
-        return _scheduled(given, num_replicas, num_partitions, schedule, chunks)
+        made, reports = _scheduled(given, num_replicas, num_partitions, schedule, chunks)
+        refused = {report.name for report in reports if report.why}
+        for finite in (False, True) if refused else ():
+            masks = _masked(given, num_replicas, num_partitions, finite=finite)
+            if masks is None:
+                continue
+            other, others = _scheduled(masks, num_replicas, num_partitions, schedule, chunks)
+            if len([r for r in others if r.why]) >= len(refused):
+                continue
+            if not finite:
+                return other, others
+            if finite_padding:
+                return other, tuple(
+                    r if r.why else replace(r, unmasked=True, rounds=r.rounds or _PADDING)
+                    for r in others
+                )
+            left = {r.name for r in others if not r.why} & refused
+            return made, tuple(
+                replace(r, why=r.why + _MAY_BE_FINITE) if r.name in left else r for r in reports
+            )
+        return made, reports
 
     def rounding(report: Scheduled) -> Scheduled:
         return report if report.why else replace(report, rounds=report.rounds or _SUMMED)
 
     return _also_within(found, serialized, num_replicas, num_partitions, rounding)
+
+
+def _masked(
+    serialized: bytes, num_replicas: int, num_partitions: int, *, finite: bool
+) -> bytes | None:
+    """The module with masks of padding, see `masked`; None where it is not known where that is."""
+    try:
+        return masked(serialized, num_replicas, num_partitions, finite=finite)
+    except GaveUpError:
+        return None
 
 
 def _scheduled(

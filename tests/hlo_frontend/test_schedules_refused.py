@@ -13,18 +13,21 @@ import training_steps
 from frontend_support import P, manual, mesh
 from gpipe import inputs, weights, where
 from jax import lax
-from random_steps import compiled
-from schedule_judges import equal, refused
+from random_steps import Step, compiled
+from schedule_judges import compare, equal, refused
 from training_steps import Draw, program
 
 from stretto.commands.explain import explain, to_text
 from stretto.commands.hlo_input import compile_file
 from stretto.commands.schedule_svg import svg
+from stretto.hlo_frontend.passes.valid import ValidPolicy
 from stretto.hlo_frontend.pipelines import driver
 from stretto.hlo_frontend.pipelines.slots import NONE, SCHEDULES, Slots, _slots
 from stretto.pipelining import pipelined
 from stretto.runtime import options
 from stretto.runtime.errors import InvalidProgramError
+
+FINITE = ValidPolicy(dead_only=True, finite_padding=True)
 
 # Steps that are refused, and stay as they are written.
 
@@ -123,6 +126,42 @@ def test_gradients_of_padding_may_be_nan(monkeypatch):
     assert jnp.isfinite(loss) and jnp.isfinite(gradients["embedding"]).all()
     of_layers = jnp.isfinite(gradients["layers"]["up"]).all(axis=(1, 2))
     assert of_layers.tolist() == [True, True, False, False]  # the second stage begins with zeros
+    whys = compare(Draw(mask="nothing", loss="squares"), "1f1b").whys
+    assert any("STRETTO_FINITE_PADDING=1" in why for why in whys)
+
+
+def test_padding_that_is_said_to_be_finite_and_is_not(monkeypatch):
+    """Its gradients are those of the microbatches alone, and the report says so."""
+
+    def scaled(x, w):
+        return x / jnp.sqrt(jnp.sum(x * x, axis=-1, keepdims=True)) @ w["up"] @ w["down"], None
+
+    monkeypatch.setattr(training_steps, "layer", scaled)
+    found = compare(Draw(mask="nothing", loss="squares"), "1f1b", valid=FINITE)
+    assert found.whys == () and found.differs
+    assert all(np.isfinite(array).all() for result in found.results for array in result)
+    (report,) = found.module.interleaved
+    assert "where that gives NaN or infinities, gradients are NaN as written" in report.describe()
+    masked = compare(Draw(mask="where", loss="squares"), "1f1b", valid=FINITE)
+    for own, other in zip(found.results, masked.results, strict=True):
+        np.testing.assert_allclose(own, other, rtol=1e-5)
+
+
+@pytest.mark.parametrize("of", ["literal", "argument"])
+def test_zeros_of_microbatches_are_no_padding(monkeypatch, of):
+    """A loss that a program itself multiplies by zero gives NaN where its gradient is infinite."""
+
+    def nothing(d, head, h, wanted):
+        zero = 0.0 if of == "literal" else lax.stop_gradient(head[0, 0] * 0)
+        return zero * jnp.sum(jnp.sqrt(h - h))
+
+    monkeypatch.setattr(training_steps, "loss_of", nothing)
+    step = Step(Draw(mask="nothing"))
+    found = step.compare("1f1b", valid=FINITE)
+    assert found.whys == ()
+    assert any(np.isnan(array).any() for result in step.written for array in result)
+    for result, expected in zip(found.results, step.written, strict=True):
+        np.testing.assert_array_equal(np.isnan(result), np.isnan(expected))
 
 
 def test_a_pipeline_without_a_gradient():

@@ -16,14 +16,17 @@ import numpy as np
 import pytest
 from frontend_support import P, mesh
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding
 from random_steps import WrittenStep
 from training_steps import trained
 
 from stretto.hlo_frontend.graph import Module, all_instructions
+from stretto.hlo_frontend.passes.valid import ValidPolicy
 from stretto.hlo_frontend.pipelines.unstreamed import unstreamed
 
 ROWS, WIDTH, WORDS = 4, 8, 12
+FINITE = ValidPolicy(dead_only=True, finite_padding=True)
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,9 @@ class Form:
     "focal" with a loss that is not linear in what it takes by number, "ignored" with one that counts; but
     "squares" are summed up as they lie. ``layers``: of a stage, in a scan, or a block if that is 0.
     ``data``: devices that divide the rows of microbatches. ``training``: within a loop over steps. ``mask``:
-    of padding. ``rounds``: how often a microbatch goes through all stages. ``reads``: what of the
+    of padding. ``again``: what is under `jax.checkpoint`, a ``stage`` or an ``iteration``, which keeps what
+    stages take, as MaxText does. ``once``: whether the first stage takes what its slots hold only as long as
+    these are microbatches. ``rounds``: how often a microbatch goes through all stages. ``reads``: what of the
     microbatches is read besides."""
 
     stages: int = 2
@@ -43,9 +48,10 @@ class Form:
     head: str = "divided"
     layers: int = 0
     data: int = 1
-    again: bool = False
+    again: str = ""
     training: bool = False
     mask: bool = True
+    once: bool = False
     rounds: int = 1
     reads: Callable[[jax.Array], jax.Array] | None = None
 
@@ -79,7 +85,7 @@ def written(form: Form, *, gradients: bool = True) -> WrittenStep:
         parameters["head"] = drawn(WIDTH, WORDS)
     words = rng.integers(0, WORDS, (2, count, ROWS), dtype=np.int32)
     run = scanned if form.layers else block
-    run = jax.checkpoint(run) if form.again else run
+    run = jax.checkpoint(run) if form.again == "stage" else run
     on_stages, all_slots = NamedSharding(over, P("x", "d")), NamedSharding(over, P("x", None, "d"))
     ids = jnp.arange(stages)
     first, last = (ids[:, None, None] == n for n in (0, stages - 1))
@@ -105,12 +111,14 @@ def written(form: Form, *, gradients: bool = True) -> WrittenStep:
         def iteration(carry: Any, i: jax.Array) -> tuple[Any, None]:
             state, stream = carry
             slot = stream[:, i % each]
-            begins = slot if form.rounds == 1 else jnp.where(i < count, slot, state)
+            repeats = form.once or form.rounds > 1
+            begins = jnp.where(i < count, slot, state) if repeats else slot
             state = jnp.where(first, begins, state)
             if form.reads is not None:
                 state = state + form.reads(slot)
             works = (i >= ids) & (i - ids < form.rounds * count)
             state = lax.with_sharding_constraint(state, on_stages)
+            state = checkpoint_name(state, "taken")
             state = jax.vmap(stage)(parameters["layers"], state, works)
             state = lax.with_sharding_constraint(state, on_stages)
             moved = jnp.where(last, state, handed(slot, -1))[:, None]
@@ -118,6 +126,9 @@ def written(form: Form, *, gradients: bool = True) -> WrittenStep:
             stream = lax.with_sharding_constraint(stream, all_slots)
             return (lax.with_sharding_constraint(handed(state, 1), on_stages), stream), None
 
+        if form.again == "iteration":
+            keeps = jax.checkpoint_policies.save_only_these_names("taken")
+            iteration = jax.checkpoint(iteration, policy=keeps, prevent_cse=False)
         stream = parameters["embedding"][given].reshape(stages, each, ROWS, WIDTH)
         begin = jnp.zeros((stages, ROWS, WIDTH)), lax.with_sharding_constraint(stream, all_slots)
         (_, stream), _ = lax.scan(iteration, begin, jnp.arange(form.rounds * count + stages - 1))
@@ -154,11 +165,15 @@ def written(form: Form, *, gradients: bool = True) -> WrittenStep:
 FORMS = {
     "divided": Form(microbatches=6),
     "one each": Form(microbatches=2, shift="ppermute", head="gathered"),
-    "gathered": Form(head="gathered", again=True),
+    "gathered": Form(head="gathered", again="stage"),
     "stages": Form(stages=4, microbatches=8, head="ignored"),
     "layers": Form(stages=4, microbatches=4, head="gathered", layers=2),
     "rows": Form(data=2, head="focal"),
-    "training": Form(training=True, again=True),
+    "training": Form(training=True, again="stage"),
+    "once": Form(shift="ppermute", once=True),
+    "round": Form(once=True),
+    "iteration": Form(shift="ppermute", once=True, again="iteration"),
+    "its layers": Form(once=True, again="iteration", layers=2, head="ignored"),
 }
 
 
@@ -179,6 +194,52 @@ def test_a_step_is_run_in_schedules(form: Form) -> None:
         rows = form.microbatches + 2 * trips - 3 * (form.microbatches // form.stages)
         assert report.held == rows * slot
     step.check_written()
+
+
+# As MaxText writes steps, without masks, and others like them.
+MAXTEXT = Form(shift="ppermute", once=True, mask=False, again="iteration")
+UNMASKED = {
+    "maxtext": MAXTEXT,
+    "stages": replace(MAXTEXT, stages=4, microbatches=8, head="ignored"),
+    "one each": replace(MAXTEXT, stages=4, microbatches=4, head="gathered"),
+    "layers": replace(MAXTEXT, stages=4, microbatches=4, layers=2),
+    "rows": replace(MAXTEXT, data=2, head="focal"),
+    "training": replace(MAXTEXT, training=True),
+    "roll": Form(mask=False, once=True, again="iteration"),
+    "wraps": Form(mask=False, stages=4, microbatches=8),
+    "stage again": Form(mask=False, again="stage", layers=2),
+}
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        pytest.param(f, marks=[pytest.mark.thorough] * (n > 0))
+        for n, f in enumerate(UNMASKED.values())
+    ],
+    ids=UNMASKED,
+)
+def test_a_step_without_masks_is_run_in_schedules(form: Form) -> None:
+    """Where it is said that padding is finite: then what it adds to gradients is proved to be zeros."""
+    step = written(form)
+    for schedule in ("1f1b", "zb_h1"):
+        found = step.judged(schedule, valid=FINITE)
+        (report,) = found.module.interleaved
+        assert report.unmasked and report.rows == min(form.stages, form.microbatches)
+        assert report.rows < report.rows_before
+        assert "gradients are NaN as written, and are not here" in report.describe()
+    step.check_written()
+
+
+def test_what_padding_would_need_is_named() -> None:
+    found = written(MAXTEXT).compare("1f1b")
+    assert any("STRETTO_FINITE_PADDING=1" in why for why in found.whys)
+
+
+@pytest.mark.parametrize("layers", [0, pytest.param(2, marks=pytest.mark.thorough)])
+def test_without_masks_what_is_linear_is_equal(layers: int) -> None:
+    found = written(replace(MAXTEXT, head="squares", layers=layers)).judged("1f1b", valid=FINITE)
+    assert found.differs == ()
 
 
 def test_what_is_linear_is_equal() -> None:

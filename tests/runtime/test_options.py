@@ -38,6 +38,7 @@ def test_every_variable_sets_its_field() -> None:
         "trace": ("folder", "folder"),
         "interleave": ("3", 3),
         "schedule": ("1f1b", "1f1b"),
+        "finite_padding": ("1", True),
         "share_compiled": ("0", False),
         "dump": ("stages", "stages"),
     }

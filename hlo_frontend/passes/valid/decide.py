@@ -48,6 +48,9 @@ class ValidOptions(Protocol):
     @property
     def pipeline_loops(self) -> bool: ...
 
+    @property
+    def finite_padding(self) -> bool: ...
+
 
 @dataclass(frozen=True)
 class ValidPolicy:
@@ -59,7 +62,8 @@ class ValidPolicy:
     ``compute``: also skip compute that nobody reads (STRETTO_SKIP_COMPUTE); it is found only with ``derive``.
     ``least_flops``: see `LEAST_FLOPS`. ``as_written``: skip nothing and ignore attributes; other runs are
     compared with such a run. ``pipeline``: await permutes that only the next iteration reads in that
-    iteration (STRETTO_PIPELINE_LOOPS).
+    iteration (STRETTO_PIPELINE_LOOPS). ``finite_padding``: take what schedules of pipelines leave out on
+    padding to be neither NaN nor infinite (STRETTO_FINITE_PADDING).
     """
 
     derive: bool = True
@@ -69,6 +73,7 @@ class ValidPolicy:
     least_flops: float = LEAST_FLOPS
     as_written: bool = False
     pipeline: bool = True
+    finite_padding: bool = False
 
     @classmethod
     def of(cls, options: ValidOptions) -> ValidPolicy:
@@ -79,6 +84,7 @@ class ValidPolicy:
             dead_only=options.poison_skipped,
             compute=options.skip_compute,
             pipeline=options.pipeline_loops,
+            finite_padding=options.finite_padding,
         )
 
 

@@ -71,12 +71,15 @@ class Liveness:
     """Finds the live iterations of ``forward.transfers``, the ``bubbles`` of loops, and ``reads`` of blocks.
 
     ``explain``: whether to keep in ``why``, for each live value, the next one on its path to a result.
-    ``needs``: rules for single nodes that replace the rules of their ops.
+    ``needs``: rules for single nodes that replace the rules of their ops. ``watched``: values of blocks, by
+    which ``live`` gets, by iteration of the innermost followed loop, masks of what is read of them.
     """
 
     forward: Forward
     explain: bool = False
     needs: Mapping[Node, Needs] = field(default_factory=dict)
+    watched: Mapping[BlockGraph, Sequence[Value]] = field(default_factory=dict)
+    live: dict[Value, dict[int | None, np.ndarray]] = field(default_factory=dict)
     bubbles: dict[Node, Bubble] = field(default_factory=dict)
     why: dict[tuple[Trace, Value, int], tuple[str, Place | None]] = field(default_factory=dict)
     received: dict[tuple[Node, int | None, int], Place] = field(default_factory=dict)
@@ -232,6 +235,12 @@ class _Walk:
                 self._as_said(node, [self.live.get(r) for r in node.results])
             else:
                 _RULES[node.kind](self, node)
+        for value in self.of.watched.get(self.trace.block, ()):
+            mask = self.live.get(value.root)
+            if mask is not None:
+                of_value = self.of.live.setdefault(value.root, {})
+                before = of_value.get(self.trace.iteration)
+                of_value[self.trace.iteration] = tensors.union(before, mask)
         return [self.live.get(p) for p in self.trace.block.parameters]
 
     def repeat(self, other: _Walk) -> None:
@@ -459,7 +468,8 @@ class _Walk:
         following: Trace | None = None
         last: _Walk | None = None
         wanted: list[Mask] = []  # by `last`
-        alike = _Alike(node.blocks[1]) if not self.of.explain and not self.of.needs else None
+        exact = self.of.explain or self.of.needs or self.of.watched
+        alike = None if exact else _Alike(node.blocks[1])
         for trace in reversed(inner.iterations):
             walk = _Walk(self.of, trace, bubble)
             again = (

@@ -7,6 +7,7 @@ Used wherever stretto writes HLO: modules of segments (`segments`), nodes that p
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -134,18 +135,30 @@ class Builder:
         return self.add("transpose", shape, [array], dimensions=permutation)
 
     def reinterpret(self, array: Any, source: Any, target: Any) -> Any:
-        """A bitcast of an array of shape ``source`` to one of shape ``target``, which has as many elements:
-        bits of another type, transpose into memory order, reshape, transpose out of it."""
-        if source.element_type != target.element_type:
-            array = self.add("bitcast-convert", resized(target, source.dimensions), [array])
+        """A bitcast of an array of shape ``source`` to one of shape ``target``, which takes as many bytes:
+        bits of another type, transpose into memory order, reshape, transpose out of it. Elements of another
+        size are made where the array is in memory order."""
+        other_type = source.element_type != target.element_type
+        sizes = prod(array.shape.dimensions), prod(target.dimensions)
+        if other_type and sizes[0] == sizes[1]:
+            array = self.add("bitcast-convert", resized(target, array.shape.dimensions), [array])
         into = list(source.layout.minor_to_major)[::-1]
         out = list(target.layout.minor_to_major)[::-1]
         if into != sorted(into):
             array = self.transpose(array, into)
+        if other_type and sizes[0] != sizes[1]:
+            array = self._resize(array, *sizes, target)
         array = self.reshape(array, [target.dimensions[i] for i in out])
         if out != sorted(out):
             array = self.transpose(array, [out.index(i) for i in range(len(out))])
         return array
+
+    def _resize(self, array: Any, given: int, left: int, target: Any) -> Any:
+        """An array of ``given`` elements as one of ``left`` elements of the type of ``target``, in a row."""
+        wider = given > left
+        array = self.reshape(array, [left, given // left] if wider else [given])
+        parts = [left] if wider else [given, left // given]
+        return self.add("bitcast-convert", resized(target, parts), [array])
 
     def dynamic_slice(self, array: Any, starts: Sequence[Any], sizes: Sequence[int]) -> Any:
         """``starts``: a scalar for each dimension."""

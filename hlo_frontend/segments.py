@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from itertools import count
-from math import prod
 from typing import Any
 
 from jaxlib import _jax
@@ -412,8 +411,6 @@ class ModuleBuilder:
             ways = [(list(s.dimensions), list(s.layout.minor_to_major)) for s in (source, target)]
             if ways[0] == ways[1]:
                 return self._to.add("bitcast-convert", resized(target, ways[1][0]), [operand])
-            if prod(source.dimensions) != prod(target.dimensions):
-                raise instruction.unsupported("a bitcast of both layout and size of elements")
         return self._to.reinterpret(operand, source, target)
 
     # Computations.

@@ -150,7 +150,7 @@ class Builder(builder.Builder):
             source, target = instruction.operands[0].shape, instruction.shape
             lie_alike = list(source.layout.minor_to_major) == list(target.layout.minor_to_major)
             as_many = prod(source.dimensions) == prod(target.dimensions)
-            if source.element_type == target.element_type or (as_many and not lie_alike):
+            if source.element_type == target.element_type or not (as_many and lie_alike):
                 return self.reinterpret(operands[0], source, target)
         return super().copy(instruction, operands)
 

@@ -336,8 +336,10 @@ def test_index_vectors_of_other_rows(rows):
     assert indexed_of(rows) == (None, None)
 
 
-@pytest.mark.parametrize("of", ["f32", "s32"])
-def test_bitcasts_on_what_lies_otherwise(of):
+@pytest.mark.parametrize(
+    ("of", "shape", "size"), [("f32", "3,2", 6), ("s32", "3,2", 6), ("s16", "3,4", 12)]
+)
+def test_bitcasts_on_what_lies_otherwise(of, shape, size):
     """What a bitcast gives depends on how its operand lies in memory. Copied, it may get another one."""
     module = Module.parse(
         parse_hlo_text(
@@ -345,8 +347,8 @@ def test_bitcasts_on_what_lies_otherwise(of):
             ENTRY e {{
               given = f32[2,3]{{1,0}} parameter(0)
               other = f32[2,3]{{0,1}} copy(given)
-              turned = {of}[3,2]{{1,0}} bitcast(other)
-              ROOT flat = {of}[6]{{0}} bitcast(turned)
+              turned = {of}[{shape}]{{1,0}} bitcast(other)
+              ROOT flat = {of}[{size}]{{0}} bitcast(turned)
             }}"""
         )
     )

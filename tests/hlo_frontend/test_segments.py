@@ -222,3 +222,35 @@ def test_bitcasts_to_another_type_may_lie_otherwise(shape, layout, to, out):
     expected = memory.reshape([to[d] for d in out[::-1]]).transpose(np.argsort(out[::-1]))
     ((found,),) = Interpreter(compile_hlo(parse_hlo_text(text), 1, 1).program).run([x])
     np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("layout", [(1, 0), (0, 1)])
+@pytest.mark.parametrize(
+    ("type", "to", "out"),
+    [
+        ("u8", (2, 4, 4), (2, 1, 0)),
+        ("u8", (8, 4), (0, 1)),
+        ("s16", (16,), (0,)),
+        ("f64", (2, 2), (1, 0)),
+        ("f64", (2, 2), (0, 1)),
+        ("f64", (4,), (0,)),
+    ],
+)
+def test_bitcasts_to_elements_of_another_size_may_lie_otherwise(layout, type, to, out):
+    """A bitcast reinterprets memory, whatever it takes the elements for."""
+
+    def written(of, dimensions, layout):
+        return f"{of}[{','.join(map(str, dimensions))}]{{{','.join(map(str, layout))}}}"
+
+    text = f"""HloModule m
+        ENTRY e {{
+          given = {written("f32", (2, 4), (1, 0))} parameter(0)
+          lies = {written("f32", (2, 4), layout)} copy(given)
+          ROOT bits = {written(type, to, out)} bitcast(lies)
+        }}"""
+    x = np.arange(1, 9, dtype=np.float32).reshape(2, 4)
+    memory = np.ascontiguousarray(x.transpose(layout[::-1])).reshape(-1)
+    memory = memory.view({"u8": np.uint8, "s16": np.int16, "f64": np.float64}[type])
+    expected = memory.reshape([to[d] for d in out[::-1]]).transpose(np.argsort(out[::-1]))
+    ((found,),) = Interpreter(compile_hlo(parse_hlo_text(text), 1, 1).program).run([x])
+    np.testing.assert_array_equal(found, expected)

@@ -16,6 +16,7 @@ from jaxlib import _hlo, _jax
 from stretto.collectives.order import CommonOrder, Schedule
 from stretto.runtime.errors import InvalidProgramError, UnsupportedError
 from stretto.runtime.program import Block, Program, Run, Segment
+from stretto.runtime.program.check import check
 
 from . import stablehlo, tap
 from .carve import BlockPlan, SegmentPlan
@@ -34,7 +35,7 @@ from .own_options import split
 from .passes.bytes import Rewrite, RewriteReport
 from .passes.split import Choice, Chosen, digest
 from .passes.valid import ValidPolicy, ValidReport
-from .pipeline import COMMON, SETTLING, Compilation, Dump, Source, policy_for, run
+from .pipeline import COMMON, SETTLING, Compilation, Dump, Source, is_checked, policy_for, run
 from .plan_text import plan_text
 from .schema import HloModuleProto, HloModuleProtoWithConfig
 from .text import parse_hlo_text
@@ -128,6 +129,8 @@ class PartitionedModule(Source):
             if c.planned is not None:
                 dump(module.name, "plan", plan_text(c.planned))
             _dump_program(program, dump)
+        if is_checked():
+            check(program)
         return LoweredModule(
             program, c.entry, c.carved, homes, c.schedule, c.valid, c.rewritten, c.planned, c.splits,
             started,
@@ -311,6 +314,8 @@ def compile_stablehlo(
         made = native(program, calls, compiled.started)
     if dump is not None and (made.regions or program is not compiled.program):
         _dump_program(made.program, dump)
+    if is_checked():
+        check(made.program)
     compiled = replace(compiled, program=made.program, walked=made.refused)
     return replace(
         compiled,

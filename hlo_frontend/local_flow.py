@@ -31,7 +31,7 @@ from stretto.runtime.program import (
 )
 
 from .region_module import plain_module
-from .used_segments import with_body
+from .used_segments import own_slots, with_body
 from .work import work_of
 
 
@@ -66,7 +66,9 @@ class _Rewriting:
         body, program = self.program.body, self.program
         donated = tuple(body.parameters[i] for i in program.donated)
         made = self.segment(program.name, body, body.parameters, body.results, donated)
-        return replace(body, instructions=tuple(made))
+        results = own_slots(body, self.slot_types)
+        own = [replace(i, outputs=results) if isinstance(i, Run) else i for i in made]
+        return Block(body.parameters, tuple(own), results)
 
     def block(self, block: Block) -> Block:
         made: list[Instruction] = []

@@ -36,7 +36,7 @@ from stretto.runtime.program import (
 
 from . import stablehlo
 from .region_module import region_module, stretches
-from .used_segments import with_body
+from .used_segments import own_slots, with_body
 from .work import work_of
 
 # Bytes of a collective that is never called by compiled code: there each device has a result of its own.
@@ -190,7 +190,10 @@ class _Rewriting:
         body, program = self.program.body, self.program
         donated = tuple(body.parameters[i] for i in program.donated)
         run = self.region(program.name, body.parameters, body.results, donated, body.instructions)
-        return Block(body.parameters, (run,), body.results)
+        slot_types = list(program.slot_types)
+        results = own_slots(body, slot_types)
+        self.program = replace(self.program, slot_types=tuple(slot_types))
+        return Block(body.parameters, (replace(run, outputs=results),), results)
 
     def is_prompt(self) -> bool:
         """Whether the caller's thread may run all of it: it has no loop, and its arrays are small. If that

@@ -5,7 +5,8 @@ what the pass needs of earlier passes, and what it leaves for later ones. Betwee
 consistent (`graph_check`) and can be printed (`graph_text`).
 
 `run` writes the graph after each pass if it gets a `Dump` (``STRETTO_DUMP``), and checks it if `CHECKED` is
-set in the environment, as the tests of this repository do. Checks take about as long as the passes.
+set in the environment, as the tests of this repository do; the program that comes of it is checked then too.
+Checks take about as long as the passes.
 """
 
 from __future__ import annotations
@@ -235,11 +236,16 @@ def run(c: Compilation, passes: Sequence[Pass] = PASSES, dump: Dump | None = Non
 
     Raises `GraphError` if graphs are checked and a pass leaves one that is not consistent.
     """
-    checked = os.environ.get(CHECKED) == "1"
+    checked = is_checked()
     _look(c, "flatten", checked, dump)
     for one in passes:
         one(c)
         _look(c, one.__name__.strip("_"), checked, dump)
+
+
+def is_checked() -> bool:
+    """Whether graphs and programs are checked."""
+    return os.environ.get(CHECKED) == "1"
 
 
 def _look(c: Compilation, stage: str, checked: bool, dump: Dump | None) -> None:

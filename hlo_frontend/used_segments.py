@@ -1,16 +1,18 @@
-"""A program with another body, without the segments that this one does not run."""
+"""A program with another body, which lacks the segments that this one does not run, or has one run."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
 
+from stretto.collectives.types import TensorType
 from stretto.runtime.program import (
     Block,
     Instruction,
     Program,
     Run,
     Segment,
+    Slot,
     Start,
     instructions,
     with_blocks,
@@ -45,3 +47,17 @@ def with_body(program: Program, segments: Sequence[Segment], body: Block) -> Pro
         ),
         body=renumbered(body),
     )
+
+
+def own_slots(body: Block, slot_types: list[TensorType]) -> tuple[Slot, ...]:
+    """Slots for what one run gives in the place of this body: its results, but new ones for those that are
+    parameters, as a donated argument that is given back as it came. ``slot_types`` gets their types."""
+    taken = set(body.parameters)
+    found: list[Slot] = []
+    for result in body.results:
+        if result in taken:
+            slot_types.append(slot_types[result])
+        slot = len(slot_types) - 1 if result in taken else result
+        taken.add(slot)
+        found.append(slot)
+    return tuple(found)

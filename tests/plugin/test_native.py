@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 from jax import lax
 from jax._src.lax import parallel  # psum_start and the others have no public name yet
+from jax.experimental import serialize_executable
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from support.on_rows import Rows, everywhere, is_native, on_rows
 
@@ -350,6 +351,32 @@ def test_a_donated_argument_is_used_up(mesh: Mesh) -> None:
     got = jax.jit(f, donate_argnums=0)(given)
     np.testing.assert_array_equal(everywhere(got), np.full(4 * N, 4.0**STEPS))
     assert given.is_deleted()
+
+
+@pytest.mark.parametrize("donated", [(0, 1), (1,), (0,)])
+def test_an_argument_that_is_given_back_as_it_came(mesh: Mesh, donated: tuple[int, ...]) -> None:
+    """As a state of training of which a step leaves a part. Donated or not, others can restore the program,
+    as from a compilation cache."""
+    spec = PartitionSpec("x")
+    a, b = (
+        jax.device_put(np.arange(4 * N, dtype=np.float32) + k, NamedSharding(mesh, spec))
+        for k in range(2)
+    )
+    f = jax.jit(lambda a, b: (a + a.sum(), b, a.sum()), donate_argnums=donated)
+    compiled = f.lower(a, b).compile()
+    assert is_native(compiled)
+    stored = serialize_executable.serialize(compiled)
+    restored = serialize_executable.deserialize_and_load(
+        *stored, backend="stretto", execution_devices=list(mesh.devices.flat)
+    )
+    total = np.arange(4 * N).sum()
+    for run in (compiled, restored):
+        given = a + 0, b + 0
+        found = run(*given)
+        np.testing.assert_array_equal(everywhere(found[0]), np.arange(4 * N) + total)
+        np.testing.assert_array_equal(everywhere(found[1]), np.arange(4 * N) + 1)
+        assert found[2] == total
+        assert [g.is_deleted() for g in given] == [k in donated for k in range(2)]
 
 
 def test_native_and_walk_beside_each_other(mesh: Mesh) -> None:

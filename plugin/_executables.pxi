@@ -73,9 +73,9 @@ cdef class LoadedExecutable(Handle):
     ):
         """What `Execute` needs.
 
-        ``run(arguments)`` takes for each parameter a list of values, one for each local device, or a promise of all of
-        them, and gives a promise for each result, and an event that is set once the run has been issued (with
-        callbacks: has called), or None.
+        ``run(arguments, awaited)`` takes for each parameter a list of values, one for each local device, or a promise of
+        all of them, and gives a promise for each result, and an event that is set once the run has been issued (with
+        callbacks: has called), or None. ``awaited``: whether what an earlier run gave was waited for.
         ``single(ordinal, arrays)`` is the engine's way to do the same for one device, with arrays that are
         there, or None. It may give None, which asks for ``run``, or
         `Issued`. ``cannot_fail``: a call of it gives no array with an error, if no argument has one, and only
@@ -426,13 +426,15 @@ cdef class LoadedExecutable(Handle):
     cdef int execute_program(self, PJRT_LoadedExecutable_Execute_Args* args) except -1:
         cdef size_t i
         cdef list columns = []
+        cdef bint awaited = waited[self.number]
+        waited[self.number] = False
         if args.num_devices:
             if self.donated:
                 self.check_repeated(args)
             for i in range(args.num_args):
                 columns.append(self.column(args, i))
         try:
-            promises, issued = self.run(columns)
+            promises, issued = self.run(columns, awaited)
         except BaseException:
             # Of a function that it called, perhaps: then it has taken what is donated.
             self.delete_donated(args, columns)
@@ -485,6 +487,7 @@ cdef class LoadedExecutable(Handle):
                     promise, d, <ArrayType>PyList_GET_ITEM(self.output_types, i), <Memory>PyList_GET_ITEM(memories, i)
                 )
                 buffer.outputs = outputs
+                buffer.c.made_by = self.number
                 Py_INCREF(buffer)
                 (<void***>args.output_lists)[d][i] = buffer.pointer
             if args.device_complete_events != NULL:

@@ -24,8 +24,10 @@ from .side_by_side import Heard, among, or_error, side_by_side, unless_heard
 
 # Seconds of a run in the thread that calls from which on devices run side by side: threads have to wake up.
 LONG = 50e-6
-# Seconds between two looks of a caller at a run that it waits for for a moment.
+# Seconds between two looks of a caller at a run that it waits for for a moment, and what part of the time
+# waited so far they are at least: each look takes the core from the run.
 LOOK = 20e-6
+LOOKS = 1 / 16
 
 Land = Callable[[list[Any], Slot], list[Any]]
 
@@ -49,10 +51,12 @@ def over_in_time(
     def is_there(column: Column) -> bool:
         return column.is_ready() if isinstance(column, Joined) else all(map(is_ready, column))
 
+    began = perf_counter()
     while not all(map(is_there, results)):
-        if perf_counter() > until or gives_up():
+        now = perf_counter()
+        if now > until or gives_up():
             return False
-        sleep(LOOK)
+        sleep(max(LOOK, (now - began) * LOOKS))
     return True
 
 

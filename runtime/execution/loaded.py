@@ -36,6 +36,9 @@ from .walk import Walker
 # Seconds that a caller waits for compiled code on several devices, instead of `PATIENCE`: their threads take
 # turns on the cores, and beside other work what takes half a millisecond often takes more than one.
 MOMENT = 2e-3
+# The same where what an earlier run gave was waited for: this caller would wait in any case, and each thread
+# that stands between it and the engine takes its turn on the cores as well.
+AWAITED = 20e-3
 # What is given for one parameter on all local devices of a program: a value on each, or a promise of it.
 Given = Promise | Sequence[Value]
 # Bytes that a process in which allocating them fails would not live without.
@@ -267,8 +270,11 @@ class LoadedProgram:
                 return values
         return promise
 
-    def begin(self, arguments: Sequence[Given]) -> tuple[list[Promise], Event | None]:
-        """Run it: ``arguments[i]`` is parameter i on all of ``local``. Otherwise as `execute`.
+    def begin(
+        self, arguments: Sequence[Given], awaited: bool = False
+    ) -> tuple[list[Promise], Event | None]:
+        """Run it: ``arguments[i]`` is parameter i on all of ``local``. Otherwise as `execute`. ``awaited``:
+        whether what an earlier run gave was waited for.
 
         Donated values are deleted; who has handles of what a promise stands for deletes those, once this has
         returned. Where a program calls back into Python, and may raise after it has taken what it is donated,
@@ -290,7 +296,7 @@ class LoadedProgram:
             and (self.negotiation is None or self.negotiation.agreed)
             and self.dispatcher.catch_up()
         ):
-            begun = self._run_promptly(arguments)
+            begun = self._run_promptly(arguments, awaited)
             if begun is not None:
                 return begun
         self._backoff.count()
@@ -421,7 +427,7 @@ class LoadedProgram:
         return Issued(execution.promises, execution.event)
 
     def _run_promptly(
-        self, arguments: Sequence[Given]
+        self, arguments: Sequence[Given], awaited: bool
     ) -> tuple[list[Promise], Event | None] | None:
         """Begin the walk of a `prompt` program here; None if that cannot be done here and now."""
         dispatcher, walker = self.dispatcher, self.walker
@@ -431,7 +437,8 @@ class LoadedProgram:
         rest: Callable[[], None] | None = None
         error: BaseException | None = None
         run, done = dispatcher.next_run(), 0
-        until = perf_counter() + (MOMENT if self._at_once else PATIENCE)
+        patience = (AWAITED if awaited else MOMENT) if self._at_once else PATIENCE
+        until = perf_counter() + patience
         assert prompt is not None
         try:
             if self.negotiation is not None:

@@ -44,6 +44,7 @@ def callers_of(owner: type, method: str, monkeypatch: pytest.MonkeyPatch) -> lis
     """Who calls a method, as it is called: the thread that asks here, or another."""
     monkeypatch.setattr(dispatch, "PATIENCE", LONG)
     monkeypatch.setattr(loaded, "MOMENT", LONG)
+    monkeypatch.setattr(loaded, "AWAITED", LONG)
     calls: list[str] = []
     here, called = threading.get_ident(), getattr(owner, method)
 
@@ -87,12 +88,37 @@ def test_what_takes_longer_is_begun_by_callers_ever_less_often(
     mesh: Mesh, begun: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loaded, "MOMENT", 0.0)
+    monkeypatch.setattr(loaded, "AWAITED", 0.0)
     run, x, want = mapped(mesh, step), placed(mesh), np.arange(2.0 * N)
     for _ in range(11):
         x, want = jax.block_until_ready(run(x)), by_hand(want)
         np.testing.assert_allclose(x, want)
     later = [["caller", *["other"] * left] for left in (1, 2, 4)]
     assert begun == [*chain(*later), "caller"]
+
+
+def test_a_caller_who_waits_for_results_waits_longer(
+    mesh: Mesh, begun: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the next run: nobody has waited for the first one's when it begins."""
+    monkeypatch.setattr(loaded, "MOMENT", 0.0)
+    run, x, want = mapped(mesh, step), placed(mesh), np.arange(2.0 * N)
+    for _ in range(7):
+        x, want = jax.block_until_ready(run(x)), by_hand(want)
+    np.testing.assert_allclose(x, want)
+    # One is left to the other thread behind the first, which nobody could know to be waited for.
+    assert begun == ["caller", "other", *["caller"] * 5]
+
+
+def test_a_caller_who_does_not_wait_for_results_does_not_wait_longer(
+    mesh: Mesh, begun: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loaded, "MOMENT", 0.0)
+    run, x, want = mapped(mesh, step), placed(mesh), np.arange(2.0 * N)
+    for _ in range(5):
+        x, want = run(x), by_hand(want)
+    np.testing.assert_allclose(x, want)
+    assert begun == ["caller", "other", "caller", "other", "other"]
 
 
 def test_loops_are_begun_by_the_caller_whether_or_not_their_length_is_known(

@@ -10,6 +10,7 @@ from support.program_parser import parse
 from stretto.collectives.types import TensorType
 from stretto.runtime.engines.null import NullEngine
 from stretto.runtime.errors import InvalidProgramError
+from stretto.runtime.execution import compute
 from stretto.runtime.execution.absent import Absent, zeros
 from stretto.runtime.options import Options
 from stretto.runtime.program import Copy, Free, Loop, Program, Run, to_text
@@ -167,3 +168,26 @@ def test_text_and_bytes() -> None:
     assert "valid {{0,3},{1,0},{0,0,2,3}}" in to_text(made)
     assert parse(to_text(made)) == made
     assert from_bytes(to_bytes(made)) == made
+
+
+@pytest.mark.parametrize(
+    ("length", "until", "looks"), [(0.0, 1.0, 1), (4e-3, 1.0, 59), (4e-3, 2e-3, 48)]
+)
+def test_a_caller_looks_ever_more_seldom(monkeypatch, length, until, looks) -> None:
+    """Whether a run of some seconds is over; 4 ms were 200 looks, 20 us apart."""
+    now, seen = 0.0, []
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    def is_ready(array: object) -> bool:
+        seen.append(now)
+        return now >= length
+
+    monkeypatch.setattr(compute, "perf_counter", lambda: now)
+    monkeypatch.setattr(compute, "sleep", sleep)
+    assert compute.over_in_time([["array"]], is_ready, until) == (length <= until)
+    assert len(seen) == looks
+    # It is known late by a sixteenth of its length at most.
+    assert seen[-1] <= min(length, until) * (1 + compute.LOOKS) + compute.LOOK

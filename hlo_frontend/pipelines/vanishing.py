@@ -91,8 +91,9 @@ class Vanishing:
                 found = self._results(self._inside(node.instruction.called[0]), zeros)
             else:
                 found = [self._computed(trace, node, zeros)]
-            for result, mask in zip(node.results, found or (), strict=bool(found)):
-                _note(env, result, mask)
+            if len(found) == len(node.results):  # otherwise nothing is known of them
+                for result, mask in zip(node.results, found, strict=True):
+                    _note(env, result, mask)
         return env
 
     def _inside(self, computation: Computation) -> Trace | None:

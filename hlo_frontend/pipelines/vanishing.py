@@ -107,7 +107,7 @@ class Vanishing:
         return None if block is None else Trace(block, None)
 
     def _results(self, trace: Trace | None, given: Sequence[Mask]) -> list[Mask]:
-        if trace is None:
+        if trace is None or len(given) != len(trace.block.parameters):  # as where there are tokens
             return []
         env = self._block(trace, given)
         return [self._zero(trace, env, r) for r in trace.block.results]
@@ -144,10 +144,12 @@ class Vanishing:
     def _repeated(self, trace: Trace | None, zeros: Sequence[Mask]) -> list[Mask]:
         """What is zero before each iteration of a loop, and behind it."""
         masks = list(zeros)
-        if trace is None:
+        if trace is None or len(trace.block.results) != len(masks):
             return []
         for count in range(2 * _ROUNDS + len(masks)):
             found = self._results(trace, masks)
+            if not found:
+                return []
             left = [
                 None if before is None else _every([before, after])
                 for before, after in zip(masks, found, strict=True)
@@ -181,6 +183,8 @@ class Vanishing:
             if block is None or (takes is not None and not takes.any()):
                 continue
             results = self._results(block, given)
+            if len(results) != len(node.results):
+                return []
             if takes is not None:
                 results = [
                     _or_not(mask, takes, r) for mask, r in zip(results, node.results, strict=True)

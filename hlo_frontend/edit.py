@@ -214,7 +214,13 @@ class _Resolver:
             todo.pop()
             if current not in self._barriers:
                 self._barriers.add(current)
-                current.operands = tuple([self.value(v) for v in current.operands])
+                current.operands = tuple([self._entering(v) for v in current.operands])
+
+    def _entering(self, value: Value) -> Value:
+        """What enters a barrier. Of an array that nobody reads any more it is what came before it."""
+        if value.root in self._replaced or value.node not in self._removed:
+            return self.value(value)
+        return Value(None, order=self.order(value.producers), barrier=value.barrier)
 
     def order(self, nodes: Sequence[Node]) -> tuple[Node, ...]:
         """The nodes, with stand-ins for those that are removed."""

@@ -14,6 +14,7 @@ from stretto.collectives.types import TensorType
 from stretto.hlo_frontend import pipeline
 from stretto.hlo_frontend.collectives import CollectiveReader
 from stretto.hlo_frontend.compile import PartitionedModule, compile_hlo
+from stretto.hlo_frontend.edit import Editor
 from stretto.hlo_frontend.flatten import flatten
 from stretto.hlo_frontend.graph import Module
 from stretto.hlo_frontend.graph_check import GraphError
@@ -347,3 +348,29 @@ def test_views_follow_a_value_to_another_node():
     undo()
     entry.check()
     assert view.node is pair
+
+
+def test_what_enters_a_barrier_and_is_not_read_any_more_can_be_dropped():
+    """Of a barrier before a recomputation, which is no fence: who is behind it comes after what came before
+    the dropped node."""
+    block = graph(
+        """HloModule m, num_partitions=2
+ENTRY e {
+  x = f32[4] parameter(0)
+  w = f32[4] parameter(1)
+  first = f32[4] add(x, x)
+  unread = f32[4] multiply(first, w)
+  both = (f32[4], f32[4]) tuple(x, unread)
+  held = (f32[4], f32[4]) opt-barrier(both), metadata={op_name="jit(f)/remat2"}
+  again = f32[4] get-tuple-element(held), index=0
+  late = f32[4] negate(again)
+  ROOT r = f32[4] add(first, late)
+}
+"""
+    )
+    (late,) = [n for n in block.nodes if n.instruction.name == "late"]
+    (first,) = [n for n in block.nodes if n.instruction.name == "first"]
+    Editor(block).commit()
+    block.check()
+    assert [n.instruction.name for n in block.nodes] == ["first", "late", "r"]
+    assert list(late.operands[0].comes_after()) == [first]

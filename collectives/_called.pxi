@@ -82,6 +82,38 @@ cdef struct called_t:
     int64_t capacity, num_rows, dropped
 
 cdef called_t* current = NULL
+cdef double FOREVER = 1e300  # seconds
+cdef uintptr_t found = 0  # the stream of the last run of `tells_stream`
+
+
+cdef void* stream_of(ffi_frame* frame, uintptr_t* stream) noexcept nogil:
+    """The stream on which the code that calls runs. Gives XLA's error, or NULL."""
+    cdef ffi_stream_args args
+    cdef void* error
+    args.size, args.next, args.context, args.stream = sizeof(args), NULL, frame.context, NULL
+    error = frame.api.stream_get(&args)
+    stream[0] = <uintptr_t>args.stream
+    return error
+
+
+cdef void* tells_stream(ffi_frame* frame) noexcept nogil:
+    """The handler of a custom call that only tells its stream."""
+    if is_question(frame) or frame.stage != FFI_STAGE_EXECUTE:
+        return NULL
+    return stream_of(frame, &found)
+
+
+def stream_handler() -> object:
+    """The address of a handler that keeps the stream on which it is called, for `stream_found`; as `handler`."""
+    return PyCapsule_New(<void*>&tells_stream, NULL, NULL)
+
+
+def stream_found() -> int:
+    """The stream that was kept last; 0 if none was, since this was asked last."""
+    global found
+    cdef uintptr_t stream = found
+    found = 0
+    return stream
 
 
 cdef uintptr_t address_of(place_t* place, ffi_frame* frame) noexcept nogil:
@@ -136,31 +168,21 @@ cdef bint call_parts(called_t* run, called_site_t* site, uintptr_t stream, ffi_f
     cdef launches_t* l = run.launches
     cdef int k
     cdef call_t* c
-    cdef double began
     cdef char text[200]
     if not site.num_parts:
         return True
-    if site.num_parts > l.room:
-        c = <call_t*>realloc(l.calls, site.num_parts * sizeof(call_t))
-        if c == NULL:
-            fails(run, b"no memory for calls of NCCL")
-            return False
-        l.calls, l.room = c, site.num_parts
+    if not has_room(l, site.num_parts):
+        fails(run, b"no memory for calls of NCCL")
+        return False
     for k in range(site.num_parts):
         c = &l.calls[k]
         c[0] = site.parts[k].call
         c.context, c.stream = run.context, stream
         c.source = address_of(&site.parts[k].source, frame)
         c.target = address_of(&site.parts[k].target, frame)
-    l.count, l.asked, l.failed, l.error, l.communicator = site.num_parts, 0, _NOTHING, 0, 0
-    launches_be(&l.where, _BEGUN)
+    begin(l, site.num_parts, _BEGUN)
     launch(l)
-    began = now()
-    while not settled(l):
-        if now() - began < ATTENTIVE:
-            give_way()
-        else:
-            stretto_sleep(5 * SHORTEST)
+    await_settled(l, FOREVER)  # once the communicators are given up, it is settled
     if l.failed != _NOTHING:
         snprintf(text, sizeof(text), b"%s: NCCL's error %d", site.name, l.error)
         fails(run, text)
@@ -172,7 +194,6 @@ cdef void* called_by_code(ffi_frame* frame) noexcept nogil:
     cdef called_t* run = current
     cdef called_site_t* site
     cdef called_row_t* row
-    cdef ffi_stream_args args
     cdef uintptr_t stream
     cdef void* error
     cdef int64_t number
@@ -189,11 +210,9 @@ cdef void* called_by_code(ffi_frame* frame) noexcept nogil:
         return failed(run, frame)
     stream = run.stream
     if stream == 0:
-        args.size, args.next, args.context, args.stream = sizeof(args), NULL, frame.context, NULL
-        error = frame.api.stream_get(&args)
+        error = stream_of(frame, &stream)
         if error != NULL:
             return error
-        stream = <uintptr_t>args.stream
     site = &run.sites[number]
     run.site, run.began = <int>number, now()
     launches_be(&run.calling, 1)
@@ -212,10 +231,10 @@ cdef void* called_by_code(ffi_frame* frame) noexcept nogil:
     launches_be(&run.calling, 0)
     run.seconds += now() - run.began
     if run.rows != NULL:
-        row = &run.rows[run.num_rows % run.capacity]
         if run.num_rows < run.capacity:
-            run.num_rows += 1
+            row = &run.rows[run.num_rows]
             row.site, row.began, row.ended = <int32_t>number, run.began, now()
+            run.num_rows += 1
         else:
             run.dropped += 1
     return NULL if went_well else failed(run, frame)

@@ -183,6 +183,36 @@ cdef bint settled(launches_t* l) noexcept nogil:
     return True
 
 
+cdef bint has_room(launches_t* l, int count) noexcept nogil:
+    """Make room for so many calls. Whether there was memory."""
+    cdef call_t* calls
+    if count > l.room:
+        calls = <call_t*>realloc(l.calls, (2 * count + 8) * sizeof(call_t))
+        if calls == NULL:
+            return False
+        l.calls, l.room = calls, 2 * count + 8
+    return True
+
+
+cdef void begin(launches_t* l, int count, int where) noexcept nogil:
+    """A launch of so many calls, which are there, begins where it is said to be."""
+    l.count, l.asked, l.failed, l.error, l.communicator = count, 0, _NOTHING, 0, 0
+    launches_be(&l.where, where)
+
+
+cdef void await_settled(launches_t* l, double seconds) noexcept nogil:
+    """Wait until what was called is on its streams, or has failed, for so long at most."""
+    cdef double began = now(), waited
+    while not settled(l):
+        waited = now() - began
+        if waited > seconds:
+            return
+        if waited < ATTENTIVE:
+            give_way()
+        else:
+            stretto_sleep(5 * SHORTEST)
+
+
 cdef void* serve(void* given) noexcept nogil:
     cdef launches_t* l = <launches_t*>given
     while True:
@@ -256,21 +286,17 @@ cdef class Launches:
             raise RuntimeError("the calls of NCCL before these are not over")
         for context, calls in launch:
             for one in calls:
-                if count == l.room:
-                    c = <call_t*>realloc(l.calls, (2 * count + 8) * sizeof(call_t))
-                    if c is NULL:
-                        raise MemoryError
-                    l.calls, l.room = c, 2 * count + 8
+                if not has_room(l, count + 1):
+                    raise MemoryError
                 c = l.calls + count
                 c.context = context
                 c.kind, c.source, c.target, c.count, c.dtype, c.which, c.communicator, c.stream = one
                 if not 0 <= c.kind < 6:
                     raise ValueError(f"no call of NCCL has the number {c.kind}")
                 count += 1
-        l.count, l.asked, l.failed, l.error, l.communicator = count, 0, _NOTHING, 0, 0
         if not count:
             return
-        launches_be(&l.where, _PUT)
+        begin(l, count, _PUT)
         if not l.has_thread and pthread_create(&thread, NULL, &serve, l) == 0:
             pthread_detach(thread)
             l.has_thread = True
@@ -280,21 +306,12 @@ cdef class Launches:
         """Wait, for so long at most, until what was put is on its streams or has failed. Whether it is. One thread at a
         time waits."""
         cdef launches_t* l = self._all
-        cdef double began, waited
         if launches_state(&l.where) == _OVER:
             return True
         with nogil:
             if launches_take(&l.where, _PUT, _BEGUN):
                 launch(l)
-            began = now()
-            while not settled(l):
-                waited = now() - began
-                if waited > seconds:
-                    break
-                if waited < ATTENTIVE:
-                    give_way()
-                else:
-                    stretto_sleep(5 * SHORTEST)
+            await_settled(l, seconds)
         return launches_state(&l.where) == _OVER
 
     def state(self, uintptr_t communicator):

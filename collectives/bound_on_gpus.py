@@ -40,14 +40,7 @@ class Copying(Protocol):
     def copy(self, target: int, source: int, nbytes: int, stream: int) -> None: ...
 
     def copy_rows(
-        self,
-        target: int,
-        target_pitch: int,
-        source: int,
-        source_pitch: int,
-        width: int,
-        height: int,
-        stream: int,
+        self, target: int, to: int, source: int, by: int, width: int, rows: int, stream: int, /
     ) -> None: ...
 
 
@@ -214,8 +207,8 @@ class BoundOnGpus:
     def on_one(
         self, i: int, buffers: Buffers, before: Copying, behind: Copying
     ) -> list[tuple[int, ...]]:
-        """What a call is of a local id, with these addresses: NCCL's calls, as `_launches` takes them,
-        for stream 0; ``before`` and ``behind`` are given the copies around them."""
+        """What one call enqueues for a local id, with these addresses. Gives NCCL's calls, as `_launches`
+        takes them, for stream 0; ``before`` and ``behind`` are asked for the copies around them."""
         member = self._alone(i, buffers)
         for step in member.before:
             step(before, buffers, 0)

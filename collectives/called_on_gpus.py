@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ._launches import CLEARS, COPIES, Called, handler, place
+from ._launches import CLEARS, COPIES, Called, handler, place, stream_found, stream_handler
 from .bound_on_gpus import BoundOnGpus, Buffers
 from .cuda import cuda
 from .gpus import Gpus
 
-__all__ = ["Called", "handler", "table_of"]
+__all__ = ["Called", "handler", "stream_found", "stream_handler", "table_of"]
 
 
 class _Noted:
@@ -29,17 +29,8 @@ class _Noted:
     def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
         self.copy_rows(target, nbytes, source, nbytes, nbytes, 1, stream)
 
-    def copy_rows(
-        self,
-        target: int,
-        target_pitch: int,
-        source: int,
-        source_pitch: int,
-        width: int,
-        height: int,
-        stream: int,
-    ) -> None:
-        self.steps.append((COPIES, target, target_pitch, source, source_pitch, width, height))
+    def copy_rows(self, *row: int) -> None:
+        self.steps.append((COPIES, *row[:-1]))  # but for the stream
 
 
 def table_of(

@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import ml_dtypes
+
 from stretto.collectives.ops import Kind
 
 from ..collectives import CollectiveReader
@@ -199,18 +201,13 @@ class Origins:
         return node.operands[first + position], at
 
 
-# Bits of exponents and mantissas.
-_PRECISION = {"f16": (5, 10), "bf16": (8, 7), "f32": (8, 23), "f64": (11, 52)}
-
-
 def _rounds_nothing(node: Node) -> bool:
     """Whether a node reduces a precision to what it is, as `jax.checkpoint` does where it keeps a value."""
     type, proto = node.results[0].type if node.results else None, node.instruction.proto
-    return (
-        node.instruction.opcode == "reduce-precision"
-        and type is not None
-        and _PRECISION.get(type.dtype) == (proto.exponent_bits, proto.mantissa_bits)
-    )
+    if node.instruction.opcode != "reduce-precision" or type is None:
+        return False
+    bits = ml_dtypes.finfo(type.numpy)
+    return (bits.nexp, bits.nmant) == (proto.exponent_bits, proto.mantissa_bits)
 
 
 def _has_sign(value: Value) -> bool:

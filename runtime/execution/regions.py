@@ -59,7 +59,7 @@ from .context import Context
 from .frame import Attempt, Frame, Hosted, Operation, named
 
 # Seconds between two looks at devices that may have failed.
-LOOK = 0.05
+_LOOK = 0.05
 # What is left to do of a run, with the frame that has its operands.
 Rest = Callable[[Frame], None]
 _log = logging.getLogger("stretto")
@@ -355,13 +355,22 @@ class Region:
         One that fails by itself is seen now and then; those that wait for it are then turned away.
         """
         table, block = self.table, self.context.engine.block
-        while not table.wait(LOOK):
+        while not table.wait(_LOOK):
             self.context.interrupts.check(frame.interrupts)
             for array in (column for result in results[:1] for column in result):
                 if self.context.engine.is_ready(array):
                     block(array)
         if table.failure:
-            raise StrettoError(table.failure)
+            raise StrettoError(self._failure())
+        self._block(results)
+
+    def _failure(self) -> str:
+        """Why devices were turned away."""
+        return self.table.failure
+
+    def _block(self, results: Sequence[Column]) -> None:
+        """Wait for the results of devices that have come to their ends."""
+        block = self.context.engine.block
         for result in results[:1]:
             if isinstance(result, Joined):
                 result.block()

@@ -24,7 +24,7 @@ from ..program import Run, Slot
 from .call import describe
 from .context import Context
 from .frame import Frame, Operation, named
-from .regions import LOOK, Region
+from .regions import Region
 
 
 class RegionOnGpu(Region):
@@ -79,27 +79,19 @@ class RegionOnGpu(Region):
 
         return run_region
 
-    def _await(self, results: Sequence[Column], frame: Frame) -> None:
-        """Wait until all collectives are on the stream. Raises what the run has failed by, as far as it
-        is known."""
-        table, engine = self.table, self.context.engine
-        while not table.wait(LOOK):
-            for array in (column[0] for column in results[:1]):
-                if engine.is_ready(array):
-                    engine.block(array)
-        if table.failure:
-            failure = self._failure()
-            raise StrettoError(f"{table.failure}: {failure}" if failure else table.failure)
+    def _block(self, results: Sequence[Column]) -> None:
+        """The walk goes on: what comes onto the stream next comes behind it."""
 
     def _forsake(self, reason: str) -> None:
         """The job ends by what has failed on a GPU."""
         self.table.abort(reason)
 
     def _failure(self) -> str:
-        """What the communicators say; empty if they say nothing, or are given up."""
+        """With what the communicators say, unless they say nothing or are given up."""
         if self._gpus.aborted:
-            return ""
-        return next(filter(None, (bound.failure() for bound in self._bound)), "")
+            return self.table.failure
+        of_nccl = next(filter(None, (bound.failure() for bound in self._bound)), "")
+        return f"{self.table.failure}: {of_nccl}" if of_nccl else self.table.failure
 
     def _look(self) -> Raw | None:
         """What is under way on the GPU. An error that a communicator has met meanwhile ends the job."""

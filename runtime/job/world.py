@@ -49,16 +49,16 @@ class World:
     ``rank`` and ``size`` number the processes; each has ``local_devices`` devices. ``comm`` is a
     duplicate of MPI's world communicator that nobody else uses, or None in a world of one process.
     ``peers`` tells where each rank runs; ``launcher`` what started this one, if anything did. ``runs`` is
-    this rank's account of what it runs together with others. ``costs`` is the table of costs,
-    ``measured`` what segments were measured to take by earlier jobs (with ``STRETTO_PROFILE``), both rank
-    0's. ``cores``: on how many cores this rank should compute. ``nodes``: sets of ranks that share
-    memory. ``patience``: seconds for which a wait for another rank may keep a core busy, the same on all
-    (`cores`). ``engines``: the engine of all ranks, or where they differ all of them, joined by ``+``.
-    ``samples``: the first rank with each of them; what is measured there, the slowest counts, is taken
-    for all ranks. ``clock_offset``: seconds to add to ``perf_counter()`` for rank 0's, measured only for
-    traces; these call the job ``traced_as``. ``service``: where rank 0 may start a service for all, once;
-    None where it cannot. ``by_mpiexec``: whether a launcher of MPI started the ranks. ``calls_nccl``:
-    whether code on the GPUs of all ranks can call collectives over NCCL.
+    this rank's account of what it runs together with others. ``costs`` is the table of costs, ``measured``
+    what segments were measured to take by earlier jobs (with ``STRETTO_PROFILE``), both rank 0's.
+    ``cores``: on how many cores this rank should compute. ``nodes``: sets of ranks that share memory.
+    ``patience``: seconds for which a wait for another rank may keep a core busy, the same on all (`cores`).
+    ``engines``: the engine of all ranks, or where they differ all of them, joined by ``+``. ``samples``: the
+    first rank with each of them; what is measured there, the slowest counts, is taken for all ranks.
+    ``clock_offset``: seconds to add to ``perf_counter()`` for rank 0's, measured only for traces; these call
+    the job ``traced_as``. ``service``: where rank 0 may start a service for all, once; None where it cannot.
+    ``by_mpiexec``: whether a launcher of MPI started the ranks. ``calls_nccl``: whether code on the GPUs of
+    all ranks can call collectives over NCCL.
     """
 
     def __init__(

@@ -35,7 +35,7 @@ from stretto.collectives._launches import (
     Called,
     place,
 )
-from stretto.collectives.called_on_gpus import handler
+from stretto.collectives.called_on_gpus import handler, stream_found, stream_handler
 from stretto.collectives.gpus import Offer, serve_all
 from stretto.collectives.native import refusal
 from stretto.collectives.ops import Collective, Kind, Reduction
@@ -128,10 +128,17 @@ class Rows(Structure):
     )
 
 
+def function_of(capsule: object) -> Any:
+    """The handler whose address is in a capsule."""
+    address = ctypes.pythonapi.PyCapsule_GetPointer
+    address.restype, address.argtypes = c_void_p, [ctypes.py_object, c_char_p]
+    return CFUNCTYPE(c_void_p, POINTER(Frame))(address(capsule, None))
+
+
 class Gpu:
     """Stands for XLA, CUDA and NCCL; ``called`` has what they were asked for, in order."""
 
-    def __init__(self, **called: Any) -> None:
+    def __init__(self, stream: int = 0) -> None:
         self.library = Library()
         self.called = self.library.called
         self.errors: list[str] = []
@@ -146,15 +153,11 @@ class Gpu:
         ]
         self._functions = kept
         addresses = [cast(f, c_void_p).value for f in kept]
-        self.table = Called(
-            self.library.launches, addresses, CONTEXT, EVENT, called.get("stream", 0)
-        )
+        self.table = Called(self.library.launches, addresses, CONTEXT, EVENT, stream)
         self._api = Api()
         self._api.error_create = type(self._api.error_create)(self._error)
         self._api.stream_get = type(self._api.stream_get)(self._stream)
-        address = ctypes.pythonapi.PyCapsule_GetPointer
-        address.restype, address.argtypes = c_void_p, [ctypes.py_object, c_char_p]
-        self._handle = CFUNCTYPE(c_void_p, POINTER(Frame))(address(handler(), None))
+        self._handle = function_of(handler())
 
     def _kept(self, name: str) -> Callable[..., int]:
         def called(*arguments: int) -> int:
@@ -183,8 +186,11 @@ class Gpu:
         arguments.contents.stream = STREAM
         return 0
 
-    def call(self, site: int, operands: list[int], results: list[int]) -> int | None:
-        """A custom call of a device's code; gives the error that XLA is told."""
+    def call(
+        self, site: int, operands: list[int], results: list[int], handle: Any = None
+    ) -> int | None:
+        """A custom call of a device's code, of the handler or another one; gives the error that XLA is
+        told."""
         keep: list[Any] = []
 
         def listed(addresses: list[int]) -> Listed:
@@ -204,7 +210,7 @@ class Gpu:
             results=listed([0x3, *results]),
             attributes=Attributes(count=1, items=cast(items, POINTER(c_void_p))),
         )
-        return self._handle(pointer(frame))
+        return (handle or self._handle)(pointer(frame))
 
 
 SUM = [(ALL_REDUCE, place(False, 0), place(True, 0), 4, 7, 0, 0xC0)]
@@ -331,6 +337,14 @@ def test_who_looks_sees_what_is_under_way_on_the_gpu() -> None:
     assert site == row == 1 and began == row_began <= row_ended and dropped == 0
     gpu.pending = False
     assert gpu.table.waiting() is None
+
+
+def test_the_stream_of_code_is_told_once() -> None:
+    gpu, handle = Gpu(), function_of(stream_handler())
+    stream_found()
+    assert gpu.call(0, [], [], handle) is None
+    assert (stream_found(), stream_found()) == (STREAM, 0)
+    assert gpu.called == []
 
 
 def _offer(host: str, *gpus: bytes, **more: Any) -> Offer:

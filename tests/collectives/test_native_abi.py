@@ -75,10 +75,17 @@ def test_declarations_are_those_of_the_header(tmp_path: Path) -> None:
         for ours, (theirs, fields) in TYPES.items()
         for field, other in fields.items()
     ]
-    # Smaller structs than the header's are fine where XLA reads them by their size; these two it reads whole.
+    # Smaller structs than the header's are fine where XLA reads them by their size; these it reads whole.
     checks += [
         f'_Static_assert(sizeof({ours}) == sizeof({TYPES[ours][0]}), "{ours}");'
-        for ours in ("ffi_extension", "ffi_version", "ffi_list", "ffi_attributes", "ffi_scalar")
+        for ours in (
+            "ffi_extension",
+            "ffi_version",
+            "ffi_list",
+            "ffi_attributes",
+            "ffi_scalar",
+            "ffi_stream_args",
+        )
     ]
     checks += [
         '_Static_assert(FFI_EXTENSION_METADATA == XLA_FFI_Extension_Metadata, "extension");',

@@ -298,9 +298,10 @@ def compile_stablehlo(
         signature = stablehlo.signature(parsed, types=False)
         hlo = tap.optimized_hlo(parsed, spec.num_replicas, spec.num_partitions, options)
     counts = spec.num_replicas, spec.num_partitions
+    finite = valid.finite_padding if own.finite_padding is None else own.finite_padding
     hlo, found = _rescheduled(
         hlo, *counts, own.interleave or interleave, own.schedule or schedule, dump,
-        finite_padding=valid.finite_padding,
+        finite_padding=finite,
     )  # fmt: skip
     chunked = splits if own.split is None else own.split
     decided = None if chunked else ()

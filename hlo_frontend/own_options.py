@@ -21,12 +21,13 @@ PREFIX = "stretto_"
 
 @dataclass(frozen=True)
 class OwnOptions:
-    """Options of one program; None if not set. ``interleave``, ``schedule`` and ``split``: see
-    `runtime.options`."""
+    """Options of one program; None if not set. ``interleave``, ``schedule``, ``split`` and
+    ``finite_padding``: see `runtime.options`."""
 
     interleave: int | None = None
     schedule: str | None = None
     split: bool | None = None
+    finite_padding: bool | None = None
 
 
 def split(serialized: bytes) -> tuple[OwnOptions, bytes, bool]:
@@ -91,4 +92,5 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "interleave": _count,
     "schedule": _schedule,
     "split": _switch,
+    "finite_padding": _switch,
 }

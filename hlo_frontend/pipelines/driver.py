@@ -51,8 +51,8 @@ _PADDING = "zeros that are computed on padding may have another sign"
 
 # What is said of a step that is refused for want of such masks alone.
 _MAY_BE_FINITE = (
-    ". Or set STRETTO_FINITE_PADDING=1 if what it computes on padding is neither NaN nor infinite: its "
-    "gradients are proved to be products with zeros there"
+    ". Or set STRETTO_FINITE_PADDING=1 (stretto_finite_padding) if what it computes on padding is neither "
+    "NaN nor infinite: its gradients are proved to be products with zeros there"
 )
 
 _Report = TypeVar("_Report", Interleaved, Scheduled)

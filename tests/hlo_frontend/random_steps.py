@@ -35,14 +35,22 @@ from stretto.hlo_frontend.compile import (
     compile_stablehlo,
 )
 from stretto.hlo_frontend.passes.valid import ValidPolicy
+from stretto.hlo_frontend.schema import CompileOptionsProto
 
 INTERLEAVED, CHUNKS = "interleaved_1f1b", 2
 DEAD_ONLY = ValidPolicy(dead_only=True)
 
 
-def compiled(function, arguments, devices: int, schedule: str, **how) -> CompiledModule:
+def compiled(
+    function, arguments, devices: int, schedule: str, own: dict[str, int] | None = None, **how
+) -> CompiledModule:
+    """``own``: options of stretto among those of the compiler."""
     text = function.trace(*arguments).lower().as_text()
-    return compile_stablehlo(text, CompileSpec(1, devices), schedule=schedule, **how)
+    proto = CompileOptionsProto()
+    for key, value in (own or {}).items():
+        proto.env_option_overrides.add(key=key).value.int_field = value
+    spec = CompileSpec(1, devices, proto.SerializeToString())
+    return compile_stablehlo(text, spec, schedule=schedule, **how)
 
 
 def bits(array: np.ndarray) -> np.ndarray:

@@ -57,9 +57,11 @@ def test_values_that_cannot_be_used(value):
 
 
 @pytest.mark.parametrize(("value", "read"), [(0, 0), (1, 1), ("0", 0)])
-def test_whether_collectives_are_split(value, read):
+def test_switches(value, read):
     own, left, _ = split(options(stretto_split=value))
     assert (own, left) == (OwnOptions(split=read), options())
+    own, left, _ = split(options(stretto_finite_padding=value))
+    assert (own, left) == (OwnOptions(finite_padding=read), options())
     with pytest.raises(InvalidProgramError, match="stretto_split is '2': expected 0 or 1"):
         split(options(stretto_split=2))
 

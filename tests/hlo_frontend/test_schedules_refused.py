@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import gpipe
 import jax
@@ -128,6 +129,16 @@ def test_gradients_of_padding_may_be_nan(monkeypatch):
     assert of_layers.tolist() == [True, True, False, False]  # the second stage begins with zeros
     whys = compare(Draw(mask="nothing", loss="squares"), "1f1b").whys
     assert any("STRETTO_FINITE_PADDING=1" in why for why in whys)
+
+
+def test_a_program_says_for_itself_that_padding_is_finite():
+    """Or that it may not be, whatever the environment says."""
+    function, arguments, _, _ = program(Draw(mask="nothing", loss="squares"))
+    made = partial(compiled, function, arguments, 2, "1f1b")
+    (report,) = made({"stretto_finite_padding": 1}).interleaved
+    assert report.why == "" and report.unmasked
+    reports = made({"stretto_finite_padding": 0}, valid=FINITE).interleaved
+    assert any("stretto_finite_padding" in report.why for report in reports)
 
 
 def test_padding_that_is_said_to_be_finite_and_is_not(monkeypatch):

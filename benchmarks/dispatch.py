@@ -12,7 +12,7 @@ from collections.abc import Callable
 from harness import clean_environment, options, show, time_calls
 
 GOALS = {
-    "x + 1, chained": "stretto ≤ 3x",
+    "x + 1, chained": "stretto ≤ 1.5x",
     "x + 1, waited for": "stretto ≤ 3x",
 }
 

@@ -21,7 +21,7 @@ from stretto.runtime.program.check import check
 from . import stablehlo, tap
 from .carve import BlockPlan, SegmentPlan
 from .collective_order import reorder, token_edges
-from .graph import Module
+from .graph import Instruction, Module
 from .groups import MOST_DEVICES
 from .interleaved import NO_LOOP, Interleaved, Scheduled
 from .local_flow import as_segments
@@ -301,7 +301,7 @@ def compile_stablehlo(
     finite = valid.finite_padding if own.finite_padding is None else own.finite_padding
     hlo, found = _rescheduled(
         hlo, *counts, own.interleave or interleave, own.schedule or schedule, dump,
-        finite_padding=finite,
+        finite_padding=finite, named=bool(own.interleave or own.schedule),
     )  # fmt: skip
     chunked = splits if own.split is None else own.split
     decided = None if chunked else ()
@@ -430,9 +430,11 @@ def _rescheduled(
     dump: Dump | None,
     *,
     finite_padding: bool,
+    named: bool = True,
 ) -> tuple[bytes, tuple[Interleaved | Scheduled, ...]]:
     """The module with its pipelines interleaved, or in another schedule; ``dump`` is given both.
-    ``finite_padding``: as of `scheduled`.
+    ``finite_padding``: as of `scheduled`. ``named``: whether that is asked of this program, and not of all
+    programs of a job, of which most are no pipelines, and are not reported on.
 
     Raises `UnsupportedError` where that is asked for and the package for it is missing, and
     `InvalidProgramError` where both are.
@@ -466,7 +468,7 @@ def _rescheduled(
         made, found = scheduled(
             hlo, num_replicas, num_partitions, schedule, chunks, finite_padding=finite_padding
         )
-    if not found and _sends(hlo):
+    if not found and _sends(hlo, again=not named):
         report = Interleaved if schedule == "gpipe" else partial(Scheduled, schedule=schedule)
         found = (report("", "", why=NO_LOOP),)
     if dump is not None and made != hlo:
@@ -474,10 +476,20 @@ def _rescheduled(
     return made, found
 
 
-def _sends(hlo: bytes) -> bool:
-    """Whether a module has transfers from device to device."""
-    opcodes = (i.opcode for c in Module.parse(hlo).computations for i in c.instructions)
-    return any(opcode.startswith("collective-permute") for opcode in opcodes)
+def _sends(hlo: bytes, *, again: bool) -> bool:
+    """Whether a module has transfers from device to device. ``again``: such as send on what the same pairs
+    have sent before, as the stages of a pipeline do whose iterations are unrolled."""
+    for computation in Module.parse(hlo).computations:
+        behind: dict[Instruction, frozenset[tuple[tuple[int, int], ...]]] = {}
+        for instruction in computation.instructions:
+            before = frozenset().union(*(behind[o] for o in instruction.operands))
+            if instruction.opcode in ("collective-permute", "collective-permute-start"):
+                pairs = tuple((p.source, p.target) for p in instruction.proto.source_target_pairs)
+                if not again or pairs in before:
+                    return True
+                before |= {pairs}
+            behind[instruction] = before
+    return False
 
 
 def _asked(chunks: int, schedule: str) -> str:

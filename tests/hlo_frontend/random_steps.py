@@ -42,13 +42,14 @@ DEAD_ONLY = ValidPolicy(dead_only=True)
 
 
 def compiled(
-    function, arguments, devices: int, schedule: str, own: dict[str, int] | None = None, **how
+    function, arguments, devices: int, schedule: str, own: dict[str, int | str] | None = None, **how
 ) -> CompiledModule:
     """``own``: options of stretto among those of the compiler."""
     text = function.trace(*arguments).lower().as_text()
     proto = CompileOptionsProto()
     for key, value in (own or {}).items():
-        proto.env_option_overrides.add(key=key).value.int_field = value
+        field = "string_field" if isinstance(value, str) else "int_field"
+        setattr(proto.env_option_overrides.add(key=key).value, field, value)
     spec = CompileSpec(1, devices, proto.SerializeToString())
     return compile_stablehlo(text, spec, schedule=schedule, **how)
 

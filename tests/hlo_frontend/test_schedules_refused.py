@@ -76,11 +76,31 @@ def test_a_pipeline_that_is_no_loop():
     send = manual(lambda x: lax.ppermute(x, "x", [(0, 1)]), over, (P("x"),), P("x"))
     add = manual(lambda x: lax.psum(x, "x"), over, (P("x"),), P())
     x = np.ones((4, 2), np.float32)
-    (report,) = compiled(jax.jit(send), (x,), 2, "1f1b").interleaved
+    (report,) = compiled(jax.jit(send), (x,), 2, "gpipe", {"stretto_schedule": "1f1b"}).interleaved
     assert report.describe().startswith("the program is not run as 1f1b: none of its loops sends")
-    (report,) = compiled(jax.jit(send), (x,), 2, "gpipe", interleave=2).interleaved
+    (report,) = compiled(jax.jit(send), (x,), 2, "gpipe", {"stretto_interleave": 2}).interleaved
     assert report.describe().startswith("the program is not interleaved: none of its loops sends")
-    assert compiled(jax.jit(add), (x,), 2, "1f1b").interleaved == ()
+    assert compiled(jax.jit(add), (x,), 2, "gpipe", {"stretto_schedule": "1f1b"}).interleaved == ()
+
+
+def test_a_job_in_a_schedule_has_programs_that_are_no_pipelines():
+    """One that exchanges its edges sends, too; stages whose iterations are unrolled send what they were
+    sent."""
+    over = mesh(2)
+
+    def edges(x):
+        return lax.ppermute(x, "x", [(0, 1)]) + lax.ppermute(x, "x", [(1, 0)])
+
+    def unrolled(x):
+        for _ in range(2):
+            x = lax.ppermute(jnp.tanh(x), "x", [(0, 1)])
+        return x
+
+    for function, reports in ((edges, 0), (unrolled, 1)):
+        made = jax.jit(manual(function, over, (P("x"),), P("x")))
+        for asked in ({"schedule": "1f1b"}, {"schedule": "gpipe", "interleave": 2}):
+            found = compiled(made, (np.ones((4, 2), np.float32),), 2, **asked)
+            assert len(found.interleaved) == reports
 
 
 ON_PADDING = (

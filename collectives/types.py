@@ -105,3 +105,12 @@ class TensorType:
         if not bracket or not rest.endswith("]") or name not in ELEMENT_TYPES:
             raise ValueError(f"not a tensor type: {text!r}")
         return cls(name, tuple(int(d) for d in rest[:-1].split(",") if d))
+
+
+_types: dict[TensorType, TensorType] = {}
+
+
+def the_one(type: TensorType) -> TensorType:
+    """The one object of all types that are equal to it: of arrays and of what programs take and give, which
+    are told to be the same without comparing them."""
+    return _types.setdefault(type, type)

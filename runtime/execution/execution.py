@@ -167,18 +167,18 @@ class Execution:
             if isinstance(content, Joined) and len(content) == count:
                 return content
             column = [column.result(position) for position in range(count)]
-        else:
+        elif Part in map(type, column):
             column = [entry.result() if type(entry) is Part else entry for entry in column]
-        landed = [type(entry) is Landed for entry in column]
-        if all(landed):
+        kinds = set(map(type, column))
+        if kinds <= {Landed}:
             return Hosted(entry.host for entry in column)
-        if any(landed):
-            walker = self.loaded.walker
-            return [
-                walker.engine.put(entry.host, type_, ordinal) if type(entry) is Landed else entry
-                for entry, ordinal in zip(column, walker.ordinals, strict=True)
-            ]
-        return column
+        if Landed not in kinds:
+            return column
+        walker = self.loaded.walker
+        return [
+            walker.engine.put(entry.host, type_, ordinal) if type(entry) is Landed else entry
+            for entry, ordinal in zip(column, walker.ordinals, strict=True)
+        ]
 
     def land(
         self,

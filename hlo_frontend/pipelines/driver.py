@@ -22,6 +22,7 @@ from .masked import masked
 from .merged import Names, merged
 from .merged_verify import check as check_merged
 from .nested import as_entry, loops_around, within
+from .numbered import Numbered, numbered
 from .outlined import outlined
 from .partitioned import Localized, Whys, localized
 from .parts import Part, Pipeline
@@ -71,8 +72,40 @@ def interleave(
     def found(given: bytes) -> tuple[bytes, tuple[Interleaved, ...]]:
         return _interleaved(given, num_replicas, num_partitions, chunks)
 
+    def whole(given: bytes) -> tuple[bytes, tuple[Interleaved, ...]]:
+        return _with_rows(found, given, num_replicas, num_partitions)
+
     # There is no promise of rounding here.
-    return _also_within(found, serialized, num_replicas, num_partitions, None)
+    return _also_within(whole, serialized, num_replicas, num_partitions, None)
+
+
+def _with_rows(
+    rewrite: Callable[[bytes], tuple[bytes, tuple[_Report, ...]]],
+    serialized: bytes,
+    num_replicas: int,
+    num_partitions: int,
+    but: frozenset[str] = frozenset(),
+) -> tuple[bytes, tuple[_Report, ...]]:
+    """What ``rewrite`` makes of a module, of which stages have all rows that they take by number (see
+    `numbered`), in loops ``but`` those of these names. A loop that is refused stays as it is."""
+    try:
+        taken = numbered(serialized, num_replicas, num_partitions, but)
+    except GaveUpError:
+        taken = Numbered(serialized)
+    made, reports = rewrite(taken.module)
+    if not taken.held:
+        return made, reports
+    refused = {report.name for report in reports if report.why}
+    if len(refused) == len(reports):
+        return serialized, reports
+    if alone := frozenset(taken.held) & refused:
+        return _with_rows(rewrite, serialized, num_replicas, num_partitions, but | alone)
+
+    def held(report: _Report) -> int:
+        names = {report.name, getattr(report, "backward", "")}
+        return report.held + sum(n for name, n in taken.held.items() if name in names)
+
+    return made, tuple(r if r.why else replace(r, held=held(r)) for r in reports)
 
 
 def _also_within(
@@ -265,7 +298,10 @@ def scheduled(
     def rounding(report: Scheduled) -> Scheduled:
         return report if report.why else replace(report, rounds=report.rounds or _SUMMED)
 
-    return _also_within(found, serialized, num_replicas, num_partitions, rounding)
+    def whole(given: bytes) -> tuple[bytes, tuple[Scheduled, ...]]:
+        return _with_rows(found, given, num_replicas, num_partitions)
+
+    return _also_within(whole, serialized, num_replicas, num_partitions, rounding)
 
 
 def _masked(

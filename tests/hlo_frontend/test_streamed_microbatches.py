@@ -40,7 +40,9 @@ class Form:
     of padding. ``again``: what is under `jax.checkpoint`, a ``stage`` or an ``iteration``, which keeps what
     stages take, as MaxText does. ``once``: whether the first stage takes what its slots hold only as long as
     these are microbatches. ``rounds``: how often a microbatch goes through all stages. ``reads``: what of the
-    microbatches is read besides."""
+    microbatches is read besides. ``packed``: how an array of numbers is divided, of which each stage takes
+    those of its microbatch, as positions: by "stages", by "stages and data" at once, or not at all, "whole";
+    ``numbers``: their type."""
 
     stages: int = 2
     microbatches: int = 4
@@ -54,6 +56,8 @@ class Form:
     once: bool = False
     rounds: int = 1
     reads: Callable[[jax.Array], jax.Array] | None = None
+    packed: str = ""
+    numbers: Any = np.int32
 
 
 def layer(x: jax.Array, weights: Any) -> tuple[jax.Array, None]:
@@ -107,7 +111,18 @@ def written(form: Form, *, gradients: bool = True) -> WrittenStep:
         own = P("x", "d")
         return jax.shard_map(sent, mesh=over, in_specs=own, out_specs=own)(array)
 
-    def outputs(parameters: Any, given: jax.Array) -> jax.Array:
+    def positions(numbers: jax.Array, i: jax.Array) -> jax.Array:
+        """Those of the stages' microbatches."""
+        own = lax.with_sharding_constraint(
+            jnp.maximum(i - ids, 0) % count, NamedSharding(over, P("x"))
+        )
+        taken = jax.vmap(lambda n: numbers[n])(own)
+        return lax.with_sharding_constraint(taken, NamedSharding(over, P("x", P.UNCONSTRAINED)))
+
+    def outputs(parameters: Any, given: jax.Array, numbers: jax.Array | None) -> jax.Array:
+        if numbers is not None:
+            numbers = numbers.reshape(count, ROWS)
+
         def iteration(carry: Any, i: jax.Array) -> tuple[Any, None]:
             state, stream = carry
             slot = stream[:, i % each]
@@ -119,6 +134,8 @@ def written(form: Form, *, gradients: bool = True) -> WrittenStep:
             works = (i >= ids) & (i - ids < form.rounds * count)
             state = lax.with_sharding_constraint(state, on_stages)
             state = checkpoint_name(state, "taken")
+            if numbers is not None:
+                state = state + jnp.cos(positions(numbers, i).astype(jnp.float32))[..., None]
             state = jax.vmap(stage)(parameters["layers"], state, works)
             state = lax.with_sharding_constraint(state, on_stages)
             moved = jnp.where(last, state, handed(slot, -1))[:, None]
@@ -135,8 +152,8 @@ def written(form: Form, *, gradients: bool = True) -> WrittenStep:
         in_order = (np.arange(each) + stages - 1) % each
         return stream[:, in_order].reshape(count, ROWS, WIDTH)
 
-    def loss(parameters: Any, words: jax.Array) -> jax.Array:
-        ys = outputs(parameters, words[0])
+    def loss(parameters: Any, words: jax.Array, numbers: jax.Array | None = None) -> jax.Array:
+        ys = outputs(parameters, words[0], numbers)
         if form.head == "squares":
             return (ys**2).sum()
         if form.head == "gathered":
@@ -157,9 +174,24 @@ def written(form: Form, *, gradients: bool = True) -> WrittenStep:
     function = trained(loss) if form.training else jax.value_and_grad(loss)
     results: Any = (everywhere, placed)
     if not gradients:
-        function, results = (lambda parameters, words: outputs(parameters, words[0])), everywhere
-    step = jax.jit(function, in_shardings=(placed, everywhere), out_shardings=results)
-    return WrittenStep(step, (parameters, words), [*jax.tree.leaves(specs), P()], over)
+        function, results = (
+            (lambda parameters, words: outputs(parameters, words[0], None)),
+            everywhere,
+        )
+    arguments: list[Any] = [parameters, words]
+    leaves = [*jax.tree.leaves(specs), P()]
+    if form.packed:
+        numbers = rng.integers(0, 7, count * ROWS).astype(form.numbers)
+        leaves.append(
+            {"stages": P("x"), "stages and data": P(("x", "d")), "whole": P()}[form.packed]
+        )
+        arguments.append(numbers)
+    given = (
+        placed,
+        *(NamedSharding(over, spec) for spec in leaves[len(leaves) - len(arguments) + 1 :]),
+    )
+    step = jax.jit(function, in_shardings=given, out_shardings=results)
+    return WrittenStep(step, tuple(arguments), leaves, over)
 
 
 FORMS = {
@@ -177,6 +209,13 @@ FORMS = {
 }
 
 
+def held_by_streams(form: Form) -> int:
+    """Bytes of inputs, of outputs and of both's gradients that a device has besides its own."""
+    slot = ROWS // form.data * WIDTH * 4
+    trips = form.microbatches + form.stages - 1
+    return slot * (form.microbatches + 2 * trips - 3 * (form.microbatches // form.stages))
+
+
 @pytest.mark.parametrize(
     "form",
     [pytest.param(f, marks=[pytest.mark.thorough] * (n > 1)) for n, f in enumerate(FORMS.values())],
@@ -189,10 +228,7 @@ def test_a_step_is_run_in_schedules(form: Form) -> None:
         (report,) = found.module.interleaved
         assert report.rows == min(form.stages, form.microbatches)
         assert "each device holds all microbatches" in report.describe()
-        slot = ROWS // form.data * WIDTH * 4
-        trips = form.microbatches + form.stages - 1
-        rows = form.microbatches + 2 * trips - 3 * (form.microbatches // form.stages)
-        assert report.held == rows * slot
+        assert report.held == held_by_streams(form)
     step.check_written()
 
 
@@ -229,6 +265,45 @@ def test_a_step_without_masks_is_run_in_schedules(form: Form) -> None:
         assert report.rows < report.rows_before
         assert "gradients are NaN as written, and are not here" in report.describe()
     step.check_written()
+
+
+PACKED = {
+    "stages": replace(MAXTEXT, packed="stages"),
+    "whole": replace(MAXTEXT, packed="whole", layers=2),
+    "one each": replace(MAXTEXT, packed="stages", stages=4, head="gathered"),
+    "rows": replace(MAXTEXT, packed="stages and data", data=2, head="focal"),
+    "floats": replace(MAXTEXT, packed="stages", numbers=np.float32, layers=2, again=""),
+    "masked": Form(packed="stages", mask=True, once=True),
+}
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        pytest.param(f, marks=[pytest.mark.thorough] * (n > 0))
+        for n, f in enumerate(PACKED.values())
+    ],
+    ids=PACKED,
+)
+def test_stages_take_numbers_of_their_microbatch(form: Form) -> None:
+    """Which the stages divide: then each of them has all, and takes its own."""
+    step = written(form)
+    parts = form.stages * form.data
+    each = form.microbatches * ROWS // parts * 4
+    # Where each has one, XLA gathers them before the loop itself.
+    gathers = form.packed != "whole" and form.microbatches > form.stages
+    more = each * (parts - 1) if gathers else 0
+    for schedule in ("1f1b", "zb_h1"):
+        (report,) = step.judged(schedule, valid=FINITE).module.interleaved
+        assert report.rows == min(form.stages, form.microbatches)
+        assert report.held == held_by_streams(form) + more
+    step.check_written()
+
+
+@pytest.mark.parametrize("layers", [0, pytest.param(2, marks=pytest.mark.thorough)])
+def test_with_numbers_what_is_linear_is_equal(layers: int) -> None:
+    form = replace(MAXTEXT, head="squares", packed="stages", layers=layers)
+    assert written(form).judged("1f1b", valid=FINITE).differs == ()
 
 
 def test_what_padding_would_need_is_named() -> None:

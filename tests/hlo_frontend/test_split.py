@@ -511,6 +511,34 @@ def test_a_convolution_and_what_pools_it() -> None:
         np.testing.assert_array_equal(got.results[0][device], made.reshape(4, 2, 2, 5).max(axis=2))
 
 
+def test_groups_of_features_are_not_cut() -> None:
+    """Channels that are gathered before a convolution of two groups: a part has whole groups."""
+    module = partitioned(
+        """
+  x = f32[2,6,6] parameter(0)
+  k = f32[3,6,12] parameter(1)
+  g = f32[2,6,12] all-gather(x), ALL, dimensions={2}
+  ROOT c = f32[2,4,12] convolution(g, k), window={size=3}, dim_labels=b0f_0io->b0f,
+    feature_group_count=2
+""",
+        2,
+    )
+    ((_, _, region),) = regions(module)
+    assert [parts for parts in (2, 4, 6, 12) if region.divides(parts)] == [2]
+    chunked = split(module, 1)
+    arguments = numbers(chunked.lowered().program)
+    program, got = ran(chunked, arguments)
+    assert kinds(program) == {Kind.PERMUTE: 1}
+    x, k = arguments
+    windows = np.lib.stride_tricks.sliding_window_view(np.concatenate(x, 2), 3, 1)
+    for device in range(2):
+        made = [
+            np.einsum("bwiv,vio->bwo", windows[:, :, own], k[device][:, :, own])
+            for own in (slice(0, 6), slice(6, 12))
+        ]
+        np.testing.assert_array_equal(got.results[0][device], np.concatenate(made, 2))
+
+
 UNFIT = {
     "all that is gathered is contracted": """
   x = f32[5,6] parameter(0)

@@ -140,7 +140,13 @@ def divides(type: TensorType, cut: Cut, parts: int) -> bool:
 
 
 def can_be(node: Node, split: Split, parts: int) -> bool:
-    """Whether everything that is cut at a node has that many equal parts."""
+    """Whether everything that is cut at a node has that many equal parts. Of a grouped convolution, along
+    its groups, each stretch of a part must have whole groups."""
+    grouped = node.instruction.opcode == "convolution" and None not in split.operands
+    if grouped and (node.instruction.proto.feature_group_count or 1) % (
+        split.results[0].outer * parts
+    ):
+        return False
     given = [(v.type, cut) for v, cut in zip(node.operands, split.operands, strict=True) if cut]
     made = [(v.type, cut) for v, cut in zip(node.results, split.results, strict=True)]
     return all(t is not None and divides(t, cut, parts) for t, cut in (*given, *made))

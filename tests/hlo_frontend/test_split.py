@@ -511,6 +511,74 @@ def test_a_convolution_and_what_pools_it() -> None:
         np.testing.assert_array_equal(got.results[0][device], made.reshape(4, 2, 2, 5).max(axis=2))
 
 
+LESS = """
+less { a = f32[] parameter(0)
+  b = f32[] parameter(1)
+  ROOT c = pred[] compare(a, b), direction=LT }
+"""
+
+BY_ROWS = {
+    "features are sorted": (
+        "o = f32[ROWS,5] sort(g), dimensions={1}, to_apply=less",
+        lambda g: np.sort(g, axis=1),
+    ),
+    "features are looked up": (
+        """
+  i = s32[5,1] constant({{3},{0},{4},{4},{1}})
+  o = f32[ROWS,5] gather(g, i), offset_dims={0}, collapsed_slice_dims={1}, start_index_map={1}, """
+        "index_vector_dim=1, slice_sizes={ROWS,1}",
+        lambda g: g[:, [3, 0, 4, 4, 1]],
+    ),
+    "one feature of each row is looked up": (
+        """
+  i = s32[ROWS,1,1] parameter(2)
+  p = f32[ROWS,1] gather(g, i), offset_dims={}, collapsed_slice_dims={1}, start_index_map={1}, """
+        "operand_batching_dims={0}, start_indices_batching_dims={0}, index_vector_dim=2, "
+        """slice_sizes={1,1}
+  f = f32[ROWS] reshape(p)
+  b = f32[ROWS,5] broadcast(f), dimensions={0}
+  o = f32[ROWS,5] add(g, b)""",
+        lambda g, i: g + np.take_along_axis(g, i[:, :, 0].clip(0, 4), axis=1),
+    ),
+    "rows are added to some features": (
+        """
+  i = s32[2,1] constant({{3},{0}})
+  t = f32[ROWS,2] slice(g), slice={[0:ROWS],[1:3]}
+  o = f32[ROWS,5] scatter(g, i, t), update_window_dims={0}, inserted_window_dims={1}, """
+        "scatter_dims_to_operand_dims={1}, index_vector_dim=1, to_apply=sum",
+        lambda g: g + np.stack([g[:, 2], 0 * g[:, 0], 0 * g[:, 0], g[:, 1], 0 * g[:, 0]], 1),
+    ),
+}
+
+
+@pytest.mark.parametrize("pieces", [False, True])
+@pytest.mark.parametrize("between", BY_ROWS)
+def test_rows_are_sorted_and_looked_up_in(between: str, pieces: bool) -> None:
+    """What works on each row by itself is computed part after part between a gather and a product."""
+    text, expected = BY_ROWS[between]
+    module = partitioned(
+        f"""
+  x = f32[6,5] parameter(0)
+  w = f32[5,7] parameter(1)
+  g = f32[12,5] all-gather(x), ALL, dimensions={{0}}
+  {text.replace("ROWS", "12")}
+  ROOT d = f32[12,7] dot(o, w), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}
+""",
+        2,
+        LESS,
+    )
+    ((_, _, region),) = regions(module)
+    assert set(re.findall(r"(\w) = f32\[ROWS", text)) <= names(region)[1]
+    chunked = split(module, 3, pieces)
+    arguments = numbers(chunked.lowered().program)
+    program, got = ran(chunked, arguments)
+    assert kinds(program) == ({Kind.ALL_GATHER: 3} if pieces else {Kind.PERMUTE: 3})
+    x, w, *more = arguments
+    for device in range(2):
+        rows = expected(np.concatenate(x), *(a[device] for a in more))
+        np.testing.assert_array_equal(got.results[0][device], rows @ w[device])
+
+
 def test_groups_of_features_are_not_cut() -> None:
     """Channels that are gathered before a convolution of two groups: a part has whole groups."""
     module = partitioned(
@@ -571,9 +639,7 @@ UNFIT = {
 
 @pytest.mark.parametrize("why", UNFIT)
 def test_what_is_left_alone(why: str) -> None:
-    less = "less { a = f32[] parameter(0)\n b = f32[] parameter(1)\n"
-    less += " ROOT c = pred[] compare(a, b), direction=LT }\n"
-    assert not regions(partitioned(UNFIT[why], 2, less))
+    assert not regions(partitioned(UNFIT[why], 2, LESS))
 
 
 def test_not_every_device_in_a_group() -> None:

@@ -3,6 +3,8 @@ runs more of them."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -37,6 +39,47 @@ def test_random_routings(shape: tuple[int, int], tiles: int) -> None:
     assert routings.regions == 1
     for seed in range(8 if tiles == 4 else 4):
         routings.judge(seed)
+
+
+def chosen_experts(g):  # type: ignore[no-untyped-def]
+    """The two largest of a row, at their places: as where all experts run and the router picks two."""
+    best, places = lax.top_k(g, 2)
+    return (jax.nn.one_hot(places, g.shape[-1], dtype=g.dtype) * best[..., None]).sum(1)
+
+
+def solved(g):  # type: ignore[no-untyped-def]
+    """Each row is half of a positive matrix with which a system is solved."""
+    half = g.reshape(-1, 2, 4)
+    matrix = jnp.einsum("rai,rbi->rab", half, half) + 9 * jnp.eye(2, dtype=g.dtype)
+    triangle = jnp.linalg.cholesky(matrix)
+    return lax.linalg.triangular_solve(triangle, half, left_side=True, lower=True).reshape(g.shape)
+
+
+@pytest.mark.parametrize(
+    "between",
+    [
+        pytest.param(chosen_experts, id="top-k"),
+        pytest.param(solved, id="LAPACK"),
+        pytest.param(lambda g: jnp.abs(jnp.fft.fft(g)), id="FFT"),
+        pytest.param(lambda g: jnp.sort(g)[:, jnp.array([3, 0, 0, 7, 1, 2, 5, 5])], id="sort"),
+    ],
+)
+def test_each_row_by_itself_between_a_gather_and_a_scatter(between: Any) -> None:
+    """No part waits for all rows: what arrives is put together nowhere."""
+    over = mesh(2)
+    rng = np.random.default_rng(0)
+    x, w, v = (rng.standard_normal(s).astype("f4") for s in ((12, 8), (8, 8), (8, 4)))
+
+    def f(x, w, v):  # type: ignore[no-untyped-def]
+        rows = lax.all_gather(x, "x", axis=0, tiled=True)
+        return lax.psum_scatter(between(rows @ w) @ v, "x", scatter_dimension=0, tiled=True)
+
+    specs = (P("x"), P(), P())
+    function = manual(f, over, specs, P("x"))
+    made, regions = split(compiled(function, x, w, v, num_devices=2), 2, pieces=False)
+    assert regions == 1
+    assert {c.kind for c in made.program.collectives} == {Kind.PERMUTE}
+    judge_program(made, function, over, specs, x, w, v, exact=False)
 
 
 def layers(x, weights):  # type: ignore[no-untyped-def]

@@ -24,9 +24,10 @@ from ..bytes.batches import Batch, batches, memory_order
 
 # What lies between collectives and products, beside elementwise ops. Others end a region.
 _BETWEEN = frozenset(
-    {"bitcast", "broadcast", "concatenate", "convolution", "dot", "dynamic-slice"}
-    | {"dynamic-update-slice", "pad", "reduce", "reduce-window", "reshape", "reverse"}
-    | {"select-and-scatter", "slice", "transpose"}
+    {"bitcast", "broadcast", "cholesky", "concatenate", "convolution", "custom-call", "dot"}
+    | {"dynamic-slice", "dynamic-update-slice", "fft", "gather", "pad", "reduce", "reduce-window"}
+    | {"reshape", "reverse", "scatter", "select-and-scatter", "slice", "sort", "transpose"}
+    | {"triangular-solve"}
 )
 _RESHAPES = ("bitcast", "reshape")
 

@@ -110,7 +110,7 @@ class TensorType:
 _types: dict[TensorType, TensorType] = {}
 
 
-def the_one(type: TensorType) -> TensorType:
+def interned(type: TensorType) -> TensorType:
     """The one object of all types that are equal to it: of arrays and of what programs take and give, which
     are told to be the same without comparing them."""
     return _types.setdefault(type, type)

@@ -17,7 +17,7 @@ cdef class ArrayType:
     cdef size_t nbytes
 
     def __cinit__(self, type, tuple order=()):
-        self.type, self.order = the_one(type), order
+        self.type, self.order = interned(type), order
         self.code = _abi.BUFFER_TYPES[type.dtype]
         self.rank, self.nbytes = len(type.shape), type.nbytes
         # One block for both; malloc(0) may give null, which jaxlib would not mind.

@@ -45,7 +45,7 @@ from time import perf_counter as _perf_counter
 from numpy import ndarray
 
 from stretto.collectives.memory import ALIGNMENT as _ALIGNMENT
-from stretto.collectives.types import the_one
+from stretto.collectives.types import interned
 from stretto.runtime.recording import rows as _rows
 from stretto.runtime.recording import trace_file as _trace_file
 from stretto.runtime.engines.engine import counted as _counted

@@ -78,6 +78,19 @@ class Editor:
             if proto.id in wanted:
                 proto.operand_ids[:] = [by_id.get(n, n) for n in proto.operand_ids]
 
+    def carry(self, b: Builder, loop: Instruction, init: Sequence[Any]) -> Any:
+        """Have a loop begin with these arrays in place of those that it carries, and give its proto. ``b``:
+        adds to the loop's computation. Its condition takes them; its body is the caller's to change."""
+        carried = builder.tuple_shape([v.shape for v in init])
+        condition = loop.called[1]
+        test = self.within(condition)
+        test.own(condition.parameters[0]).shape.CopyFrom(carried)
+        test.finish(test.own(condition.root))
+        proto = b.own(loop)
+        proto.shape.CopyFrom(carried)
+        proto.operand_ids[:] = [b.tuple(init).id]
+        return proto
+
     def sweep(self, computation: Computation) -> None:
         """Leave out of a computation what nothing needs, and put each instruction behind its operands."""
         proto = self._own(computation)
@@ -135,6 +148,15 @@ class Builder(builder.Builder):
         self._later = [HloInstructionProto.FromString(i.SerializeToString())
                        for i in instructions[at + 1 :]]  # fmt: skip
         del self.proto.instructions[at:]
+
+    def own(self, instruction: Instruction) -> Any:
+        """The proto of one of the module's instructions in the computation that is changed."""
+        return next(i for i in self.proto.instructions if i.id == instruction.proto.id)
+
+    def device(self) -> Any:
+        """Add the id of the device, s32[], of which a compiler does not know that it is not negative."""
+        id = self.add("partition-id", builder.array_shape("u32"))
+        return self.convert(id, builder.array_shape("s32"))
 
     def identify(self, proto: Any, opcode: str, copied: Instruction | None = None) -> None:
         name = f"interleave.{opcode}" if copied is None else f"{copied.name}.interleaved"

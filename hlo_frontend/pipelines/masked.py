@@ -24,7 +24,6 @@ from typing import Any
 
 import numpy as np
 
-from ..builder import array_shape
 from ..collectives import CollectiveReader
 from ..flatten import flatten
 from ..graph import Instruction, Module
@@ -39,7 +38,6 @@ from .recognize import follow, is_candidate
 from .rewrite import laid_out, shaped
 from .travelling import counter_of
 from .vanishing import Vanishing
-from .walks import SCALAR
 
 # Opcodes by which arrays are moved, or parts of them put together.
 _MOVED = MOVES | {"slice", "dynamic-slice", "collective-permute"}
@@ -151,14 +149,14 @@ class _Masks:
         """Let all that reads these values read zeros on these devices in these iterations."""
         body = node.instruction.called[0]
         b = self.editor.within(body)
-        parameter = next(i for i in b.proto.instructions if i.id == body.parameters[0].proto.id)
+        parameter = b.own(body.parameters[0])
         stands: dict[Instruction, Any] = {}
         works: dict[bytes, Any] = {}
         for value, padding in tables.items():
             b.metadata = value.proto.metadata
             key = padding.tobytes()
             if key not in works:
-                device = b.convert(b.add("partition-id", array_shape("u32")), array_shape(SCALAR))
+                device = b.device()
                 where = [device, b.element(parameter, counter)]
                 works[key] = b.is_one(b.lookup((~padding).astype(np.int32), where))
             stands[value] = _or_zeros(b, works[key], value)

@@ -24,7 +24,7 @@ import numpy as np
 
 from stretto.collectives.ops import Kind, Reduction
 
-from ..builder import array_shape, resized, tuple_shape
+from ..builder import resized
 from ..collectives import CollectiveReader
 from ..flatten import flatten
 from ..graph import Instruction, Module, leaf_types
@@ -42,7 +42,6 @@ from .pieces import instructions_of
 from .recognize import follow, is_candidate
 from .rewrite import laid_out, shaped, without_sign_of_zero
 from .travelling import counter_of
-from .walks import SCALAR
 
 # Sums of one number and zeros give that number.
 _SUMS = frozenset({Reduction.SUM, Reduction.OR})
@@ -429,7 +428,7 @@ class _Taken:
     def emit(self, b: Builder, array: Any, counter: Any) -> Any:
         """Add what stands for it to the body. ``array``: what `gather` gave."""
         shape = self.reads[0].shape
-        device = b.convert(b.add("partition-id", array_shape("u32")), array_shape(SCALAR))
+        device = b.device()
         where = [device, counter]
         parts = []
         for n in range(self.numbers.shape[2]):
@@ -517,10 +516,10 @@ def _change(
     computation."""
     keys = list(dict.fromkeys(one.key for one in taken))
     init = [*(o.proto for o in loop.operands[0].operands), *(gathered[key] for key in keys)]
-    carried = tuple_shape([v.shape for v in init])
-    body, condition = loop.called
+    carried = editor.carry(b, loop, init).shape
+    body = loop.called[0]
     inner = editor.within(body)
-    parameter, root = _own(inner, body.parameters[0]), _own(inner, body.root)
+    parameter, root = inner.own(body.parameters[0]), inner.own(body.root)
     parameter.shape.CopyFrom(carried)
     arrays = {key: inner.element(parameter, n) for n, key in enumerate(keys, len(init) - len(keys))}
     stands: dict[Instruction, Any] = {}
@@ -534,14 +533,3 @@ def _change(
     root.shape.CopyFrom(carried)
     inner.finish(root)
     editor.sweep(body)
-    test = editor.within(condition)
-    _own(test, condition.parameters[0]).shape.CopyFrom(carried)
-    test.finish(_own(test, condition.root))
-    proto = _own(b, loop)
-    proto.shape.CopyFrom(carried)
-    proto.operand_ids[:] = [b.tuple(init).id]
-
-
-def _own(b: Builder, instruction: Instruction) -> Any:
-    """The proto of an instruction in the computation that is changed."""
-    return next(i for i in b.proto.instructions if i.id == instruction.proto.id)

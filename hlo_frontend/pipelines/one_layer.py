@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..builder import array_shape, resized, tuple_shape
+from ..builder import resized, tuple_shape
 from ..graph import Computation, Instruction
 from ..passes.valid.known import keeps_order
 from .emit import Builder, Editor, fenced, needed_by
@@ -73,7 +73,7 @@ class Stage:
                 for read, made in self.residuals.items()
             ],
             "shared": [i.proto for i in shared],
-            "device": [_device(outer)] if self.apart else [],
+            "device": [outer.device()] if self.apart else [],
             "stacks": [outer.zeros(_slice(i.shape)) for i in [*outside, *keeps]],
         }
         carried = outer.tuple([v for own in begin.values() for v in own])
@@ -156,11 +156,6 @@ class Stage:
             seen |= set(fresh)
             stack += fresh
         return [i for i in self.body.instructions if i in found and i not in self.gives]
-
-
-def _device(b: Builder) -> Any:
-    """The number of the device, of which a compiler does not know that it is not negative."""
-    return b.convert(b.add("partition-id", array_shape("u32")), array_shape("s32"))
 
 
 def _slice(shape: Any) -> Any:

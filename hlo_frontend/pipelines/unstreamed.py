@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from ..builder import array_shape, resized, tuple_shape
+from ..builder import resized
 from ..collectives import CollectiveReader
 from ..flatten import flatten
 from ..graph import COLLECTIVES, Instruction, Module, leaf_types
@@ -41,7 +41,6 @@ from .streams import Row, Stream, streams_of
 from .training import dependents
 from .travelling import counter_of
 from .undivided import Undivided, Whole
-from .walks import SCALAR
 from .weights import permute
 
 
@@ -258,7 +257,7 @@ class _Taken:
         shape = read.shape
         if zero.all():
             return laid_out(b, b.zeros(shape), shape)
-        device = b.convert(b.add("partition-id", array_shape("u32")), array_shape(SCALAR))
+        device = b.device()
         where = [device, counter]
         value = shaped(b, entry_of(b, array, [b.lookup(number, where)]), shape)
         if plus.any():
@@ -293,7 +292,7 @@ class _Taken:
     def _is_one_of(self, b: Builder, devices: Sequence[int]) -> Any:
         table = np.zeros(len(self.stream.final), np.int32)
         table[list(devices)] = 1
-        device = b.convert(b.add("partition-id", array_shape("u32")), array_shape(SCALAR))
+        device = b.device()
         return b.is_one(b.lookup(table, [device]))
 
     # Behind the loop.
@@ -361,14 +360,8 @@ class _Loop:
             init[taken.stream.position] = taken.whole
         puts = [taken for taken in self.taken if taken.made is not None]
         init += [b.zeros(taken.rows_shape()) for taken in puts]
-        carried = tuple_shape([v.shape for v in init])
-        self._change_body(carried, puts)
-        condition = self.editor.within(written.called[1])
-        _own(condition, written.called[1].parameters[0]).shape.CopyFrom(carried)
-        condition.finish(_own(condition, written.called[1].root))
-        proto = _own(b, written)
-        proto.shape.CopyFrom(carried)
-        proto.operand_ids[:] = [b.tuple(init).id]
+        proto = self.editor.carry(b, written, init)
+        self._change_body(proto.shape, puts)
         self.rows = {
             taken: b.element(proto, len(written.operands[0].operands) + n)
             for n, taken in enumerate(puts)
@@ -377,7 +370,7 @@ class _Loop:
     def _change_body(self, carried: Any, puts: Sequence[_Taken]) -> None:
         body = self.written.called[0]
         b = self.editor.within(body)
-        parameter, root = _own(b, body.parameters[0]), _own(b, body.root)
+        parameter, root = b.own(body.parameters[0]), b.own(body.root)
         parameter.shape.CopyFrom(carried)
         stands: dict[Instruction, Any] = {}
         for taken in self.taken:
@@ -398,11 +391,6 @@ class _Loop:
         root.shape.CopyFrom(carried)
         b.finish(root)
         self.editor.sweep(body)
-
-
-def _own(b: Builder, instruction: Instruction) -> Any:
-    """The proto of an instruction in the computation that is changed."""
-    return next(i for i in b.proto.instructions if i.id == instruction.proto.id)
 
 
 def _slice(b: Builder, array: Any, bounds: Sequence[tuple[int, int]]) -> Any:

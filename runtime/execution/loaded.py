@@ -16,7 +16,7 @@ from threading import Lock
 from time import perf_counter
 from typing import Any, cast
 
-from stretto.collectives.types import TensorType, the_one
+from stretto.collectives.types import TensorType, interned
 
 from ..engines.engine import Joined, Joins, LoadedTogether, counted
 from ..errors import InvalidProgramError, UnsupportedError
@@ -68,8 +68,8 @@ class LoadedProgram:
         self.walker = walker
         self.has_host_callbacks = has_host_callbacks
         self.communicates = must_agree or program.communicates
-        self.input_types = tuple(map(the_one, program.inputs))
-        self.output_types = tuple(map(the_one, program.outputs))
+        self.input_types = tuple(map(interned, program.inputs))
+        self.output_types = tuple(map(interned, program.outputs))
         self.donates = bool(program.donated)
         self._num_inputs = len(program.inputs)
         self._engine = walker.engine

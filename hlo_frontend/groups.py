@@ -8,7 +8,7 @@ flattened logical ids, ``replica * num_partitions + partition``. Sources: ``Coll
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from enum import Enum
 from math import prod
 from typing import Any
@@ -251,3 +251,22 @@ def parse_pairs(instruction: Instruction, text: str) -> list[tuple[int, int]]:
         except ValueError:
             raise instruction.invalid(f"{text!r} is not a list of pairs") from None
     return pairs
+
+
+def connected_components(pairs: Iterable[tuple[int, int]]) -> list[Group]:
+    """Those that pairs connect with each other, group by group, each in rising order."""
+    parent: dict[int, int] = {}
+
+    def find(member: int) -> int:
+        parent.setdefault(member, member)
+        while parent[member] != member:
+            parent[member] = parent[parent[member]]
+            member = parent[member]
+        return member
+
+    for source, target in pairs:
+        parent[find(source)] = find(target)
+    groups: dict[int, list[int]] = {}
+    for member in sorted(parent):
+        groups.setdefault(find(member), []).append(member)
+    return [tuple(group) for group in groups.values()]

@@ -201,16 +201,16 @@ def _memory_kind(attributes: Mapping[str, Any]) -> str:
     return ""
 
 
-def operations(module: ir.Module) -> Iterator[Any]:
-    """Every operation, nested ones included."""
-    stack = [module.operation]
-    while stack:
-        operation = stack.pop()
-        for region in operation.regions:
-            for block in region:
-                for inner in block.operations:
-                    yield inner.operation
-                    stack.append(inner.operation)
+def operations(module: ir.Module) -> list[Any]:
+    """Every operation of a module, each behind those that are nested in it."""
+    found: list[Any] = []
+
+    def take(operation: Any) -> ir.WalkResult:
+        found.append(operation)
+        return ir.WalkResult.ADVANCE
+
+    module.operation.walk(take)
+    return found[:-1]  # the last is the module
 
 
 # Operations that mean something only among several devices, or tell the partitioner what to do.
@@ -501,7 +501,7 @@ def for_engine(module: ir.Module) -> bytes:
     for JAX: an engine has one. jaxlib's CPU client, told of another, ends the process where an output is in
     the memory of a donated input.
     """
-    found = list(operations(module))
+    found = operations(module)
     idle = [o for o in found if o.name in _IDLE_ON_ONE_DEVICE]
     function = main(module)
     if not idle and not any(map(_memory_kind, _boundary(function))):

@@ -27,6 +27,7 @@ from stretto.collectives.ops import Collective, Kind
 from stretto.runtime.errors import InvalidProgramError
 
 from ..graph import Instruction
+from ..groups import connected_components
 from . import cost_file
 from .measured import Measured
 
@@ -185,31 +186,13 @@ def span(collective: Collective) -> tuple[int, int]:
     The stride is the smallest distance between two members' ids. The groups of a permute are the
     devices that its pairs connect, unless it is a part of a collective of larger ones (`passes.split`).
     """
-    groups = collective.groups or _connected(collective.pairs)
+    groups = collective.groups or connected_components(collective.pairs)
     if not groups:
         return 1, 1
     size = max(len(group) for group in groups)
     widest = min((sorted(group) for group in groups if len(group) == size), default=[0])
     stride = min((b - a for a, b in pairwise(widest)), default=1)
     return stride, size
-
-
-def _connected(pairs: Sequence[tuple[int, int]]) -> list[tuple[int, ...]]:
-    parent: dict[int, int] = {}
-
-    def find(member: int) -> int:
-        parent.setdefault(member, member)
-        while parent[member] != member:
-            parent[member] = parent[parent[member]]
-            member = parent[member]
-        return member
-
-    for source, target in pairs:
-        parent[find(source)] = find(target)
-    groups: dict[int, list[int]] = {}
-    for member in sorted(parent):
-        groups.setdefault(find(member), []).append(member)
-    return [tuple(group) for group in groups.values()]
 
 
 def wire_bytes(collective: Collective, size: int) -> float:

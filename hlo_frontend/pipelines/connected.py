@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 
 from ..graph import Instruction, all_instructions
+from ..groups import connected_components
 from ..passes.valid.trace import is_transfer
 from ..trips import annotated_trips
 from ..values import Node, NodeKind, all_nodes
@@ -32,11 +33,7 @@ def connected(node: Node) -> dict[int, frozenset[int]]:
 
 def joined(pairs: Iterable[tuple[int, int]]) -> dict[int, frozenset[int]]:
     """The devices that pairs of them connect with each other, by device."""
-    found: dict[int, frozenset[int]] = {}
-    for pair in pairs:
-        both = frozenset().union(*(found.get(d, {d}) for d in pair))
-        found |= dict.fromkeys(both, both)
-    return found
+    return {d: frozenset(group) for group in connected_components(pairs) for d in group}
 
 
 def groups_of(node: Node) -> list[tuple[Node, tuple[int, ...]]]:

@@ -340,6 +340,35 @@ def _is_start(operation: Any) -> bool:
     return target.endswith("-start")
 
 
+def take_starts_out_of_barriers(module: ir.Module) -> bool:
+    """Let each done have what its start gave, where that goes through optimization barriers on its way; says
+    whether any did.
+
+    XLA, on its CPU backend too, ends the process where it does not find the start of a done. In the barrier
+    is what the start was given instead: it stays ahead of all that comes behind the barrier, and so does the
+    start, which comes right behind what it reads.
+    """
+    found = False
+    for operation in operations(module):
+        if operation.name != "stablehlo.optimization_barrier":
+            continue
+        operands = list(operation.operands)
+        starts = {
+            i: operand.owner.operation for i, operand in enumerate(operands)
+            if not isinstance(operand.owner, ir.Block) and _is_start(operand.owner.operation)
+        }  # fmt: skip
+        if not starts:
+            continue
+        found = True
+        given = [starts[i].operands[0] if i in starts else o for i, o in enumerate(operands)]
+        with module.context, operation.location, ir.InsertionPoint(operation):
+            made = stablehlo.OptimizationBarrierOp(given)
+        for i, old in enumerate(operation.results):
+            old.replace_all_uses_with(operands[i] if i in starts else made.results[i])
+        operation.erase()
+    return found
+
+
 def is_local(module: ir.Module) -> bool:
     """Whether a module for one device can be given to an engine without XLA looking at it first.
 

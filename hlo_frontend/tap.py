@@ -142,11 +142,13 @@ def optimized_hlo(
     """
     if not stablehlo.starts_collectives(module):
         return _optimized_hlo(module, num_replicas, num_partitions, options, DISABLED_PASSES)
-    passes = [*DISABLED_PASSES, *DISABLED_WITH_STARTS]
+    # Nobody uses what barriers have in the place of starts.
+    order = [_SIMPLIFIER] if stablehlo.take_starts_out_of_barriers(module) else []
+    passes = [*DISABLED_PASSES, *DISABLED_WITH_STARTS, *order]
     try:
         return _optimized_hlo(module, num_replicas, num_partitions, options, passes)
     except (InvalidProgramError, UnsupportedError):
-        passes = [p for p in DISABLED_PASSES if p != _REPLACER]
+        passes = [*(p for p in DISABLED_PASSES if p != _REPLACER), *order]
     return _optimized_hlo(module, num_replicas, num_partitions, options, passes)
 
 

@@ -133,3 +133,30 @@ def test_what_hlo_alone_has_an_instruction_for_is_decomposed() -> None:
     x = np.array([2**31, 2**32 - 1, 5, 3], np.uint32)
     ((result, _),) = Interpreter(program).run([x, x], [x, x])
     np.testing.assert_array_equal(result, (x.astype(np.uint64) ** 2 >> 32).astype(np.uint32))
+
+
+def test_a_done_has_what_its_start_gave_without_the_barriers_between() -> None:
+    text = """
+    func.func public @main(%arg0: tensor<4xf32>) -> (tensor<4xf32>, tensor<4xf32>) {
+      %0 = stablehlo.custom_call @"all-reduce-start"(%arg0) : (tensor<4xf32>) -> tensor<4xf32>
+      %1 = stablehlo.sine %arg0 : tensor<4xf32>
+      %2:2 = stablehlo.optimization_barrier %0, %1 : tensor<4xf32>, tensor<4xf32>
+      %3:2 = stablehlo.optimization_barrier %2#1, %2#0 : tensor<4xf32>, tensor<4xf32>
+      %4 = stablehlo.custom_call @"all-reduce-done"(%3#1) : (tensor<4xf32>) -> tensor<4xf32>
+      return %4, %3#0 : tensor<4xf32>, tensor<4xf32>
+    }"""
+    with stablehlo.parsed(text) as module:
+        assert stablehlo.take_starts_out_of_barriers(module)
+        barriers = [
+            o for o in stablehlo.operations(module) if o.name == "stablehlo.optimization_barrier"
+        ]
+        (argument,) = stablehlo.main(module).regions[0].blocks[0].arguments
+        assert [list(o.operands).index(argument) for o in barriers] == [
+            0,
+            1,
+        ]  # ahead of what follows
+        (done,) = (
+            o for o in stablehlo.operations(module) if "all-reduce-done" in str(o) and not o.regions
+        )
+        assert "all-reduce-start" in str(done.operands[0].owner)
+        assert not stablehlo.take_starts_out_of_barriers(module)

@@ -92,8 +92,8 @@ class Scheduled:
     does not; ``numbers`` and ``own_chunks``: of which of the program's microbatches and through which of the
     device's chunks, -1 where it does not. ``held``: as in `Interleaved`. ``rounds``: why results are equal to
     those of the written step only up to rounding, or an empty string. ``unmasked``: whether it computes on
-    padding as written, without masks that prove that this adds nothing. ``why``: why it is left as it is
-    written.
+    padding as written, without masks that prove that this adds nothing. ``meetings``: how many collectives
+    the stages make for each microbatch in a head that they divide. ``why``: why it is left as it is written.
     """
 
     name: str
@@ -123,6 +123,7 @@ class Scheduled:
     own_chunks: tuple[tuple[int, ...], ...] = ()
     held: int = 0
     unmasked: bool = False
+    meetings: int = 0
 
     def describe(self) -> str:
         """A sentence for people."""
@@ -135,6 +136,12 @@ class Scheduled:
         rounds = ""
         if self.rounds:
             rounds = f"; {self.rounds}: results are those of the written step up to rounding"
+        meets = ""
+        if self.meetings:
+            meets = (
+                f"; all stages compute a head together, with {self.meetings} collectives for each "
+                "microbatch"
+            )
         left = f", and {self.left} for runs of weights" if self.left else ""
         stages, moved, each = f"{self.stages} stages", "", "microbatches"
         if self.chunks > 1:
@@ -150,5 +157,5 @@ class Scheduled:
             f"{self.after} of one run each, bubble {bubble:.0%}, as written {written:.0%}; {each} "
             f"alive on each stage: {alive}, as written {self.microbatches * self.chunks}; their layers keep "
             f"{self.rows * self.row} bytes on a device{left}, as written {self.rows_before * self.kept}"
-            f"{moved}{_all_held(self.held)}{_UNMASKED if self.unmasked else ''}{rounds}"
+            f"{moved}{meets}{_all_held(self.held)}{_UNMASKED if self.unmasked else ''}{rounds}"
         )

@@ -456,7 +456,7 @@ def _step(
         kept_bytes(step),
         step.forward.trips, slots.rows, new.left, drawn.runs, _rounds(step, new, chunks) or apart,
         chunks=chunks, row=kept_bytes(step, chunks), moved=new.moved, back=new.back, taken=new.parts,
-        numbers=drawn.numbers, own_chunks=drawn.own_chunks,
+        numbers=drawn.numbers, own_chunks=drawn.own_chunks, meetings=new.meetings,
     )  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from stretto.collectives.ops import Reduction
+from stretto.collectives.ops import Kind, Reduction
 
 from ..collectives import native_reduction
 from ..graph import Instruction
@@ -94,7 +94,9 @@ class Members:
         return node if collective is not None and collective.reduction is Reduction.SUM else None
 
     def gathered(self, value: Instruction) -> Instruction | None:
-        """What the last stage gave to all by an all-gather, of which ``value`` is that part."""
+        """What the last stage gave to all, be it by an all-gather of which ``value`` is that part."""
+        if value.opcode == "collective-broadcast" and self._is_from_last(value):
+            return value.operands[0]
         if value.opcode != "slice" or value.operands[0].opcode != "all-gather":
             return None
         whole = value.operands[0]
@@ -107,6 +109,30 @@ class Members:
         if list(value.shape.dimensions) != list(given.shape.dimensions) or bounds.start % size:
             return None
         return given if self._is_last(node, bounds.start // size) else None
+
+    def _is_from_last(self, value: Instruction) -> bool:
+        node = self.nodes.get(value)
+        if node is None or node.collective is None:
+            return False
+        roots = {frozenset(group): group[0] for group in node.collective.groups}
+        return roots == {frozenset(group): group[-1] for group in self.part.groups}
+
+    def shared(self, value: Instruction, axis: int) -> Instruction | None:
+        """The operand of a collective of which all stages of each pipeline, and no others, get ``value``, if
+        it keeps what lies along dimension ``axis`` apart."""
+        reduced, operand = summed(value) or (value, 0)
+        node = self.nodes.get(reduced)
+        collective = None if node is None else node.collective
+        if collective is None or len(reduced.operands) <= operand:
+            return None
+        own = {frozenset(group) for group in self.part.groups}
+        if {frozenset(group) for group in collective.groups} != own:
+            return None
+        if collective.kind in (Kind.ALL_GATHER, Kind.REDUCE_SCATTER):
+            apart = len(reduced.operands) == 1 and axis not in reduced.proto.dimensions
+        else:
+            apart = collective.kind is Kind.ALL_REDUCE
+        return reduced.operands[operand] if apart else None
 
     @staticmethod
     def scattered(value: Instruction) -> Instruction | None:
@@ -279,6 +305,15 @@ class Members:
         if opcode in _OF_FIRST and value.shape.element_type in FLOATS:
             return self.gives_nothing(operands[0], who)
         return False
+
+
+def summed(value: Instruction) -> tuple[Instruction, int] | None:
+    """The all-reduce that gives a value, and the position of its operand there."""
+    if value.opcode == "all-reduce" and len(value.operands) == 1:
+        return value, 0
+    if value.opcode == "get-tuple-element" and value.operands[0].opcode == "all-reduce":
+        return value.operands[0], value.proto.tuple_index
+    return None
 
 
 def _scalar(value: Instruction) -> Instruction:

@@ -70,7 +70,7 @@ class Names:
     """The new loop, by the names of what is in it, for `merged_verify`.
 
     ``takes_in``, ``forward``, ``turns``, ``backward`` and, if not empty, ``weights`` are conditionals in
-    its body, in this order.
+    its body, in this order, and so is ``head`` before ``turns``, if all stages compute something of it.
     ``taken``: the positions in the written loop's carry of what ``takes_in`` is given. ``held``,
     ``held_back``: how many operands of the layers ``forward`` and ``backward`` are given, which do not
     change; ``banks``: how many banks; ``turned``: how many sums and results ``turns`` keeps; ``left``: bytes
@@ -78,12 +78,14 @@ class Names:
     ``replays``: the loops behind it, if there are any; ``apart``: whether an engine may round what they
     compute otherwise than the written ones. ``chunks``: of layers that a stage has. ``moved`` and
     ``back``: bytes of weights that all devices together send at each run of the program, and of gradients;
-    ``parts``: arrays of weights of which devices take other parts, and that are not sent.
+    ``parts``: arrays of weights of which devices take other parts, and that are not sent. ``meetings``:
+    collectives of ``head``.
     """
 
     loop: str
     takes_in: str
     forward: str
+    head: str
     turns: str
     backward: str
     weights: str
@@ -99,6 +101,7 @@ class Names:
     moved: int
     back: int
     parts: int
+    meetings: int
 
 
 class _Carry:
@@ -278,7 +281,7 @@ class _Merged:
         self.taken = [n for n in self.pieces.taken_in if n not in self.step.known]
         rows = [b.rows for b in self.step.begins.values() if b.rows is not None]
         turned = [] if self.step.turn is None else self.step.turn.held
-        given = [*(v for r in rows for v in r.given), *((v, 0) for v in turned)]
+        given = [*(v for r in rows for v in r.reads), *((v, 0) for v in turned)]
         others = {v: self._at_entry_as(v, rows) for v in dict.fromkeys(given)}
         whole, whole_back = (p.layers.loop.shape.tuple_shapes for p in (there, back))
         self.passed = {i: whole[i] for i in there.travels(self.chunks)}
@@ -348,7 +351,7 @@ class _Merged:
             done.name, *names, tuple(self.pieces.taken_in), len(self.held), len(self.held_back),
             len(runs.bank_shapes), len(self.turned) + len(self.given), runs.bytes_left,
             (replay, replay_back), self.pieces.rounds or self.pieces_back.rounds,
-            self.chunks, self.mover.moved, self.mover.back, self.mover.taken,
+            self.chunks, self.mover.moved, self.mover.back, self.mover.taken, runs.meetings,
         )  # fmt: skip
 
     def _read_by_runs(self, pipeline: Pipeline) -> list[Instruction]:
@@ -400,10 +403,11 @@ class _Merged:
         turned = entry.add("transpose", shape, [placed], dimensions=order)
         return entry.reshape(turned, [self.count, self.there.layers.count, *dimensions[3:]])
 
-    def _body(self, carried: Any) -> tuple[Builder, tuple[str, str, str, str, str]]:
+    def _body(self, carried: Any) -> tuple[Builder, tuple[str, str, str, str, str, str]]:
         slots = self.slots
         takes_in, runs = self.pieces.takes_in(), self.runs
         forward, backward, turns = runs.forward(), runs.backward(), runs.turns()
+        heads = runs.heads() if runs.together else None
         b = self.editor.computation("schedule.body")
         b.metadata = self.there.loop.proto.metadata
         now = self.carry.named(b.elements(b.parameter(carried)))
@@ -470,8 +474,16 @@ class _Merged:
         )
         begins = b.is_one(at(back & (virtual == last)))
         come_back = dict(zip(self.passed_back, received, strict=True))
+        name_head, together = "", []
+        if heads is not None:
+            turning = (back & (virtual == last)).any(0)
+            of_turn = np.where(turning, slots.backward[-1], 0)
+            meets, k_head = (b.lookup(t.astype(np.int32), [counter]) for t in (turning, of_turn))
+            name_head, together = heads(
+                b, b.is_one(meets), [k_head, device, *ends, *now["others"]], float(turning.mean())
+            )
         name_turn, made = turns(
-            b, begins, [k_back, device, *ends, *now["others"]],
+            b, begins, [k_back, device, *together, *ends, *now["others"]],
             [*now["given"], *now["turned"]], [come_back[i] for i in self.back.sent], share_turns,
         )  # fmt: skip
         begun = len(self.back.sent)
@@ -513,7 +525,7 @@ class _Merged:
             "given": given, "turned": turned, "ends back": ends_back, "sums": sums, "left": left,
         }  # fmt: skip
         b.finish(b.tuple([v for name in self.carry.names for v in following[name]]))
-        return b, (name_in, name, name_turn, name_back, name_weights)
+        return b, (name_in, name, name_head, name_turn, name_back, name_weights)
 
     # Behind the loop.
 

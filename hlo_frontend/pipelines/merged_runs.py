@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from ..builder import array_shape, resized, tuple_shape
-from ..graph import Instruction, leaf_types
+from ..graph import COLLECTIVES, Instruction, leaf_types
 from .chunk import DEVICE, OTHERS, LayerRun, entry_of, is_operand, stacks_of, start_of
 from .emit import Builder, Editor, slice_of
 from .parts import Kept, Own, Pipeline, Recomputed, again
@@ -42,6 +42,7 @@ class Runs:
     a device's chunks before that for positions in ``by_slot``.
     ``bank_shapes``, ``given_shapes``, ``sum_shapes``, ``left_shapes``: of the banks, of ``given`` for a
     microbatch, of the sums of gradients, and of what backward runs leave for those of weights.
+    ``meetings``: of how many collectives ``heads`` consists.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class Runs:
             own = [self.size, *own[1:]] if i in self.there.layers.stacked else own
             self.end_shapes[i] = resized(whole[i], [self.chunks, self.there.microbatches, *own])
         self._places()
+        self.meetings = 0
         self.end_shapes_back = {i: self.by_microbatch(whole_back[i]) for i in self.back.results}
         count = slots.rows
         self.bank_shapes = {
@@ -297,24 +299,65 @@ class Runs:
         b.finish(b.tuple([b.add("add", s.shape, [s, done[i]]) for i, s in sums.items()]))
         return b
 
+    @property
+    def together(self) -> list[int]:
+        """Positions of what the backward pass begins with that all stages compute together."""
+        begins = self.step.begins.items()
+        return [i for i, begin in begins if begin.rows is not None and begin.rows.together]
+
+    def heads(self) -> Any:
+        """A function that emits what ``together`` has, for one microbatch, which is computed on all devices
+        in the same iterations, of what the last stages gave."""
+        shapes = [self.passed_back[i] for i in self.together]
+        scalar, b = array_shape(SCALAR), self.editor.computation("schedule.together")
+        ends, others = list(self.end_shapes.values()), list(self.others.values())
+        k, device, *rest = b.elements(
+            b.parameter(tuple_shape([scalar, self.device, *ends, *others]))
+        )
+        ys = self._ends_of(b, k, rest)
+        held = dict(zip(self.others, rest[len(ends) :], strict=True))
+        b.finish(b.tuple([self._begun(b, i, k, device, ys, held) for i in self.together]))
+        self.meetings = sum(i.opcode in COLLECTIVES for i in b.proto.instructions)
+        other = self.editor.computation("schedule.no_head")
+        other.parameter(tuple_shape([]))
+        other.finish(other.tuple([other.zeros(s) for s in shapes]))
+
+        def emit(
+            caller: Builder, begins: Any, arguments: Sequence[Any], share: float
+        ) -> tuple[str, list[Any]]:
+            given = [caller.tuple(arguments), caller.tuple([])]
+            made = caller.conditional(begins, [b, other], given, tuple_shape(shapes), share)
+            return made.name, caller.elements(made)
+
+        return emit
+
+    def _ends_of(self, b: Builder, k: Any, ends: Sequence[Any]) -> dict[int, Any]:
+        """What the last stage gave for microbatch ``k``."""
+        return {
+            i: entry_of(b, end, [k]) for i, end in zip(self.end_shapes, ends, strict=False)
+            if i in self.there.layers.passed
+        }  # fmt: skip
+
     def turns(self) -> Any:
         """A function that emits the input of a stage backwards: on the last one, what the backward pass
         begins with, for the microbatch whose forward run has ended; the received values on others. What turns
-        leave for the loop behind, and their sums, go with it."""
+        leave for the loop behind, and their sums, go with it. It is given what ``heads`` gave."""
         sent = self.back.sent
         passed = [self.passed_back[i] for i in sent]
         scalar, b = array_shape(SCALAR), self.editor.computation("schedule.turns")
         ends = list(self.end_shapes.values())
         others = list(self.others.values())
         kept = [*map(self.by_microbatch, self.given_shapes), *self.turned.values()]
-        shapes = [scalar, self.device, *ends, *others, *kept]
+        together = [self.passed_back[i] for i in self.together]
+        shapes = [scalar, self.device, *together, *ends, *others, *kept]
         k, device, *rest = b.elements(b.parameter(tuple_shape(shapes)))
-        ys = {
-            i: entry_of(b, end, [k]) for i, end in zip(self.end_shapes, rest, strict=False)
-            if i in self.there.layers.passed
-        }  # fmt: skip
+        found = dict(zip(self.together, rest, strict=False))
+        rest = rest[len(found) :]
+        ys = self._ends_of(b, k, rest)
         held = dict(zip(self.others, rest[len(ends) :], strict=False))
-        found = {i: self._begun(b, i, k, device, ys, held) for i in self.step.begins}
+        found |= {
+            i: self._begun(b, i, k, device, ys, held) for i in self.step.begins if i not in found
+        }
         old = rest[len(ends) + len(others) :]
         stacks, sums = old[: len(self.given)], old[len(self.given) :]
         if self.step.turn is not None:

@@ -91,6 +91,7 @@ class _Checker:
         body = {n.instruction.name: n for n in self.block.nodes}
         self.takes_in, self.forward = body[names.takes_in], body[names.forward]
         self.turns, self.backward = body[names.turns], body[names.backward]
+        self.head = body[names.head] if names.head else None
         self.count = self.step.forward.microbatches
         self.stages, self.chunks = self.step.forward.stages, names.chunks
         self.size = self.step.forward.layers.count // names.chunks
@@ -137,8 +138,14 @@ class _Checker:
             taken = [o.root for o in self.backward.operands[own : own + banks]]
             if taken != kept[:banks]:
                 raise self._wrong("a backward run does not read what forward runs kept")
-            ends = [o.root for o in self.turns.operands[3 : 3 + self.ends]]
-            if ends != kept[banks:]:
+            heads = [] if self.head is None else list(self.head.results)
+            after = 3 + len(heads)
+            if [o.root for o in self.turns.operands[3:after]] != heads:
+                raise self._wrong("the last stage does not turn with what all have computed")
+            ends = [[o.root for o in self.turns.operands[after : after + self.ends]]]
+            if self.head is not None:
+                ends.append([o.root for o in self.head.operands[3 : 3 + self.ends]])
+            if any(own != kept[banks:] for own in ends):
                 raise self._wrong("the last stage does not turn with what it gave")
 
     def group(self, group: tuple[int, ...]) -> None:
@@ -302,12 +309,26 @@ class _Checker:
         pairs += [(self.takes_in, self.runs), (self.turns, self.runs_back)]
         if self.weights is not None:
             pairs.append((self.weights, self.runs_weights))
+        if self.head is not None:
+            self._meet(self.head)
         for node, runs in pairs:
             for _, group in groups_of(node):
                 for t in range(len(self.origins.iterations)):
                     every = [Execution(t, d) for d in group]
                     if len({runs.get(at) if self._taken(node, at) else None for at in every}) > 1:
                         raise self._wrong("devices that communicate run different microbatches")
+
+    def _meet(self, head: Node) -> None:
+        """Check that all stages compute the head of the microbatch that turns, when it does."""
+        for group in self.step.forward.groups:
+            for t in range(len(self.origins.iterations)):
+                last = Execution(t, group[-1])
+                turns = self._number(self.turns, 1, last) if self._taken(self.turns, last) else None
+                for d in group:
+                    at = Execution(t, d)
+                    own = self._number(head, 1, at) if self._taken(head, at) else None
+                    if own != turns:
+                        raise self._wrong("not all stages compute the head that they divide")
 
     def _unchanged(self, value: Value) -> None:
         for parameter, result in zip(self.block.parameters, self.block.results, strict=True):

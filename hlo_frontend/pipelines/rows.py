@@ -12,7 +12,8 @@ to another gives other bits.
 
 Between the loops there may be sums over the stages: of the outputs, to which all stages but the last one give
 zeros, and of gradients of a head that all stages compute. The last stage computes what the others give too,
-where it can (see `members`).
+where it can (see `members`). Where it cannot, as what they compute for other classes with their own parts of
+a head, all stages compute each row together: an all-reduce over them is made of a row at a time then.
 
 A dot whose rows are computed alone has the same terms in each of its sums. Whether an engine adds them up in
 the same order is the engine's: see `docs/pipelines.md`.
@@ -34,10 +35,11 @@ from ..ops import op_of
 from ..schema import TUPLE, ShapeProto
 from . import indexed
 from .emit import Builder, fenced, needed_by
-from .members import Members
+from .members import Members, summed
 from .refusal import Refusal
 from .rewrite import without_sign_of_zero
 from .rounding import rounds
+from .weights import from_first
 
 _ROW_BY_ROW = (
     "Compute what the backward pass begins with row by row, by microbatch along the first dimension (indices "
@@ -54,6 +56,8 @@ class Block:
     shift: int = 0
 
 
+_LAST = -1  # what others than the last stage have of it is not read
+
 Part = tuple[Instruction, Block | None]  # a block of a value, or all of it
 Key = tuple[Instruction, Block | None, int]  # the same, as stage ``who`` has it (`Members`)
 Held = tuple[Instruction, int]  # all of a value, as stage ``who`` has it
@@ -68,7 +72,9 @@ class Rows:
     that loop, by position, each with the shift of its row that is read: row ``s + shift`` for row s.
     ``numbers``: those that other stages have, by device. ``theirs``: values that do not depend on the first
     loop, of other stages, each with what it is computed from, as `Members.cut` gives it. ``sums``: the steps
-    that are sums over stages, and whether an engine that adds up in any order gives the same.
+    that are sums over stages, and whether an engine that adds up in any order gives the same. ``together``:
+    the steps that are collectives of all stages, which then compute all of it, of what the last one gives to
+    all in the steps ``given``; ``groups``: the stages of each pipeline, the last one first.
     """
 
     result: Key
@@ -78,9 +84,12 @@ class Rows:
     numbers: Mapping[Key, np.ndarray] = field(default_factory=dict)
     theirs: Mapping[Held, Cut] = field(default_factory=dict)
     sums: Mapping[Key, bool] = field(default_factory=dict)
+    together: frozenset[Key] = frozenset()
+    given: frozenset[Key] = frozenset()
+    groups: Sequence[Sequence[int]] = ()
 
     @property
-    def given(self) -> list[Held]:
+    def reads(self) -> list[Held]:
         """What `emit` is to be given as ``held``."""
         return [*((v, 0) for v in self.held), *self.theirs]
 
@@ -88,7 +97,7 @@ class Rows:
     def rounds(self) -> bool:
         """Whether an engine may round a row that is computed alone otherwise than as a part of the whole: a
         dot of another size is another kernel, and so may be a sum of products."""
-        if not all(self.sums.values()):
+        if self.together or not all(self.sums.values()):
             return True
         return rounds(value for value, block, _ in self.steps if block is not None)
 
@@ -161,13 +170,28 @@ class Rows:
                 made[key] = _cut(b, made[operands[0]], block, row)
             elif not operands:
                 made[key] = leaves[value.proto.tuple_index]
-            elif _summed(value) is not None:
+            elif key in self.together:
+                made[key] = _collective(b, value, block, made[operands[0]])
+            elif key in self.given:
+                own = from_first(b, made[operands[0]], self.groups)
+                made[key] = own if summed(value) is None else without_sign_of_zero(b, own)
+            elif summed(value) is not None:
                 made[key] = without_sign_of_zero(b, made[operands[0]])
-            elif value.opcode != "get-tuple-element" and operands[0][0] not in value.operands:
+            elif value.opcode == "collective-broadcast" or (
+                value.opcode != "get-tuple-element" and operands[0][0] not in value.operands
+            ):
                 made[key] = made[operands[0]]
             else:
                 given = _counted(b, value, block, row, [made[o] for o in operands])
                 made[key] = of_length(b, value, block, given)
+
+
+def _collective(b: Builder, value: Instruction, block: Block, operand: Any) -> Any:
+    """A collective that gives a block of ``value``, of its operand alone."""
+    reduced, _ = summed(value) or (value, 0)
+    made = b.copy(reduced, [operand])
+    made.shape.CopyFrom(value.shape)
+    return _resized(made, block)
 
 
 def _cut(b: Builder, whole: Any, block: Block, row: Any) -> Any:
@@ -226,67 +250,118 @@ def _resized(proto: Any, block: Block) -> Any:
 def separated(
     value: Instruction, loop: Instruction, depends: Collection[Instruction], members: Members
 ) -> Rows:
-    """One row of ``value``, in the entry computation, along its first dimension.
+    """One row of ``value``, in the entry computation, along its first dimension: as the last stage alone can
+    compute it, or else as all stages can together.
 
     ``loop``: the loop before it. ``depends``: the instructions of the entry computation that depend on that
     loop's results. ``members``: what its stages have. Raises `Refusal`.
     """
-    begin: Key = (value, Block(0, 1), 0)
-    steps: dict[Key, tuple[Key, ...]] = {}
-    numbers: dict[Key, np.ndarray] = {}
-    theirs: dict[Held, Cut] = {}
-    sums: dict[Key, bool] = {}
-    left = [begin]
+    try:
+        return _Search(loop, depends, members).rows(value)
+    except Refusal as refusal:
+        alone = refusal
+    try:
+        return _SearchTogether(loop, depends, members).rows(value)
+    except Refusal:
+        raise alone from None
 
-    def of(parts: Iterable[Part], who: int) -> tuple[Key, ...]:
-        """These as stage ``who`` has them."""
-        return tuple((v, block, 0 if who and members.same(v) else who) for v, block in parts)
 
-    def found(key: Key) -> tuple[Key, ...]:
+class _Search:
+    """Goes backwards from a value, see `separated`: as the last stage computes a row alone."""
+
+    def __init__(
+        self, loop: Instruction, depends: Collection[Instruction], members: Members
+    ) -> None:
+        self.loop, self.depends, self.members = loop, depends, members
+        self.numbers: dict[Key, np.ndarray] = {}
+        self.theirs: dict[Held, Cut] = {}
+        self.sums: dict[Key, bool] = {}
+        self.together: set[Key] = set()
+        self.given: set[Key] = set()
+
+    def rows(self, value: Instruction) -> Rows:
+        begin: Key = (value, Block(0, 1), 0)
+        steps: dict[Key, tuple[Key, ...]] = {}
+        left = [begin]
+        while left:
+            key = left.pop()
+            if key not in steps:
+                steps[key] = self.found(key)
+                left += steps[key]
+        place = {i: n for n, i in enumerate(value.computation.instructions)}
+        # All of a value is there before a block of it is cut out.
+        ordered = sorted(steps, key=lambda k: (place[k[0]], k[1] is not None))
+        held = [v for v, block, who in ordered if not steps[v, block, who]
+                and v.opcode != "constant" and block is None and not who]  # fmt: skip
+        leaves = {(v.proto.tuple_index, block.shift) for v, block, _ in ordered
+                  if block is not None and _is_leaf(v, self.loop) and v in self.depends}  # fmt: skip
+        in_order = {k: self.sums[k] for k in ordered if k in self.sums}
+        return Rows(
+            begin, {k: steps[k] for k in ordered}, tuple(held), tuple(sorted(leaves)), self.numbers,
+            self.theirs, in_order, frozenset(self.together), frozenset(self.given),
+            [(g[-1], *g[:-1]) for g in self.members.part.groups],
+        )  # fmt: skip
+
+    def found(self, key: Key) -> tuple[Key, ...]:
+        """What a step reads. Raises `Refusal`."""
         value, block, who = key
+        members = self.members
         if who:
             number = members.number(value, who) if block is None else None
             if number is not None:
-                numbers[key] = number
+                self.numbers[key] = number
                 return ()
-            parts = _others(value, block, depends)
+            parts = _others(value, block, self.depends)
             if parts is None:
-                theirs[value, who] = members.cut(value, who)
-            return of(parts or (), who)
-        if value in depends and block is not None:
-            summed, operand = _summed(value), members.scattered(value)
-            if summed is not None:
-                operand = summed[0].operands[summed[1]]
-                if members.alone(*summed):
+                self.theirs[value, who] = members.cut(value, who)
+            return self.of(parts or (), who)
+        if value in self.depends and block is not None:
+            reduced, operand = summed(value), members.scattered(value)
+            if reduced is not None:
+                operand = reduced[0].operands[reduced[1]]
+                if members.alone(*reduced):
                     return ((operand, block, 0),)
             terms = None
             if operand is not None:
-                terms = members.terms(value if summed is None else summed[0], operand)
+                terms = members.terms(value if reduced is None else reduced[0], operand)
             if operand is not None and terms is not None:
-                sums[key] = members.is_exact(operand, terms)
-                return tuple(of([(operand, block)], who)[0] for who in terms)
+                self.sums[key] = members.is_exact(operand, terms)
+                return tuple(self.of([(operand, block)], who)[0] for who in terms)
             operand = members.gathered(value)
             if operand is not None:
                 return ((operand, block, 0),)
-        return of(_operands(value, block, loop, depends), 0)
+        return self.of(_operands(value, block, self.loop, self.depends), 0)
 
-    while left:
-        key = left.pop()
-        if key not in steps:
-            steps[key] = found(key)
-            left += steps[key]
-    place = {i: n for n, i in enumerate(value.computation.instructions)}
-    # All of a value is there before a block of it is cut out.
-    ordered = sorted(steps, key=lambda k: (place[k[0]], k[1] is not None))
-    held = [v for v, block, who in ordered if not steps[v, block, who] and v.opcode != "constant"
-            and block is None and not who]  # fmt: skip
-    leaves = {(v.proto.tuple_index, block.shift) for v, block, _ in ordered
-              if block is not None and _is_leaf(v, loop) and v in depends}  # fmt: skip
-    in_order = {k: sums[k] for k in ordered if k in sums}
-    return Rows(
-        begin, {k: steps[k] for k in ordered}, tuple(held), tuple(sorted(leaves)), numbers, theirs,
-        in_order,
-    )  # fmt: skip
+    def of(self, parts: Iterable[Part], who: int) -> tuple[Key, ...]:
+        """These as stage ``who`` has them."""
+        return tuple((v, block, 0 if who and self.members.same(v) else who) for v, block in parts)
+
+
+class _SearchTogether(_Search):
+    """The same, as all stages compute a row together: each of what it has itself, and of what the last one
+    gives to all. What comes of it on the last one is the row."""
+
+    def found(self, key: Key) -> tuple[Key, ...]:
+        value, block, who = key
+        if value not in self.depends or block is None:
+            return self.of(_operands(value, block, self.loop, self.depends), 0)
+        if not who:
+            given, reduced = self.members.gathered(value), summed(value)
+            if given is None and reduced is not None and self.members.alone(*reduced):
+                given = reduced[0].operands[reduced[1]]
+            if given is not None:
+                self.given.add(key)
+                return ((given, block, _LAST),)
+            shared = self.members.shared(value, block.axis)
+            if shared is not None:
+                self.together.add(key)
+                return ((shared, block, 0),)
+            if _is_leaf(value, self.loop):
+                raise Refusal(f"each stage has its own {value.describe()}")
+        return self.of(_operands(value, block, self.loop, self.depends), who)
+
+    def of(self, parts: Iterable[Part], who: int) -> tuple[Key, ...]:
+        return tuple((v, block, who if v in self.depends else 0) for v, block in parts)
 
 
 def blocks_of(value: Instruction, block: Block) -> tuple[Part, ...]:
@@ -310,15 +385,6 @@ def of_length(b: Builder, value: Instruction, block: Block, operands: Sequence[A
     return _resized(b.copy(value, operands), block)
 
 
-def _summed(value: Instruction) -> tuple[Instruction, int] | None:
-    """The all-reduce that gives a value, and the position of its operand there."""
-    if value.opcode == "all-reduce" and len(value.operands) == 1:
-        return value, 0
-    if value.opcode == "get-tuple-element" and value.operands[0].opcode == "all-reduce":
-        return value.operands[0], value.proto.tuple_index
-    return None
-
-
 def _is_leaf(value: Instruction, loop: Instruction) -> bool:
     return value.opcode == "get-tuple-element" and value.operands[0] is loop
 
@@ -333,8 +399,7 @@ def _operands(
                 "between the forward pass and the backward pass, the rows of microbatches are not separate: "
                 f"all of {value.describe()} is read for each of them. {_ROW_BY_ROW}"
             )
-        scalar = not value.shape.dimensions and op_of(value.opcode).elementwise
-        return tuple((o, None) for o in value.operands) if scalar else ()
+        return tuple((o, None) for o in value.operands) if _is_scalar_op(value) else ()
     if value in depends and _is_leaf(value, loop):
         if block.axis or block.unit != 1:
             raise _mixed(value)
@@ -354,9 +419,8 @@ def _others(
 ) -> tuple[Part, ...] | None:
     """The blocks that a block needs of a value that another stage has otherwise; None for a value that is
     there before the loop."""
-    elementwise = op_of(value.opcode).elementwise
     if block is None:
-        if elementwise and not value.shape.dimensions:
+        if _is_scalar_op(value):
             return tuple((o, None) for o in value.operands)
         if value in depends:
             raise _mixed(value)
@@ -364,6 +428,10 @@ def _others(
     if value not in depends and not (_has_rule(value) and _is_fused(value)):
         return ((value, None),)
     return blocks_of(value, block)
+
+
+def _is_scalar_op(value: Instruction) -> bool:
+    return not value.shape.dimensions and op_of(value.opcode).elementwise
 
 
 def _has_rule(value: Instruction) -> bool:

@@ -32,11 +32,14 @@ from ..values import Node
 from . import indexed
 from .chains import Followed
 from .emit import Builder, needed_by
+from .members import summed
 from .refusal import Refusal
 from .rewrite import shaped, without_sign_of_zero
 from .rows import Block, blocks_of, of_length
 from .sameness import Class, Sameness
+from .weights import from_first
 
+_TOGETHER = frozenset({"all-gather", "all-reduce", "reduce-scatter"})
 _COUNTS = frozenset(
     {"bitcast", "broadcast", "concatenate", "convert", "copy", "reshape", "transpose"}
 )
@@ -59,7 +62,8 @@ class Undivided:
 
     ``groups``: the stages of each pipeline; ``count``: how many microbatches each of them has. ``depends``:
     what depends on loops; ``collected``: what all stages' parts of results of loops are. ``computes``:
-    whether what depends on loops is computed for all microbatches, and not gathered.
+    whether what depends on loops is computed for all microbatches, and not gathered. ``owners``: the places
+    of stages that have all of ``collected``.
     """
 
     def __init__(
@@ -82,6 +86,8 @@ class Undivided:
         }
         self._made: dict[tuple[Instruction, Block, bool], Whole] = {}
         self._all: dict[Instruction, Any] = {}
+        self._own: dict[Instruction, Instruction] = {}
+        self.owners: set[int] = set()
 
     @property
     def _stages(self) -> int:
@@ -134,7 +140,10 @@ class Undivided:
         if value not in self.depends:
             return self._held(value, block, counts)
         found = (
-            self._own_part(value, block) or self._reordered(value, block) or self._put(value, block)
+            self._own_part(value, block)
+            or self._own_sum(value, block)
+            or self._reordered(value, block)
+            or self._put(value, block)
         )
         return found or self._longer(value, block, counts)
 
@@ -183,10 +192,7 @@ class Undivided:
         if value in self.depends:
             raise _mixed(value)
         if self.sameness.of(value) is not Class.SAME:
-            raise Refusal(
-                f"{value.describe()}, with which each stage computes what the backward pass begins with for "
-                "its own microbatches, is not known to be the same on all stages"
-            )
+            raise _not_same(value)
         return value.proto
 
     def _aligned(
@@ -281,18 +287,71 @@ class Undivided:
         if any(begins[d] != p * size for group in self.groups for p, d in enumerate(group)):
             return None
         found = Whole(self._all_of(array), axis, size // self.count, self._in_order)
+        if array in self._own:
+            raise _not_same(self._own[array])
         return self._along(found, value, block)
 
+    def _own_sum(self, value: Instruction, block: Block) -> Whole | None:
+        """Of a stage's part of a sum that is scattered over the stages: of what each computes of all
+        outputs."""
+        if value.opcode != "reduce-scatter" or len(value.operands) != 1:
+            return None
+        (axis,), (operand,) = value.proto.dimensions, value.operands
+        if not self._is_over_stages(value) or value.shape.dimensions[axis] % self.count:
+            return None
+        whole = self._all_of(operand)
+        made = self.b.copy(value, [whole])
+        made.opcode = "all-reduce"
+        made.ClearField("dimensions")
+        made.shape.CopyFrom(whole.shape)
+        size = value.shape.dimensions[axis]
+        return self._along(Whole(made, axis, size // self.count, self._in_order), value, block)
+
     def _all_of(self, value: Instruction) -> Any:
-        """What each stage computes of the outputs of all."""
+        """What each stage computes of the outputs of all. ``_own`` gets what need not be the same on all
+        stages, with what makes it so."""
         if value not in self._all:
             self._all[value] = self._find_all(value)
         return self._all[value]
 
     def _find_all(self, value: Instruction) -> Any:
         if value not in self.depends:
-            return self._same(value)
-        if _is_gathered(value) or _reshapes(value):
+            if self.sameness.of(value) is not Class.SAME:
+                self._own[value] = value
+            return value.proto
+        if value.opcode == "get-tuple-element" and value.operands[0].opcode == "while":
+            raise _mixed(value)
+        made = self._find_together(value)
+        if made is not None:
+            return made
+        made, source = self._find_alone(value), value
+        while _reshapes(source):
+            source = source.operands[0]
+        sources = needed_by(value) if source is value else [source]
+        own = [self._own[o] for o in sources if o in self._own]
+        if own:
+            self._own[value] = own[0]
+        return made
+
+    def _find_together(self, value: Instruction) -> Any:
+        """What a collective of the stages gives, of what each of them computes of all outputs."""
+        reduced, n = summed(value) or (value, 0)
+        if _is_gathered(value):
+            try:
+                return shaped(self.b, self._of_all(value), value.shape)
+            except Refusal:
+                pass
+        if reduced.opcode not in _TOGETHER or not self._is_over_stages(reduced):
+            return None
+        operand = self._all_of(reduced.operands[n])
+        made = self.b.copy(reduced, [operand])
+        made.shape.CopyFrom(resized(operand.shape, value.shape.dimensions))
+        if value.opcode == "reduce-scatter":
+            self._own[value] = value
+        return made
+
+    def _find_alone(self, value: Instruction) -> Any:
+        if _reshapes(value):
             return shaped(self.b, self._flat(value), value.shape)
         if (
             value.opcode in COLLECTIVES
@@ -313,9 +372,7 @@ class Undivided:
 
     def _of_all(self, value: Instruction) -> Any:
         """The elements of what an all-gather gives, of parts of which each stage has one."""
-        node = self._nodes.get(value)
-        groups = [] if node is None or node.collective is None else node.collective.groups
-        if sorted(map(list, groups)) != sorted(map(list, self.groups)):
+        if not self._is_over_stages(value):
             raise _mixed(value)
         (part,), (axis,) = value.operands, value.proto.dimensions
         sizes = list(part.shape.dimensions)
@@ -325,7 +382,18 @@ class Undivided:
         if sizes[along] % self.count:
             raise _mixed(value)
         found = self._ordered(part, Block(along, sizes[along] // self.count))
-        return self._arranged(found, self._in_order).array
+        array = self._arranged(found, self._in_order).array
+        if len(self.owners) != 1:
+            return array
+        (owner,) = self.owners
+        groups = [[g[owner], *(d for d in g if d != g[owner])] for g in self.groups]
+        return from_first(self.b, array, groups)
+
+    def _is_over_stages(self, value: Instruction) -> bool:
+        """Whether the groups of a collective are the stages of pipelines."""
+        node = self._nodes.get(value)
+        groups = [] if node is None or node.collective is None else node.collective.groups
+        return sorted(map(list, groups)) == sorted(map(list, self.groups))
 
     def _permutation(self, user: Instruction) -> list[int] | None:
         """A permutation of a stage's microbatches that the indices of a gather or scatter are."""
@@ -416,6 +484,13 @@ def _is_gathered(value: Instruction) -> bool:
 def _reshapes(value: Instruction) -> bool:
     """Whether it has the elements of its operand in the same order."""
     return value.opcode == "reshape" or (value.opcode == "bitcast" and keeps_order(value))
+
+
+def _not_same(value: Instruction) -> Refusal:
+    return Refusal(
+        f"{value.describe()}, with which each stage computes what the backward pass begins with for "
+        "its own microbatches, is not known to be the same on all stages"
+    )
 
 
 def _mixed(value: Instruction) -> Refusal:

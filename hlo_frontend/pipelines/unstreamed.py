@@ -125,6 +125,8 @@ def _rewritten(
             new.emit(b)
             for taken in own:
                 stands |= taken.give(b, new, collected)
+                if taken.made is not None:
+                    undivided.owners.add(taken.owner)
             undivided.depends |= dependents(loop.instruction)
     users = [i for i in module.entry.instructions if any(o in stands for o in i.operands)]
     editor.redirect(module.entry, stands, users)

@@ -12,7 +12,7 @@ order in arrays, so that both passes have them in the same places.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -211,6 +211,14 @@ class Weights:
             starts = [b.lookup(here, [self.device])] + [zero] * (len(type.shape) - 1)
             result = b.update(result, moved, starts)
         return result
+
+
+def from_first(builder: Builder, value: Any, groups: Iterable[Sequence[int]]) -> Any:
+    """What the first partition of each group has, on all of the group."""
+    made = builder.add("collective-broadcast", value.shape, [value], channel_id=1)
+    for group in groups:
+        made.replica_groups.add(replica_ids=group)
+    return made
 
 
 def permute(builder: Builder, value: Any, pairs: Sequence[tuple[int, int]]) -> Any:

@@ -35,7 +35,8 @@ class Form:
     stage gets zeros. ``head``: what is
     done with the outputs: "gathered" has a head of all on each stage, and others of those that a stage holds,
     "focal" with a loss that is not linear in what it takes by number, "ignored" with one that counts; but
-    "squares" are summed up as they lie. ``layers``: of a stage, in a scan, or a block if that is 0.
+    "squares" are summed up as they lie. Of "classes" each stage has a part.
+    ``layers``: of a stage, in a scan, or a block if that is 0.
     ``data``: devices that divide the rows of microbatches. ``training``: within a loop over steps. ``mask``:
     of padding. ``again``: what is under `jax.checkpoint`, a ``stage`` or an ``iteration``, which keeps what
     stages take, as MaxText does. ``once``: whether the first stage takes what its slots hold only as long as
@@ -156,9 +157,14 @@ def written(form: Form, *, gradients: bool = True) -> WrittenStep:
         ys = outputs(parameters, words[0], numbers)
         if form.head == "squares":
             return (ys**2).sum()
-        if form.head == "gathered":
+        if form.head in ("gathered", "classes"):
             ys = lax.with_sharding_constraint(ys, NamedSharding(over, P(None, "d")))
-        scores = jax.nn.log_softmax(ys @ parameters["head"])
+        scores = ys @ parameters["head"]
+        if form.head == "classes":
+            divided = NamedSharding(over, P(None, "d", "x"))
+            scores = jax.nn.log_softmax(lax.with_sharding_constraint(scores, divided))
+            return -(scores * jax.nn.one_hot(words[1], WORDS)).sum(-1).mean()
+        scores = jax.nn.log_softmax(scores)
         given = jnp.take_along_axis(scores, words[1][..., None], -1)
         if form.head == "focal":
             given = (1 - jnp.exp(given)) ** 2 * given
@@ -169,6 +175,7 @@ def written(form: Form, *, gradients: bool = True) -> WrittenStep:
 
     specs = jax.tree.map(lambda _: P(), parameters)
     specs["layers"] = dict.fromkeys(layers, P("x"))
+    specs |= {"head": P(None, "x")} if form.head == "classes" else {}
     placed = jax.tree.map(lambda s: NamedSharding(over, s), specs)
     everywhere = NamedSharding(over, P())
     function = trained(loss) if form.training else jax.value_and_grad(loss)
@@ -264,6 +271,33 @@ def test_a_step_without_masks_is_run_in_schedules(form: Form) -> None:
         assert report.unmasked and report.rows == min(form.stages, form.microbatches)
         assert report.rows < report.rows_before
         assert "gradients are NaN as written, and are not here" in report.describe()
+    step.check_written()
+
+
+CLASSES = {
+    "maxtext": replace(MAXTEXT, head="classes"),
+    "stages": Form(stages=4, microbatches=8, head="classes"),
+    "rows": Form(data=2, head="classes"),
+    "training": Form(head="classes", again="stage", training=True),
+}
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        pytest.param(f, marks=[pytest.mark.thorough] * (n > 0))
+        for n, f in enumerate(CLASSES.values())
+    ],
+    ids=CLASSES,
+)
+def test_stages_divide_the_classes(form: Form) -> None:
+    """They get outputs of the last one, and make maxima, sums and the gradient together."""
+    step = written(form)
+    for schedule in ("1f1b", "zb_h1"):
+        (report,) = step.judged(schedule, valid=FINITE).module.interleaved
+        assert report.meetings == 4
+        assert report.rows == min(form.stages, form.microbatches)
+        assert report.held == held_by_streams(form)
     step.check_written()
 
 

@@ -277,6 +277,11 @@ def _added(followed: Followed, part: Part) -> str:
                 continue
             if origins.is_zero(made.node.results[0], made.at):
                 continue
+            if not part.layers.reverse:
+                return (
+                    f". What a stage adds to it for itself, by {made.node.instruction.describe()}, as "
+                    "positions of its microbatch, it must add in its layers, where these are divided"
+                )
             for operand in made.node.operands:
                 begin = followed.of(part.loop, operand, made.at).begin
                 if begin is not None and begin.node is not None:
@@ -287,7 +292,7 @@ def _added(followed: Followed, part: Part) -> str:
                         "NaN where x is: mask the outputs of all stages but the last with where before the "
                         "head, or give those of the last stage to all by psum"
                     )
-            if part.layers.reverse and not beside:
+            if not beside:
                 beside = (
                     f". On device {run.device} what is computed in the loop is added to what a stage takes, "
                     f"by {made.node.instruction.describe()}. If that is the gradient of a head in the loop, "

@@ -43,7 +43,7 @@ class Form:
     these are microbatches. ``rounds``: how often a microbatch goes through all stages. ``reads``: what of the
     microbatches is read besides. ``packed``: how an array of numbers is divided, of which each stage takes
     those of its microbatch, as positions: by "stages", by "stages and data" at once, or not at all, "whole";
-    ``numbers``: their type."""
+    ``numbers``: their type; ``within``: whether each layer reads them, as segments."""
 
     stages: int = 2
     microbatches: int = 4
@@ -59,6 +59,7 @@ class Form:
     reads: Callable[[jax.Array], jax.Array] | None = None
     packed: str = ""
     numbers: Any = np.int32
+    within: bool = False
 
 
 def layer(x: jax.Array, weights: Any) -> tuple[jax.Array, None]:
@@ -69,8 +70,14 @@ def block(weights: Any, x: jax.Array) -> jax.Array:
     return layer(x, weights)[0]
 
 
-def scanned(weights: Any, x: jax.Array) -> jax.Array:
-    return lax.scan(layer, x, weights)[0]
+def scanned(weights: Any, x: jax.Array, segments: jax.Array | None = None) -> jax.Array:
+    def within(x: jax.Array, weights: Any) -> tuple[jax.Array, None]:
+        if segments is None:
+            return layer(x, weights)
+        alike = jnp.where(segments[:, None] == segments, 0.5, 0.0)
+        return layer(x + alike @ x, weights)
+
+    return lax.scan(within, x, weights)[0]
 
 
 def written(form: Form, *, gradients: bool = True) -> WrittenStep:
@@ -95,10 +102,10 @@ def written(form: Form, *, gradients: bool = True) -> WrittenStep:
     ids = jnp.arange(stages)
     first, last = (ids[:, None, None] == n for n in (0, stages - 1))
 
-    def stage(weights: Any, x: jax.Array, works: jax.Array) -> jax.Array:
+    def stage(weights: Any, x: jax.Array, works: jax.Array, *segments: jax.Array) -> jax.Array:
         if form.mask:
             weights, x = jax.tree.map(lambda a: jnp.where(works, a, 0), (weights, x))
-        return run(weights, x)
+        return run(weights, x, *segments)
 
     def handed(array: jax.Array, by: int) -> jax.Array:
         if form.shift == "roll":
@@ -135,9 +142,10 @@ def written(form: Form, *, gradients: bool = True) -> WrittenStep:
             works = (i >= ids) & (i - ids < form.rounds * count)
             state = lax.with_sharding_constraint(state, on_stages)
             state = checkpoint_name(state, "taken")
-            if numbers is not None:
-                state = state + jnp.cos(positions(numbers, i).astype(jnp.float32))[..., None]
-            state = jax.vmap(stage)(parameters["layers"], state, works)
+            own = [] if numbers is None else [positions(numbers, i)]
+            if own and not form.within:
+                state = state + jnp.cos(own.pop().astype(jnp.float32))[..., None]
+            state = jax.vmap(stage)(parameters["layers"], state, works, *own)
             state = lax.with_sharding_constraint(state, on_stages)
             moved = jnp.where(last, state, handed(slot, -1))[:, None]
             stream = lax.dynamic_update_slice_in_dim(stream, moved, i % each, 1)
@@ -370,6 +378,37 @@ def test_layers_are_interleaved(gradients: bool) -> None:
 @pytest.mark.thorough
 def test_layers_are_interleaved_as_1f1b() -> None:
     written(Form(head="squares", layers=2)).judged("interleaved_1f1b", interleave=2)
+
+
+WITHIN = {
+    "masked": Form(packed="stages", layers=2, within=True, once=True, again="stage"),
+    "maxtext": replace(MAXTEXT, packed="stages", layers=2, within=True),
+    "whole": replace(MAXTEXT, packed="whole", layers=2, within=True, head="classes"),
+    "stages": replace(MAXTEXT, packed="stages", layers=2, within=True, stages=4, microbatches=8),
+}
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        pytest.param(f, marks=[pytest.mark.thorough] * (n > 0))
+        for n, f in enumerate(WITHIN.values())
+    ],
+    ids=WITHIN,
+)
+def test_layers_of_chunks_take_numbers_of_their_microbatch(form: Form) -> None:
+    """Also those that other devices have as the step is written."""
+    step = written(form)
+    found = step.judged("interleaved_1f1b", valid=FINITE, interleave=2)
+    (report,) = found.module.interleaved
+    assert report.chunks == 2
+    step.check_written()
+
+
+def test_what_a_stage_adds_itself_is_not_for_chunks() -> None:
+    form = Form(packed="stages", layers=2, once=True)
+    found = written(form).compare("interleaved_1f1b", interleave=2)
+    assert any("it must add in its layers, where these are divided" in why for why in found.whys)
 
 
 REFUSED = {

@@ -13,6 +13,7 @@ from ..interleaved import Interleaved, Scheduled
 from ..passes.valid.tensors import MOST_ELEMENTS
 from ..passes.valid.trace import GaveUpError
 from . import recognize as pipelines
+from .barriers import without_barriers
 from .between import prepared
 from .chains import Followed
 from .emit import Editor
@@ -49,6 +50,9 @@ _SUMMED = (
 
 # And those of a step that has masks of padding only here (see `masked`).
 _PADDING = "zeros that are computed on padding may have another sign"
+
+# And those of one around whose iterations there are barriers (see `barriers`).
+_BARRIERS = "barriers around what is computed again are left out"
 
 # What is said of a step that is refused for want of such masks alone.
 _MAY_BE_FINITE = (
@@ -298,8 +302,21 @@ def scheduled(
     def rounding(report: Scheduled) -> Scheduled:
         return report if report.why else replace(report, rounds=report.rounds or _SUMMED)
 
+    def unbarred(given: bytes) -> tuple[bytes, tuple[Scheduled, ...]]:
+        made, reports = found(given)
+        refused = len([r for r in reports if r.why])
+        bare = without_barriers(given, num_replicas, num_partitions) if refused else None
+        if bare is None:
+            return made, reports
+        other, others = found(bare)
+        if len([r for r in others if r.why]) >= refused:
+            return made, reports
+        return other, tuple(
+            r if r.why else replace(r, rounds=r.rounds or _BARRIERS) for r in others
+        )
+
     def whole(given: bytes) -> tuple[bytes, tuple[Scheduled, ...]]:
-        return _with_rows(found, given, num_replicas, num_partitions)
+        return _with_rows(unbarred, given, num_replicas, num_partitions)
 
     return _also_within(whole, serialized, num_replicas, num_partitions, rounding)
 

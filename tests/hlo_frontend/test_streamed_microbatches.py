@@ -43,7 +43,8 @@ class Form:
     these are microbatches. ``rounds``: how often a microbatch goes through all stages. ``reads``: what of the
     microbatches is read besides. ``packed``: how an array of numbers is divided, of which each stage takes
     those of its microbatch, as positions: by "stages", by "stages and data" at once, or not at all, "whole";
-    ``numbers``: their type; ``within``: whether each layer reads them, as segments."""
+    ``numbers``: their type; ``within``: whether each layer reads them, as segments. ``barriers``: whether
+    `jax.checkpoint` puts barriers around the iteration."""
 
     stages: int = 2
     microbatches: int = 4
@@ -60,6 +61,7 @@ class Form:
     packed: str = ""
     numbers: Any = np.int32
     within: bool = False
+    barriers: bool = False
 
 
 def layer(x: jax.Array, weights: Any) -> tuple[jax.Array, None]:
@@ -154,7 +156,7 @@ def written(form: Form, *, gradients: bool = True) -> WrittenStep:
 
         if form.again == "iteration":
             keeps = jax.checkpoint_policies.save_only_these_names("taken")
-            iteration = jax.checkpoint(iteration, policy=keeps, prevent_cse=False)
+            iteration = jax.checkpoint(iteration, policy=keeps, prevent_cse=form.barriers)
         stream = parameters["embedding"][given].reshape(stages, each, ROWS, WIDTH)
         begin = jnp.zeros((stages, ROWS, WIDTH)), lax.with_sharding_constraint(stream, all_slots)
         (_, stream), _ = lax.scan(iteration, begin, jnp.arange(form.rounds * count + stages - 1))
@@ -346,6 +348,31 @@ def test_stages_take_numbers_of_their_microbatch(form: Form) -> None:
 def test_with_numbers_what_is_linear_is_equal(layers: int) -> None:
     form = replace(MAXTEXT, head="squares", packed="stages", layers=layers)
     assert written(form).judged("1f1b", valid=FINITE).differs == ()
+
+
+BARRIERS = {
+    "masked": Form(shift="ppermute", once=True, again="iteration", barriers=True),
+    "maxtext": replace(MAXTEXT, barriers=True),
+    "stages": replace(MAXTEXT, barriers=True, layers=2, stages=4, microbatches=8, head="classes"),
+    "packed": replace(MAXTEXT, barriers=True, packed="stages", head="focal", shift="roll"),
+}
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        pytest.param(f, marks=[pytest.mark.thorough] * (n > 0))
+        for n, f in enumerate(BARRIERS.values())
+    ],
+    ids=BARRIERS,
+)
+def test_barriers_around_an_iteration_are_left_out(form: Form) -> None:
+    step = written(form)
+    for schedule in ("1f1b", "zb_h1"):
+        (report,) = step.judged(schedule, valid=FINITE).module.interleaved
+        assert report.rounds
+        assert report.rows == min(form.stages, form.microbatches)
+    step.check_written()
 
 
 def test_what_padding_would_need_is_named() -> None:

@@ -55,9 +55,41 @@ def solved(g):  # type: ignore[no-untyped-def]
     return lax.linalg.triangular_solve(triangle, half, left_side=True, lower=True).reshape(g.shape)
 
 
+STEPS = np.random.default_rng(1).standard_normal((3, 8, 8)).astype("f4") / 3
+
+
+def iterated(g):  # type: ignore[no-untyped-def]
+    """Square roots by Newton's method: the loop begins with ones, and reads the rows in each iteration."""
+    return lax.fori_loop(0, 5, lambda i, s: 0.5 * (s + jnp.abs(g) / (1 + s)), jnp.ones_like(g))
+
+
+def recurrent(g):  # type: ignore[no-untyped-def]
+    """A product in each iteration; all carries are kept."""
+    last, kept = lax.scan(lambda c, w: (jnp.tanh(c @ w), jnp.cos(c)), g, STEPS)
+    return last + kept.sum(0) + kept[1]
+
+
+def counted(g):  # type: ignore[no-untyped-def]
+    """What the loop has beside the rows is read behind it, and a loop is in it."""
+
+    def inner(s):  # type: ignore[no-untyped-def]
+        return lax.fori_loop(0, 2, lambda j, q: jnp.cos(q + j) + s, s)
+
+    count, rows = lax.while_loop(
+        lambda s: s[0] < 7, lambda s: (s[0] + 2, inner(s[1]) - jnp.sin(g)), (0, g)
+    )
+    return rows * count
+
+
 @pytest.mark.parametrize(
     "between",
     [
+        pytest.param(iterated, id="loop"),
+        pytest.param(recurrent, id="scan"),
+        pytest.param(counted, id="loop in a loop"),
+        pytest.param(
+            lambda g: jax.grad(lambda g: (recurrent(g) ** 2).sum())(g), id="scan, gradient"
+        ),
         pytest.param(chosen_experts, id="top-k"),
         pytest.param(solved, id="LAPACK"),
         pytest.param(lambda g: jnp.abs(jnp.fft.fft(g)), id="FFT"),
@@ -79,6 +111,39 @@ def test_each_row_by_itself_between_a_gather_and_a_scatter(between: Any) -> None
     made, regions = split(compiled(function, x, w, v, num_devices=2), 2, pieces=False)
     assert regions == 1
     assert {c.kind for c in made.program.collectives} == {Kind.PERMUTE}
+    judge_program(made, function, over, specs, x, w, v, exact=False)
+
+
+def halves(i, s):  # type: ignore[no-untyped-def]
+    """Rows of each half are coupled."""
+    return jnp.sin(s.reshape(2, 6, 8)).sum(1).repeat(6, 0)
+
+
+@pytest.mark.parametrize(
+    ("body", "tiles", "split_regions"),
+    [
+        pytest.param(lambda i, s: s + s.sum(0), 2, 2, id="sum over rows"),
+        pytest.param(lambda i, s: jnp.roll(s, 1, 0), 2, 2, id="rows move on"),
+        pytest.param(lambda i, s: s.at[i].multiply(2), 2, 2, id="a row in each iteration"),
+        pytest.param(halves, 1, 1, id="halves in halves"),
+        pytest.param(halves, 2, 0, id="halves in quarters"),
+    ],
+)
+def test_rows_that_a_loop_couples(body: Any, tiles: int, split_regions: int) -> None:
+    """They are put together before it, and it stays whole."""
+    over = mesh(2)
+    rng = np.random.default_rng(0)
+    x, w, v = (rng.standard_normal(s).astype("f4") for s in ((12, 8), (8, 8), (8, 4)))
+
+    def f(x, w, v):  # type: ignore[no-untyped-def]
+        rows = lax.all_gather(x, "x", axis=0, tiled=True)
+        made = lax.fori_loop(0, 3, body, rows @ w)
+        return lax.psum_scatter(made @ v, "x", scatter_dimension=0, tiled=True)
+
+    specs = (P("x"), P(), P())
+    function = manual(f, over, specs, P("x"))
+    made, regions = split(compiled(function, x, w, v, num_devices=2), tiles, pieces=False)
+    assert regions == split_regions
     judge_program(made, function, over, specs, x, w, v, exact=False)
 
 

@@ -95,6 +95,50 @@ def test_what_is_read_and_written_once_more_is_charged(rows: int, again: float) 
     assert took == pytest.approx(again * 2**20 / costs.compute.bytes_per_s)
 
 
+def test_the_kernels_of_a_loop_are_charged_in_each_iteration() -> None:
+    """In a loop of eight iterations, one product: a quarter of a launch and 1 MiB of weights, each time."""
+    carry = "(s32[], f32[512,512], f32[512,512])"
+    more = f"""
+body {{
+  p = {carry} parameter(0)
+  i = s32[] get-tuple-element(p), index=0
+  x = f32[512,512] get-tuple-element(p), index=1
+  w = f32[512,512] get-tuple-element(p), index=2
+  q = f32[512,512] dot(x, w), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}
+  one = s32[] constant(1)
+  j = s32[] add(i, one)
+  ROOT o = {carry} tuple(j, q, w)
+}}
+cond {{
+  p = {carry} parameter(0)
+  i = s32[] get-tuple-element(p), index=0
+  last = s32[] constant(8)
+  ROOT c = pred[] compare(i, last), direction=LT
+}}
+"""
+    body = f"""
+  x = f32[256,512] parameter(0)
+  w = f32[512,512] parameter(1)
+  g = f32[512,512] all-gather(x), ALL, dimensions={{0}}
+  zero = s32[] constant(0)
+  t = {carry} tuple(zero, g, w)
+  l = {carry} while(t), condition=cond, body=body
+  ROOT r = f32[512,512] get-tuple-element(l), index=1
+"""
+    body = body.replace("body=body", 'body=body, backend_config={"known_trip_count":{"n":"8"}}')
+    module = partitioned(body, 2, more)
+    c = Compilation.of(module, Module.parse(module.hlo))
+    run(c, SETTLING)
+    ((_, block, (region,)),) = found(c.entry, 2)
+    costs = table(launch_s=1e-3)
+    # One more part: a kernel for the loop, those in it, its weights; a transfer; the result put together.
+    took = overhead(region, block, 1, False, costs)
+    rate = costs.compute.bytes_per_s
+    assert took == pytest.approx(
+        (1 + 8 * 0.25 + 20) * 1e-3 + 8 * 2**20 / rate + 2 * 2**20 / rate, rel=1e-6
+    )
+
+
 def test_more_tiles_where_messages_take_longest() -> None:
     few = decided(large(256, 512), table(2e8))[0]
     many = decided(large(256, 512), table(2e7))[0]

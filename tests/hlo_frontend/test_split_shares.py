@@ -262,6 +262,55 @@ def test_what_a_loop_carries() -> None:
     assert not shares(placed(partitioned(LOOP, 2, BODY.replace("NEXT", "d")), REPLICATED))
 
 
+def test_a_loop_that_works_row_by_row() -> None:
+    """Each device runs it on its own rows; what it carries beside them is read by all."""
+    more = """
+body {
+  p = (s32[], f32[128,64]) parameter(0)
+  i = s32[] get-tuple-element(p), index=0
+  x = f32[128,64] get-tuple-element(p), index=1
+  one = s32[] constant(1)
+  j = s32[] add(i, one)
+  f = f32[] convert(j)
+  b = f32[128,64] broadcast(f), dimensions={}
+  m = f32[128,64] subtract(b, x)
+  ROOT o = (s32[], f32[128,64]) tuple(j, m)
+}
+cond {
+  p = (s32[], f32[128,64]) parameter(0)
+  i = s32[] get-tuple-element(p), index=0
+  last = s32[] constant(5)
+  ROOT c = pred[] compare(i, last), direction=LT
+}
+"""
+    module = partitioned(
+        """
+  x = f32[128,64] parameter(0)
+  s = f32[128,64] all-reduce(x), ALL, to_apply=sum
+  zero = s32[] constant(0)
+  t = (s32[], f32[128,64]) tuple(zero, s)
+  l = (s32[], f32[128,64]) while(t), condition=cond, body=body
+  i = s32[] get-tuple-element(l), index=0
+  y = f32[128,64] get-tuple-element(l), index=1
+  ROOT r = (f32[128,64], s32[]) tuple(y, i)
+""",
+        2,
+        more,
+    )
+    ((_, region),) = shares(module)
+    assert own(region) == {"l"}
+    made = shared(module)
+    arguments = numbers(made.lowered().program)
+    program, got = ran(made, arguments)
+    assert kinds(program) == {Kind.REDUCE_SCATTER: 1, Kind.ALL_GATHER: 1}
+    rows = sum(arguments[0])
+    for i in range(1, 6):
+        rows = i - rows
+    for device in range(2):
+        np.testing.assert_array_equal(got.results[0][device], rows)
+        assert got.results[1][device] == 5
+
+
 def test_a_sum_that_is_read_whole_stays() -> None:
     """A reduce-scatter with its all-gather right behind it would be the all-reduce again."""
     text = LAYER[: LAYER.index("  q =")] + "  ROOT e = f32[96,96] dot(res, res), "

@@ -68,25 +68,33 @@ class _Plan:
 
 def loop_batches(instruction: Instruction, parts: int) -> Iterator[Batch]:
     """The batches of a loop: those of its carries."""
-    if instruction.opcode != "while" or not _is_flat(instruction):
+    if instruction.opcode != "while":
         return
-    shapes = instruction.shape.tuple_shapes
     found: list[Batch] = []
-    for k, shape in enumerate(shapes):
-        for d, size in enumerate(shape.dimensions):
-            if size % parts or not size:
-                continue
-            given: list[_Cut | None] = [None] * len(shapes)
-            given[k] = _Cut(d)
-            try:
-                carries, _ = _Parts(parts).loop(instruction, given)
-            except (_Refused, _Wanted):
-                continue
-            dims = tuple([None if c is None else c.dimension for c in carries])
-            batch = Batch(dims, dims)
-            if batch not in found:
+    for k, shape in enumerate(instruction.shape.tuple_shapes):
+        for d in range(len(shape.dimensions)):
+            batch = loop_batch(instruction, k, d, parts)
+            if batch is not None and batch not in found:
                 found.append(batch)
                 yield batch
+
+
+def loop_batch(instruction: Instruction, carry: int, dimension: int, parts: int) -> Batch | None:
+    """The batch of a loop of which this carry is cut along this dimension; None if it has none."""
+    shapes = instruction.shape.tuple_shapes
+    if not _is_flat(instruction):
+        return None
+    size = shapes[carry].dimensions[dimension]
+    if size % parts or not size:
+        return None
+    given: list[_Cut | None] = [None] * len(shapes)
+    given[carry] = _Cut(dimension)
+    try:
+        carries, _ = _Parts(parts).loop(instruction, given)
+    except (_Refused, _Wanted):
+        return None
+    dims = tuple([None if c is None else c.dimension for c in carries])
+    return Batch(dims, dims)
 
 
 def cut_loop(node: Node, batch: Batch, operands: Sequence[Value], parts: int) -> Node:
@@ -110,6 +118,7 @@ class _Parts:
 
     def __init__(self, parts: int) -> None:
         self._parts = parts
+        self._known: dict[tuple[Instruction, int], dict[int, int] | None] = {}
 
     def loop(
         self, instruction: Instruction, given: Sequence[_Cut | None]
@@ -125,6 +134,8 @@ class _Parts:
                     own or (_Cut(wanted.carries[k]) if k in wanted.carries else None)
                     for k, own in enumerate(carries)
                 ]
+                if more == carries:
+                    raise _Refused from None
             else:
                 left = plan.states[body.root]
                 assert isinstance(left, tuple)
@@ -243,11 +254,42 @@ class _Parts:
             elif d is not None and not (
                 _is_spread(operand, d) or (numbers and _is_rows(operand, d))
             ):
-                carry = self._carry(operand, d)
-                if carry is None:
+                more = self._carries(operand, d)
+                if not more or any(wanted.get(k, of) != of for k, of in more.items()):
                     return None
-                wanted[carry] = d
+                wanted |= more
         return wanted
+
+    def _carries(self, instruction: Instruction, d: int) -> dict[int, int] | None:
+        """The carries of which an array is made that is to be cut along a dimension, as they must be cut for
+        it; None if it is made of others. What follows from them is looked at when they are."""
+        key = instruction, d
+        if key not in self._known:
+            self._known[key] = self._looked_for(instruction, d)
+        return self._known[key]
+
+    def _looked_for(self, instruction: Instruction, d: int) -> dict[int, int] | None:
+        carry = self._carry(instruction, d)
+        if carry is not None:
+            return {carry: d}
+        if _is_spread(instruction, d):
+            return {}
+        arrays = (instruction, *instruction.operands)
+        if any(i.shape.element_type == TUPLE for i in arrays) or not instruction.operands:
+            return None
+        operands = [_type(o) for o in instruction.operands]
+        for batch in batches(instruction, operands, [_type(instruction)], self._parts):
+            if batch.results != (d,):
+                continue
+            found: dict[int, int] = {}
+            for operand, own in zip(instruction.operands, batch.operands, strict=True):
+                more = {} if own is None else self._carries(operand, own)
+                if more is None or any(found.get(k, of) != of for k, of in more.items()):
+                    break
+                found |= more
+            else:
+                return found
+        return None
 
     def _carry(self, instruction: Instruction, d: int) -> int | None:
         """The position of a carry that divides along a dimension."""
@@ -277,8 +319,8 @@ class _Parts:
     def _want(self, plan: _Plan, instruction: Instruction, k: int, dimension: int) -> None:
         operand = instruction.operands[k]
         if not _is_spread(operand, dimension):
-            carry = self._carry(operand, dimension)
-            raise _Refused if carry is None else _Wanted({carry: dimension})
+            carries = self._carries(operand, dimension)
+            raise _Wanted(carries) if carries else _Refused
         plan.wanted[instruction, k] = dimension
 
     # Rows by their numbers.

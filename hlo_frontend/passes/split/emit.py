@@ -226,7 +226,7 @@ class Splitting:
             made += maker.nodes
             if node.collective is not None:
                 types = [
-                    part_of(v.type, cut.dimension, self.count)
+                    v.type if cut is None else part_of(v.type, cut.dimension, self.count)
                     for v, cut in zip(node.results, split.results, strict=True)
                     if v.type is not None
                 ]
@@ -238,7 +238,10 @@ class Splitting:
                 made += copy.nodes
             part.values |= zip(node.results, results, strict=True)
         for result, cut in zip(node.results, split.results, strict=True):
-            self._put_together(node, result, cut, made)
+            if cut is None:
+                self.editor.replace(result, self.parts[0].values[result])
+            else:
+                self._put_together(node, result, cut, made)
         self._replace(node, made)
 
     def _read(self, part: Part, value: Value, cut: Cut, maker: Maker) -> Value:

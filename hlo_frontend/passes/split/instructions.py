@@ -14,6 +14,7 @@ from ...schema import HloInstructionProto, LiteralProto
 from ...values import Node, NodeKind, Value
 from ..bytes.batches import Batch
 from ..bytes.cut import cut_node
+from ..bytes.loops import cut_loop
 from ..bytes.steps import part_of
 
 
@@ -136,7 +137,8 @@ class Maker:
 
     def part(self, node: Node, cut: Batch, parts: int, operands: Sequence[Value]) -> list[Value]:
         """The results of a compute node for one of ``parts`` parts."""
-        made = cut_node(node, cut, operands, parts)
+        cutter = cut_loop if node.instruction.opcode == "while" else cut_node
+        made = cutter(node, cut, operands, parts)
         made.instruction.proto.name = self.name
         self.nodes.append(made)
         return made.results

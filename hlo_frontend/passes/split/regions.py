@@ -98,6 +98,7 @@ class Region:
                     tuple(v.type for v in node.operands),
                     tuple(v.type for v in node.results),
                     self.cuts.get(node),
+                    flops(node.instruction) if node.instruction.opcode == "while" else 0.0,
                 )
                 for node in nodes
             ),
@@ -236,8 +237,9 @@ class Growth:
             return
         self.region.cuts[node] = split
         for result, cut in zip(node.results, split.results, strict=True):
-            self.region.dimensions[result] = cut
-            self.down.append(result)
+            if cut is not None:
+                self.region.dimensions[result] = cut
+                self.down.append(result)
         for operand, own in zip(node.operands, split.operands, strict=True):
             if own is not None:
                 self.up.append((operand, own))
@@ -331,7 +333,7 @@ class _InParts(Growth):
                 return
             found = self._even_cut(node, cut)
         else:
-            found = backward(node, cut, self.parts)
+            found = backward(node, root.index, cut, self.parts)
         if found is not None:
             self.assign(node, found)
 

@@ -18,16 +18,18 @@ from typing import NamedTuple
 
 from stretto.collectives.types import TensorType
 
+from ...graph import Instruction, all_instructions
 from ...ops import op_of
 from ...values import Node, NodeKind
 from ..bytes.batches import Batch, batches, memory_order
+from ..bytes.loops import loop_batch
 
 # What lies between collectives and products, beside elementwise ops. Others end a region.
 _BETWEEN = frozenset(
     {"bitcast", "broadcast", "cholesky", "concatenate", "convolution", "custom-call", "dot"}
     | {"dynamic-slice", "dynamic-update-slice", "fft", "gather", "pad", "reduce", "reduce-window"}
     | {"reshape", "reverse", "scatter", "select-and-scatter", "slice", "sort", "transpose"}
-    | {"triangular-solve"}
+    | {"triangular-solve", "while"}
 )
 _RESHAPES = ("bitcast", "reshape")
 
@@ -41,17 +43,18 @@ class Cut(NamedTuple):
 
 
 class Split(NamedTuple):
-    """How a node is split. ``operands``: None for those that are needed whole."""
+    """How a node is split. ``operands``: None for those that are needed whole; ``results``: None for those of
+    the whole, which each part has (a loop's counter)."""
 
     operands: tuple[Cut | None, ...]
-    results: tuple[Cut, ...]
+    results: tuple[Cut | None, ...]
 
     @property
     def batch(self) -> Batch:
         """The dimensions alone."""
         return Batch(
             tuple([None if cut is None else cut.dimension for cut in self.operands]),
-            tuple([cut.dimension for cut in self.results]),
+            tuple([None if cut is None else cut.dimension for cut in self.results]),
         )
 
 
@@ -63,26 +66,41 @@ def forward(node: Node, position: int, cut: Cut, parts: int) -> Split | None:
     if node.instruction.opcode in _RESHAPES:
         to = _reshaped(node, cut, parts, back=False)
         return None if to is None else Split((cut,), (to,))
+    if node.instruction.opcode == "while":
+        return _looped(node, position, cut, parts)
     found = (b for b in _batches(node, parts) if b.operands[position] == cut.dimension)
     return _split(next(found, None), cut.outer)
 
 
-def backward(node: Node, cut: Cut, parts: int) -> Split | None:
-    """How a node can be split whose results are cut so, None if it cannot."""
+def backward(node: Node, index: int, cut: Cut, parts: int) -> Split | None:
+    """How a node can be split whose result ``index`` is cut so, None if it cannot."""
     if not _has_rule(node):
         return None
     if node.instruction.opcode in _RESHAPES:
         given = _reshaped(node, cut, parts, back=True)
         return None if given is None else Split((given,), (cut,))
-    found = (b for b in _batches(node, parts) if set(b.results) == {cut.dimension})
+    if node.instruction.opcode == "while":
+        return _looped(node, index, cut, parts)
+    found = (b for b in _batches(node, parts) if b.results[index] == cut.dimension)
     return _split(next(found, None), cut.outer)
+
+
+def _looped(node: Node, carry: int, cut: Cut, parts: int) -> Split | None:
+    """How a loop can be split of which this carry is cut so. Where a part has several stretches, what the
+    body does to rows must be the same for each of them: reshapes must keep them apart."""
+    batch = loop_batch(node.instruction, carry, cut.dimension, parts)
+    if cut.outer > 1 and batch != loop_batch(
+        node.instruction, carry, cut.dimension, parts * cut.outer
+    ):
+        return None
+    return _split(batch, cut.outer)
 
 
 def _split(batch: Batch | None, outer: int) -> Split | None:
     if batch is None:
         return None
     operands = tuple([None if d is None else Cut(d, outer) for d in batch.operands])
-    return Split(operands, tuple([Cut(d, outer) for d in batch.along]))
+    return Split(operands, tuple([None if d is None else Cut(d, outer) for d in batch.results]))
 
 
 def _reshaped(node: Node, cut: Cut, parts: int, back: bool) -> Cut | None:
@@ -116,7 +134,16 @@ def _reshaped(node: Node, cut: Cut, parts: int, back: bool) -> Cut | None:
 
 def is_heavy(node: Node) -> bool:
     """Whether the time of a node grows faster than its bytes: what messages are hidden behind."""
-    return node.kind is NodeKind.COMPUTE and node.instruction.opcode in ("dot", "convolution")
+    if node.kind is not NodeKind.COMPUTE:
+        return False
+    if node.instruction.opcode == "while":
+        return any(is_product(i) for c in node.instruction.called for i in all_instructions(c))
+    return is_product(node.instruction)
+
+
+def is_product(instruction: Instruction) -> bool:
+    """Whether it is a product, by itself."""
+    return instruction.opcode in ("dot", "convolution")
 
 
 def _has_rule(node: Node) -> bool:
@@ -143,11 +170,16 @@ def divides(type: TensorType, cut: Cut, parts: int) -> bool:
 def can_be(node: Node, split: Split, parts: int) -> bool:
     """Whether everything that is cut at a node has that many equal parts. Of a grouped convolution, along
     its groups, each stretch of a part must have whole groups."""
+    first = next((cut for cut in split.results if cut is not None), None)
     grouped = node.instruction.opcode == "convolution" and None not in split.operands
-    if grouped and (node.instruction.proto.feature_group_count or 1) % (
-        split.results[0].outer * parts
-    ):
-        return False
+    if grouped and first is not None:
+        groups = node.instruction.proto.feature_group_count or 1
+        if groups % (first.outer * parts):
+            return False
     given = [(v.type, cut) for v, cut in zip(node.operands, split.operands, strict=True) if cut]
-    made = [(v.type, cut) for v, cut in zip(node.results, split.results, strict=True)]
-    return all(t is not None and divides(t, cut, parts) for t, cut in (*given, *made))
+    made = [(v.type, cut) for v, cut in zip(node.results, split.results, strict=True) if cut]
+    if not all(t is not None and divides(t, cut, parts) for t, cut in (*given, *made)):
+        return False
+    if node.instruction.opcode != "while" or first is None:
+        return True
+    return _looped(node, split.results.index(first), first, parts) == split

@@ -114,7 +114,7 @@ class _Shares(Growth):
                 self._sum(node, cut)
             return
         if not is_heavy(node):
-            self._assign(node, backward(node, cut, self.parts))
+            self._assign(node, backward(node, root.index, cut, self.parts))
 
     def reach_down(self, value: Value) -> None:
         cut = self.region.dimensions[value]
@@ -140,6 +140,8 @@ def _cheapest(region: Region, editor: Editor) -> Region:
         computed = sum(v.type.nbytes for v in node.results if v.type is not None)
         network.edge(0, vertex, INFINITE if node in region.sources else computed)
         for value in node.results:
+            if value not in region.dimensions:
+                continue
             assert value.type is not None
             whole = network.vertex()
             network.edge(vertex, whole, _GATHER + _WIRE * value.type.nbytes)

@@ -62,6 +62,21 @@ def experts(tokens, up, down):
     return lax.all_to_all(back, "x", 1, 0, tiled=True)[None]
 
 
+def ragged(rows, chosen, up, down):
+    sizes = (chosen[:, None] == jnp.arange(N)).sum(0, dtype="i4")
+    every, me = lax.all_gather(sizes, "x"), lax.axis_index("x")
+    before = lambda a, axis: jnp.cumsum(a, axis) - a
+    landing, home = before(every, 0), before(every, 1)
+    there = lax.ragged_all_to_all(
+        rows, jnp.zeros((3 * len(rows), WIDTH)), home[me], sizes, landing[me], every[:, me],
+        axis_name="x",
+    )
+    made = jnp.maximum(there @ up[0], 0) @ down[0]
+    return lax.ragged_all_to_all(
+        made, jnp.zeros_like(rows), landing[:, me], every[:, me], home[:, me], sizes, axis_name="x"
+    )
+
+
 x, up, down = whole(ROWS, WIDTH), whole(WIDTH, HIDDEN), whole(HIDDEN, WIDTH)
 tokens = whole(N, 4 * N, 32, WIDTH)
 ups, downs = whole(4 * N, WIDTH, HIDDEN), whole(4 * N, HIDDEN, WIDTH)
@@ -81,6 +96,14 @@ def looped(x):
 
 
 wide = whole(ROWS, HIDDEN)
+# Most rows go to device 1, none to device 3, and device 2 has none.
+rows = whole(2048, WIDTH)
+chosen = np.sort(rng.choice([0, 1, 1, 2], (N, len(rows) // N)), 1).astype("i4")
+chosen[2] = N
+chosen = chosen.reshape(-1)
+of_rows = [
+    np.maximum(row @ ups[e], 0) @ downs[e] if e < N else 0 * row for row, e in zip(rows, chosen)
+]
 there = np.einsum("depw,ewh->deph", tokens, ups)
 CASES = {
     "gather": (gather, (P("x"), P(None, "x")), P(None, "x"), (x, up), x @ up),
@@ -88,6 +111,9 @@ CASES = {
     "layer": (layer, (P("x"), P(None, "x"), P("x")), P("x"), (x, up, down), once(x)),
     "sums": (sums, (P(), P(None, "x"), P("x")), P(), (x, up, down), summed(x)),
     "loop": (loop, (P("x"), P(None, "x"), P("x")), P("x"), (x, up, down), looped(x)),
+    "ragged": (
+        ragged, (P("x"),) * 4, P("x"), (rows, chosen, ups[:N], downs[:N]), np.stack(of_rows),
+    ),
     "experts": (
         experts, (P("x"),) * 3, P("x"), (tokens, ups, downs),
         np.einsum("deph,ehw->depw", np.maximum(there, 0), downs),

@@ -6,7 +6,8 @@ those a ring moves through one device, for a group of n:
     all-gather            (n-1)/n of the result
     reduce-scatter        (n-1)/n of the operand
     all-reduce            2(n-1)/n of the operand
-    all-to-all, ragged    (n-1)/n of the operand
+    all-to-all            (n-1)/n of the operand
+    ragged all-to-all     (n-1)/n of the operand or the result, whichever has fewer rows
     permute, send, recv,
     broadcast             all of the operand
 
@@ -208,7 +209,7 @@ def wire_bytes(collective: Collective, size: int) -> float:
         case Kind.REDUCE_SCATTER | Kind.ALL_TO_ALL:
             return share * operand
         case Kind.RAGGED_ALL_TO_ALL:
-            return share * collective.operands[0].nbytes
+            return share * min(collective.operands[0].nbytes, collective.results[0].nbytes)
         case Kind.ALL_REDUCE:
             return 2.0 * share * operand
         case Kind.RECV:

@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from frontend_support import P, compiled, judge_program, manual, mesh
+from executed import execute
+from frontend_support import P, compiled, judge_program, manual, mesh, shards
 from jax import lax
 from random_splits import Routings, judge_random, split
 
@@ -87,9 +88,7 @@ def counted(g):  # type: ignore[no-untyped-def]
         pytest.param(iterated, id="loop"),
         pytest.param(recurrent, id="scan"),
         pytest.param(counted, id="loop in a loop"),
-        pytest.param(
-            lambda g: jax.grad(lambda g: (recurrent(g) ** 2).sum())(g), id="scan, gradient"
-        ),
+        pytest.param(jax.grad(lambda g: (recurrent(g) ** 2).sum()), id="scan, gradient"),
         pytest.param(chosen_experts, id="top-k"),
         pytest.param(solved, id="LAPACK"),
         pytest.param(lambda g: jnp.abs(jnp.fft.fft(g)), id="FFT"),
@@ -145,6 +144,100 @@ def test_rows_that_a_loop_couples(body: Any, tiles: int, split_regions: int) -> 
     made, regions = split(compiled(function, x, w, v, num_devices=2), tiles, pieces=False)
     assert regions == split_regions
     judge_program(made, function, over, specs, x, w, v, exact=False)
+
+
+EXPERTS, ROOM = 2, 128  # of a device; rows that a device can receive
+
+
+def ragged_experts(x, chosen, up, down):  # type: ignore[no-untyped-def]
+    """Rows ``x`` of a device go through their ``chosen`` experts, of which each device has two; those of none
+    come back as zeros. They are sent ragged, so that at the receiver those of one expert lie together."""
+    n, me = lax.axis_size("x"), lax.axis_index("x")
+    order = jnp.argsort(chosen)
+    sizes = (chosen[:, None] == jnp.arange(n * EXPERTS)).sum(0, dtype=jnp.int32)
+    every = lax.all_gather(sizes, "x").reshape(n, n, EXPERTS)  # by source, target and expert
+    landing = every.transpose(1, 2, 0).reshape(n, -1)
+    landing = (jnp.cumsum(landing, 1) - landing).reshape(n, EXPERTS, n)  # by target, expert, source
+    starts = jnp.cumsum(sizes) - sizes
+    home = (jnp.cumsum(every.reshape(n, -1), 1) - every.reshape(n, -1)).reshape(n, n, EXPERTS)
+    mine = every[:, me]
+    there = lax.ragged_all_to_all(
+        x[order],
+        jnp.ones((ROOM, x.shape[1]), x.dtype),
+        starts,
+        sizes,
+        landing[:, :, me].reshape(-1),
+        mine.reshape(-1),
+        axis_name="x",
+    )
+    groups = mine.sum(0)
+    made = lax.ragged_dot(jax.nn.relu(lax.ragged_dot(there, up, groups)), down, groups)
+    back = lax.ragged_all_to_all(
+        made,
+        jnp.zeros_like(x),
+        landing[me].T.reshape(-1),
+        mine.reshape(-1),
+        home[:, me].reshape(-1),
+        sizes,
+        axis_name="x",
+    )
+    return back[jnp.argsort(order)]
+
+
+def dense_experts(x, chosen, up, down):  # type: ignore[no-untyped-def]
+    """The same of all rows on one device."""
+    of_each = jnp.einsum("reh,ehw->rew", jax.nn.relu(jnp.einsum("rw,ewh->reh", x, up)), down)
+    return jnp.einsum("rew,re->rw", of_each, jax.nn.one_hot(chosen, len(up), dtype=x.dtype))
+
+
+NONE = 8
+ROUTINGS = {
+    "any": lambda rng: rng.integers(0, NONE + 1, (4, 32)),
+    "all to one device": lambda rng: rng.integers(4, 6, (4, 32)),
+    "all to one expert": lambda rng: np.full((4, 32), 7),
+    "a device without rows, and experts": lambda rng: np.where(
+        np.arange(4)[:, None] == 1, NONE, rng.choice([0, 1, 5, 6], (4, 32))
+    ),
+    "no rows at all": lambda rng: np.full((4, 32), NONE),
+}
+
+
+@pytest.mark.parametrize("tiles", [2, 8])
+@pytest.mark.parametrize("gradient", [False, True])
+def test_ragged_exchanges_around_experts(gradient: bool, tiles: int) -> None:
+    """Whole numbers, so that results are equal bit for bit, with every routing."""
+    over = mesh(4)
+
+    def wanted(x, chosen, up, down):  # type: ignore[no-untyped-def]
+        if not gradient:
+            return (dense_experts(x, chosen, up, down),)
+        loss = lambda x, up, down: (dense_experts(x, chosen, up, down) * x).sum()  # noqa: E731
+        return jax.grad(loss, (0, 1, 2))(x, up, down)
+
+    def f(x, chosen, up, down):  # type: ignore[no-untyped-def]
+        if not gradient:
+            return (ragged_experts(x, chosen, up, down),)
+        loss = lambda x, up, down: (ragged_experts(x, chosen, up, down) * x).sum()  # noqa: E731
+        return jax.grad(loss, (0, 1, 2))(x, up, down)
+
+    rng = np.random.default_rng(0)
+    number = lambda *shape: rng.integers(-2, 3, shape).astype("f4")  # noqa: E731
+    x, up, down = number(128, 6), number(8, 6, 10), number(8, 10, 6)
+    chosen = np.zeros(128, "i4")
+    outs = (P("x"),) * (3 if gradient else 1)
+    function = manual(f, over, (P("x"),) * 4, outs)
+    module = compiled(function, x, chosen, up, down, num_devices=4)
+    made, regions = split(module, tiles, pieces=False)
+    assert regions == 1
+    names = [c.name for c in made.program.collectives if c.kind is Kind.RAGGED_ALL_TO_ALL]
+    assert len(names) == (4 if gradient else 2) * tiles
+    assert all(f"of{tiles}" in name for name in names)
+    for routing in ROUTINGS.values():
+        chosen = routing(rng).astype("i4").reshape(-1)
+        given = [shards(a, over, P("x")) for a in (x, chosen, up, down)]
+        got = execute(made.program, given).results
+        for result, want in zip(got, wanted(x, chosen, up, down), strict=True):
+            np.testing.assert_array_equal(np.concatenate(result), want)
 
 
 def layers(x, weights):  # type: ignore[no-untyped-def]

@@ -441,6 +441,8 @@ def _try_alone(
             f"{candidate.before * 1e3:.3g} ms, which is not {policy.least_gain:.0%} less"
             if tried and tried[0].seconds < candidate.before
             else "its parts would take longer"
+            if tried
+            else "its parts would need too much memory"
         )
 
 

@@ -11,6 +11,9 @@ rows, and gathers and scatters are made for each piece. That takes fewer transfe
 first one is there.
 
 Even regions. All devices compute the same parts one after the other; each collective is made for each part.
+Of a ragged all-to-all a part is a stretch of the buffer that it writes, or of the one that it sends from:
+of what one device sends another, those rows that lie in it. Who sends knows which these are; so that who
+receives knows how many there will be, the devices tell each other once where their rows lie.
 
 Where a part is several stretches of rows (`rules.Cut`), arrays from outside are seen with these as a
 dimension of their own.
@@ -33,7 +36,10 @@ from ..bytes.steps import part_of
 from .instructions import Maker, collective_like, name_of
 from .places import Places
 from .regions import Region
-from .rules import Cut
+from .rules import Cut, Split
+
+# Beyond all rows.
+_FAR = 1 << 30
 
 
 class Part:
@@ -216,6 +222,10 @@ class Splitting:
     def _each(self, node: Node) -> None:
         """The node once for each part."""
         split = self.region.cuts[node]
+        ragged = node.collective is not None and node.collective.kind is Kind.RAGGED_ALL_TO_ALL
+        if ragged and Cut(0) in split.operands:
+            self._ragged(node, split)
+            return
         made: list[Node] = []
         for part in self.parts:
             maker = Maker(node.instruction, f"{node.instruction.name}.{part.name}")
@@ -243,6 +253,57 @@ class Splitting:
             else:
                 self._put_together(node, result, cut, made)
         self._replace(node, made)
+
+    def _ragged(self, node: Node, split: Split) -> None:
+        """A ragged all-to-all of rows for each part: of those that land in it, or are sent from it."""
+        given, taken, starts, counts, targets, arriving = node.operands
+        (result,) = node.results
+        lands = split.results[0] is not None
+        type = (result if lands else given).type
+        assert type is not None and result.type is not None and node.collective is not None
+        size, places = type.shape[0] // self.count, targets if lands else starts
+        far = self._told(node, places)
+        made = [far]
+        whole = taken
+        for part in self.parts:
+            maker = Maker(node.instruction, f"{node.instruction.name}.{part.name}")
+            rows = _Rows(maker, places, [self._bound(part, size, k) for k in (0, 1)])
+            first, number = rows.within(places, counts)
+            _, expected = rows.within(far.results[0], arriving)
+            inside = rows.where(number, rows.less(first, self._start(part, size)))
+            ahead = rows.less(first, places)
+            other = rows.where(number, rows.more(starts if lands else targets, ahead))
+            if lands:
+                own = part_of(type, 0, self.count)
+                arrays = [given, self._read(part, taken, Cut(0), maker), other, number, inside]
+            else:
+                own = result.type
+                arrays = [self._read(part, given, Cut(0), maker), whole, inside, number, other]
+            new = _collective(node, part, [*arrays, expected], [own])
+            made += [*maker.nodes, new]
+            part.values[result] = whole = new.results[0]
+        if lands:
+            self._put_together(node, result, Cut(0), made)
+        else:
+            self.editor.replace(result, whole)
+        self._replace(node, made)
+
+    def _told(self, node: Node, places: Value) -> Node:
+        """The exchange by which devices learn at which places the others have the rows that they get."""
+        old, type = node.collective, places.type
+        assert old is not None and type is not None
+        name = f"{name_of(node)}.places"
+        new = replace(
+            old, kind=Kind.ALL_TO_ALL, operands=(type,), results=(type,), dimension=0, name=name
+        )
+        return collective_like(node, new, [places])
+
+    def _bound(self, part: Part, size: int, end: int) -> Value:
+        """The row before which a part begins or ``end``s: the first and the last have what lies outside of
+        the buffer, which is an error that is to be found."""
+        outside = part.number + end in (0, self.count)
+        row = (2 * end - 1) * _FAR if outside else (part.number + end) * size
+        return self.places.at([[row]], 0)
 
     def _read(self, part: Part, value: Value, cut: Cut, maker: Maker) -> Value:
         """A part of a value as a node of the region reads it."""
@@ -314,6 +375,44 @@ class Splitting:
     def _replace(self, node: Node, made: Sequence[Node]) -> None:
         self.editor.put_behind(node, made)
         self.editor.remove(node)
+
+
+class _Rows:
+    """Makes numbers of rows of a ragged all-to-all, of the type of ``like``. ``bounds``: of a stretch."""
+
+    def __init__(self, maker: Maker, like: Value, bounds: Sequence[Value]) -> None:
+        assert like.type is not None
+        self._maker, self._type = maker, like.type
+        self._low, self._high = (self._spread(bound) for bound in bounds)
+
+    def within(self, first: Value, number: Value) -> tuple[Value, Value]:
+        """Of ``number`` rows from ``first`` on the first one that is not before the stretch, and how many are
+        in it."""
+        begin = self._add("maximum", first, self._low)
+        end = self._add("minimum", self.more(first, number), self._high)
+        none = self._maker.zeros(self._type)
+        return begin, self._add("maximum", self.less(end, begin), none)
+
+    def more(self, a: Value, b: Value) -> Value:
+        return self._add("add", a, b)
+
+    def less(self, a: Value, b: Value) -> Value:
+        return self._add("subtract", a, b)
+
+    def where(self, number: Value, value: Value) -> Value:
+        """``value`` where there are rows, 0 where there are none."""
+        none = self._maker.zeros(self._type)
+        type = TensorType("pred", self._type.shape)
+        some = self._maker.add("compare", type, [number, none], comparison_direction="GT")
+        return self._maker.add("select", self._type, [some, value, none])
+
+    def _add(self, opcode: str, a: Value, b: Value) -> Value:
+        return self._maker.add(opcode, self._type, [self._spread(a), self._spread(b)])
+
+    def _spread(self, value: Value) -> Value:
+        if value.type is None or value.type.shape:
+            return value
+        return self._maker.add("broadcast", self._type, [value])
 
 
 def _tiled_type(type: TensorType, dimension: int, stretches: int, tiles: int) -> TensorType:

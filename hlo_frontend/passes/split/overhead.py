@@ -17,6 +17,8 @@ launch for a run of kernels and for a collective that is handed to a stream. Par
   all-reduce is two, also waits its turn beside compute a few times: in the tensor-parallel step of
   `benchmarks/two_hosts.py` in two parts, cores were idle for 9 and 18 ms more than its replay says, 0.2 and
   0.4 ms for each of 48 further exchanges.
+- Of a ragged all-to-all the devices first tell each other where rows lie: one transfer more. Each part of
+  one that sends parts copies what it writes its rows into.
 - An array that is put together is first filled with zeros, and then written a second time: 1.0 ms for 6 MB,
   2.0 for 12, 4.1 for 23, on one core that adds arrays of 16 MiB at 13 GB/s.
 """
@@ -63,10 +65,15 @@ def overhead(
     read += sum(_read_in_loop(loop) for loop in loops) / rate
     whole = region.read_whole(Editor(block))
     written = sum(2 * value.type.nbytes / rate for value in whole if value.type is not None)
+    ragged = [node for node in region.collectives if _is_ragged(node)]
+    results = [node.results[0] for node in ragged]
+    sent = sum(v.type.nbytes for v in results if v not in region.dimensions and v.type is not None)
+    written += (parts - 1) * 2 * sent / rate
     started = _kernels(region) + _IN_LOOP * sum(map(_kernels_of_loop, loops))
     kernels = (parts - 1) * (started * launch_s + read)
     turns = sum(_turns(node, costs) for node in region.collectives)
-    moved = (transfers * len(region.collectives) * _TRANSFER + (transfers - 1) * turns) * launch_s
+    number = transfers * len(region.collectives) + len(ragged)
+    moved = (number * _TRANSFER + (transfers - 1) * turns) * launch_s
     return kernels + moved + written
 
 
@@ -97,6 +104,10 @@ def _kernels(region: Region) -> int:
     }
     made = {n for n in ends | read if n is not None and n.kind is NodeKind.COMPUTE}
     return len(made)
+
+
+def _is_ragged(node: Node) -> bool:
+    return node.collective is not None and node.collective.kind is Kind.RAGGED_ALL_TO_ALL
 
 
 def _is_kernel(node: Node) -> bool:

@@ -13,6 +13,7 @@ Two kinds of regions:
   compute the same parts in the same order, and each collective is made once for each part. Gathers and
   scatters are in one only where no other region has what they would be split with: the rotated form begins
   with what a device has, and sums that are scattered along the cut are added part by part as they arrive.
+  A ragged all-to-all is made once for each part of the rows that it writes, or of those that it sends.
 
 Invariant: what is found follows from the program's text alone.
 """
@@ -27,14 +28,14 @@ from stretto.collectives.types import ELEMENT_TYPES
 
 from ...edit import Editor
 from ...flops import flops
-from ...values import BlockGraph, Node, NodeKind, Value, result_shape
+from ...values import BlockGraph, Node, NodeKind, Value, operand_shape, result_shape
 from .rules import Cut, Split, backward, can_be, divides, forward, is_heavy
 
 Groups = tuple[tuple[int, ...], ...]
 
 # Of the numbers of parts that are tried, those of which others are multiples.
 _FACTORS = (2, 3, 5, 7)
-_SUMS_AND_EXCHANGES = frozenset({Kind.ALL_REDUCE, Kind.ALL_TO_ALL})
+_SUMS_AND_EXCHANGES = frozenset({Kind.ALL_REDUCE, Kind.ALL_TO_ALL, Kind.RAGGED_ALL_TO_ALL})
 _GATHERS_AND_SCATTERS = frozenset({Kind.ALL_GATHER, Kind.REDUCE_SCATTER})
 SPLITTABLE = _SUMS_AND_EXCHANGES | _GATHERS_AND_SCATTERS
 
@@ -134,8 +135,10 @@ def regions_of(block: BlockGraph, num_devices: int) -> list[Region]:
                 continue
             grown = [
                 region
-                for cut in _even_cuts(node)
-                for region in _InParts(editor, (), taken, kinds, num_devices).even(node, cut)
+                for cut, position in _even_cuts(node)
+                for region in _InParts(editor, (), taken, kinds, num_devices).even(
+                    node, cut, position
+                )
             ]
             # Where several are as large, one that has four parts, along the first dimension.
             largest = max(
@@ -172,9 +175,14 @@ def is_summed(node: Node, c: Collective) -> bool:
 def _is_even(node: Node, kinds: frozenset[Kind], num_devices: int) -> bool:
     """Whether a node is a collective, of these kinds, that works on each part of its operand by itself."""
     c = node.collective
-    if c is None or c.kind not in kinds or len(c.operands) != 1:
+    if c is None or c.kind not in kinds:
         return False
     if c.operands[0].shape == () or not c.operands[0].size:
+        return False
+    if c.kind is Kind.RAGGED_ALL_TO_ALL:
+        numbers = all(t.dtype == "s32" and t.size for t in c.operands[2:])
+        return numbers and covers(c, num_devices) and c.results[0].size > 0
+    if len(c.operands) != 1:
         return False
     if c.kind in _GATHERS_AND_SCATTERS and not covers(c, num_devices):
         return False
@@ -183,16 +191,38 @@ def _is_even(node: Node, kinds: frozenset[Kind], num_devices: int) -> bool:
     return not c.tuple_form
 
 
-def _even_cuts(node: Node) -> Iterator[Cut]:
-    """The ways to cut the result of a collective of an even region."""
+def _even_cuts(node: Node) -> Iterator[tuple[Cut, int | None]]:
+    """The ways to cut the result of a collective of an even region, or the operand with this position."""
     c = node.collective
     assert c is not None
     for dimension in range(len(result_shape(node))):
         if dimension != c.dimension:
-            yield Cut(dimension)
+            yield Cut(dimension), None
         elif c.kind is Kind.ALL_TO_ALL:
             # Rows for each member, where these are one dimension.
-            yield Cut(dimension, len(c.groups[0]))
+            yield Cut(dimension, len(c.groups[0])), None
+    if c.kind is Kind.RAGGED_ALL_TO_ALL:
+        yield Cut(0), 0
+
+
+def _ragged(cut: Cut, position: int | None) -> Split | None:
+    """How a ragged all-to-all is split whose result, or operand with this position, is cut so: along its rows
+    those that land in a part, or are sent from it; else all rows are in each part."""
+    numbers = (None,) * 4
+    if cut.dimension:
+        return Split((cut, cut, *numbers), (cut,))
+    if cut.outer > 1:
+        return None
+    return (
+        Split((cut, None, *numbers), (None,))
+        if position == 0
+        else Split((None, cut, *numbers), (cut,))
+    )
+
+
+def _shape_at(node: Node, position: int | None) -> tuple[int, ...]:
+    """The shape of an operand, or of the result."""
+    return result_shape(node) if position is None else operand_shape(node, position)
 
 
 def is_free(editor: Editor, node: Node) -> bool:
@@ -273,12 +303,12 @@ class _InParts(Growth):
             self.grow()
         return self._selected()
 
-    def even(self, seed: Node, cut: Cut) -> list[Region]:
-        """Grown from a collective whose result is cut so."""
-        split = self._even_cut(seed, cut)
+    def even(self, seed: Node, cut: Cut, position: int | None) -> list[Region]:
+        """Grown from a collective whose result is cut so, or its operand with this position."""
+        split = self._even_cut(seed, cut, position)
         if split is None:
             return []
-        rows = result_shape(seed)[cut.dimension] // cut.outer
+        rows = _shape_at(seed, position)[cut.dimension] // cut.outer
         self.parts = next((n for n in _FACTORS if rows % n == 0), _FACTORS[0])
         self.assign(seed, split)
         self.grow()
@@ -303,12 +333,14 @@ class _InParts(Growth):
             return False
         return is_free(self.editor, node) and (c.kind is Kind.ALL_GATHER or is_summed(node, c))
 
-    def _even_cut(self, node: Node, cut: Cut) -> Split | None:
+    def _even_cut(self, node: Node, cut: Cut, position: int | None) -> Split | None:
         c = node.collective
         if c is None or node in self.taken or not _is_even(node, self.kinds, self.num_devices):
             return None
-        if not is_free(self.editor, node) or result_shape(node)[cut.dimension] < 2:
+        if not is_free(self.editor, node) or _shape_at(node, position)[cut.dimension] < 2:
             return None
+        if c.kind is Kind.RAGGED_ALL_TO_ALL:
+            return _ragged(cut, position)
         # A part of an exchange has rows for each member of the group.
         rows = c.kind is Kind.ALL_TO_ALL and cut.outer % len(c.groups[0]) == 0
         if cut.dimension == c.dimension and not rows:
@@ -331,7 +363,7 @@ class _InParts(Growth):
                 if node.collective.kind is Kind.ALL_GATHER and _along(node) == cut:
                     self._source(node)
                 return
-            found = self._even_cut(node, cut)
+            found = self._even_cut(node, cut, None)
         else:
             found = backward(node, root.index, cut, self.parts)
         if found is not None:
@@ -350,7 +382,7 @@ class _InParts(Growth):
                     if node.collective.kind is Kind.REDUCE_SCATTER and _along(node) == cut:
                         self._sink(node)
                     continue
-                found = self._even_cut(node, cut)
+                found = self._even_cut(node, cut, use.position)
             else:
                 found = forward(node, use.position, cut, self.parts)
             if found is not None:

@@ -42,6 +42,15 @@ def test_wire_bytes_of_a_ring_of_four(
     assert costs.collective(collective).seconds == 5.0 + expected / 2.0
 
 
+@pytest.mark.parametrize(("operand", "result"), [(SMALL, LARGE), (LARGE, SMALL)])
+def test_a_ragged_exchange_moves_no_more_rows_than_fit(
+    operand: TensorType, result: TensorType
+) -> None:
+    numbers = (TensorType("s32", (4,)),) * 4
+    given = (operand, result, *numbers)
+    assert wire_bytes(Collective(Kind.RAGGED_ALL_TO_ALL, given, (result,)), 4) == 0.75 * 32
+
+
 def test_point_to_point_moves_all_and_spans_what_its_pairs_connect() -> None:
     ring = ((0, 2), (2, 4), (4, 0), (1, 3), (3, 5), (5, 1))
     permute = Collective(Kind.PERMUTE, (SMALL,), (SMALL,), pairs=ring)

@@ -61,7 +61,7 @@ def random_program(
     kind = rng.choice(["gather", "scatter", "both", "sums", "loop", "features"])
     turned = bool(rng.integers(2))  # rows last
     sequences = int(rng.choice([1, 1, 2, 3]))  # each with rows of all devices
-    between = rng.choice(["none", "bias", "norm", "convert", "square"])
+    between = rng.choice(["none", "bias", "norm", "convert", "square", "steps"])
     several, pieces = bool(rng.integers(2)), bool(rng.integers(2))
 
     def number(*shape: int) -> np.ndarray:
@@ -74,6 +74,9 @@ def random_program(
             return h - h.max(axis=-1, keepdims=True)
         if between == "convert":
             return h.astype(jnp.int32).astype(jnp.float32)
+        if between == "steps":
+            step = lambda i, s: jnp.clip(s * h - i, -3, 3)  # noqa: E731
+            return lax.fori_loop(0, 3, step, jnp.ones_like(h))
         return h * h if between == "square" else h
 
     def gathered(x: jax.Array) -> jax.Array:

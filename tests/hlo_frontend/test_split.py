@@ -118,6 +118,45 @@ def test_gathers_and_scatters_in_pieces(n: int, tiles: int) -> None:
         np.testing.assert_array_equal(got.results[1][device], products[device])
 
 
+@pytest.mark.parametrize("pieces", [False, True])
+@pytest.mark.parametrize("none", ["5", "7", "3"])
+def test_arrays_without_elements_around_a_gather(none: str, pieces: bool) -> None:
+    """A sum of no products is 0, and a product may have no columns."""
+    text = GATHERED.replace("ROWS", "24").replace(f",{none}]", ",0]").replace(f"[{none},", "[0,")
+    chunked = split(partitioned(text, 4), 2, pieces)
+    arguments = numbers(chunked.lowered().program)
+    program, got = ran(chunked, arguments)
+    assert kinds(program) == ({Kind.ALL_GATHER: 2} if pieces else {Kind.PERMUTE: 6})
+    x, w, v = arguments
+    rows = np.concatenate(x)
+    for device in range(4):
+        np.testing.assert_array_equal(got.results[0][device], rows @ w[device])
+        np.testing.assert_array_equal(got.results[1][device], v[device].T @ rows.T)
+
+
+@pytest.mark.parametrize("pieces", [False, True])
+def test_a_sum_of_no_products_before_a_scatter(pieces: bool) -> None:
+    text = SCATTERED.replace("ROWS", "24").replace(",5]", ",0]").replace("[5,", "[0,")
+    chunked = split(partitioned(text, 4), 2, pieces)
+    arguments = numbers(chunked.lowered().program)
+    program, got = ran(chunked, arguments)
+    assert kinds(program) == ({Kind.REDUCE_SCATTER: 2} if pieces else {Kind.PERMUTE: 6})
+    for array in got.results[0]:
+        np.testing.assert_array_equal(array, np.tile(sum(arguments[2]), (6, 1)))
+
+
+@pytest.mark.parametrize("rows", [True, False])
+def test_nothing_of_which_there_is_nothing_is_split(rows: bool) -> None:
+    """Neither rows that nobody has, nor results without elements between a product and its scatter."""
+    gone = ("[6,", "[0,") if rows else (",7]", ",0]")
+    text = SCATTERED.replace("ROWS", "0" if rows else "24").replace(*gone)
+    if not rows:
+        text = text.replace("f32[7]", "f32[0]")
+    assert not regions(partitioned(text, 4))
+    if rows:
+        assert not regions(partitioned(GATHERED.replace("ROWS", "0").replace("[6,", "[0,"), 4))
+
+
 def test_regions_have_no_data_in_common() -> None:
     """Two layers that read the same table behind their products are split each by itself."""
     module = partitioned(

@@ -83,7 +83,7 @@ def test_why_not_is_told_of_what_is_in_no_region(after: str, why: str) -> None:
 def test_ragged_exchanges_are_split_where_they_send_less_in_parts(
     room: int, hidden: int, told: str
 ) -> None:
-    """1,024 rows of 256 numbers to 4 devices take 7.9 ms each way; products of 1,280 with 256 x 1024, 67 ms each."""
+    """1,024 rows of 256 numbers take 7.9 ms each way; products of 1,280 with 256 x 1024 take 67 ms each."""
     module = partitioned(
         f"""
   x = f32[1024,256] parameter(0)

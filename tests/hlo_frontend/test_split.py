@@ -539,6 +539,42 @@ def test_ragged_rows_of_each_part_of_a_buffer(tiles: int, seed: int) -> None:
         np.testing.assert_array_equal(got.results[1][d], there[d])
 
 
+def test_columns_of_ragged_rows() -> None:
+    """Where products sum over rows, each part is some columns of all of them."""
+    module = partitioned(
+        """
+  x = f32[7,8] parameter(0)
+  w = f32[16,6] parameter(1)
+  filled = f32[16,8] parameter(2)
+  starts = s32[8] parameter(3)
+  sizes = s32[8] parameter(4)
+  places = s32[8] parameter(5)
+  arriving = s32[8] parameter(6)
+  there = f32[16,8] ragged-all-to-all(x, filled, starts, sizes, places, arriving), channel_id=1,
+    replica_groups={{0,1,2,3}}
+  ROOT d = f32[6,8] dot(w, there), lhs_contracting_dims={0}, rhs_contracting_dims={0}
+""",
+        4,
+    )
+    ((_, _, region),) = regions(module)
+    assert names(region) == ({"there"}, {"d"})
+    chunked = split(module, 4)
+    arguments = numbers(chunked.lowered().program)
+    x, w, filled = arguments[:3]
+    sizes = np.random.default_rng(0).integers(0, 2, (4, 4, 2))
+    starts, sizes, places = routed(sizes)
+    for d in range(4):
+        for k, own in enumerate((starts[d], sizes[d], places[d], sizes[:, d])):
+            arguments[3 + k][d] = own.reshape(-1).astype("i4")
+    there = [a.copy() for a in filled]
+    for s, t, u in np.argwhere(sizes):
+        there[t][places[s, t, u]] = x[s][starts[s, t, u]]
+    program, got = ran(chunked, arguments)
+    assert kinds(program) == {Kind.RAGGED_ALL_TO_ALL: 4}
+    for d in range(4):
+        np.testing.assert_array_equal(got.results[0][d], w[d].T @ there[d])
+
+
 @pytest.mark.parametrize("place", [15, -1])
 def test_ragged_rows_outside_of_the_buffer_are_an_error_in_parts_too(place: int) -> None:
     module = partitioned(RAGGED, 4)

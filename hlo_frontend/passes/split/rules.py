@@ -8,6 +8,8 @@ Where rows of several sequences become one dimension, `[batch, rows, width]` res
 `[batch * rows, width]`, a part of the rows of each sequence is no longer one stretch of rows, but as many as
 there are sequences. So a cut has a number of stretches. Ops that are independent along a dimension work on
 any of its rows; only reshapes and bitcasts lead from one number of stretches to another.
+
+A loop without collectives can be split along its carries if its body can (`passes.bytes.loops`).
 """
 
 from __future__ import annotations

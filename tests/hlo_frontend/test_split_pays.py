@@ -107,26 +107,33 @@ def test_ragged_exchanges_are_split_where_they_send_less_in_parts(
     assert all(one.describe().startswith(told) for one in made.splits), made.splits
 
 
-def test_a_ragged_exchange_beside_no_product_says_so() -> None:
-    """Rows are picked out of all that arrive: no part of them is known before."""
+@pytest.mark.parametrize(
+    ("product", "numbers", "why"),
+    [
+        # Rows are picked out of all that arrive: no part of them is known before.
+        ("picked", "s32", "no product is computed before or behind it in parts that it has too"),
+        ("there", "u32", "its offsets and sizes are neither all s32 nor all s64"),
+    ],
+)
+def test_why_a_ragged_exchange_is_not_split(product: str, numbers: str, why: str) -> None:
     module = partitioned(
         """
   x = f32[1024,256] parameter(0)
   w = f32[256,64] parameter(1)
   filled = f32[2048,256] parameter(2)
   order = s32[2048] parameter(3)
-  n = s32[4] parameter(4)
+  n = NUMBERS[4] parameter(4)
   there = f32[2048,256] ragged-all-to-all(x, filled, n, n, n, n), channel_id=1,
     replica_groups={{0,1,2,3}}
   picked = f32[2048,256] gather(there, order), offset_dims={1}, collapsed_slice_dims={0},
     start_index_map={0}, index_vector_dim=1, slice_sizes={1,256}
-  ROOT d = f32[2048,64] dot(picked, w), lhs_contracting_dims={1}, rhs_contracting_dims={0}
-""",
+  ROOT d = f32[2048,64] dot(PRODUCT, w), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+""".replace("NUMBERS", numbers).replace("PRODUCT", product),
         4,
     )
     made = replace(module, splits=None).compiled(OverlapPolicy(table()))
-    why = "is not split: no product is computed before or behind it in parts that it has too"
-    assert [(one.name, one.describe()) for one in made.splits] == [("there", why)]
+    told = [(one.name, one.describe()) for one in made.splits]
+    assert told == [("there", f"is not split: {why}")]
 
 
 def test_what_parts_cost_counts_in_each_iteration() -> None:

@@ -20,6 +20,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from stretto.collectives.ops import Kind
+
 from ...edit import Editor
 from ...overlap.apply import Order, OverlapPolicy, Planned, plan
 from ...overlap.evaluate import seconds_of
@@ -31,7 +33,7 @@ from .apply import Decision, Shardings, Shared, apply, found, found_shares
 from .emit import split
 from .overhead import overhead, overhead_of_shares
 from .places import Places
-from .regions import SPLITTABLE, Region, is_free
+from .regions import SPLITTABLE, Region, is_clipped, is_free
 
 # Numbers of tiles that are tried, in this order, of those that divide what is cut.
 _TILES = (1, 2, 4, 8, 16)
@@ -177,6 +179,8 @@ def _in_no_region(trial: _Trial) -> Iterator[Chosen]:
                 why = "of what is computed around it some is left out, or awaited in another iteration"
             elif not is_free(editor, node):
                 why = "its place among others is given by more than data"
+            elif c.kind is Kind.RAGGED_ALL_TO_ALL and not is_clipped(c):
+                why = "its offsets and sizes are neither all s32 nor all s64"
             yield Chosen(node.instruction.name, node.instruction.source, why=why)
 
 

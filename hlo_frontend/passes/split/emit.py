@@ -412,6 +412,8 @@ class _Rows:
     def _spread(self, value: Value) -> Value:
         if value.type is None or value.type.shape:
             return value
+        if value.type.dtype != self._type.dtype:
+            value = self._maker.add("convert", TensorType(self._type.dtype, ()), [value])
         return self._maker.add("broadcast", self._type, [value])
 
 

@@ -172,6 +172,12 @@ def is_summed(node: Node, c: Collective) -> bool:
     return summed and c.operands[0].dtype != "pred" and type.bits >= 8
 
 
+def is_clipped(c: Collective) -> bool:
+    """Whether the offsets and sizes of a ragged all-to-all can be clipped: by differences of one type."""
+    numbers = set(c.operands[2:])
+    return len(numbers) == 1 and all(t.dtype in ("s32", "s64") and t.size for t in numbers)
+
+
 def _is_even(node: Node, kinds: frozenset[Kind], num_devices: int) -> bool:
     """Whether a node is a collective, of these kinds, that works on each part of its operand by itself."""
     c = node.collective
@@ -180,8 +186,7 @@ def _is_even(node: Node, kinds: frozenset[Kind], num_devices: int) -> bool:
     if c.operands[0].shape == () or not c.operands[0].size:
         return False
     if c.kind is Kind.RAGGED_ALL_TO_ALL:
-        numbers = all(t.dtype == "s32" and t.size for t in c.operands[2:])
-        return numbers and covers(c, num_devices) and c.results[0].size > 0
+        return is_clipped(c) and covers(c, num_devices) and c.results[0].size > 0
     if len(c.operands) != 1:
         return False
     if c.kind in _GATHERS_AND_SCATTERS and not covers(c, num_devices):

@@ -1,5 +1,5 @@
 """Collectives in parts, on two hosts with a 1 Gb/s link between them: products around an all-gather, a
-reduce-scatter and two all-to-alls (`chunked_programs`), with STRETTO_SPLIT and without.
+reduce-scatter and two all-to-alls, dense or ragged (`chunked_programs`), with STRETTO_SPLIT and without.
 
 Compute w and messages c are measured by themselves; sizes are chosen so that c / w is about what is asked
 for. Messages take the share b of the core's time (``busy`` of the table of costs), so no order is faster than
@@ -23,7 +23,12 @@ from link import Host
 from two_hosts import ONE_THREAD, hosts_and_costs
 
 SPLIT, WHOLE = "split", "whole"
-RATIOS = {"gather": (0.5, 1.0, 1.6), "scatter": (0.5, 1.0, 1.6), "experts": (0.5, 1.6)}
+RATIOS = {
+    "gather": (0.5, 1.0, 1.6),
+    "scatter": (0.5, 1.0, 1.6),
+    "experts": (0.5, 1.6),
+    "ragged": (0.5, 1.6),
+}
 
 
 def jobs(

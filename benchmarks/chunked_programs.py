@@ -4,6 +4,8 @@
 - ``scatter``: a product whose rows are summed and shared out: a product, then reduce-scatter.
 - ``experts``: a layer of `EXPERTS` experts, half of them on each device, with dense dispatch by capacity and
   skewed routing: all-to-all, two products and a GELU for each expert, all-to-all.
+- ``ragged``: an expert on each device, to which its tokens are sent by `ragged_all_to_all`, 60% of them to
+  one; with room for one and a half times the tokens of a device.
 
 ``size`` is what makes compute longer while messages stay: columns of the weight, summed columns, hidden
 width.
@@ -21,10 +23,11 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-PROGRAMS = ("gather", "scatter", "experts")
+PROGRAMS = ("gather", "scatter", "experts", "ragged")
 PARTS = ("step", "compute", "messages")
 ROWS, WIDTH = 1024, 512  # of a device: 2 MiB
 EXPERTS, CAPACITY, DEPTH = 8, 128, 256
+TOKENS, ROOM = 4096, 6144  # of a device, ragged
 
 Array = jax.Array
 
@@ -72,10 +75,27 @@ def _experts(part: str, x: Array, chosen: Array, up: Array, down: Array) -> Arra
     return jnp.where(kept[:, None], flat[jnp.minimum(slot, EXPERTS * CAPACITY - 1)], 0.0)
 
 
+def _ragged(part: str, x: Array, sizes: Array, up: Array, down: Array) -> Array:
+    """``x``: tokens [T, DEPTH], in the order of their experts; ``sizes``: how many are for each."""
+    every, me = lax.all_gather(sizes, "x"), lax.axis_index("x")
+    landing, home = (jnp.cumsum(every, axis) - every for axis in (0, 1))
+    there = jnp.pad(x, ((0, ROOM - TOKENS), (0, 0)))
+    if part != "compute":
+        places = home[me], sizes, landing[me], every[:, me]
+        there = lax.ragged_all_to_all(x, jnp.zeros_like(there), *places, axis_name="x")
+    if part != "messages":
+        there = jax.nn.gelu(there @ up) @ down
+    if part == "compute":
+        return there[:TOKENS]
+    places = landing[:, me], every[:, me], home[:, me], sizes
+    return lax.ragged_all_to_all(there, jnp.zeros_like(x), *places, axis_name="x")
+
+
 _LOCAL: dict[str, Callable[..., Any]] = {
     "gather": _gather,
     "scatter": _scatter,
     "experts": _experts,
+    "ragged": _ragged,
 }
 
 
@@ -83,6 +103,8 @@ def flops(program: str) -> float:
     """Operations of a device for each unit of ``size``."""
     if program == "experts":
         return 2.0 * 2 * EXPERTS * CAPACITY * DEPTH
+    if program == "ragged":
+        return 2.0 * 2 * ROOM * DEPTH
     return 2.0 * 2 * ROWS * WIDTH
 
 
@@ -112,6 +134,17 @@ def jitted(
     elif program == "scatter":
         columns = width if part == "messages" else size
         arguments = [placed(2 * rows, columns), placed(size, width, scale=0.05)]
+    elif program == "ragged":
+        most = TOKENS * 6 // 10
+        numbers = np.array([[most, TOKENS - most]] * 2, np.int32)
+        arguments = [
+            placed(TOKENS, DEPTH),
+            jax.make_array_from_callback(
+                numbers.shape, NamedSharding(mesh, P("x")), lambda i: numbers[i]
+            ),
+            placed(DEPTH, size, scale=0.05),
+            placed(size, DEPTH, scale=0.05),
+        ]
     else:
         skewed = rng.zipf(1.5, size=(2, 4 * CAPACITY)) % EXPERTS
         chosen = jax.make_array_from_callback(

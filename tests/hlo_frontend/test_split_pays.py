@@ -73,7 +73,7 @@ def test_why_not_is_told_of_what_is_in_no_region(after: str, why: str) -> None:
 @pytest.mark.parametrize(
     ("room", "hidden", "told"),
     [
-        (1280, 1024, "is split into 8 parts: with what depends on it "),
+        (1280, 1024, "is split into 4 parts: with what depends on it "),
         (1024, 256, "is split into 2 parts: with what depends on it "),
         (1280, 1, "is not split: its parts would take longer"),
         # A part of the buffer has room for all rows that a device sends.
@@ -203,6 +203,32 @@ cond {{
     assert took == pytest.approx(
         (1 + 8 * 0.25 + 20) * 1e-3 + 8 * 2**20 / rate + 2 * 2**20 / rate, rel=1e-6
     )
+
+
+def test_what_parts_of_ragged_exchanges_are_charged() -> None:
+    module = partitioned(
+        """
+  x = f32[1024,256] parameter(0)
+  w = f32[256,256] parameter(1)
+  filled = f32[2048,256] parameter(2)
+  n = s32[2] parameter(3)
+  there = f32[2048,256] ragged-all-to-all(x, filled, n, n, n, n), EVERYONE
+  d = f32[2048,256] dot(there, w), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  ROOT back = f32[1024,256] ragged-all-to-all(d, x, n, n, n, n), EVERYONE
+""".replace("EVERYONE", "channel_id=1, replica_groups={{0,1}}"),
+        2,
+    )
+    c = Compilation.of(module, Module.parse(module.hlo))
+    run(c, SETTLING)
+    ((_, block, (region,)),) = found(c.entry, 2)
+    # The weights, 256 KiB, once more; what each part but one writes into, 1 MiB, four times.
+    nbytes = 2**18 + 4 * 2**20
+    # One kernel once more; two transfers of each, and one by which devices tell each other where rows
+    # lie; beside compute, two exchanges of each part but one wait for the core.
+    for busy, launches in ((0.0, 1 + 20 * 6), (0.5, 1 + 20 * 6 + 2 * 2 * 60)):
+        costs = table(launch_s=1e-3, busy=busy)
+        took = overhead(region, block, 2, False, costs)
+        assert took == pytest.approx(launches * 1e-3 + nbytes / costs.compute.bytes_per_s)
 
 
 def test_more_tiles_where_messages_take_longest() -> None:

@@ -17,8 +17,10 @@ launch for a run of kernels and for a collective that is handed to a stream. Par
   all-reduce is two, also waits its turn beside compute a few times: in the tensor-parallel step of
   `benchmarks/two_hosts.py` in two parts, cores were idle for 9 and 18 ms more than its replay says, 0.2 and
   0.4 ms for each of 48 further exchanges.
-- Of a ragged all-to-all the devices first tell each other where rows lie: one transfer more. Each part of
-  one that sends parts copies what it writes its rows into.
+- Of a ragged all-to-all the devices first tell each other where rows lie: one transfer more. Each is two
+  exchanges, of numbers of rows and of these. Each part of one that sends parts copies what it writes its rows
+  into, 4 MiB in the program ``ragged`` of `benchmarks/chunked.py`, into new memory: charged like writing it
+  four times. That program took 95 and 167 ms in 4 parts on a busy machine, 80 and 165 whole.
 - An array that is put together is first filled with zeros, and then written a second time: 1.0 ms for 6 MB,
   2.0 for 12, 4.1 for 23, on one core that adds arrays of 16 MiB at 13 GB/s.
 """
@@ -68,7 +70,7 @@ def overhead(
     ragged = [node for node in region.collectives if _is_ragged(node)]
     results = [node.results[0] for node in ragged]
     sent = sum(v.type.nbytes for v in results if v not in region.dimensions and v.type is not None)
-    written += (parts - 1) * 2 * sent / rate
+    written += (parts - 1) * 4 * sent / rate
     started = _kernels(region) + _IN_LOOP * sum(map(_kernels_of_loop, loops))
     kernels = (parts - 1) * (started * launch_s + read)
     turns = sum(_turns(node, costs) for node in region.collectives)
@@ -90,7 +92,8 @@ def _turns(node: Node, costs: CostTable) -> float:
     link = costs.collective(node.collective).link
     if link is None or not link.busy:
         return 0.0
-    return _TURNS * (2 if node.collective.kind is Kind.ALL_REDUCE else 1)
+    twice = node.collective.kind in (Kind.ALL_REDUCE, Kind.RAGGED_ALL_TO_ALL)
+    return _TURNS * (2 if twice else 1)
 
 
 def _kernels(region: Region) -> int:

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from ..graph import Instruction
+from ..passes.valid.known import is_row_major
 from ..schema import PRIMITIVE_CODES
 from .emit import Builder
 
@@ -182,7 +183,7 @@ def _numbers(value: Instruction) -> tuple[np.ndarray, np.ndarray]:
             numbers, known = (x.transpose(dimensions) for x in _numbers(value.operands[0]))
         case "reshape" | "copy" | "convert":
             numbers, known = (x.reshape(shape) for x in _numbers(value.operands[0]))
-        case "bitcast" if is_row_major(value) and is_row_major(value.operands[0]):
+        case "bitcast" if is_row_major(value.shape) and is_row_major(value.operands[0].shape):
             numbers, known = (x.reshape(shape) for x in _numbers(value.operands[0]))
         case _:
             return nothing
@@ -198,9 +199,3 @@ def _spread(array: np.ndarray, dimensions: Sequence[int], shape: tuple[int, ...]
 
 
 _WIDE = {PRIMITIVE_CODES[name] for name in ("s32", "s64")}
-
-
-def is_row_major(value: Instruction) -> bool:
-    """Whether an array lies in memory in the order of its dimensions."""
-    order = list(value.shape.layout.minor_to_major)
-    return order == sorted(order, reverse=True)

@@ -29,10 +29,9 @@ from ..collectives import CollectiveReader
 from ..flatten import flatten
 from ..graph import Instruction, Module, leaf_types
 from ..passes.valid import tensors
-from ..passes.valid.known import FOLLOWED, evaluate, is_reshape, starts_of, strides
+from ..passes.valid.known import FOLLOWED, evaluate, is_reshape, is_row_major, starts_of, strides
 from ..passes.valid.trace import Trace, is_transfer
 from ..values import Node, Value, operand_shape, result_shape
-from . import indexed
 from .chains import Followed
 from .chunk import entry_of
 from .connected import connected, joined
@@ -412,7 +411,7 @@ class _Taken:
     def gather(self, b: Builder) -> Any:
         """Add the array of all rows of a group to the entry computation."""
         sizes, own = list(self.array.shape.dimensions), self.array.proto
-        if not indexed.is_row_major(self.array):
+        if not is_row_major(self.array.shape):
             own = b.add("copy", resized(self.array.shape, sizes), [own])
         if not self.crosses:
             return own

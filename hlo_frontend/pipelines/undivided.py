@@ -27,7 +27,7 @@ from stretto.collectives.ops import Reduction
 from ..builder import resized
 from ..collectives import native_reduction
 from ..graph import COLLECTIVES, Instruction
-from ..passes.valid.known import keeps_order
+from ..passes.valid.known import is_row_major, keeps_order
 from ..values import Node
 from . import indexed
 from .chains import Followed
@@ -115,7 +115,7 @@ class Undivided:
     def _gathered(self, value: Instruction, block: Block) -> Whole:
         sizes = list(value.shape.dimensions)
         own = value.proto
-        if not indexed.is_row_major(value):
+        if not is_row_major(value.shape):
             own = self.b.add("copy", resized(value.shape, sizes), [own])
         sizes[block.axis] *= self._stages
         made = self.b.add(

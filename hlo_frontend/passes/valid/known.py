@@ -230,10 +230,10 @@ def is_reshape(node: Node) -> bool:
 def keeps_order(bitcast: Instruction) -> bool:
     """`is_reshape`, of the instruction."""
     shapes = (bitcast.operands[0].shape, bitcast.shape)
-    return shapes[0].element_type == shapes[1].element_type and all(map(_is_row_major, shapes))
+    return shapes[0].element_type == shapes[1].element_type and all(map(is_row_major, shapes))
 
 
-def _is_row_major(shape: Any) -> bool:
+def is_row_major(shape: Any) -> bool:
     """Whether elements lie in row-major order; dimensions of one element may stand anywhere."""
     order = [d for d in shape.layout.minor_to_major if shape.dimensions[d] != 1]
     return order == sorted(order, reverse=True)

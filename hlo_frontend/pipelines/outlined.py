@@ -162,7 +162,9 @@ def _received(
                 else:
                     used = True
     own = {n for n, r in enumerate(body.root.operands) if r in handed}
-    reads = [i for i in body.instructions if carried_position(i) in own]
+    # What is handed on to the permute alone is sent on in the next iteration.
+    others = {o for i in body.instructions if i is not permute for o in needed_by(i)}
+    reads = [i for i in body.instructions if carried_position(i) in own and i in others]
     return [permute, *reads] if used else reads
 
 

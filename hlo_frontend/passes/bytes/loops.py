@@ -53,6 +53,8 @@ class _Cut:
 
 # Of an array: its part, or None if it is whole. Of a tuple: those of its elements.
 State = _Cut | None | tuple["_Cut | None", ...]
+# Arrays with the dimension along which each is to be cut.
+_Way = list[tuple[Instruction, int]]
 
 
 @dataclass
@@ -263,27 +265,52 @@ class _Parts:
     def _carries(self, instruction: Instruction, d: int) -> dict[int, int] | None:
         """The carries of which an array is made that is to be cut along a dimension, as they must be cut for
         it; None if it is made of others. What follows from them is looked at when they are."""
-        key = instruction, d
-        if key not in self._known:
-            self._known[key] = self._looked_for(instruction, d)
-        return self._known[key]
+        left = [(instruction, d)]
+        ways: dict[tuple[Instruction, int], list[_Way]] = {}
+        while left:  # bodies may be longer than Python's stack
+            key = left[-1]
+            if key not in ways:
+                ways[key] = self._ways(*key)
+            unknown = [k for way in ways[key] for k in way if k not in self._known]
+            if unknown:
+                left += unknown
+            else:
+                self._known[left.pop()] = self._by_ways(*key, ways[key])
+        return self._known[instruction, d]
 
-    def _looked_for(self, instruction: Instruction, d: int) -> dict[int, int] | None:
+    def _ways(self, instruction: Instruction, d: int) -> list[_Way]:
+        """The operands that must be cut for it, and along which dimensions, in each way there is."""
+        arrays = (instruction, *instruction.operands)
+        if (
+            self._carry(instruction, d) is not None
+            or _is_spread(instruction, d)
+            or any(i.shape.element_type == TUPLE for i in arrays)
+            or not instruction.operands
+        ):
+            return []
+        operands = [_type(o) for o in instruction.operands]
+        return [
+            [
+                (o, own)
+                for o, own in zip(instruction.operands, b.operands, strict=True)
+                if own is not None
+            ]
+            for b in batches(instruction, operands, [_type(instruction)], self._parts)
+            if b.results == (d,)
+        ]
+
+    def _by_ways(
+        self, instruction: Instruction, d: int, ways: Sequence[_Way]
+    ) -> dict[int, int] | None:
         carry = self._carry(instruction, d)
         if carry is not None:
             return {carry: d}
         if _is_spread(instruction, d):
             return {}
-        arrays = (instruction, *instruction.operands)
-        if any(i.shape.element_type == TUPLE for i in arrays) or not instruction.operands:
-            return None
-        operands = [_type(o) for o in instruction.operands]
-        for batch in batches(instruction, operands, [_type(instruction)], self._parts):
-            if batch.results != (d,):
-                continue
+        for way in ways:
             found: dict[int, int] = {}
-            for operand, own in zip(instruction.operands, batch.operands, strict=True):
-                more = {} if own is None else self._carries(operand, own)
+            for key in way:
+                more = self._known[key]
                 if more is None or any(found.get(k, of) != of for k, of in more.items()):
                     break
                 found |= more

@@ -44,6 +44,7 @@ DISABLED_PASSES: dict[str, str] = {
     "copy-insertion": "copies for buffers that are not assigned here",
     "reshape-decomposer": "turns reshapes into bitcasts and copies",
     "cse_barrier_expander": "drops optimization barriers, which carry order",
+    "small-while-loop-hoisting": "puts small loops into computations that are called as one kernel",
 }
 DISABLED_PASSES |= {
     "change-op-data-type": "computes small integers as wider ones",

@@ -12,6 +12,7 @@ from ..collectives import CollectiveReader
 from ..flatten import flatten
 from ..graph import Instruction, Module
 from .emit import Editor
+from .inline import before_barrier
 from .recognize import is_candidate
 
 
@@ -33,10 +34,7 @@ def without_barriers(serialized: bytes, num_replicas: int, num_partitions: int) 
 
 
 def _source(value: Instruction) -> Instruction:
-    """What goes into a barrier of which this comes out, or itself."""
-    while value.opcode == "get-tuple-element" and value.operands[0].opcode == "opt-barrier":
-        (given,) = value.operands[0].operands
-        if given.opcode != "tuple":
-            break
-        value = given.operands[value.proto.tuple_index]
+    """What goes into the first of the barriers of which this comes out, or itself."""
+    while (given := before_barrier(value)) is not None:
+        value = given
     return value

@@ -71,14 +71,17 @@ def past_barriers(module: Module, loop: str) -> Module:
     return _read_sooner(module, loop, _number_before)
 
 
-def _number_before(read: Instruction) -> Instruction | None:
-    """What a barrier hands on here, if that is whole numbers; None for others."""
+def before_barrier(read: Instruction) -> Instruction | None:
+    """What a barrier hands on here; None for others."""
     if read.opcode != "get-tuple-element" or read.operands[0].opcode != "opt-barrier":
         return None
     (given,) = read.operands[0].operands
-    if given.opcode != "tuple" or read.shape.element_type not in INTEGERS:
-        return None
-    return given.operands[read.proto.tuple_index]
+    return given.operands[read.proto.tuple_index] if given.opcode == "tuple" else None
+
+
+def _number_before(read: Instruction) -> Instruction | None:
+    """The same, if that is whole numbers."""
+    return before_barrier(read) if read.shape.element_type in INTEGERS else None
 
 
 def masked_behind(module: Module, loop: str) -> Module:

@@ -151,10 +151,8 @@ def test_a_done_has_what_its_start_gave_without_the_barriers_between() -> None:
             o for o in stablehlo.operations(module) if o.name == "stablehlo.optimization_barrier"
         ]
         (argument,) = stablehlo.main(module).regions[0].blocks[0].arguments
-        assert [list(o.operands).index(argument) for o in barriers] == [
-            0,
-            1,
-        ]  # ahead of what follows
+        # What the start was given is ahead of what follows.
+        assert [list(o.operands).index(argument) for o in barriers] == [0, 1]
         (done,) = (
             o for o in stablehlo.operations(module) if "all-reduce-done" in str(o) and not o.regions
         )

@@ -41,12 +41,16 @@ def total(x: jax.Array) -> jax.Array:
     return x.sum(keepdims=True)
 
 
-def module(f) -> CompiledModule:  # type: ignore[no-untyped-def]
-    """The program of a function of a device's four rows, compared with JAX's CPU backend."""
+def module(f, like=None) -> CompiledModule:  # type: ignore[no-untyped-def]
+    """The program of a function of a device's four rows, compared with what JAX's CPU backend makes of it, or
+    of ``like``."""
     over = mesh(N)
-    function = jax.jit(jax.shard_map(f, mesh=over, in_specs=P("x"), out_specs=P("x")))
+    function, judge = (
+        jax.jit(jax.shard_map(g, mesh=over, in_specs=P("x"), out_specs=P("x")))
+        for g in (f, like or f)
+    )
     made = compiled(function, X, num_devices=N)
-    judge_program(made, function, over, (P("x"),), X, exact=False)
+    judge_program(made, judge, over, (P("x"),), X, exact=False)
     return made
 
 
@@ -199,13 +203,7 @@ def test_a_start_may_go_through_barriers(kind: str) -> None:
     def plain(x):  # type: ignore[no-untyped-def]
         return total(jnp.cos(end(begin(kind, jnp.sin(x))))) + x @ x.T
 
-    over = mesh(N)
-    functions = [
-        jax.jit(jax.shard_map(g, mesh=over, in_specs=P("x"), out_specs=P("x"))) for g in (f, plain)
-    ]
-    made = compiled(functions[0], X, num_devices=N)
-    judge_program(made, functions[1], over, (P("x"),), X, exact=False)
-    assert steps(made.program.body) == ["run", "start", "run", "wait", "run"]
+    assert steps(module(f, plain).program.body) == ["run", "start", "run", "wait", "run"]
 
 
 def test_an_enforced_order_is_the_order_that_runs() -> None:
@@ -226,12 +224,7 @@ def test_an_enforced_order_is_the_order_that_runs() -> None:
         got, behind = written(x)
         return total(got) + behind
 
-    over = mesh(N)
-    functions = [
-        jax.jit(jax.shard_map(g, mesh=over, in_specs=P("x"), out_specs=P("x"))) for g in (f, plain)
-    ]
-    made = compiled(functions[0], X, num_devices=N)
-    judge_program(made, functions[1], over, (P("x"),), X, exact=False)
+    made = module(f, plain)
     assert steps(made.program.body) == ["run", "start", "run", "wait", "run"]
     _, between, behind = (
         made.program.segments[i.segment].module

@@ -6,7 +6,7 @@ Judged by the program as it is written, and that by JAX's CPU backend.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -233,11 +233,16 @@ def held_by_streams(form: Form) -> int:
     return slot * (form.microbatches + 2 * trips - 3 * (form.microbatches // form.stages))
 
 
-@pytest.mark.parametrize(
-    "form",
-    [pytest.param(f, marks=[pytest.mark.thorough] * (n > 1)) for n, f in enumerate(FORMS.values())],
-    ids=FORMS,
-)
+def first_of(forms: Mapping[str, Form], quick: int = 1) -> pytest.MarkDecorator:
+    """A test of each form, of which those behind the first ones are thorough."""
+    marked = [
+        pytest.param(f, marks=[pytest.mark.thorough] * (n >= quick))
+        for n, f in enumerate(forms.values())
+    ]
+    return pytest.mark.parametrize("form", marked, ids=forms)
+
+
+@first_of(FORMS, 2)
 def test_a_step_is_run_in_schedules(form: Form) -> None:
     step = written(form)
     for schedule in ("1f1b", "zb_h1"):
@@ -264,14 +269,7 @@ UNMASKED = {
 }
 
 
-@pytest.mark.parametrize(
-    "form",
-    [
-        pytest.param(f, marks=[pytest.mark.thorough] * (n > 0))
-        for n, f in enumerate(UNMASKED.values())
-    ],
-    ids=UNMASKED,
-)
+@first_of(UNMASKED)
 def test_a_step_without_masks_is_run_in_schedules(form: Form) -> None:
     """Where it is said that padding is finite: then what it adds to gradients is proved to be zeros."""
     step = written(form)
@@ -292,14 +290,7 @@ CLASSES = {
 }
 
 
-@pytest.mark.parametrize(
-    "form",
-    [
-        pytest.param(f, marks=[pytest.mark.thorough] * (n > 0))
-        for n, f in enumerate(CLASSES.values())
-    ],
-    ids=CLASSES,
-)
+@first_of(CLASSES)
 def test_stages_divide_the_classes(form: Form) -> None:
     """They get outputs of the last one, and make maxima, sums and the gradient together."""
     step = written(form)
@@ -321,14 +312,7 @@ PACKED = {
 }
 
 
-@pytest.mark.parametrize(
-    "form",
-    [
-        pytest.param(f, marks=[pytest.mark.thorough] * (n > 0))
-        for n, f in enumerate(PACKED.values())
-    ],
-    ids=PACKED,
-)
+@first_of(PACKED)
 def test_stages_take_numbers_of_their_microbatch(form: Form) -> None:
     """Which the stages divide: then each of them has all, and takes its own."""
     step = written(form)
@@ -358,14 +342,7 @@ BARRIERS = {
 }
 
 
-@pytest.mark.parametrize(
-    "form",
-    [
-        pytest.param(f, marks=[pytest.mark.thorough] * (n > 0))
-        for n, f in enumerate(BARRIERS.values())
-    ],
-    ids=BARRIERS,
-)
+@first_of(BARRIERS)
 def test_barriers_around_an_iteration_are_left_out(form: Form) -> None:
     step = written(form)
     for schedule in ("1f1b", "zb_h1"):
@@ -415,14 +392,7 @@ WITHIN = {
 }
 
 
-@pytest.mark.parametrize(
-    "form",
-    [
-        pytest.param(f, marks=[pytest.mark.thorough] * (n > 0))
-        for n, f in enumerate(WITHIN.values())
-    ],
-    ids=WITHIN,
-)
+@first_of(WITHIN)
 def test_layers_of_chunks_take_numbers_of_their_microbatch(form: Form) -> None:
     """Also those that other devices have as the step is written."""
     step = written(form)

@@ -53,8 +53,8 @@ class _Cut:
 
 # Of an array: its part, or None if it is whole. Of a tuple: those of its elements.
 State = _Cut | None | tuple["_Cut | None", ...]
-# Arrays with the dimension along which each is to be cut.
-_Way = list[tuple[Instruction, int]]
+# One way to cut an array: carries with their dimensions, and arrays to be cut along dimensions.
+_Way = tuple[dict[int, int], list[tuple[Instruction, int]]]
 
 
 @dataclass
@@ -70,12 +70,12 @@ class _Plan:
 
 def loop_batches(instruction: Instruction, parts: int) -> Iterator[Batch]:
     """The batches of a loop: those of its carries."""
-    if instruction.opcode != "while":
+    if instruction.opcode != "while" or not _is_flat(instruction):
         return
     found: list[Batch] = []
     for k, shape in enumerate(instruction.shape.tuple_shapes):
         for d in range(len(shape.dimensions)):
-            batch = loop_batch(instruction, k, d, parts)
+            batch = _batch_of(instruction, k, d, parts)
             if batch is not None and batch not in found:
                 found.append(batch)
                 yield batch
@@ -83,9 +83,11 @@ def loop_batches(instruction: Instruction, parts: int) -> Iterator[Batch]:
 
 def loop_batch(instruction: Instruction, carry: int, dimension: int, parts: int) -> Batch | None:
     """The batch of a loop of which this carry is cut along this dimension; None if it has none."""
+    return _batch_of(instruction, carry, dimension, parts) if _is_flat(instruction) else None
+
+
+def _batch_of(instruction: Instruction, carry: int, dimension: int, parts: int) -> Batch | None:
     shapes = instruction.shape.tuple_shapes
-    if not _is_flat(instruction):
-        return None
     size = shapes[carry].dimensions[dimension]
     if size % parts or not size:
         return None
@@ -269,47 +271,41 @@ class _Parts:
         ways: dict[tuple[Instruction, int], list[_Way]] = {}
         while left:  # bodies may be longer than Python's stack
             key = left[-1]
+            if key in self._known:
+                left.pop()
+                continue
             if key not in ways:
                 ways[key] = self._ways(*key)
-            unknown = [k for way in ways[key] for k in way if k not in self._known]
+            unknown = [k for _, cuts in ways[key] for k in cuts if k not in self._known]
             if unknown:
                 left += unknown
             else:
-                self._known[left.pop()] = self._by_ways(*key, ways[key])
+                self._known[left.pop()] = self._first_of(ways[key])
         return self._known[instruction, d]
 
     def _ways(self, instruction: Instruction, d: int) -> list[_Way]:
-        """The operands that must be cut for it, and along which dimensions, in each way there is."""
-        arrays = (instruction, *instruction.operands)
-        if (
-            self._carry(instruction, d) is not None
-            or _is_spread(instruction, d)
-            or any(i.shape.element_type == TUPLE for i in arrays)
-            or not instruction.operands
-        ):
-            return []
-        operands = [_type(o) for o in instruction.operands]
-        return [
-            [
-                (o, own)
-                for o, own in zip(instruction.operands, b.operands, strict=True)
-                if own is not None
-            ]
-            for b in batches(instruction, operands, [_type(instruction)], self._parts)
-            if b.results == (d,)
-        ]
-
-    def _by_ways(
-        self, instruction: Instruction, d: int, ways: Sequence[_Way]
-    ) -> dict[int, int] | None:
+        """The ways to cut an array along a dimension."""
         carry = self._carry(instruction, d)
         if carry is not None:
-            return {carry: d}
+            return [({carry: d}, [])]
         if _is_spread(instruction, d):
-            return {}
-        for way in ways:
-            found: dict[int, int] = {}
-            for key in way:
+            return [({}, [])]
+        arrays = (instruction, *instruction.operands)
+        if any(i.shape.element_type == TUPLE for i in arrays) or not instruction.operands:
+            return []
+        operands = [_type(o) for o in instruction.operands]
+        found = batches(instruction, operands, [_type(instruction)], self._parts)
+        cuts = [b.operands for b in found if b.results == (d,)]
+        return [
+            ({}, [(o, c) for o, c in zip(instruction.operands, own, strict=True) if c is not None])
+            for own in cuts
+        ]
+
+    def _first_of(self, ways: Sequence[_Way]) -> dict[int, int] | None:
+        """The carries of the first way in which all arrays are made of carries that agree."""
+        for own, cuts in ways:
+            found = dict(own)
+            for key in cuts:
                 more = self._known[key]
                 if more is None or any(found.get(k, of) != of for k, of in more.items()):
                     break

@@ -35,7 +35,7 @@ from ...values import BlockGraph, Node, Value
 from ..bytes.steps import part_of
 from .instructions import Maker, collective_like, name_of
 from .places import Places
-from .regions import Region
+from .regions import Region, is_ragged
 from .rules import Cut, Split
 
 # Beyond all rows.
@@ -222,8 +222,7 @@ class Splitting:
     def _each(self, node: Node) -> None:
         """The node once for each part."""
         split = self.region.cuts[node]
-        ragged = node.collective is not None and node.collective.kind is Kind.RAGGED_ALL_TO_ALL
-        if ragged and Cut(0) in split.operands:
+        if is_ragged(node) and Cut(0) in split.operands:
             self._ragged(node, split)
             return
         made: list[Node] = []

@@ -36,7 +36,7 @@ from ...graph import Instruction, leaf_types
 from ...overlap.costs import CostTable
 from ...trips import expected_trips
 from ...values import BlockGraph, Node, NodeKind
-from .regions import Region
+from .regions import Region, is_ragged
 from .rules import is_heavy, is_product
 
 # Launches that a transfer costs.
@@ -67,7 +67,7 @@ def overhead(
     read += sum(_read_in_loop(loop) for loop in loops) / rate
     whole = region.read_whole(Editor(block))
     written = sum(2 * value.type.nbytes / rate for value in whole if value.type is not None)
-    ragged = [node for node in region.collectives if _is_ragged(node)]
+    ragged = [node for node in region.collectives if is_ragged(node)]
     results = [node.results[0] for node in ragged]
     sent = sum(v.type.nbytes for v in results if v not in region.dimensions and v.type is not None)
     written += (parts - 1) * 4 * sent / rate
@@ -107,10 +107,6 @@ def _kernels(region: Region) -> int:
     }
     made = {n for n in ends | read if n is not None and n.kind is NodeKind.COMPUTE}
     return len(made)
-
-
-def _is_ragged(node: Node) -> bool:
-    return node.collective is not None and node.collective.kind is Kind.RAGGED_ALL_TO_ALL
 
 
 def _is_kernel(node: Node) -> bool:

@@ -172,6 +172,10 @@ def is_summed(node: Node, c: Collective) -> bool:
     return summed and c.operands[0].dtype != "pred" and type.bits >= 8
 
 
+def is_ragged(node: Node) -> bool:
+    return node.collective is not None and node.collective.kind is Kind.RAGGED_ALL_TO_ALL
+
+
 def is_clipped(c: Collective) -> bool:
     """Whether the offsets and sizes of a ragged all-to-all can be clipped: by differences of one type."""
     numbers = set(c.operands[2:])

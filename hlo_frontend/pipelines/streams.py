@@ -23,8 +23,9 @@ from stretto.collectives.ops import Kind
 from ..graph import Instruction
 from ..values import Node, Value
 from .chains import Execution, Followed
-from .connected import connected
+from .connected import connected, members
 from .emit import carried_position
+from .inline import other_communication
 from .refusal import Refusal
 
 
@@ -279,7 +280,7 @@ def _check_reads(followed: Followed, stream: Stream) -> None:
                 begin(node.results[0], node.instruction)
                 continue
             found = _spread(followed, stream.loop, node, t, wrong)
-            if found and node.has_side_effect and node.collective is None:
+            if found and node.instruction.has_side_effect and node.collective is None:
                 raise _read_otherwise(stream, node.instruction, t)
             for result in node.results:
                 wrong[result.root] = found
@@ -309,8 +310,10 @@ def _spread(
         return {target for source, target in collective.pairs if source in found}
     if collective is not None and collective.groups:
         return {d for group in collective.groups if found & set(group) for d in group}
-    if collective is not None or any(c.needs_runtime for c in node.instruction.called):
+    if collective is not None or any(map(other_communication, node.instruction.called)):
         return set(range(followed.forward.num_devices))
+    for inside in members([node]).values():
+        return {other for d in found for other in inside.get(d, {d})}
     if node.instruction.opcode == "select":
         return {
             d for d in found if d in _taken(own, origins.row(node.operands[0], Execution(t, d)))

@@ -37,7 +37,8 @@ class Form:
     "focal" with a loss that is not linear in what it takes by number, "ignored" with one that counts; but
     "squares" are summed up as they lie. Of "classes" each stage has a part.
     ``layers``: of a stage, in a scan, or a block if that is 0.
-    ``data``: devices that divide the rows of microbatches. ``training``: within a loop over steps. ``mask``:
+    ``data``: devices that divide the rows of microbatches, or, if ``tensor`` says so, what is between the two
+    products of a layer. ``training``: within a loop over steps. ``mask``:
     of padding. ``again``: what is under `jax.checkpoint`, a ``stage`` or an ``iteration``, which keeps what
     stages take, as MaxText does. ``once``: whether the first stage takes what its slots hold only as long as
     these are microbatches. ``rounds``: how often a microbatch goes through all stages. ``reads``: what of the
@@ -62,6 +63,12 @@ class Form:
     numbers: Any = np.int32
     within: bool = False
     barriers: bool = False
+    tensor: bool = False
+
+    @property
+    def rows(self) -> str | None:
+        """The axis of the mesh that divides the rows of microbatches."""
+        return None if self.tensor else "d"
 
 
 def layer(x: jax.Array, weights: Any) -> tuple[jax.Array, None]:
@@ -100,7 +107,8 @@ def written(form: Form, *, gradients: bool = True) -> WrittenStep:
     words = rng.integers(0, WORDS, (2, count, ROWS), dtype=np.int32)
     run = scanned if form.layers else block
     run = jax.checkpoint(run) if form.again == "stage" else run
-    on_stages, all_slots = NamedSharding(over, P("x", "d")), NamedSharding(over, P("x", None, "d"))
+    on_stages = NamedSharding(over, P("x", form.rows))
+    all_slots = NamedSharding(over, P("x", None, form.rows))
     ids = jnp.arange(stages)
     first, last = (ids[:, None, None] == n for n in (0, stages - 1))
 
@@ -118,7 +126,7 @@ def written(form: Form, *, gradients: bool = True) -> WrittenStep:
             own = lax.ppermute(own, "x", pairs)
             return own if by < 0 else jnp.where(lax.axis_index("x") == 0, 0, own)
 
-        own = P("x", "d")
+        own = P("x", form.rows)
         return jax.shard_map(sent, mesh=over, in_specs=own, out_specs=own)(array)
 
     def positions(numbers: jax.Array, i: jax.Array) -> jax.Array:
@@ -168,10 +176,10 @@ def written(form: Form, *, gradients: bool = True) -> WrittenStep:
         if form.head == "squares":
             return (ys**2).sum()
         if form.head in ("gathered", "classes"):
-            ys = lax.with_sharding_constraint(ys, NamedSharding(over, P(None, "d")))
+            ys = lax.with_sharding_constraint(ys, NamedSharding(over, P(None, form.rows)))
         scores = ys @ parameters["head"]
         if form.head == "classes":
-            divided = NamedSharding(over, P(None, "d", "x"))
+            divided = NamedSharding(over, P(None, form.rows, "x"))
             scores = jax.nn.log_softmax(lax.with_sharding_constraint(scores, divided))
             return -(scores * jax.nn.one_hot(words[1], WORDS)).sum(-1).mean()
         scores = jax.nn.log_softmax(scores)
@@ -184,7 +192,11 @@ def written(form: Form, *, gradients: bool = True) -> WrittenStep:
         return -given.mean()
 
     specs = jax.tree.map(lambda _: P(), parameters)
-    specs["layers"] = dict.fromkeys(layers, P("x"))
+    within = "d" if form.tensor else None
+    own_axes = [None] * bool(form.layers)
+    specs["layers"] = {
+        "up": P("x", *own_axes, None, within), "down": P("x", *own_axes, within)
+    }  # fmt: skip
     specs |= {"head": P(None, "x")} if form.head == "classes" else {}
     placed = jax.tree.map(lambda s: NamedSharding(over, s), specs)
     everywhere = NamedSharding(over, P())
@@ -223,12 +235,14 @@ FORMS = {
     "round": Form(once=True),
     "iteration": Form(shift="ppermute", once=True, again="iteration"),
     "its layers": Form(once=True, again="iteration", layers=2, head="ignored"),
+    "layers and rows": Form(data=2, layers=2, again="stage", head="focal"),
+    "layers and tensors": Form(data=2, layers=2, tensor=True),
 }
 
 
 def held_by_streams(form: Form) -> int:
     """Bytes of inputs, of outputs and of both's gradients that a device has besides its own."""
-    slot = ROWS // form.data * WIDTH * 4
+    slot = ROWS // (1 if form.tensor else form.data) * WIDTH * 4
     trips = form.microbatches + form.stages - 1
     return slot * (form.microbatches + 2 * trips - 3 * (form.microbatches // form.stages))
 
@@ -262,6 +276,9 @@ UNMASKED = {
     "one each": replace(MAXTEXT, stages=4, microbatches=4, head="gathered"),
     "layers": replace(MAXTEXT, stages=4, microbatches=4, layers=2),
     "rows": replace(MAXTEXT, data=2, head="focal"),
+    "layers and rows": replace(MAXTEXT, data=2, layers=2, head="focal"),
+    "tensors": replace(MAXTEXT, data=2, tensor=True),
+    "layers and tensors": replace(MAXTEXT, data=2, layers=2, tensor=True),
     "training": replace(MAXTEXT, training=True),
     "roll": Form(mask=False, once=True, again="iteration"),
     "wraps": Form(mask=False, stages=4, microbatches=8),

@@ -22,12 +22,14 @@ __all__ = [
     "ALONE",
     "ALWAYS",
     "NEVER",
+    "PROMPT_ON_HOST",
     "TARGET",
     "Peers",
     "Table",
     "as_called",
     "as_site",
     "handler",
+    "moved",
     "refusal",
     "skipped",
     "start_helpers",
@@ -40,8 +42,16 @@ __all__ = [
 TARGET = "stretto_collective"
 
 NEVER, ALWAYS = (1, 0), (0, (1 << 63) - 1)  # bounds of valid iterations
+# Bytes of the largest array of a program without loops, and of all that it moves, that the caller's thread
+# may run where all processes are on one host: that takes less than two thread switches do.
+PROMPT_ON_HOST = 1 << 19
 _HALVES = ("bf16", "f16")
 _SPLIT = (Kind.REDUCE_SCATTER, Kind.ALL_TO_ALL)
+
+
+def moved(collective: Collective) -> int:
+    """Bytes that a device gives to a collective, or gets from it, whichever are more."""
+    return max(sum(t.nbytes for t in types) for types in (collective.operands, collective.results))
 
 
 def as_called(collective: Collective) -> Collective:

@@ -11,9 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from stretto.collectives.native import ALWAYS, NEVER, refusal
+from stretto.collectives.native import ALWAYS, NEVER, PROMPT_ON_HOST, moved, refusal
 from stretto.collectives.ops import Collective, Kind
-from stretto.collectives.types import TensorType
 from stretto.runtime.program import (
     WHILE,
     Block,
@@ -52,8 +51,9 @@ _SOME = 10
 _NEVER = 1 << 62
 # Collectives in a row, outside of loops, from which on compiled code is faster than any walk.
 MANY = 8
-# Bytes of the largest array of a program that the caller's thread may run, as of `collectives.communicator`.
-PROMPT = 1 << 16
+# Bytes of the largest array of a program that the caller's thread may run over a network, however many
+# collectives it has, as of `collectives.communicator`.
+_PROMPT = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -77,8 +77,8 @@ class NativePolicy:
     the walk gives all devices of a process one. Parts of the data that differ from device to device, as
     reduce-scatter and all-to-all make, take ``parted_s``.
     ``few``: collectives in a row, outside of loops, from which on compiled code is not slower than the walk.
-    ``prompt``: bytes of its largest array up to which a program without loops is native however few
-    collectives it has; 0: never. ``on_gpus``: code for GPUs calls them, over NCCL.
+    ``prompt``: bytes of its largest array, and of all that it moves, up to which a program without loops is
+    native however few collectives it has; 0: never. ``on_gpus``: code for GPUs calls them, over NCCL.
     """
 
     devices: int
@@ -114,16 +114,15 @@ class NativePolicy:
             return cls(
                 devices, 1 << 20, few=1, large=_LARGE, step_s=2e-4, array_s=2e-6, copied_s=1e-10
             )
-        prompt = PROMPT if devices == 1 else 0
         if nodes == 1:
-            few = 1 if devices > 1 else 2
+            few, prompt = (1, 0) if devices > 1 else (2, PROMPT_ON_HOST)
             policy = cls(devices, 1 << 18, few=few, prompt=prompt, large=_LARGE)
             return replace(policy, step_s=5e-4, array_s=2e-6, copied_s=5e-10, parted_s=2e-10)
-        return cls(devices, 1 << 16, prompt=prompt)
+        return cls(devices, 1 << 16, prompt=_PROMPT if devices == 1 else 0)
 
     def longer(self, collective: Collective) -> float:
         """Seconds that compiled code takes longer than moving it does in the walk."""
-        nbytes = max(_nbytes(collective.operands), _nbytes(collective.results))
+        nbytes = moved(collective)
         if nbytes <= self.small:
             return 0.0
         parted = collective.kind in (Kind.REDUCE_SCATTER, Kind.ALL_TO_ALL)
@@ -203,8 +202,12 @@ class _Rewriting:
         loops = any(isinstance(i, Loop) for i in instructions(program.body))
         if loops or program.donated or any(s.once or WHILE in s.module for s in program.segments):
             return False
-        starts = any(isinstance(i, Start) for i in instructions(program.body))
-        return starts and max(t.nbytes for t in program.slot_types) <= self.policy.prompt
+        sizes = [
+            moved(program.collectives[i.collective])
+            for i in instructions(program.body) if isinstance(i, Start)
+        ]  # fmt: skip
+        largest, prompt = max(t.nbytes for t in program.slot_types), self.policy.prompt
+        return bool(sizes) and largest <= prompt and (largest <= _PROMPT or sum(sizes) <= prompt)
 
     def block(self, block: Block, crossing: frozenset[int] = frozenset()) -> Block:
         """The block with its longest stretches of instructions that can be native as regions.
@@ -296,7 +299,7 @@ class _Rewriting:
                 why = refusal(parts[0][1], policy.on_gpus)
                 if not why and len(parts) > _STRETCHES:
                     why = f"what it skips changes {len(parts) - 1} times"
-                nbytes = max(_nbytes(collective.operands), _nbytes(collective.results))
+                nbytes = moved(collective)
                 if not why and nbytes > policy.small:
                     if nbytes > policy.large:
                         why = (
@@ -372,10 +375,6 @@ class _Rewriting:
         """The program with this body, and with the segments that it still needs."""
         made = with_body(self.program, self.segments, body)
         return Native(made, tuple(self.regions), tuple(self.refused))
-
-
-def _nbytes(types: Sequence[TensorType]) -> int:
-    return sum(type_.nbytes for type_ in types)
 
 
 def _communicates(instruction: Loop | Branch) -> bool:

@@ -29,10 +29,12 @@ from stretto.collectives import called_on_gpus
 from stretto.collectives.bound_on_gpus import BoundOnGpus
 from stretto.collectives.communicator import PROMPT, BoundCollective
 from stretto.collectives.native import (
+    PROMPT_ON_HOST,
     TARGET,
     Peers,
     Table,
     handler,
+    moved,
     skipped,
     start_helpers,
     table_of,
@@ -113,16 +115,13 @@ class Region:
         self.what = f"segment {segment.name} of {program.name}"
         # Whether a run of one device may be made anew: each site is called once and moves what takes no time
         # beside a call, and nothing is used up.
-        sizes = (
-            sum(t.nbytes for t in types)
-            for c in self.collectives
-            for types in (c.operands, c.results)
-        )
+        sizes = [moved(c) for c in self.collectives]
+        largest = max((t.nbytes for t in program.slot_types), default=0)
         alone = len(context.local) == 1
         self.called = context.called_back if calls_back(segment.module) else None
         self._resumable = (
             alone
-            and max(sizes) <= PROMPT
+            and (max(sizes) <= PROMPT or max(largest, sum(sizes)) <= PROMPT_ON_HOST)
             and isinstance(self.loaded, LoadedAlone)
             and not segment.donated
             and not segment.once

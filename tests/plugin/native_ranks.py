@@ -64,6 +64,7 @@ def chosen() -> dict[str, Callable[[], None]]:
         "beside a walk": partial(cases.test_native_and_walk_beside_each_other, mesh),
         "denormal numbers": partial(cases.test_denormal_numbers_are_zeros_on_each_thread, mesh),
         "late": partial(late, mesh),
+        "middling": partial(middling, mesh),
         "large": partial(large, mesh),
         "code of the user's": partial(users_code, mesh),
         "functions in a loop": partial(callbacks.test_a_function_is_called_in_each_iteration, mesh),
@@ -118,6 +119,40 @@ def late(mesh: Mesh) -> None:
     after = stretto.stats()
     assert after.collectives - before.collectives == 5 * 3
     assert after.seconds > before.seconds
+
+
+def middling(mesh: Mesh) -> None:
+    """A sum of 128 KiB among processes of one host: in the thread of the caller, also where others are late,
+    and rank 0 gives it up."""
+    n = len(mesh.devices)
+    rows = np.arange(n << 15, dtype=np.float32).reshape(n, -1)
+    spec = jax.sharding.PartitionSpec("x")
+    placed = jax.make_array_from_callback(
+        rows.shape, jax.sharding.NamedSharding(mesh, spec), rows.__getitem__
+    )
+    whole = jax.shard_map(
+        lambda x: jax.lax.psum(x, "x"),
+        mesh=mesh,
+        in_specs=spec,
+        out_specs=jax.sharding.PartitionSpec(),
+    )
+    compiled = jax.jit(whole).lower(placed).compile()
+    here = Region.run_here
+    compiled(placed).block_until_ready()
+    before = stretto.stats()
+    with patch.object(Region, "run_here", autospec=True, side_effect=here) as alone:
+        for late in (False, True, True):
+            settle()
+            if late and MPI.COMM_WORLD.Get_rank() > 0:
+                MPI.COMM_WORLD.recv(source=0)
+            got = compiled(placed)
+            if late and MPI.COMM_WORLD.Get_rank() == 0:
+                assert not got.is_ready()
+                for other in range(1, MPI.COMM_WORLD.Get_size()):
+                    MPI.COMM_WORLD.send(None, other)
+            np.testing.assert_array_equal(got, rows.sum(0, keepdims=True))
+    assert alone.call_count == (3 if jax.process_count() == n else 0)
+    assert stretto.stats().collectives - before.collectives == 3
 
 
 def large(mesh: Mesh) -> None:

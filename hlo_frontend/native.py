@@ -54,6 +54,8 @@ MANY = 8
 # Bytes of the largest array of a program that the caller's thread may run over a network, however many
 # collectives it has, as of `collectives.communicator`.
 _PROMPT = 1 << 16
+# Bytes that may be donated to such a program, whose run does not reuse their memory.
+_DONATED = 16 << 20
 
 
 @dataclass(frozen=True)
@@ -187,7 +189,9 @@ class _Rewriting:
 
     def whole(self) -> Block:
         body, program = self.program.body, self.program
-        donated = tuple(body.parameters[i] for i in program.donated)
+        # The caller's thread may give its run up, and it is made anew then.
+        consumed = () if self.is_prompt() else program.donated
+        donated = tuple(body.parameters[i] for i in consumed)
         run = self.region(program.name, body.parameters, body.results, donated, body.instructions)
         slot_types = list(program.slot_types)
         results = own_slots(body, slot_types)
@@ -195,12 +199,15 @@ class _Rewriting:
         return Block(body.parameters, (replace(run, outputs=results),), results)
 
     def is_prompt(self) -> bool:
-        """Whether the caller's thread may run all of it: it has no loop, and its arrays are small. If that
-        thread gave the run up, since other processes are late, what is donated would be gone, and code of
-        the user's would be called again."""
+        """Whether the caller's thread may run all of it: it has no loop, and its arrays are small. Where that
+        thread gives the run up, since other processes are late, it is made anew: it must not call code of the
+        user's, and what is donated is there until it has ended, which must not be much."""
         program = self.program
         loops = any(isinstance(i, Loop) for i in instructions(program.body))
-        if loops or program.donated or any(s.once or WHILE in s.module for s in program.segments):
+        if loops or any(s.once or WHILE in s.module for s in program.segments):
+            return False
+        donated = (program.slot_types[program.body.parameters[i]] for i in program.donated)
+        if sum(t.nbytes for t in donated) > _DONATED:
             return False
         sizes = [
             moved(program.collectives[i.collective])

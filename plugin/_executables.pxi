@@ -51,6 +51,7 @@ cdef class LoadedExecutable(Handle):
     cdef list output_memories
     cdef tuple donated
     cdef bytearray donates  # by parameter, whether it is donated
+    cdef bint consumes  # whether `single` would need what is donated to be its own
     cdef tuple devices
     cdef size_t num_parameters
     cdef bint has_callbacks
@@ -69,7 +70,7 @@ cdef class LoadedExecutable(Handle):
     def prepare(
         self, run, copy, single, apart, engine, bint has_callbacks, size_t num_parameters,
         tuple donated not None, list output_types not None, list output_memories not None, tuple devices not None,
-        bint cannot_fail=False, bint ends_as_one=False, join=None,
+        bint cannot_fail=False, bint ends_as_one=False, join=None, bint consumes=True,
     ):
         """What `Execute` needs.
 
@@ -83,12 +84,14 @@ cdef class LoadedExecutable(Handle):
         ``ends_as_one``: what ``run`` gives a device is of one segment.
         ``join(type, arrays)`` makes a promise of the arrays that are given for a parameter, which spares later runs
         something; or is None.
-        ``copy(value)`` copies a value; ``donated`` are the parameters that a run consumes;
+        ``copy(value)`` copies a value; ``donated`` are the parameters that a run consumes; if not ``consumes``, `single`
+        leaves them as they are, and they are deleted once it has been called;
         ``output_memories`` has a list for each of ``devices``, the local ones in the order of the arguments.
         """
         global executables
         self.run, self.copy, self.engine, self.num_parameters = run, copy, engine, num_parameters
         self.donated, self.devices, self.has_callbacks = donated, devices, has_callbacks
+        self.consumes = consumes
         self.donates = bytearray(num_parameters)
         for i in donated:
             self.donates[i] = True
@@ -115,7 +118,7 @@ cdef class LoadedExecutable(Handle):
 
     def use_single(self, single):
         """Another ``single`` from now on, or none."""
-        self.single = single if self.devices and not self.donated else None
+        self.single = single if self.devices and not (self.donated and self.consumes) else None
 
     def delete(self):
         self.c.deleted = True
@@ -191,6 +194,8 @@ cdef class LoadedExecutable(Handle):
         cdef bint over = False, computed = True
         if single is None:  # as in all programs that have no device here
             return False
+        if self.donated:
+            self.check_repeated(args)
         self.decide_to_look()
         rows = []
         for d in range(args.num_devices):
@@ -220,6 +225,8 @@ cdef class LoadedExecutable(Handle):
             self.deliver(args, given.promises, given.event)
         else:
             self.hand_out(args, 0, <list>self.counted(given), over, computed)
+        if self.donated:
+            self.delete_donated(args, None)
         return True
 
     cdef inline int ordinal(self, size_t d) noexcept:

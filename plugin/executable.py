@@ -202,6 +202,7 @@ class LoadedExecutable(_capi.LoadedExecutable):  # type: ignore[misc]
             loaded.cannot_fail,
             loaded.ends_as_one,
             loaded.join,
+            loaded.consumes,
         )
 
     @cached_property

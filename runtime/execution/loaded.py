@@ -168,14 +168,20 @@ class LoadedProgram:
     def single(self) -> Callable[[int, list[Any]], Any] | None:
         """The engine's ``run`` of the only segment, where the program is nothing else.
 
-        For callers that have the engine's arrays and donate none; None where `execute` must be used. It gives
-        the results; None where `execute` must be used this time; or `Issued`, where other processes are late.
+        For callers that have the engine's arrays, and donate none where it `consumes` them; None where
+        `execute` must be used. It gives the results; None where `execute` must be used this time; `Issued`,
+        where other processes are late.
         """
         if self._single is not None:
             return self._single
         if self._calling is not None:
             return self._run_calling
         return self._run_region if self._may_be_region else None
+
+    @property
+    def consumes(self) -> bool:
+        """Whether `single` takes what is donated. A region that may be made anew does not."""
+        return any(segment.donated for segment in self.program.segments)
 
     @property
     def is_prompt(self) -> bool:

@@ -64,7 +64,8 @@ def chosen() -> dict[str, Callable[[], None]]:
         "beside a walk": partial(cases.test_native_and_walk_beside_each_other, mesh),
         "denormal numbers": partial(cases.test_denormal_numbers_are_zeros_on_each_thread, mesh),
         "late": partial(late, mesh),
-        "middling": partial(middling, mesh),
+        "middling": partial(middling, mesh, donated=False),
+        "donated": partial(middling, mesh, donated=True),
         "large": partial(large, mesh),
         "code of the user's": partial(users_code, mesh),
         "functions in a loop": partial(callbacks.test_a_function_is_called_in_each_iteration, mesh),
@@ -121,27 +122,27 @@ def late(mesh: Mesh) -> None:
     assert after.seconds > before.seconds
 
 
-def middling(mesh: Mesh) -> None:
+def middling(mesh: Mesh, *, donated: bool) -> None:
     """A sum of 128 KiB among processes of one host: in the thread of the caller, also where others are late,
-    and rank 0 gives it up."""
+    and rank 0 gives it up. What is donated is there for the run that is made anew."""
     n = len(mesh.devices)
     rows = np.arange(n << 15, dtype=np.float32).reshape(n, -1)
     spec = jax.sharding.PartitionSpec("x")
-    placed = jax.make_array_from_callback(
-        rows.shape, jax.sharding.NamedSharding(mesh, spec), rows.__getitem__
-    )
+    sharding = jax.sharding.NamedSharding(mesh, spec)
+
+    def place() -> jax.Array:
+        return jax.make_array_from_callback(rows.shape, sharding, rows.__getitem__)
+
     whole = jax.shard_map(
-        lambda x: jax.lax.psum(x, "x"),
-        mesh=mesh,
-        in_specs=spec,
-        out_specs=jax.sharding.PartitionSpec(),
+        lambda x: jax.lax.psum(x, "x") - x, mesh=mesh, in_specs=spec, out_specs=spec
     )
-    compiled = jax.jit(whole).lower(placed).compile()
+    compiled = jax.jit(whole, donate_argnums=0 if donated else ()).lower(place()).compile()
     here = Region.run_here
-    compiled(placed).block_until_ready()
+    compiled(place()).block_until_ready()
     before = stretto.stats()
     with patch.object(Region, "run_here", autospec=True, side_effect=here) as alone:
         for late in (False, True, True):
+            placed = place()
             settle()
             if late and MPI.COMM_WORLD.Get_rank() > 0:
                 MPI.COMM_WORLD.recv(source=0)
@@ -150,7 +151,9 @@ def middling(mesh: Mesh) -> None:
                 assert not got.is_ready()
                 for other in range(1, MPI.COMM_WORLD.Get_size()):
                     MPI.COMM_WORLD.send(None, other)
-            np.testing.assert_array_equal(got, rows.sum(0, keepdims=True))
+            assert placed.is_deleted() == donated
+            for shard in got.addressable_shards:
+                np.testing.assert_array_equal(shard.data, rows.sum(0) - rows[shard.index])
     assert alone.call_count == (3 if jax.process_count() == n else 0)
     assert stretto.stats().collectives - before.collectives == 3
 

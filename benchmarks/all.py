@@ -11,6 +11,7 @@ from harness import options
 NAMES = (
     "dispatch",
     "psum_two_ranks",
+    "data_parallel",
     "psum_under_load",
     "loop_psum",
     "loop_sizes",

@@ -8,7 +8,13 @@ from __future__ import annotations
 from harness import in_turns, options, show
 from two_ranks import LABELS, two_ranks
 
-SIZES = {"8 B": (8, 300), "4 KiB": (4096, 300), "1 MiB": (2**20, 30), "16 MiB": (2**24, 4)}
+SIZES = {
+    "8 B": (8, 300),
+    "4 KiB": (4096, 300),
+    "128 KiB": (2**17, 100),
+    "1 MiB": (2**20, 30),
+    "16 MiB": (2**24, 4),
+}
 GOALS = {
     "8 B": "gloo ≥ 15x",
     "4 KiB": "gloo ≥ 10x",

@@ -117,8 +117,8 @@ class NativePolicy:
                 devices, 1 << 20, few=1, large=_LARGE, step_s=2e-4, array_s=2e-6, copied_s=1e-10
             )
         if nodes == 1:
-            few, prompt = (1, 0) if devices > 1 else (2, PROMPT_ON_HOST)
-            policy = cls(devices, 1 << 18, few=few, prompt=prompt, large=_LARGE)
+            prompt = PROMPT_ON_HOST if devices == 1 else 0
+            policy = cls(devices, 1 << 18, few=1, prompt=prompt, large=_LARGE)
             return replace(policy, step_s=5e-4, array_s=2e-6, copied_s=5e-10, parted_s=2e-10)
         return cls(devices, 1 << 16, prompt=_PROMPT if devices == 1 else 0)
 

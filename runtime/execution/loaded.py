@@ -180,8 +180,8 @@ class LoadedProgram:
 
     @property
     def consumes(self) -> bool:
-        """Whether `single` takes what is donated. A region that may be made anew does not."""
-        return any(segment.donated for segment in self.program.segments)
+        """Whether `single` may take what is donated. A region of one device that is made anew does not."""
+        return not self._may_be_region or any(segment.donated for segment in self.program.segments)
 
     @property
     def is_prompt(self) -> bool:

@@ -1,0 +1,109 @@
+"""Steps of training of small models, on two and four ranks of one host: stretto, and gloo.
+
+A perceptron with two hidden layers of 64, 128, 256 or 512, momentum, plain `jit`: the batch is divided over
+the ranks, parameters are on all of them, and the state is donated. XLA makes one all-reduce of all gradients.
+Times are of one step, whose loss is waited for. ``python data_parallel.py`` compares, ``python
+data_parallel.py NAME`` is one process of one runtime.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from contextlib import ExitStack
+from typing import Any
+
+import numpy as np
+from harness import in_turns, options, serve, show, start, time_calls
+from two_ranks import free_address
+
+LABELS = {"stretto": "stretto", "gloo": "JAX CPU (gloo)"}
+WIDTHS = (64, 128, 256, 512)
+ROWS, FEATURES, CLASSES = 32, 64, 10
+
+
+def contender(name: str) -> None:
+    """Answer cases ``{"width": n, "calls": c}`` with the seconds of a step."""
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import Mesh, NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    ranks = int(os.environ["BENCH_RANKS"])
+    if name == "gloo":
+        address, rank = os.environ["BENCH_COORDINATOR"], int(os.environ["BENCH_RANK"])
+        jax.distributed.initialize(address, ranks, rank)
+    mesh = Mesh(np.array(jax.devices()), ("x",))
+    everywhere, rows = NamedSharding(mesh, P()), NamedSharding(mesh, P("x"))
+
+    def placed(array: np.ndarray, sharding: NamedSharding) -> jax.Array:
+        return jax.make_array_from_callback(array.shape, sharding, array.__getitem__)
+
+    def loss(parameters: dict[str, jax.Array], x: jax.Array, labels: jax.Array) -> jax.Array:
+        h = jnp.tanh(x @ parameters["in"])
+        h = jnp.tanh(h @ parameters["hidden"])
+        scores = jax.nn.log_softmax(h @ parameters["out"])
+        return -jnp.take_along_axis(scores, labels[:, None], 1).mean()
+
+    def step(state: Any, x: jax.Array, labels: jax.Array) -> tuple[Any, jax.Array]:
+        parameters, momentum = state
+        value, gradient = jax.value_and_grad(loss)(parameters, x, labels)
+        momentum = jax.tree.map(lambda m, g: 0.9 * m + g, momentum, gradient)
+        parameters = jax.tree.map(lambda p, m: p - 0.01 * m, parameters, momentum)
+        return (parameters, momentum), value
+
+    @functools.cache
+    def program(width: int) -> Any:
+        rng = np.random.default_rng(0)
+        shapes = {"in": (FEATURES, width), "hidden": (width, width), "out": (width, CLASSES)}
+        drawn = {n: 0.1 * rng.standard_normal(s, np.float32) for n, s in shapes.items()}
+        state = [
+            {n: placed(scale * a, everywhere) for n, a in drawn.items()} for scale in (1.0, 0.0)
+        ]
+        batch = rng.standard_normal((ROWS * ranks, FEATURES), np.float32)
+        labels = rng.integers(0, CLASSES, ROWS * ranks, np.int32)
+        x, y = placed(batch, rows), placed(labels, rows)
+        run = jax.jit(step, donate_argnums=0, out_shardings=(everywhere, everywhere))
+        kept = [tuple(state)]
+
+        def call() -> None:
+            kept[0], value = run(kept[0], x, y)
+            value.block_until_ready()
+
+        return call
+
+    def measure(case: dict[str, Any]) -> float:
+        return time_calls(program(case["width"]), case["calls"])
+
+    serve(jax.process_index(), measure)
+
+
+def main() -> None:
+    args = options(__doc__ or "")
+    for ranks in (2, 4):
+        cases = {
+            f"width {width}": {"width": width, "calls": 20 if args.quick else 100}
+            for width in WIDTHS
+        }
+        with ExitStack() as stack:
+            contenders = []
+            for name, label in LABELS.items():
+                launcher, more = "mpi", {"JAX_PLATFORMS": "stretto,cpu"}
+                if name == "gloo":
+                    launcher = "plain"
+                    more = {"JAX_PLATFORMS": "cpu", "BENCH_COORDINATOR": free_address()}
+                begun = start(name, "data_parallel.py", ranks, launcher, **more)
+                stack.callback(begun.close)
+                begun.name = label
+                contenders.append(begun)
+            times = in_turns(contenders, cases, 5 if args.quick else 11)
+        show(f"steps of small models, {ranks} ranks", times, LABELS["stretto"], target=args.json)
+
+
+if __name__ == "__main__":
+    known = [name for name in sys.argv[1:] if name in LABELS]
+    if known:
+        contender(known[0])
+    else:
+        main()

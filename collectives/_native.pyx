@@ -24,7 +24,8 @@ Invariants:
 - A thread that must not block may run a device that is alone here, with a limit (`Table.hurry`). Where messages are
   late then, the handler gives the run up, and another thread runs the code once more (`Table.resume`): sites that have
   given their results give them again, and the one that was given up waits on for the messages that it has posted. So
-  this is for code that calls each site once at most.
+  this is for code that calls each site once at most. Other code, with loops, is given up at the first of its sites,
+  or not at all: the processes are all there once that has its results.
 - The declarations of XLA's FFI (``xla/ffi/api/c_api.h``, version 0.1 or later, which XLA keeps compatible) have the
   fields used here in their order; sizes tell XLA which ones are known. A test compares them with jaxlib's header.
 """
@@ -265,6 +266,7 @@ cdef struct table_t:
     char* failure  # NULL, or why all who come are turned away
     bint late  # the run was given up, to be resumed
     bint resumed
+    bint replays  # sites of a resumed run give their results again
     bint apart  # devices take turns, see `_turns.pxi`
     const ffi_api* api
     uintptr_t comm  # MPI's communicator of the processes
@@ -317,6 +319,7 @@ cdef void* _arrive(ffi_frame* frame) noexcept nogil:
 
 cdef void* meet(table_t* table, site_t* site, int number, int position, ffi_frame* frame) noexcept nogil:
     # Arguments: the context, the chain that keeps sites in order, the operands. Results: the chain, the results.
+    global until_then
     cdef int which = site.group_of[position], k, index, size, other, state
     cdef double began
     cdef bint again
@@ -373,6 +376,8 @@ cdef void* meet(table_t* table, site_t* site, int number, int position, ffi_fram
             return new_error(frame.api, b"other processes are late")
         if state == 0:
             return leave(table, number, which, index, frame)  # unlocks
+        if not table.replays:  # from here on the run cannot be given up, nor be one that was
+            until_then, table.resumed = 0.0, False
     if table.apart:
         error = wait_behind(frame, &own)
         if error != NULL:
@@ -472,21 +477,22 @@ cdef class Table:
     ``Table(devices)`` for so many devices, whose positions are 0, 1, …. `add` describes the sites, `address`
     a part of what each device's code takes as its first argument. Before each run `begin`, then `wait`.
     Where other processes take part, ``comm`` is MPI's handle of their communicator, and ``patience`` for how many
-    seconds a wait for them keeps a core busy. ``resumed``: runs may be given up and resumed, for which each
-    site keeps what it has sent and received. Else sites take turns with the memory for it (`stages`). ``apart``:
+    seconds a wait for them keeps a core busy. ``resumed``: runs may be given up wherever they wait, and be
+    resumed, for which each site keeps what it has sent and received. Else sites take turns with the memory for it
+    (`stages`), and a run may be given up at its first wait alone. ``apart``:
     what they run calls back into Python, and devices may wait there for each other.
     """
 
     cdef table_t table
     cdef list _names
     cdef dict _stages  # address of a `stage_t` by the local members of its wires, or by its wire's number
-    cdef bint _resumed
     cdef int _wires
 
     def __cinit__(self, int devices, uintptr_t comm=0, double patience=0.0, bint resumed=False, bint apart=False):
         self.table.devices, self.table.apart = devices, apart and devices > 1
         self.table.comm, self.table.patience = comm, patience
-        self._resumed, self._stages = resumed, {}
+        self._stages = {}
+        self.table.replays = resumed
         pthread_mutex_init(&self.table.mutex, NULL)
         pthread_cond_init(&self.table.over, NULL)
         self._names = []
@@ -554,7 +560,7 @@ cdef class Table:
         """Memory for the next wire. A device is in one site at a time, and is let go of once its results are
         there: wires with the same local members are never under way at the same time."""
         cdef stage_t* stage
-        key = self._wires if self._resumed else tuple(sorted(members))
+        key = self._wires if self.table.replays else tuple(sorted(members))
         if key not in self._stages:
             stage = <stage_t*>calloc(1, sizeof(stage_t))
             stage.next, self.table.stages = self.table.stages, stage

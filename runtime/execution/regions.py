@@ -60,6 +60,8 @@ from .compute import over_in_time, within
 from .context import Context
 from .frame import Attempt, Frame, Hosted, Operation, named
 
+# Calls of collectives in loops that a caller's thread may make before it is back: some 10 us each.
+_FEW_CALLS = 128
 # Seconds between two looks at devices that may have failed.
 _LOOK = 0.05
 # What is left to do of a run, with the frame that has its operands.
@@ -113,19 +115,25 @@ class Region:
         # Of each site: messages and bytes that a call moves, and messages that it leaves out.
         self.payload = list(map(_payload, self.collectives, bound))
         self.what = f"segment {segment.name} of {program.name}"
-        # Whether a run of one device may be made anew: each site is called once and moves what takes no time
-        # beside a call, and nothing is used up.
+        # Whether a run of one device may be made anew: what it moves takes no time beside a call, and nothing
+        # is used up. ``_straight``: each site is called once, and gives its results again then.
         sizes = [moved(c) for c in self.collectives]
         largest = max((t.nbytes for t in program.slot_types), default=0)
+        self._straight = WHILE not in segment.module
+        if self._straight:
+            small = max(sizes) <= PROMPT or max(largest, sum(sizes)) <= PROMPT_ON_HOST
+        else:
+            calls = segment.iterations * len(sizes)  # at most
+            moves = segment.iterations * sum(sizes)
+            small = segment.ends_soon and calls <= _FEW_CALLS and moves <= PROMPT_ON_HOST
         alone = len(context.local) == 1
         self.called = context.called_back if calls_back(segment.module) else None
         self._resumable = (
             alone
-            and (max(sizes) <= PROMPT or max(largest, sum(sizes)) <= PROMPT_ON_HOST)
+            and small
             and isinstance(self.loaded, LoadedAlone)
             and not segment.donated
             and not segment.once
-            and WHILE not in segment.module
             and self.called is None
         )
         # Whether devices may take long behind their last collective.
@@ -171,9 +179,8 @@ class Region:
     def _table(self, positions: dict[int, int]) -> Table:
         """For devices whose positions are by logical id."""
         apart = self.called is not None
-        return table_of(
-            self.collectives, positions, self.peers, resumed=self._resumable, apart=apart
-        )
+        resumed = self._resumable and self._straight
+        return table_of(self.collectives, positions, self.peers, resumed=resumed, apart=apart)
 
     def operation(self, land: Callable[[list[Any], Slot], list[Any]]) -> Operation:
         """Run it, and wait until all devices have ended."""
@@ -250,7 +257,7 @@ class Region:
             if not table.late:
                 raise self._failed(error) from error
             results = []
-        if table.completed():  # what follows otherwise, in short
+        if table.completed() and self._straight:  # what follows otherwise, in short
             lane.take_back()
             lane.sequence = sequence = lane.sequence + len(self.payload)
             name, source, ranks = self.described[-1]
@@ -388,7 +395,7 @@ class Region:
         counters.nbytes += nbytes
 
     def _account(self, active: tuple[int, ...]) -> None:
-        if self._resumable and self.table.executed == len(self.payload):
+        if self._resumable and self._straight and self.table.executed == len(self.payload):
             self._account_once()
         else:
             counters = self.lane.counters

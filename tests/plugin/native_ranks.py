@@ -66,6 +66,8 @@ def chosen() -> dict[str, Callable[[], None]]:
         "late": partial(late, mesh),
         "middling": partial(middling, mesh, donated=False),
         "donated": partial(middling, mesh, donated=True),
+        "few iterations": partial(looped, mesh, 5, True),
+        "many iterations": partial(looped, mesh, 100, False),
         "large": partial(large, mesh),
         "code of the user's": partial(users_code, mesh),
         "functions in a loop": partial(callbacks.test_a_function_is_called_in_each_iteration, mesh),
@@ -156,6 +158,44 @@ def middling(mesh: Mesh, *, donated: bool) -> None:
                 np.testing.assert_array_equal(shard.data, rows.sum(0) - rows[shard.index])
     assert alone.call_count == (3 if jax.process_count() == n else 0)
     assert stretto.stats().collectives - before.collectives == 3
+
+
+def looped(mesh: Mesh, trips: int, here: bool) -> None:
+    """A loop of few sums is run in the thread of the caller, which gives it up before the first alone."""
+    n = len(mesh.devices)
+    spec = jax.sharding.PartitionSpec("x")
+    sharding = jax.sharding.NamedSharding(mesh, spec)
+    rows = np.arange(n * 3, dtype=np.float32).reshape(n, 3)
+    placed = jax.make_array_from_callback(rows.shape, sharding, rows.__getitem__)
+
+    def step(_: jax.Array, x: jax.Array) -> jax.Array:
+        return x + jax.lax.psum(x, "x") / (2 * n) + jax.lax.ppermute(x, "x", cases.RING)
+
+    def f(x: jax.Array) -> jax.Array:
+        return jax.lax.fori_loop(0, trips, step, x)
+
+    whole = jax.shard_map(f, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    compiled = jax.jit(whole).lower(placed).compile()
+    want = rows
+    for _ in range(trips):
+        want = want + want.sum(0) / (2 * n) + np.roll(want, 1, 0)
+    compiled(placed).block_until_ready()
+    before = stretto.stats()
+    run_here = Region.run_here
+    with patch.object(Region, "run_here", autospec=True, side_effect=run_here) as alone:
+        for late in (False, True, True, False):
+            settle()
+            if late and MPI.COMM_WORLD.Get_rank() > 0:
+                MPI.COMM_WORLD.recv(source=0)
+            got = compiled(placed)
+            if late and MPI.COMM_WORLD.Get_rank() == 0:
+                assert not got.is_ready()
+                for other in range(1, MPI.COMM_WORLD.Get_size()):
+                    MPI.COMM_WORLD.send(None, other)
+            for shard in got.addressable_shards:
+                np.testing.assert_allclose(shard.data, want[shard.index], rtol=1e-5)
+    assert alone.call_count == (4 if here and jax.process_count() == n else 0)
+    assert stretto.stats().collectives - before.collectives == 4 * 2 * trips
 
 
 def large(mesh: Mesh) -> None:

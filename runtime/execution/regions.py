@@ -138,9 +138,9 @@ class Region:
         )
         # Whether devices may take long behind their last collective.
         self._goes_on = self.called is not None or not segment.ends_soon
-        # `attempt` can be used of several devices too, where they wait for nobody else.
+        # `attempt` can be used of several devices too: none of them waits in the thread that begins them.
         tells = bool(run.outputs) or not self._goes_on
-        self.prompt = self._resumable or (not alone and not peers.owner and tells)
+        self.prompt = self._resumable or (not alone and tells)
         if self._resumable:
             self._run_alone = cast("LoadedAlone", self.loaded).run_alone
             (self.ordinal,) = context.ordinals

@@ -26,7 +26,7 @@ import test_native_callbacks as callbacks
 
 import stretto
 from stretto.plugin.client import clients
-from stretto.runtime.execution import dispatch
+from stretto.runtime.execution import dispatch, loaded
 from stretto.runtime.execution.regions import Region
 
 
@@ -68,6 +68,7 @@ def chosen() -> dict[str, Callable[[], None]]:
         "donated": partial(middling, mesh, donated=True),
         "few iterations": partial(looped, mesh, 5, True),
         "many iterations": partial(looped, mesh, 100, False),
+        "together": partial(together, mesh),
         "large": partial(large, mesh),
         "code of the user's": partial(users_code, mesh),
         "functions in a loop": partial(callbacks.test_a_function_is_called_in_each_iteration, mesh),
@@ -196,6 +197,35 @@ def looped(mesh: Mesh, trips: int, here: bool) -> None:
                 np.testing.assert_allclose(shard.data, want[shard.index], rtol=1e-5)
     assert alone.call_count == (4 if here and jax.process_count() == n else 0)
     assert stretto.stats().collectives - before.collectives == 4 * 2 * trips
+
+
+def together(mesh: Mesh) -> None:
+    """Where a process has several devices, the caller begins them all, and polls for them, for a moment."""
+    n = len(mesh.devices)
+    spec = jax.sharding.PartitionSpec("x")
+    rows = np.arange(n * 3, dtype=np.float32).reshape(n, 3)
+    placed = jax.make_array_from_callback(
+        rows.shape, jax.sharding.NamedSharding(mesh, spec), rows.__getitem__
+    )
+    whole = jax.shard_map(
+        lambda x: jax.lax.psum(x, "x") - x, mesh=mesh, in_specs=spec, out_specs=spec
+    )
+    compiled = jax.jit(whole).lower(placed).compile()
+    compiled(placed).block_until_ready()
+    enqueue = dispatch.Dispatcher.enqueue
+    with (
+        patch.object(dispatch, "PATIENCE", 30.0),
+        patch.object(loaded, "MOMENT", 30.0),
+        patch.object(
+            dispatch.Dispatcher, "enqueue", autospec=True, side_effect=enqueue
+        ) as enqueued,
+    ):
+        for _ in range(3):
+            settle()
+            got = compiled(placed)
+            for shard in got.addressable_shards:
+                np.testing.assert_array_equal(shard.data[0], rows.sum(0) - rows[shard.index][0])
+    assert jax.local_device_count() == 1 or not enqueued.called
 
 
 def large(mesh: Mesh) -> None:

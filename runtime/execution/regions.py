@@ -123,9 +123,9 @@ class Region:
         if self._straight:
             small = max(sizes) <= PROMPT or max(largest, sum(sizes)) <= PROMPT_ON_HOST
         else:
-            calls = segment.iterations * len(sizes)  # at most
-            moves = segment.iterations * sum(sizes)
-            small = segment.ends_soon and calls <= _FEW_CALLS and moves <= PROMPT_ON_HOST
+            most = max(segment.iterations, 1)  # calls of a site
+            moves_little = most * sum(sizes) <= PROMPT_ON_HOST
+            small = segment.ends_soon and most * len(sizes) <= _FEW_CALLS and moves_little
         alone = len(context.local) == 1
         self.called = context.called_back if calls_back(segment.module) else None
         self._resumable = (

@@ -100,6 +100,7 @@ cdef class LoadedExecutable(Handle):
         self.missed = self.rests = 0
         executables += 1
         self.number = executables & 255
+        waited[self.number] = False  # what another one with this number gave
         self.cannot_fail = cannot_fail
         self.whole = self.jax_arrays or getattr(engine, "ends_as_one", False)
         self.alike = ends_as_one and self.whole

@@ -121,6 +121,22 @@ def test_a_caller_who_does_not_wait_for_results_does_not_wait_longer(
     assert begun == ["caller", "other", "caller", "other", "other"]
 
 
+@pytest.mark.thorough
+def test_that_results_of_other_programs_were_waited_for_says_nothing(
+    mesh: Mesh, begun: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There are numbers for 256 programs; those that come later share them."""
+    monkeypatch.setattr(loaded, "MOMENT", 0.0)
+    one = jax.device_put(np.float32(1), mesh.devices[0])
+    for i in range(256):
+        jax.jit(lambda x, i=i: x + i)(one).block_until_ready()
+    run, x = mapped(mesh, step), placed(mesh)
+    for _ in range(2):
+        x = run(x)
+    np.testing.assert_allclose(x, by_hand(by_hand(np.arange(2.0 * N))))
+    assert begun == ["caller", "other"]
+
+
 def test_loops_are_begun_by_the_caller_whether_or_not_their_length_is_known(
     mesh: Mesh, begun: list[str]
 ) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 from harness import serve, time_calls
+from two_ranks import initialize_gloo
 
 Call = Callable[[], Any]
 
@@ -27,11 +28,7 @@ def jax_setup(name: str) -> tuple[int, Callable[[int, int], Call]]:
     from jax.sharding import PartitionSpec as P
 
     if name == "gloo" and int(os.environ["BENCH_RANKS"]) > 1:
-        jax.distributed.initialize(
-            os.environ["BENCH_COORDINATOR"],
-            int(os.environ["BENCH_RANKS"]),
-            int(os.environ["BENCH_RANK"]),
-        )
+        initialize_gloo()
     ranks = int(os.environ["BENCH_RANKS"])
     devices = jax.device_count()
     wanted = int(os.environ.get("STRETTO_LOCAL_DEVICES", "1")) * ranks

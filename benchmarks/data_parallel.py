@@ -11,12 +11,11 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
-from harness import in_turns, options, serve, show, start, time_calls
-from two_ranks import free_address
+from harness import in_turns, options, serve, show, time_calls
+from two_ranks import initialize_gloo, over_ranks
 
 LABELS = {"stretto": "stretto", "gloo": "JAX CPU (gloo)"}
 WIDTHS = (64, 128, 256, 512)
@@ -32,8 +31,7 @@ def contender(name: str) -> None:
 
     ranks = int(os.environ["BENCH_RANKS"])
     if name == "gloo":
-        address, rank = os.environ["BENCH_COORDINATOR"], int(os.environ["BENCH_RANK"])
-        jax.distributed.initialize(address, ranks, rank)
+        initialize_gloo()
     mesh = Mesh(np.array(jax.devices()), ("x",))
     everywhere, rows = NamedSharding(mesh, P()), NamedSharding(mesh, P("x"))
 
@@ -86,17 +84,7 @@ def main() -> None:
             f"width {width}": {"width": width, "calls": 20 if args.quick else 100}
             for width in WIDTHS
         }
-        with ExitStack() as stack:
-            contenders = []
-            for name, label in LABELS.items():
-                launcher, more = "mpi", {"JAX_PLATFORMS": "stretto,cpu"}
-                if name == "gloo":
-                    launcher = "plain"
-                    more = {"JAX_PLATFORMS": "cpu", "BENCH_COORDINATOR": free_address()}
-                begun = start(name, "data_parallel.py", ranks, launcher, **more)
-                stack.callback(begun.close)
-                begun.name = label
-                contenders.append(begun)
+        with over_ranks("data_parallel.py", ranks, LABELS) as contenders:
             times = in_turns(contenders, cases, 5 if args.quick else 11)
         show(f"steps of small models, {ranks} ranks", times, LABELS["stretto"], target=args.json)
 

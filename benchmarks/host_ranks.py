@@ -18,14 +18,13 @@ import numpy as np  # noqa: E402
 from harness import serve, time_calls  # noqa: E402
 from jax.sharding import Mesh  # noqa: E402
 from sharded_steps import Sizes, Step, build  # noqa: E402
+from two_ranks import initialize_gloo  # noqa: E402
 
 
 def main(name: str) -> None:
     ranks = int(os.environ["BENCH_RANKS"])
     if name.startswith("gloo"):
-        jax.distributed.initialize(
-            os.environ["BENCH_COORDINATOR"], ranks, int(os.environ["BENCH_RANK"])
-        )
+        initialize_gloo()
     if jax.process_count() != ranks or jax.device_count() != ranks:
         raise RuntimeError(f"{jax.process_count()} processes, {jax.device_count()} devices")
     mesh = Mesh(np.array(jax.devices()), ("x",))

@@ -8,15 +8,13 @@ runtime.
 from __future__ import annotations
 
 import functools
-import os
 import sys
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from harness import in_turns, options, serve, show, start, time_calls
-from two_ranks import free_address
+from harness import in_turns, options, serve, show, time_calls
+from two_ranks import initialize_gloo, over_ranks
 
 RANKS = 4
 LABELS = {"stretto": "stretto", "gloo": "JAX CPU (gloo)"}
@@ -30,9 +28,7 @@ def contender(name: str) -> None:
     from jax.sharding import AxisType
 
     if name == "gloo":
-        jax.distributed.initialize(
-            os.environ["BENCH_COORDINATOR"], RANKS, int(os.environ["BENCH_RANK"])
-        )
+        initialize_gloo()
     if (jax.process_count(), jax.device_count()) != (RANKS, RANKS):
         raise RuntimeError(f"{jax.process_count()} processes, {jax.device_count()} devices")
     sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
@@ -64,15 +60,7 @@ def main() -> None:
     args = options(__doc__ or "")
     calls = 2 if args.quick else 5
     cases = {label: {"repeats": repeats, "calls": calls} for label, repeats in CASES.items()}
-    with ExitStack() as stack:
-        contenders = [
-            start("stretto", "pipeline.py", RANKS, "mpi", JAX_PLATFORMS="stretto,cpu"),
-            start("gloo", "pipeline.py", RANKS, "plain", JAX_PLATFORMS="cpu",
-                  BENCH_COORDINATOR=free_address()),
-        ]  # fmt: skip
-        for one in contenders:
-            stack.callback(one.close)
-            one.name = LABELS[one.name]
+    with over_ranks("pipeline.py", RANKS, LABELS) as contenders:
         times = in_turns(contenders, cases, 5 if args.quick else 15)
     goals = dict.fromkeys(CASES, GOAL)
     show("step of examples/pipeline.py, 4 ranks", times, LABELS["stretto"], goals, target=args.json)

@@ -9,34 +9,13 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 
-from harness import Contender, in_turns, options, show, start
-from two_ranks import LABELS, free_address
+from harness import in_turns, options, show
+from two_ranks import LABELS, over_ranks
 
 CASES = {"8 B": {"bytes": 8, "calls": 60}, "4 KiB": {"bytes": 4096, "calls": 60}}
 GOALS = {"8 B": "gloo ≥ 5x", "4 KiB": "gloo ≥ 5x"}
-
-
-@contextmanager
-def contenders(ranks: int) -> Iterator[list[Contender]]:
-    starts = {
-        "stretto": {"launcher": "mpi", "JAX_PLATFORMS": "stretto,cpu"},
-        "gloo": {
-            "launcher": "plain",
-            "JAX_PLATFORMS": "cpu",
-            "BENCH_COORDINATOR": free_address(),
-        },
-        "mpi": {"launcher": "mpi"},
-    }
-    with ExitStack() as stack:
-        found = []
-        for name, how in starts.items():
-            contender = start(name, "contenders.py", ranks, **how)
-            stack.callback(contender.close)
-            contender.name = LABELS[name]
-            found.append(contender)
-        yield found
 
 
 @contextmanager
@@ -55,8 +34,9 @@ def computing(processes: int) -> Iterator[None]:
 def main() -> None:
     args = options(__doc__ or "")
     turns = 7 if args.quick else 15
+    labels = {name: LABELS[name] for name in ("stretto", "gloo", "mpi")}
     for ranks, loads in ((2, (0, 1, 2)), (4, (0,))):
-        with contenders(ranks) as found:
+        with over_ranks("contenders.py", ranks, labels) as found:
             for processes in loads:
                 with computing(processes):
                     times = in_turns(found, CASES, turns)

@@ -18,13 +18,12 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from harness import in_turns, options, serve, show, start, time_calls
-from two_ranks import free_address
+from harness import in_turns, options, serve, show, time_calls
+from two_ranks import initialize_gloo, over_ranks
 
 LABELS = {"stretto": "stretto", "gloo": "JAX CPU (gloo)"}
 # Cells of a rank's side, and the steps of a call.
@@ -39,9 +38,7 @@ def contender(name: str) -> None:
 
     ranks = int(os.environ["BENCH_RANKS"])
     if name == "gloo":
-        jax.distributed.initialize(
-            os.environ["BENCH_COORDINATOR"], ranks, int(os.environ["BENCH_RANK"])
-        )
+        initialize_gloo()
     if (jax.process_count(), jax.device_count()) != (ranks, ranks):
         raise RuntimeError(f"{jax.process_count()} processes, {jax.device_count()} devices")
     sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
@@ -100,17 +97,7 @@ def main() -> None:
             for kind in ("shallow water", "conjugate gradient", "spectral")
             for cells, steps in GRIDS.items()
         }
-        with ExitStack() as stack:
-            contenders = []
-            for name, label in LABELS.items():
-                launcher, more = "mpi", {"JAX_PLATFORMS": "stretto,cpu"}
-                if name == "gloo":
-                    launcher = "plain"
-                    more = {"JAX_PLATFORMS": "cpu", "BENCH_COORDINATOR": free_address()}
-                begun = start(name, "science.py", ranks, launcher, **more)
-                stack.callback(begun.close)
-                begun.name = label
-                contenders.append(begun)
+        with over_ranks("science.py", ranks, LABELS) as contenders:
             times = in_turns(contenders, cases, 5 if args.quick else 11)
         goals = {label: "gloo ≥ 3x" for label, case in cases.items() if case["cells"] == 100}
         show(f"science codes, {ranks} ranks", times, LABELS["stretto"], goals, target=args.json)

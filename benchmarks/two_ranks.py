@@ -1,9 +1,10 @@
-"""Starts the runtimes that sum between two ranks, and keeps those that are installed."""
+"""Starts the runtimes that are compared between ranks."""
 
 from __future__ import annotations
 
+import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 
 from harness import Contender, console, installed, start
@@ -19,6 +20,37 @@ LABELS = {
 def free_address() -> str:
     with socket.create_server(("127.0.0.1", 0)) as s:
         return f"127.0.0.1:{s.getsockname()[1]}"
+
+
+def initialize_gloo() -> None:
+    """Connect this process of JAX's CPU backend, which `over_ranks` has started, with the others."""
+    import jax
+
+    address, ranks, rank = (os.environ[f"BENCH_{n}"] for n in ("COORDINATOR", "RANKS", "RANK"))
+    jax.distributed.initialize(address, int(ranks), int(rank))
+
+
+@contextmanager
+def over_ranks(script: str, ranks: int, labels: Mapping[str, str]) -> Iterator[list[Contender]]:
+    """``script NAME`` on each of the ranks, for each NAME of ``labels``, which may be stretto, gloo (JAX's CPU
+    backend) and mpi."""
+    starts = {
+        "stretto": {"launcher": "mpi", "JAX_PLATFORMS": "stretto,cpu"},
+        "gloo": {
+            "launcher": "plain",
+            "JAX_PLATFORMS": "cpu",
+            "BENCH_COORDINATOR": free_address(),
+        },
+        "mpi": {"launcher": "mpi"},
+    }
+    with ExitStack() as stack:
+        contenders = []
+        for name, label in labels.items():
+            contender = start(name, script, ranks, **starts[name])
+            stack.callback(contender.close)
+            contender.name = label
+            contenders.append(contender)
+        yield contenders
 
 
 @contextmanager

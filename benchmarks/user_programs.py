@@ -19,7 +19,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from harness import PLATFORMS, console, options, serve, show, start, time_calls
-from two_ranks import free_address
+from two_ranks import free_address, initialize_gloo
 
 # By package: the module in users/, and its programs.
 PROGRAMS = {
@@ -44,9 +44,7 @@ def contender(name: str) -> None:
 
     ranks = int(os.environ["BENCH_RANKS"])
     if name == "cpu" and ranks > 1:
-        jax.distributed.initialize(
-            os.environ["BENCH_COORDINATOR"], ranks, int(os.environ["BENCH_RANK"])
-        )
+        initialize_gloo()
     wanted = DEVICES if ranks == 1 else ranks
     if (jax.process_count(), jax.device_count()) != (ranks, wanted):
         raise RuntimeError(f"{jax.process_count()} processes, {jax.device_count()} devices")

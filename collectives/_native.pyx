@@ -21,7 +21,7 @@ Invariants:
   there is one device here, it waits for them where it is. Where there are more, they are left to the thread in
   `Table.wait`, which runs the members on when the messages have come: whoever comes in here still waits for nobody.
   So one thread at a time asks MPI for a wire's messages, and it needs no lock.
-- A thread that must not block may run a device that is alone here, with a limit (`Table.hurry`). Where messages are
+- A thread that must not block may run a device that is alone here, with a limit (`Table.begin`). Where messages are
   late then, the handler gives the run up, and another thread runs the code once more (`Table.resume`): sites that have
   given their results give them again, and the one that was given up waits on for the messages that it has posted. So
   this is for code that calls each site once at most. Other code, with loops, is given up at the first of its sites,
@@ -479,8 +479,8 @@ cdef class Table:
     Where other processes take part, ``comm`` is MPI's handle of their communicator, and ``patience`` for how many
     seconds a wait for them keeps a core busy. ``resumed``: runs may be given up wherever they wait, and be
     resumed, for which each site keeps what it has sent and received. Else sites take turns with the memory for it
-    (`stages`), and a run may be given up at its first wait alone. ``apart``:
-    what they run calls back into Python, and devices may wait there for each other.
+    (`stages`), and a run may be given up at its first wait alone. ``apart``: what they run calls back into Python,
+    and devices may wait there for each other.
     """
 
     cdef table_t table

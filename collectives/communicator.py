@@ -18,11 +18,6 @@ Array = Any
 # Combines the operands of two members (each a list of n arrays) into a list of n arrays.
 Reducer = Callable[[list[Array], list[Array]], list[Array]]
 
-# Collectives of at most this many bytes for each process are posted and then awaited (`Pending`), so that
-# the thread that runs one need not block in it. MPI does not match a collective that blocks with one that
-# does not: the size decides, on all processes alike, never the state of a process.
-PROMPT = 1 << 16
-
 
 class Request(Protocol):
     """A point-to-point transfer in flight."""

@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .communicator import PROMPT, BoundCollective, Communicator, Reducer
+from .communicator import BoundCollective, Communicator, Reducer
 from .local import local_collective
 from .native import ALONE, Peers
-from .ops import Collective, Kind
+from .ops import PROMPT, Collective, Kind
 from .point_to_point import BoundPermute, BoundReceive, BoundSend, Done, Mailboxes, Transfer, zeros
 from .taking_part import takes_part
 

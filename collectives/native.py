@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from ._native import Table, can_reduce, handler, start_helpers, step_aside, step_back
 from .nccl import is_supported
-from .ops import Collective, Kind
+from .ops import PROMPT, Collective, Kind
 from .types import TensorType
 from .wires import Leaf, Message, Round, Wire, plan
 
@@ -22,14 +22,13 @@ __all__ = [
     "ALONE",
     "ALWAYS",
     "NEVER",
-    "PROMPT_ON_HOST",
     "TARGET",
     "Peers",
     "Table",
     "as_called",
     "as_site",
     "handler",
-    "moved",
+    "is_prompt",
     "refusal",
     "skipped",
     "start_helpers",
@@ -42,16 +41,17 @@ __all__ = [
 TARGET = "stretto_collective"
 
 NEVER, ALWAYS = (1, 0), (0, (1 << 63) - 1)  # bounds of valid iterations
-# Bytes of the largest array of a program without loops, and of all that it moves, that the caller's thread
-# may run where all processes are on one host: that takes less than two thread switches do.
+# Bytes that processes of one host move in less time than two thread switches take.
 PROMPT_ON_HOST = 1 << 19
 _HALVES = ("bf16", "f16")
 _SPLIT = (Kind.REDUCE_SCATTER, Kind.ALL_TO_ALL)
 
 
-def moved(collective: Collective) -> int:
-    """Bytes that a device gives to a collective, or gets from it, whichever are more."""
-    return max(sum(t.nbytes for t in types) for types in (collective.operands, collective.results))
+def is_prompt(collectives: Sequence[Collective], largest: int) -> bool:
+    """Whether the caller's thread may run a program that calls each of these once: each is small, or all of
+    them are together, and so is the program's largest array, of ``largest`` bytes."""
+    sizes = [collective.nbytes for collective in collectives]
+    return max(sizes) <= PROMPT or max(largest, sum(sizes)) <= PROMPT_ON_HOST
 
 
 def as_called(collective: Collective) -> Collective:

@@ -14,6 +14,12 @@ from functools import cached_property
 
 from .types import TensorType
 
+# Collectives of at most this many bytes for each process are posted and then awaited
+# (`communicator.Pending`), so that the thread that runs one need not block in it. MPI does not match a
+# collective that blocks with one that does not: the size decides, on all processes alike, never the state of
+# a process.
+PROMPT = 1 << 16
+
 
 class Kind(StrEnum):
     """Kinds of collectives, by their HLO names."""
@@ -87,6 +93,11 @@ class Collective:
     def group_of(self) -> dict[int, tuple[int, ...]]:
         """Group by logical id of each member."""
         return {member: group for group in self.groups for member in group}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that a device gives to it, or gets from it, whichever are more."""
+        return max(sum(t.nbytes for t in types) for types in (self.operands, self.results))
 
     @property
     def is_point_to_point(self) -> bool:

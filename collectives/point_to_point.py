@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .communicator import PROMPT
 from .memory import pool
-from .ops import Collective, Kind
+from .ops import PROMPT, Collective, Kind
 from .taking_part import check_pair
 from .types import TensorType
 

@@ -45,7 +45,7 @@ _WIDE_WIRE = 1 << 13
 class AllReduce:
     """Reduce in memory, then between processes; all local members share the result."""
 
-    # Posts it, where all that begins it is known; `prompt` where it is small and one message: `plan.PROMPT`.
+    # Posts it, where all that begins it is known; `prompt` where it is small and one message: `ops.PROMPT`.
     post: Post | None = None
 
     def __init__(

@@ -18,9 +18,8 @@ from itertools import pairwise
 import numpy as np
 from mpi4py import MPI
 
-from .communicator import PROMPT
 from .memory import as_bytes, pool
-from .ops import Reduction
+from .ops import PROMPT, Reduction
 from .posted import Postable, Posted, post_swap, swap
 from .reduce import combiner
 from .types import ELEMENT_TYPES

@@ -11,8 +11,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from stretto.collectives.native import ALWAYS, NEVER, PROMPT_ON_HOST, moved, refusal
-from stretto.collectives.ops import Collective, Kind
+from stretto.collectives.native import (
+    ALWAYS,
+    NEVER,
+    PROMPT_ON_HOST,
+    as_called,
+    is_prompt,
+    refusal,
+)
+from stretto.collectives.ops import PROMPT, Collective, Kind
 from stretto.runtime.program import (
     WHILE,
     Block,
@@ -51,10 +58,7 @@ _SOME = 10
 _NEVER = 1 << 62
 # Collectives in a row, outside of loops, from which on compiled code is faster than any walk.
 MANY = 8
-# Bytes of the largest array of a program that the caller's thread may run over a network, however many
-# collectives it has, as of `collectives.communicator`.
-_PROMPT = 1 << 16
-# Bytes that may be donated to such a program, whose run does not reuse their memory.
+# Bytes that may be donated to a program that the caller's thread may run: it does not reuse their memory.
 _DONATED = 16 << 20
 
 
@@ -79,8 +83,9 @@ class NativePolicy:
     the walk gives all devices of a process one. Parts of the data that differ from device to device, as
     reduce-scatter and all-to-all make, take ``parted_s``.
     ``few``: collectives in a row, outside of loops, from which on compiled code is not slower than the walk.
-    ``prompt``: bytes of its largest array, and of all that it moves, up to which a program without loops is
-    native however few collectives it has; 0: never. ``on_gpus``: code for GPUs calls them, over NCCL.
+    ``prompt``: bytes of its largest array up to which a program without loops is native however few
+    collectives it has, if they are small too (`collectives.native.is_prompt`); 0: never. ``on_gpus``: code
+    for GPUs calls them, over NCCL.
     """
 
     devices: int
@@ -120,11 +125,11 @@ class NativePolicy:
             prompt = PROMPT_ON_HOST if devices == 1 else 0
             policy = cls(devices, 1 << 18, few=1, prompt=prompt, large=_LARGE)
             return replace(policy, step_s=5e-4, array_s=2e-6, copied_s=5e-10, parted_s=2e-10)
-        return cls(devices, 1 << 16, prompt=_PROMPT if devices == 1 else 0)
+        return cls(devices, 1 << 16, prompt=PROMPT if devices == 1 else 0)
 
     def longer(self, collective: Collective) -> float:
         """Seconds that compiled code takes longer than moving it does in the walk."""
-        nbytes = moved(collective)
+        nbytes = collective.nbytes
         if nbytes <= self.small:
             return 0.0
         parted = collective.kind in (Kind.REDUCE_SCATTER, Kind.ALL_TO_ALL)
@@ -209,12 +214,10 @@ class _Rewriting:
         donated = (program.slot_types[program.body.parameters[i]] for i in program.donated)
         if sum(t.nbytes for t in donated) > _DONATED:
             return False
-        sizes = [
-            moved(program.collectives[i.collective])
-            for i in instructions(program.body) if isinstance(i, Start)
-        ]  # fmt: skip
-        largest, prompt = max(t.nbytes for t in program.slot_types), self.policy.prompt
-        return bool(sizes) and largest <= prompt and (largest <= _PROMPT or sum(sizes) <= prompt)
+        starts = (i for i in instructions(program.body) if isinstance(i, Start))
+        called = [as_called(program.collectives[start.collective]) for start in starts]
+        largest = max(t.nbytes for t in program.slot_types)
+        return bool(called) and largest <= self.policy.prompt and is_prompt(called, largest)
 
     def block(self, block: Block, crossing: frozenset[int] = frozenset()) -> Block:
         """The block with its longest stretches of instructions that can be native as regions.
@@ -306,7 +309,7 @@ class _Rewriting:
                 why = refusal(parts[0][1], policy.on_gpus)
                 if not why and len(parts) > _STRETCHES:
                     why = f"what it skips changes {len(parts) - 1} times"
-                nbytes = moved(collective)
+                nbytes = collective.nbytes
                 if not why and nbytes > policy.small:
                     if nbytes > policy.large:
                         why = (

@@ -181,8 +181,12 @@ cdef class LoadedExecutable(Handle):
 
     cdef int execute(self, PJRT_LoadedExecutable_Execute_Args* args) except -1:
         self.check(args)
+        if self.donated:
+            self.check_repeated(args)
         if not self.execute_single(args):
             self.execute_program(args)
+        elif self.donated:
+            self.delete_donated(args, None)
         return 0
 
     cdef bint execute_single(self, PJRT_LoadedExecutable_Execute_Args* args) except -1:
@@ -195,8 +199,6 @@ cdef class LoadedExecutable(Handle):
         cdef bint over = False, computed = True
         if single is None:  # as in all programs that have no device here
             return False
-        if self.donated:
-            self.check_repeated(args)
         self.decide_to_look()
         rows = []
         for d in range(args.num_devices):
@@ -226,8 +228,6 @@ cdef class LoadedExecutable(Handle):
             self.deliver(args, given.promises, given.event)
         else:
             self.hand_out(args, 0, <list>self.counted(given), over, computed)
-        if self.donated:
-            self.delete_donated(args, None)
         return True
 
     cdef inline int ordinal(self, size_t d) noexcept:
@@ -437,8 +437,6 @@ cdef class LoadedExecutable(Handle):
         cdef bint awaited = waited[self.number]
         waited[self.number] = False
         if args.num_devices:
-            if self.donated:
-                self.check_repeated(args)
             for i in range(args.num_args):
                 columns.append(self.column(args, i))
         try:

@@ -308,12 +308,12 @@ def _spread(
         return found
     if collective is not None and collective.kind is Kind.PERMUTE:
         return {target for source, target in collective.pairs if source in found}
-    if collective is not None and collective.groups:
-        return {d for group in collective.groups if found & set(group) for d in group}
-    if collective is not None or any(map(other_communication, node.instruction.called)):
+    among_groups = members([node]).get(node)
+    others = any(map(other_communication, node.instruction.called))
+    if among_groups is not None and not others:
+        return {other for d in found for other in among_groups.get(d, {d})}
+    if collective is not None or others:
         return set(range(followed.forward.num_devices))
-    for inside in members([node]).values():
-        return {other for d in found for other in inside.get(d, {d})}
     if node.instruction.opcode == "select":
         return {
             d for d in found if d in _taken(own, origins.row(node.operands[0], Execution(t, d)))

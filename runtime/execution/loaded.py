@@ -460,7 +460,7 @@ class LoadedProgram:
                 results = walker.results(frame)
         except BaseException as raised:
             error = raised
-        if self._at_once:  # where other processes are late, that says nothing of it
+        if self._at_once:  # one device waits for other processes alone, which says nothing of it
             self._backoff.ran(in_time=rest is None and perf_counter() < until)
         if error is None and rest is None:
             dispatcher.end_turn()

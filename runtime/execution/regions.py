@@ -27,14 +27,14 @@ import numpy as np
 
 from stretto.collectives import called_on_gpus
 from stretto.collectives.bound_on_gpus import BoundOnGpus
-from stretto.collectives.communicator import PROMPT, BoundCollective
+from stretto.collectives.communicator import BoundCollective
 from stretto.collectives.native import (
     PROMPT_ON_HOST,
     TARGET,
     Peers,
     Table,
     handler,
-    moved,
+    is_prompt,
     skipped,
     start_helpers,
     table_of,
@@ -116,26 +116,26 @@ class Region:
         self.payload = list(map(_payload, self.collectives, bound))
         self.what = f"segment {segment.name} of {program.name}"
         # Whether a run of one device may be made anew: what it moves takes no time beside a call, and nothing
-        # is used up. ``_straight``: each site is called once, and gives its results again then.
-        sizes = [moved(c) for c in self.collectives]
-        largest = max((t.nbytes for t in program.slot_types), default=0)
-        self._straight = WHILE not in segment.module
-        if self._straight:
-            small = max(sizes) <= PROMPT or max(largest, sum(sizes)) <= PROMPT_ON_HOST
-        else:
+        # is used up. ``_replays``: each site is called once, and gives its results again then.
+        loops = WHILE in segment.module
+        if loops:
             most = max(segment.iterations, 1)  # calls of a site
-            moves_little = most * sum(sizes) <= PROMPT_ON_HOST
-            small = segment.ends_soon and most * len(sizes) <= _FEW_CALLS and moves_little
+            little = most * sum(c.nbytes for c in self.collectives) <= PROMPT_ON_HOST
+            short = segment.ends_soon and most * len(self.collectives) <= _FEW_CALLS and little
+        else:
+            largest = max((t.nbytes for t in program.slot_types), default=0)
+            short = is_prompt(self.collectives, largest)
         alone = len(context.local) == 1
         self.called = context.called_back if calls_back(segment.module) else None
         self._resumable = (
             alone
-            and small
+            and short
             and isinstance(self.loaded, LoadedAlone)
             and not segment.donated
             and not segment.once
             and self.called is None
         )
+        self._replays = self._resumable and not loops
         # Whether devices may take long behind their last collective.
         self._goes_on = self.called is not None or not segment.ends_soon
         # `attempt` can be used of several devices too: none of them waits in the thread that begins them.
@@ -179,8 +179,7 @@ class Region:
     def _table(self, positions: dict[int, int]) -> Table:
         """For devices whose positions are by logical id."""
         apart = self.called is not None
-        resumed = self._resumable and self._straight
-        return table_of(self.collectives, positions, self.peers, resumed=resumed, apart=apart)
+        return table_of(self.collectives, positions, self.peers, resumed=self._replays, apart=apart)
 
     def operation(self, land: Callable[[list[Any], Slot], list[Any]]) -> Operation:
         """Run it, and wait until all devices have ended."""
@@ -257,7 +256,7 @@ class Region:
             if not table.late:
                 raise self._failed(error) from error
             results = []
-        if table.completed() and self._straight:  # what follows otherwise, in short
+        if table.completed() and self._replays:  # what follows otherwise, in short
             lane.take_back()
             lane.sequence = sequence = lane.sequence + len(self.payload)
             name, source, ranks = self.described[-1]
@@ -395,7 +394,7 @@ class Region:
         counters.nbytes += nbytes
 
     def _account(self, active: tuple[int, ...]) -> None:
-        if self._resumable and self._straight and self.table.executed == len(self.payload):
+        if self._replays and self.table.executed == len(self.payload):
             self._account_once()
         else:
             counters = self.lane.counters

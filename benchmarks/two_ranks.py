@@ -32,8 +32,8 @@ def initialize_gloo() -> None:
 
 @contextmanager
 def over_ranks(script: str, ranks: int, labels: Mapping[str, str]) -> Iterator[list[Contender]]:
-    """``script NAME`` on each of the ranks, for each NAME of ``labels``, which may be stretto, gloo (JAX's CPU
-    backend) and mpi."""
+    """``script NAME`` on each of the ranks, for each NAME of ``labels``: stretto, gloo (JAX's CPU
+    backend) or mpi."""
     starts = {
         "stretto": {"launcher": "mpi", "JAX_PLATFORMS": "stretto,cpu"},
         "gloo": {

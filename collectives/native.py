@@ -43,15 +43,29 @@ TARGET = "stretto_collective"
 NEVER, ALWAYS = (1, 0), (0, (1 << 63) - 1)  # bounds of valid iterations
 # Bytes that processes of one host move in less time than two thread switches take.
 PROMPT_ON_HOST = 1 << 19
+# Calls of collectives that a caller's thread may make in loops before it is back: some 10 us each.
+_FEW_CALLS = 128
+# Iterations of loops that it may make, perhaps twice: each takes a microsecond or two where it is cheap,
+# and XLA runs others on threads of its own.
+_FEW_ITERATIONS = 256
 _HALVES = ("bf16", "f16")
 _SPLIT = (Kind.REDUCE_SCATTER, Kind.ALL_TO_ALL)
 
 
-def is_prompt(collectives: Sequence[Collective], largest: int) -> bool:
-    """Whether the caller's thread may run a program that calls each of these once: each is small, or all of
-    them are together, and so is the program's largest array, of ``largest`` bytes."""
+def is_prompt(
+    collectives: Sequence[Collective], calls: Sequence[int], iterations: int, largest: int
+) -> bool:
+    """Whether the caller's thread may run a program that calls each of these so often, and whose loops make
+    so many iterations (-1: not known). Of those called once each is small, or all of them are together, and
+    so is the program's largest array, of ``largest`` bytes; in loops there are few calls, and all that they
+    move is little."""
+    if not 0 <= iterations <= _FEW_ITERATIONS:
+        return False
     sizes = [collective.nbytes for collective in collectives]
-    return max(sizes) <= PROMPT or max(largest, sum(sizes)) <= PROMPT_ON_HOST
+    if all(times == 1 for times in calls):
+        return max(sizes) <= PROMPT or max(largest, sum(sizes)) <= PROMPT_ON_HOST
+    moved = sum(times * size for times, size in zip(calls, sizes, strict=True))
+    return min(calls) >= 0 and sum(calls) <= _FEW_CALLS and moved <= PROMPT_ON_HOST
 
 
 def as_called(collective: Collective) -> Collective:

@@ -21,7 +21,6 @@ from stretto.collectives.native import (
 )
 from stretto.collectives.ops import PROMPT, Collective, Kind
 from stretto.runtime.program import (
-    WHILE,
     Block,
     Branch,
     Copy,
@@ -43,7 +42,7 @@ from stretto.runtime.program import (
 from . import stablehlo
 from .region_module import region_module, stretches
 from .used_segments import own_slots, with_body
-from .work import work_of
+from .work import calls_of, work_of
 
 # Bytes of a collective that is never called by compiled code: there each device has a result of its own.
 _LARGE = 16 << 20
@@ -83,7 +82,7 @@ class NativePolicy:
     the walk gives all devices of a process one. Parts of the data that differ from device to device, as
     reduce-scatter and all-to-all make, take ``parted_s``.
     ``few``: collectives in a row, outside of loops, from which on compiled code is not slower than the walk.
-    ``prompt``: bytes of its largest array up to which a program without loops is native however few
+    ``prompt``: bytes of its largest array up to which a program whose loops are short is native however few
     collectives it has, if they are small too (`collectives.native.is_prompt`); 0: never. ``on_gpus``: code
     for GPUs calls them, over NCCL.
     """
@@ -204,20 +203,22 @@ class _Rewriting:
         return Block(body.parameters, (replace(run, outputs=results),), results)
 
     def is_prompt(self) -> bool:
-        """Whether the caller's thread may run all of it: it has no loop, and its arrays are small. Where that
-        thread gives the run up, since other processes are late, it is made anew: it must not call code of the
-        user's, and what is donated is there until it has ended, which must not be much."""
-        program = self.program
-        loops = any(isinstance(i, Loop) for i in instructions(program.body))
-        if loops or any(s.once or WHILE in s.module for s in program.segments):
+        """Whether the caller's thread may run all of it: its loops are short, and its arrays are small.
+        Where that thread gives the run up, since other processes are late, it is made anew: it must not call
+        code of the user's, and what is donated is there until it has ended, which must not be much."""
+        program, body = self.program, self.program.body.instructions
+        if any(s.once for s in program.segments):
             return False
         donated = (program.slot_types[program.body.parameters[i]] for i in program.donated)
         if sum(t.nbytes for t in donated) > _DONATED:
             return False
-        starts = (i for i in instructions(program.body) if isinstance(i, Start))
-        called = [as_called(program.collectives[start.collective]) for start in starts]
+        made = list(calls_of(body))
+        called = [as_called(program.collectives[start.collective]) for start, _ in made]
         largest = max(t.nbytes for t in program.slot_types)
-        return bool(called) and largest <= self.policy.prompt and is_prompt(called, largest)
+        if not made or largest > self.policy.prompt:
+            return False
+        calls = [times for _, times in made]
+        return is_prompt(called, calls, work_of(program, body).iterations, largest)
 
     def block(self, block: Block, crossing: frozenset[int] = frozenset()) -> Block:
         """The block with its longest stretches of instructions that can be native as regions.
@@ -376,6 +377,7 @@ class _Rewriting:
             sites=made.sites,
             once=any(program.segments[i].once for i in made.segments),
             iterations=work_of(program, body).iterations,
+            calls=made.calls,
         )
         self.regions.append(name)
         self.segments.append(segment)

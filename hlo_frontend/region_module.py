@@ -36,6 +36,7 @@ from stretto.runtime.program import (
 )
 
 from . import one_kernel, stablehlo
+from .work import calls_of
 
 _END = -1
 
@@ -46,10 +47,12 @@ _MLIR = {name: text for text, name in stablehlo.MLIR_TYPES.items()}
 class RegionModule:
     """``module`` is StableHLO bytecode. ``sites``: the collectives that it calls, by their numbers in
     ``collectives``, in the order of its sites: the program's, and behind them what they are in stretches of
-    iterations (`stretches`). ``segments``: those of the program that are functions in it."""
+    iterations (`stretches`). ``calls``: how often, at most, as of `Segment`. ``segments``: those of the
+    program that are functions in it."""
 
     module: bytes
     sites: tuple[int, ...]
+    calls: tuple[int, ...]
     segments: tuple[int, ...]
     collectives: tuple[Collective, ...]
 
@@ -99,7 +102,8 @@ def region_module(
     text = emitter.main(inputs, outputs, donated, body)
     numbers = tuple(emitter.segments)
     module = _merged(text, [program.segments[i] for i in numbers], numbers, emitter.repeated)
-    return RegionModule(module, tuple(emitter.sites), numbers, tuple(emitter.collectives))
+    sites, calls = tuple(emitter.sites), tuple(emitter.calls)
+    return RegionModule(module, sites, calls, numbers, tuple(emitter.collectives))
 
 
 def _tensor(type_: TensorType) -> str:
@@ -128,6 +132,8 @@ class _Emitter:
         self.repeated: set[int] = set()  # segments that loops run, or that have some
         self.loops = 0  # around what is written
         self.sites: list[int] = []
+        self.calls: list[int] = []
+        self.entered: dict[Start, int] = {}  # how often each start is made
         self.collectives = list(program.collectives)
         self.counter = "", 0  # of the loop around, and its trip count
         self.lines: list[str] = []
@@ -154,6 +160,7 @@ class _Emitter:
                 alias = " {jax.buffer_donor = true}"
             parameters.append(f"{name}: {_tensor(types[slot])}{alias}")
         if calls:
+            self.entered |= calls_of(body)
             self._begin()
         for instruction in body:
             self._instruction(instruction)
@@ -292,13 +299,14 @@ class _Emitter:
             for slot, *types in zip(start.inputs, collective.operands, called.operands, strict=True)
         ]
         counter, trip_count = self.counter
+        times = self.entered[start]
         calls = partial(self._call, inputs=operands, taken=called.operands, given=called.results)
         if all(bounds in (NEVER, ALWAYS) for bounds in collective.valid_iterations):
-            results = calls(self._site(start.collective))
+            results = calls(self._site(start.collective, times))
         else:
             found = stretches(collective, trip_count)
             results = self._by_stretch(
-                counter, found, [partial(calls, self._site(self._kept(c))) for _, c in found],
+                counter, found, [partial(calls, self._site(self._kept(c), times)) for _, c in found],
                 [_CHAIN, *called.results],
             )  # fmt: skip
         for slot, result, *types in zip(
@@ -306,8 +314,9 @@ class _Emitter:
         ):
             self.names[slot] = self._converted(result, *types)
 
-    def _site(self, collective: int) -> int:
+    def _site(self, collective: int, times: int) -> int:
         self.sites.append(collective)
+        self.calls.append(times)
         return len(self.sites) - 1
 
     def _kept(self, collective: Collective) -> int:

@@ -1,11 +1,11 @@
-"""What a run of instructions computes, in all."""
+"""What a run of instructions computes, in all, and how often it starts what."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from stretto.runtime.program import Branch, Instruction, Loop, Program, Run
+from stretto.runtime.program import Branch, Instruction, Loop, Program, Run, Start
 
 
 class Work(NamedTuple):
@@ -20,6 +20,22 @@ def work_of(program: Program, instructions: Iterable[Instruction]) -> Work:
     """What a run of these instructions of a program does."""
     found = [_work(program, i) for i in instructions if isinstance(i, Run | Loop | Branch)]
     return Work(*map(_total, zip(*found, strict=True))) if found else Work(0, 0.0, 0)
+
+
+def calls_of(instructions: Iterable[Instruction], entered: int = 1) -> Iterator[tuple[Start, int]]:
+    """Every start, and how often it is made, at most, where these instructions are ``entered`` so often; -1
+    if that is not known."""
+    for instruction in instructions:
+        if isinstance(instruction, Start):
+            yield instruction, entered
+        elif isinstance(instruction, Branch):
+            for branch in instruction.branches:
+                yield from calls_of(branch.instructions, entered)
+        elif isinstance(instruction, Loop):
+            known = instruction.trip_count is not None and entered >= 0
+            times = entered * (instruction.trip_count or 0) if known else -1
+            for block in (instruction.condition, instruction.body):
+                yield from calls_of(block.instructions, times)
 
 
 def _work(program: Program, instruction: Run | Loop | Branch) -> Work:

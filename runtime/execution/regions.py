@@ -29,7 +29,6 @@ from stretto.collectives import called_on_gpus
 from stretto.collectives.bound_on_gpus import BoundOnGpus
 from stretto.collectives.communicator import BoundCollective
 from stretto.collectives.native import (
-    PROMPT_ON_HOST,
     TARGET,
     Peers,
     Table,
@@ -55,13 +54,11 @@ from ..engines.engine import (
 from ..errors import StrettoError
 from ..job.progress import Raw
 from ..options import Options
-from ..program import CONTEXT, WHILE, Run, Slot, calls_back
+from ..program import CONTEXT, Run, Slot, calls_back
 from .compute import over_in_time, within
 from .context import Context
 from .frame import Attempt, Frame, Hosted, Operation, named
 
-# Calls of collectives in loops that a caller's thread may make before it is back: some 10 us each.
-_FEW_CALLS = 128
 # Seconds between two looks at devices that may have failed.
 _LOOK = 0.05
 # What is left to do of a run, with the frame that has its operands.
@@ -117,14 +114,8 @@ class Region:
         self.what = f"segment {segment.name} of {program.name}"
         # Whether a run of one device may be made anew: what it moves takes no time beside a call, and nothing
         # is used up. ``_replays``: each site is called once, and gives its results again then.
-        loops = WHILE in segment.module
-        if loops:
-            most = max(segment.iterations, 1)  # calls of a site
-            little = most * sum(c.nbytes for c in self.collectives) <= PROMPT_ON_HOST
-            short = segment.ends_soon and most * len(self.collectives) <= _FEW_CALLS and little
-        else:
-            largest = max((t.nbytes for t in program.slot_types), default=0)
-            short = is_prompt(self.collectives, largest)
+        largest = max((t.nbytes for t in program.slot_types), default=0)
+        short = is_prompt(self.collectives, segment.calls, segment.iterations, largest)
         alone = len(context.local) == 1
         self.called = context.called_back if calls_back(segment.module) else None
         self._resumable = (
@@ -135,7 +126,7 @@ class Region:
             and not segment.once
             and self.called is None
         )
-        self._replays = self._resumable and not loops
+        self._replays = self._resumable and all(times == 1 for times in segment.calls)
         # Whether devices may take long behind their last collective.
         self._goes_on = self.called is not None or not segment.ends_soon
         # `attempt` can be used of several devices too: none of them waits in the thread that begins them.

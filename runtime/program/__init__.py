@@ -85,6 +85,7 @@ class Segment:
     ``once``: a run must not be made anew with the same inputs, since it calls code of the user's, which may
     have effects or a state.
     ``iterations``: how many its loops make in one run, those within others each time; -1 if not known.
+    ``calls``: of each site, how often one run calls it at most; -1 if not known.
     Segments are equal when their modules and types are: names and source lines are stripped before.
     """
 
@@ -99,6 +100,7 @@ class Segment:
     sites: tuple[int, ...] = ()
     once: bool = False
     iterations: int = -1
+    calls: tuple[int, ...] = ()
 
     @property
     def ends_soon(self) -> bool:
@@ -408,6 +410,7 @@ class _Printer:
             + _option("sites", segment.sites, _numbers)
             + (" once" if segment.once else "")
             + (f" iterations {segment.iterations}" if segment.iterations != -1 else "")
+            + _option("calls", segment.calls, _numbers)
             + f" module {self.module(segment.module)}"
         )
 

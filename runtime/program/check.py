@@ -133,6 +133,10 @@ class _Checker:
         for site in segment.sites:
             if not 0 <= site < len(self.program.collectives):
                 self._fail(f"{what}: there is no collective {site}")
+        if len(segment.calls) != len(segment.sites):
+            self._fail(
+                f"{what} has {len(segment.calls)} counts of calls for {len(segment.sites)} sites"
+            )
 
     def _collective(self, collective: Collective, what: str) -> None:
         what = f"{what} ({collective.kind} %{collective.name})"

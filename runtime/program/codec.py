@@ -36,7 +36,7 @@ from .check import check
 from .envelope import unwrap, wrap
 
 MAGIC = b"STRP"
-VERSION = 7  # to be raised whenever a field of one of the classes below changes
+VERSION = 8  # to be raised whenever a field of one of the classes below changes
 _CLASSES: dict[str, type] = {
     "P": Program,
     "p": Prediction,

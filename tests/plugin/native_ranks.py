@@ -67,6 +67,9 @@ def chosen() -> dict[str, Callable[[], None]]:
         "middling": partial(middling, mesh, donated=False),
         "donated": partial(middling, mesh, donated=True),
         "few iterations": partial(looped, mesh, 5, True),
+        "few iterations, donated": partial(looped, mesh, 5, True, donated=True),
+        "a loop beside a sum": partial(beside_a_sum, mesh, 20, True),
+        "a long loop beside a sum": partial(beside_a_sum, mesh, 300, False),
         "many iterations": partial(looped, mesh, 100, False),
         **({"together": partial(together, mesh)} if jax.local_device_count() > 1 else {}),
         "large": partial(large, mesh),
@@ -162,13 +165,16 @@ def middling(mesh: Mesh, *, donated: bool) -> None:
     assert stretto.stats().collectives - before.collectives == 3
 
 
-def looped(mesh: Mesh, trips: int, here: bool) -> None:
-    """A loop of few sums is run in the thread of the caller, which gives it up before the first alone."""
+def looped(mesh: Mesh, trips: int, here: bool, *, donated: bool = False) -> None:
+    """A loop of few sums is run in the thread of the caller, which gives it up before the first alone. What
+    is donated is there for the run that is made anew."""
     n = len(mesh.devices)
     spec = jax.sharding.PartitionSpec("x")
     sharding = jax.sharding.NamedSharding(mesh, spec)
     rows = np.arange(n * 3, dtype=np.float32).reshape(n, 3)
-    placed = jax.make_array_from_callback(rows.shape, sharding, rows.__getitem__)
+
+    def place() -> jax.Array:
+        return jax.make_array_from_callback(rows.shape, sharding, rows.__getitem__)
 
     def step(_: jax.Array, x: jax.Array) -> jax.Array:
         return x + jax.lax.psum(x, "x") / (2 * n) + jax.lax.ppermute(x, "x", cases.RING)
@@ -177,10 +183,42 @@ def looped(mesh: Mesh, trips: int, here: bool) -> None:
         return jax.lax.fori_loop(0, trips, step, x)
 
     whole = jax.shard_map(f, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
-    compiled = jax.jit(whole).lower(placed).compile()
+    compiled = jax.jit(whole, donate_argnums=0 if donated else ()).lower(place()).compile()
     want = rows
     for _ in range(trips):
         want = want + want.sum(0) / (2 * n) + np.roll(want, 1, 0)
+    compiled(place()).block_until_ready()
+    before = stretto.stats()
+    run_here = Region.run_here
+    with patch.object(Region, "run_here", autospec=True, side_effect=run_here) as alone:
+        for late in (False, True, True, False):
+            placed = place()
+            settle()
+            got = before_the_others(compiled, placed) if late else compiled(placed)
+            assert placed.is_deleted() == donated
+            for shard in got.addressable_shards:
+                np.testing.assert_allclose(shard.data, want[shard.index], rtol=1e-5)
+    assert alone.call_count == (4 if here and jax.process_count() == n else 0)
+    assert stretto.stats().collectives - before.collectives == 4 * 2 * trips
+
+
+def beside_a_sum(mesh: Mesh, trips: int, here: bool) -> None:
+    """Sums before and behind a loop that communicates nothing: each is called once, however often the loop
+    goes round, and gives its results again where the run is made anew."""
+    n = len(mesh.devices)
+    spec = jax.sharding.PartitionSpec("x")
+    sharding = jax.sharding.NamedSharding(mesh, spec)
+    rows = np.arange(n * 3, dtype=np.float32).reshape(n, 3)
+    placed = jax.make_array_from_callback(rows.shape, sharding, rows.__getitem__)
+
+    def f(x: jax.Array) -> jax.Array:
+        total = jax.lax.psum(x, "x")
+        turned = jax.lax.fori_loop(0, trips, lambda i, a: a + i * x, total)
+        return jax.lax.psum(turned, "x")
+
+    whole = jax.shard_map(f, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    compiled = jax.jit(whole).lower(placed).compile()
+    want = n * rows.sum(0) + trips * (trips - 1) // 2 * rows.sum(0)
     compiled(placed).block_until_ready()
     before = stretto.stats()
     run_here = Region.run_here
@@ -189,9 +227,9 @@ def looped(mesh: Mesh, trips: int, here: bool) -> None:
             settle()
             got = before_the_others(compiled, placed) if late else compiled(placed)
             for shard in got.addressable_shards:
-                np.testing.assert_allclose(shard.data, want[shard.index], rtol=1e-5)
+                np.testing.assert_array_equal(shard.data[0], want)
     assert alone.call_count == (4 if here and jax.process_count() == n else 0)
-    assert stretto.stats().collectives - before.collectives == 4 * 2 * trips
+    assert stretto.stats().collectives - before.collectives == 4 * 2
 
 
 def together(mesh: Mesh) -> None:

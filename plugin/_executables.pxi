@@ -477,6 +477,7 @@ cdef class LoadedExecutable(Handle):
         cdef object promise
         cdef Buffer buffer
         cdef Outputs outputs = None
+        cdef bint over = False  # on all devices
         cdef void* event
         if count and not (self.has_callbacks and issued is not None):
             parts = weakly(self.cheapest_first(promises))
@@ -497,9 +498,11 @@ cdef class LoadedExecutable(Handle):
                 Py_INCREF(buffer)
                 (<void***>args.output_lists)[d][i] = buffer.pointer
             if args.device_complete_events != NULL:
-                event = self.completion(outputs, issued)
+                event = &always_ready if over else self.completion(outputs, issued)
                 (<void**>args.device_complete_events)[d] = event
                 if event == &always_ready and outputs is not None:
+                    if d == 0 and args.num_devices > 1:
+                        over = all([part.is_joined for part in promises])
                     for i in range(count):
                         (<buffer_t*>(<void***>args.output_lists)[d][i]).ready = True
         return 0

@@ -88,6 +88,11 @@ class Promise:
             raise self.error
         return content
 
+    @property
+    def is_joined(self) -> bool:
+        """Whether what it has for all devices is there, or fails, at once."""
+        return isinstance(self.content, Joined)
+
     def gave(self, position: int) -> bool:
         """Whether a device has its content, and so no error."""
         content = self.content

@@ -196,6 +196,7 @@ def sample() -> Program:
             segment("increment", donated=(0,)),
             segment("below", (F32,), (PRED,)),
             segment("parity", (F32,), (S32,)),
+            dataclasses.replace(segment("halve"), sites=(0,), iterations=3, calls=(3,)),
         ],
         collectives=[all_reduce((0, 1)), permute((0, 1), valid_iterations=((0, 3),))],
         streams=2,
@@ -398,6 +399,10 @@ _SUM = all_reduce((0, 1))
         (
             _with([_RUN], collectives=(permute((0, 1), valid_iterations=((0, 1), (0, 1))),)),
             "has 2 valid iterations for 1 pairs",
+        ),
+        (
+            _with([_RUN], segments=(dataclasses.replace(segment("increment"), sites=(0,)),)),
+            "has 0 counts of calls for 1 sites",
         ),
         (_with([_loop(block((2,), [], (5,)))]), "results of the body are"),
         (_with([_loop(block((5,), [], (5,)))]), "parameters of the body are"),

@@ -112,6 +112,7 @@ class _Parser:
         sites = self.option("sites", lambda: self.items(self.number), ())
         once = self.accept("once")
         iterations = self.option("iterations", self.number, -1)
+        calls = self.option("calls", lambda: self.items(self.number), ())
         self.expect("module")
         module = self.module()
         return Segment(
@@ -126,6 +127,7 @@ class _Parser:
             sites,
             once,
             iterations,
+            calls,
         )
 
     def module(self) -> bytes:

@@ -1,7 +1,8 @@
 """Steps of training of small models, on two and four ranks of one host: stretto, and gloo.
 
-A perceptron with two hidden layers of 64, 128, 256 or 512, momentum, plain `jit`: the batch is divided over
-the ranks, parameters are on all of them, and the state is donated. XLA makes one all-reduce of all gradients.
+A perceptron with two hidden layers of 64, 128, 256 or 512, or with seven of 64 or 128 of which a scan runs
+six, momentum, plain `jit`: the batch is divided over the ranks, parameters are on all of them, and the state
+is donated. XLA makes one all-reduce of all gradients.
 Times are of one step, whose loss is waited for. ``python data_parallel.py`` compares, ``python
 data_parallel.py NAME`` is one process of one runtime.
 """
@@ -19,11 +20,13 @@ from two_ranks import initialize_gloo, over_ranks
 
 LABELS = {"stretto": "stretto", "gloo": "JAX CPU (gloo)"}
 WIDTHS = (64, 128, 256, 512)
+SCANNED = (64, 128)  # widths with so many layers in a scan
+LAYERS = 6
 ROWS, FEATURES, CLASSES = 32, 64, 10
 
 
 def contender(name: str) -> None:
-    """Answer cases ``{"width": n, "calls": c}`` with the seconds of a step."""
+    """Answer cases ``{"width": n, "layers": in a scan, "calls": c}`` with the seconds of a step."""
     import jax
     import jax.numpy as jnp
     from jax.sharding import Mesh, NamedSharding
@@ -40,7 +43,11 @@ def contender(name: str) -> None:
 
     def loss(parameters: dict[str, jax.Array], x: jax.Array, labels: jax.Array) -> jax.Array:
         h = jnp.tanh(x @ parameters["in"])
-        h = jnp.tanh(h @ parameters["hidden"])
+        hidden = parameters["hidden"]
+        if hidden.ndim == 2:
+            h = jnp.tanh(h @ hidden)
+        else:
+            h, _ = jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), h, hidden)
         scores = jax.nn.log_softmax(h @ parameters["out"])
         return -jnp.take_along_axis(scores, labels[:, None], 1).mean()
 
@@ -52,9 +59,10 @@ def contender(name: str) -> None:
         return (parameters, momentum), value
 
     @functools.cache
-    def program(width: int) -> Any:
+    def program(width: int, layers: int) -> Any:
         rng = np.random.default_rng(0)
-        shapes = {"in": (FEATURES, width), "hidden": (width, width), "out": (width, CLASSES)}
+        hidden = (layers, width, width) if layers else (width, width)
+        shapes = {"in": (FEATURES, width), "hidden": hidden, "out": (width, CLASSES)}
         drawn = {n: 0.1 * rng.standard_normal(s, np.float32) for n, s in shapes.items()}
         state = [
             {n: placed(scale * a, everywhere) for n, a in drawn.items()} for scale in (1.0, 0.0)
@@ -72,7 +80,7 @@ def contender(name: str) -> None:
         return call
 
     def measure(case: dict[str, Any]) -> float:
-        return time_calls(program(case["width"]), case["calls"])
+        return time_calls(program(case["width"], case["layers"]), case["calls"])
 
     serve(jax.process_index(), measure)
 
@@ -80,10 +88,10 @@ def contender(name: str) -> None:
 def main() -> None:
     args = options(__doc__ or "")
     for ranks in (2, 4):
-        cases = {
-            f"width {width}": {"width": width, "calls": 20 if args.quick else 100}
-            for width in WIDTHS
-        }
+        calls = 20 if args.quick else 100
+        cases = {f"width {n}": {"width": n, "layers": 0, "calls": calls} for n in WIDTHS}
+        for n in SCANNED:
+            cases[f"width {n}, scanned"] = {"width": n, "layers": LAYERS, "calls": calls}
         with over_ranks("data_parallel.py", ranks, LABELS) as contenders:
             times = in_turns(contenders, cases, 5 if args.quick else 11)
         show(f"steps of small models, {ranks} ranks", times, LABELS["stretto"], target=args.json)

@@ -16,7 +16,6 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-DEVICES = 8
 DEEPEST = 2  # operations within operations
 EXACT_TYPES = ("int32", "float32", "uint8", "int8", "bfloat16", "float16", "complex64", "bool")
 WIDE_TYPES = ("int64", "float64", "complex128", "uint64")
@@ -61,7 +60,7 @@ class Draw:
             ]
             if free and self.chance(0.65):
                 sizes[self.one(free)] = str(name)
-        whole = [d for d, size in enumerate(shape) if size and size % DEVICES == 0]
+        whole = [d for d, size in enumerate(shape) if size and size % self.mesh.size == 0]
         if whole and names and self.chance(0.15):
             sizes = [None] * len(shape)
             sizes[self.one(whole)] = tuple(names)

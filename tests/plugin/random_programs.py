@@ -1,10 +1,11 @@
-"""Draws jitted programs at random and compares stretto with JAX's CPU backend, both on 8 devices of a mesh.
+"""Draws jitted programs at random and compares stretto with JAX's CPU backend, both on the devices of a mesh.
 
     JAX_PLATFORMS=stretto,cpu STRETTO_LOCAL_DEVICES=8 XLA_FLAGS=--xla_force_host_platform_device_count=8 \\
         python tests/plugin/random_programs.py values --first 0 --count 500
 
-Under ``mpiexec -n 4``, with 2 devices a rank, each rank compares its own shards. A seed is always the same
-program. There are four kinds:
+Under ``mpiexec -n 4``, with 2 devices a rank, each rank compares its own shards. The mesh has 8 devices, or
+2 or 4 with ``--devices``. A seed and a number of devices are always the same program. It runs twice: the
+first run is agreed on among processes, the second may go other ways. There are four kinds:
 
 ``values``: arrays of small whole numbers in types that hold them exactly, so that results are equal bit for
 bit whatever the order of sums; signs of zeros may differ. Where XLA chooses the shardings of results, these
@@ -35,7 +36,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from random_operations import (
-    DEVICES,
     EXACT_TYPES,
     OPERATIONS,
     WIDE_TYPES,
@@ -47,7 +47,7 @@ from random_operations import (
 
 TOLERANCE = 1e-4  # of the largest number of an array
 LARGEST = 1 << 15  # elements of a value
-MESHES = ((8,), (4, 2), (2, 4), (2, 2, 2))
+MESHES = {2: ((2,),), 4: ((4,), (2, 2)), 8: ((8,), (4, 2), (2, 4), (2, 2, 2))}
 
 
 @dataclass(frozen=True)
@@ -67,13 +67,15 @@ class Program:
             jitted = jax.jit(
                 jax.export.deserialize(jax.export.export(jitted)(*self.arguments).serialize()).call
             )
-        return jax.tree.leaves(jitted(*self.arguments))
+        kept = [jnp.copy(a) if n in self.donated else a for n, a in enumerate(self.arguments)]
+        return jax.tree.leaves([jitted(*kept), jitted(*self.arguments)])
 
 
 def draw_arguments(kind: str, seed: int, devices: list[Any]) -> tuple[Draw, list[Any]]:
     """Arrays on a mesh, and a draw to go on with."""
-    shape = MESHES[np.random.default_rng(seed).integers(len(MESHES))]
-    mesh = Mesh(np.array(devices[:DEVICES]).reshape(shape), ("a", "b", "c")[: len(shape)])
+    shapes = MESHES[len(devices)]
+    shape = shapes[np.random.default_rng(seed).integers(len(shapes))]
+    mesh = Mesh(np.array(devices).reshape(shape), ("a", "b", "c")[: len(shape)])
     draw = Draw(seed, mesh, kind)
     sizes = [draw.one([8, 16, 24, 32]) for _ in range(3)] + [draw.one([1, 3, 5, 12])]
     shapes = [
@@ -232,9 +234,10 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--count", type=int, default=20)
     parser.add_argument("--wide", action="store_true", help="with types of 64 bits")
+    parser.add_argument("--devices", type=int, choices=MESHES, default=8)
     chosen = parser.parse_args()
     jax.config.update("jax_enable_x64", chosen.wide)
-    platforms = jax.devices("stretto"), jax.devices("cpu")
+    platforms = [jax.devices(name)[: chosen.devices] for name in ("stretto", "cpu")]
     counts: Counter[str] = Counter()
     for seed in range(chosen.first, chosen.first + chosen.count):
         print(f"{chosen.kind} {seed}", file=sys.stderr, flush=True)

@@ -15,16 +15,16 @@ import pytest
 from support.mpi import run_ranks
 
 SCRIPT = Path(__file__).with_name("random_programs.py")
-DEVICES = 8
 ROUNDS = int(os.environ.get("STRETTO_TEST_ROUNDS", "1"))
 
 
-def environment(devices: int) -> dict[str, str]:
+def environment(devices: int, ranks: int = 1) -> dict[str, str]:
+    """For so many devices, on so many ranks."""
     return {
         "JAX_PLATFORMS": "stretto,cpu",
-        "STRETTO_LOCAL_DEVICES": str(devices),
+        "STRETTO_LOCAL_DEVICES": str(devices // ranks),
         # Code that is not optimized takes half the time, with what compiles it.
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={DEVICES} --xla_backend_optimization_level=0",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0",
     }
 
 
@@ -51,7 +51,7 @@ def test_in_one_process(kind: str, first: int, count: int, more: tuple[str, ...]
     command = [str(SCRIPT), kind, "--first", str(first), "--count", str(count), *more]
     done = subprocess.run(
         [sys.executable, *command],
-        env={**os.environ, **environment(DEVICES)},
+        env={**os.environ, **environment(8)},
         capture_output=True,
         text=True,
         check=False,
@@ -62,12 +62,15 @@ def test_in_one_process(kind: str, first: int, count: int, more: tuple[str, ...]
 
 @pytest.mark.thorough
 @pytest.mark.mpi
-def test_on_ranks() -> None:
+@pytest.mark.parametrize(("devices", "first"), [(8, 100), (2, 9200)])
+def test_on_ranks(devices: int, first: int) -> None:
+    """Several devices in each of two processes; one, whose programs the caller's thread runs."""
     ranks, count = 2, 2 * ROUNDS
+    command = [str(SCRIPT), "values", "--first", str(first), "--count", str(count)]
     done = run_ranks(
         ranks,
-        [str(SCRIPT), "values", "--first", "100", "--count", str(count)],
-        env=environment(DEVICES // ranks),
+        [*command, "--devices", str(devices)],
+        env=environment(devices, ranks),
         timeout=100 + 20 * count,
     )
     check(done, count, ranks)

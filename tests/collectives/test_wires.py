@@ -6,6 +6,7 @@ that nobody sends, that nobody receives, or whose sizes differ.
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
@@ -235,6 +236,36 @@ class TestGroups:
             for k, shape in enumerate([(3,), (5,)]):
                 expected = given[source[device]][k] if device in source else np.zeros(shape, DTYPE)
                 np.testing.assert_array_equal(found[device][k], expected)
+
+
+@pytest.mark.parametrize("owner", [o for o in layouts() if 2 < len(set(o)) <= FEW], ids=str)
+@pytest.mark.parametrize("shapes", [[(8001,), (70, 9), (1,)], [(3,), (2, 5)], [(1,)]], ids=str)
+def test_each_process_reduces_a_part_of_large_arrays(
+    shapes: list[tuple[int, ...]], owner: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the order in which all of it would be reduced: first those of a process, then the processes. Parts
+    may be empty, and go over from one array into the next."""
+    module = sys.modules[__name__]
+    monkeypatch.setattr(module, "DTYPE", np.float32)
+    monkeypatch.setattr("stretto.collectives.wires.PARTED", 1)
+    made = collective(
+        Kind.ALL_REDUCE,
+        shapes,
+        shapes,
+        groups=(tuple(range(len(owner))),),
+        reduction=Reduction.SUM,
+    )
+    random = np.random.default_rng(0)
+    given = [[random.standard_normal(s, np.float32) for s in shapes] for _ in owner]
+    found = outcome(made, owner, given)
+    for k in range(len(shapes)):
+        sums = []
+        for process in sorted(set(owner)):
+            first, *others = (g[k] for g, p in zip(given, owner, strict=True) if p == process)
+            sums.append(sum(others, first))
+        expected = sum(sums[1:], sums[0])
+        for results in found:
+            np.testing.assert_array_equal(results[k], expected)
 
 
 def test_all_processes_reduce_in_one_order() -> None:

@@ -25,6 +25,7 @@ import test_native as cases
 import test_native_callbacks as callbacks
 
 import stretto
+from stretto.collectives.wires import PARTED
 from stretto.plugin.client import clients
 from stretto.runtime.execution import dispatch, loaded
 from stretto.runtime.execution.regions import Region
@@ -66,6 +67,7 @@ def chosen() -> dict[str, Callable[[], None]]:
         "late": partial(late, mesh),
         "middling": partial(middling, mesh, donated=False),
         "donated": partial(middling, mesh, donated=True),
+        "in parts": partial(middling, mesh, donated=False, size=PARTED // 4 + 3),
         "few iterations": partial(looped, mesh, 5, True),
         "few iterations, donated": partial(looped, mesh, 5, True, donated=True),
         "a loop beside a sum": partial(beside_a_sum, mesh, 20, True),
@@ -135,11 +137,11 @@ def late(mesh: Mesh) -> None:
     assert after.seconds > before.seconds
 
 
-def middling(mesh: Mesh, *, donated: bool) -> None:
+def middling(mesh: Mesh, *, donated: bool, size: int = 1 << 15) -> None:
     """A sum of 128 KiB among processes of one host: in the thread of the caller, also where others are late,
     and rank 0 gives it up. What is donated is there for the run that is made anew."""
     n = len(mesh.devices)
-    rows = np.arange(n << 15, dtype=np.float32).reshape(n, -1)
+    rows = np.arange(n * size, dtype=np.float32).reshape(n, size)
     spec = jax.sharding.PartitionSpec("x")
     sharding = jax.sharding.NamedSharding(mesh, spec)
 

@@ -77,26 +77,19 @@ class _Run:
 class XlaJoined(Joined):
     """One array of jaxlib's on several devices, as those of `XlaCpuTogether` are."""
 
-    __slots__ = ("_arrays", "_first", "_run", "ordinals", "whole")
+    __slots__ = ("_arrays", "_run", "ordinals", "whole")
 
     def __init__(self, whole: Any, run: _Run) -> None:
         self.whole = whole
         self.ordinals = run.ordinals
         self._run = run
         self._arrays: list[Array] | None = None
-        self._first: Array | None = None
 
     def __len__(self) -> int:
         return len(self.ordinals)
 
     def __getitem__(self, position: int) -> Array:
-        if position or self._arrays is not None:
-            return self._split()[position]
-        # A number that all devices have is read of the first one. jaxlib makes that array alone in a tenth of
-        # the time that all of them take.
-        if self._first is None:
-            self._first = self.whole.addressable_data(0)
-        return self._first
+        return self._split()[position]
 
     def __iter__(self) -> Iterator[Array]:
         return iter(self._split())

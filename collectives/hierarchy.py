@@ -41,25 +41,32 @@ Step = Callable[[Operands, Results], None]
 
 
 def create_communicator(
-    comm: MPI.Intracomm | None, stream: int, patience: float = math.inf
+    comm: MPI.Intracomm | None, stream: int, patience: float = math.inf, of_code: float = math.inf
 ) -> Communicator:
     """The communicator of stream number ``stream``. ``comm``: MPI's communicator of all processes, or
     None if there is one process. ``patience``: seconds after which waits sleep between polls (`waiting`),
-    the same on all processes. Makes no MPI call that another process must answer.
+    ``of_code`` those of compiled code, the same on all processes. Makes no MPI call that another process
+    must answer.
     """
-    return Hierarchy(comm, stream, patience)
+    return Hierarchy(comm, stream, patience, of_code)
 
 
 class Hierarchy:
     """Implements `Communicator`."""
 
-    def __init__(self, comm: MPI.Intracomm | None, stream: int, patience: float = math.inf) -> None:
+    def __init__(
+        self,
+        comm: MPI.Intracomm | None,
+        stream: int,
+        patience: float = math.inf,
+        of_code: float = math.inf,
+    ) -> None:
         self.mpi: MpiWorld | None = None
         if comm is not None and comm.Get_size() > 1:
             from .mpi import MpiWorld
             from .waiting import Waiting
 
-            self.mpi = MpiWorld(comm, stream, Waiting(patience))
+            self.mpi = MpiWorld(comm, stream, Waiting(patience), of_code)
         self.process = self.mpi.rank if self.mpi else 0
         self.num_processes = self.mpi.size if self.mpi else 1
         self.mailboxes = Mailboxes()

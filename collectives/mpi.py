@@ -50,11 +50,12 @@ def tag_bound(comm: MPI.Intracomm) -> int:
 class MpiWorld:
     """The processes of the job, for one stream. ``comm`` belongs to stretto alone.
 
-    ``waiting`` is how its threads wait, of the same patience on all processes.
+    ``waiting`` is how its threads wait, and ``patience`` that of compiled code, the same on all processes.
     """
 
-    def __init__(self, comm: MPI.Intracomm, stream: int, waiting: Waiting) -> None:
+    def __init__(self, comm: MPI.Intracomm, stream: int, waiting: Waiting, patience: float) -> None:
         self.comm = comm
+        self.patience = patience
         self.waiting = waiting
         self.stream = stream
         self.rank = comm.Get_rank()
@@ -93,7 +94,7 @@ class MpiWorld:
             MPI._handleof(team.comm),
             FIRST_FREE_TAG,
             tag_bound(team.comm),
-            self.waiting.patience,
+            self.patience,
         )
 
     def message_tag(self, channel: int, source: int, target: int, devices: int) -> int:

@@ -81,7 +81,7 @@ class MemoryWorld:
     """The world of one rank in memory; what an executor needs of `stretto.runtime.job.world.World`."""
 
     comm = None
-    patience = math.inf
+    patience = patience_of_code = math.inf
     engines = ""
 
     def __init__(self, transport: MemoryTransport, rank: int, options: Options) -> None:

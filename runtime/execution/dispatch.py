@@ -43,6 +43,7 @@ class Processes(Protocol):
     local_devices: int
     comm: Any
     patience: float
+    patience_of_code: float
     options: Options
     engines: str
 

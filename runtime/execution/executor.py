@@ -336,7 +336,9 @@ class Executor:
 def _hierarchies(world: Processes) -> Callable[[int], Communicator]:
     from stretto.collectives.hierarchy import create_communicator
 
-    return lambda stream: create_communicator(world.comm, stream, world.patience)
+    return lambda stream: create_communicator(
+        world.comm, stream, world.patience, world.patience_of_code
+    )
 
 
 def _poisoned(communicators: Callable[[int], Communicator]) -> Callable[[int], Communicator]:

@@ -52,7 +52,8 @@ class World:
     this rank's account of what it runs together with others. ``costs`` is the table of costs, ``measured``
     what segments were measured to take by earlier jobs (with ``STRETTO_PROFILE``), both rank 0's.
     ``cores``: on how many cores this rank should compute. ``nodes``: sets of ranks that share memory.
-    ``patience``: seconds for which a wait for another rank may keep a core busy, the same on all (`cores`).
+    ``patience``: seconds for which a wait for another rank may keep a core busy, the same on all, and
+    ``patience_of_code`` those of compiled code (`cores`).
     ``engines``: the engine of all ranks, or where they differ all of them, joined by ``+``. ``samples``: the
     first rank with each of them; what is measured there, the slowest counts, is taken for all ranks.
     ``clock_offset``: seconds to add to ``perf_counter()`` for rank 0's, measured only for traces; these call
@@ -81,6 +82,7 @@ class World:
         pool.share([place.host for place in places].count(places[self.rank].host))
         self.cores = cores.of_rank(places, self.rank)
         self.patience = cores.patience(places, nodes) if comm else math.inf
+        self.patience_of_code = cores.patience_of_code(self.patience, nodes)
         self.comm = comm
         self.size: int = comm.Get_size() if comm else 1
         self.has_left = False  # a job of several processes

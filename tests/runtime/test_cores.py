@@ -9,7 +9,15 @@ import sys
 
 import pytest
 
-from stretto.runtime.cores import Place, announced, of_rank, patience, share, usable
+from stretto.runtime.cores import (
+    Place,
+    announced,
+    of_rank,
+    patience,
+    patience_of_code,
+    share,
+    usable,
+)
 
 
 def place(*cores: int, host: str = "a") -> Place:
@@ -50,6 +58,14 @@ def test_share(places: list[Place], cores: float) -> None:
 )
 def test_patience(places: list[Place], nodes: int, seconds: float) -> None:
     assert patience(places, nodes) == seconds
+
+
+@pytest.mark.parametrize(
+    ("others", "nodes", "seconds"),
+    [(50e-6, 1, 150e-6), (300e-6, 1, 300e-6), (math.inf, 1, math.inf), (50e-6, 2, 50e-6)],
+)
+def test_patience_of_code(others: float, nodes: int, seconds: float) -> None:
+    assert patience_of_code(others, nodes) == seconds
 
 
 @pytest.mark.thorough

@@ -20,13 +20,14 @@ from two_ranks import initialize_gloo, over_ranks
 
 LABELS = {"stretto": "stretto", "gloo": "JAX CPU (gloo)"}
 WIDTHS = (64, 128, 256, 512)
-SCANNED = (64, 128)  # widths with so many layers in a scan
-LAYERS = 6
+# Widths of models that have so many layers in a scan in the place of the second.
+SCANNED, LAYERS = (64, 128), 6
 ROWS, FEATURES, CLASSES = 32, 64, 10
 
 
 def contender(name: str) -> None:
-    """Answer cases ``{"width": n, "layers": in a scan, "calls": c}`` with the seconds of a step."""
+    """Answer cases ``{"width": n, "layers": l, "calls": c}`` with the seconds of a step. ``layers``: how many
+    a scan has; 0: there is no scan."""
     import jax
     import jax.numpy as jnp
     from jax.sharding import Mesh, NamedSharding

@@ -41,14 +41,17 @@ Step = Callable[[Operands, Results], None]
 
 
 def create_communicator(
-    comm: MPI.Intracomm | None, stream: int, patience: float = math.inf, of_code: float = math.inf
+    comm: MPI.Intracomm | None,
+    stream: int,
+    patience: float = math.inf,
+    patience_of_code: float = math.inf,
 ) -> Communicator:
     """The communicator of stream number ``stream``. ``comm``: MPI's communicator of all processes, or
     None if there is one process. ``patience``: seconds after which waits sleep between polls (`waiting`),
-    ``of_code`` those of compiled code, the same on all processes. Makes no MPI call that another process
-    must answer.
+    ``patience_of_code`` those of compiled code, the same on all processes. Makes no MPI call that another
+    process must answer.
     """
-    return Hierarchy(comm, stream, patience, of_code)
+    return Hierarchy(comm, stream, patience, patience_of_code)
 
 
 class Hierarchy:
@@ -59,14 +62,14 @@ class Hierarchy:
         comm: MPI.Intracomm | None,
         stream: int,
         patience: float = math.inf,
-        of_code: float = math.inf,
+        patience_of_code: float = math.inf,
     ) -> None:
         self.mpi: MpiWorld | None = None
         if comm is not None and comm.Get_size() > 1:
             from .mpi import MpiWorld
             from .waiting import Waiting
 
-            self.mpi = MpiWorld(comm, stream, Waiting(patience), of_code)
+            self.mpi = MpiWorld(comm, stream, Waiting(patience), patience_of_code)
         self.process = self.mpi.rank if self.mpi else 0
         self.num_processes = self.mpi.size if self.mpi else 1
         self.mailboxes = Mailboxes()

@@ -50,12 +50,15 @@ def tag_bound(comm: MPI.Intracomm) -> int:
 class MpiWorld:
     """The processes of the job, for one stream. ``comm`` belongs to stretto alone.
 
-    ``waiting`` is how its threads wait, and ``patience`` that of compiled code, the same on all processes.
+    ``waiting`` is how its threads wait, and ``patience_of_code`` the seconds after which waits in compiled
+    code sleep between polls, the same on all processes.
     """
 
-    def __init__(self, comm: MPI.Intracomm, stream: int, waiting: Waiting, patience: float) -> None:
+    def __init__(
+        self, comm: MPI.Intracomm, stream: int, waiting: Waiting, patience_of_code: float
+    ) -> None:
         self.comm = comm
-        self.patience = patience
+        self.patience_of_code = patience_of_code
         self.waiting = waiting
         self.stream = stream
         self.rank = comm.Get_rank()
@@ -94,7 +97,7 @@ class MpiWorld:
             MPI._handleof(team.comm),
             FIRST_FREE_TAG,
             tag_bound(team.comm),
-            self.patience,
+            self.patience_of_code,
         )
 
     def message_tag(self, channel: int, source: int, target: int, devices: int) -> int:

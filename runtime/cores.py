@@ -100,10 +100,9 @@ def patience(places: Sequence[Place], nodes: int) -> float:
 
 
 def patience_of_code(patience: float, nodes: int) -> float:
-    """The same for waits within compiled code, where ``patience`` is that of other waits.
+    """Seconds after which waits in compiled code sleep between polls; others do after ``patience``.
 
-    On one host they are short, and ranks with less than a core each take turns at them: one that sleeps is
-    late for the next collective. Of four on two cores, idle, a `psum` of 8 B and loops of them take 0.7 of
-    the time, of eight the loops half of it; beside one or two busy processes it makes no difference.
+    On one host they are short, and a rank that sleeps is late for the next collective: with less than a
+    core for each all ranks take turns at being late. docs/design.md, Waits, has figures.
     """
     return max(patience, 150e-6) if nodes == 1 else patience

@@ -143,17 +143,16 @@ def collective(
     return replace(made, **more)
 
 
+def sum_over(devices: int, shapes: list[tuple[int, ...]]) -> Collective:
+    """An all-reduce of arrays of these shapes over all devices."""
+    groups = (tuple(range(devices)),)
+    return collective(Kind.ALL_REDUCE, shapes, shapes, groups=groups, reduction=Reduction.SUM)
+
+
 @pytest.mark.parametrize("owner", layouts(), ids=lambda o: "".join(map(str, o)))
 class TestGroups:
     def test_all_reduce(self, owner: list[int]) -> None:
-        shapes = [(3,), (2, 5)]
-        made = collective(
-            Kind.ALL_REDUCE,
-            shapes,
-            shapes,
-            groups=(tuple(range(len(owner))),),
-            reduction=Reduction.SUM,
-        )
+        made = sum_over(len(owner), [(3,), (2, 5)])
         given = arrays(made.operands, len(owner))
         for found in outcome(made, owner, given):
             for k in range(2):
@@ -245,16 +244,9 @@ def test_each_process_reduces_a_part_of_large_arrays(
 ) -> None:
     """In the order in which all of it would be reduced: first those of a process, then the processes. Parts
     may be empty, and go over from one array into the next."""
-    module = sys.modules[__name__]
-    monkeypatch.setattr(module, "DTYPE", np.float32)
+    monkeypatch.setattr(sys.modules[__name__], "DTYPE", np.float32)
     monkeypatch.setattr("stretto.collectives.wires.PARTED", 1)
-    made = collective(
-        Kind.ALL_REDUCE,
-        shapes,
-        shapes,
-        groups=(tuple(range(len(owner))),),
-        reduction=Reduction.SUM,
-    )
+    made = sum_over(len(owner), shapes)
     random = np.random.default_rng(0)
     given = [[random.standard_normal(s, np.float32) for s in shapes] for _ in owner]
     found = outcome(made, owner, given)
@@ -271,13 +263,7 @@ def test_each_process_reduces_a_part_of_large_arrays(
 def test_all_processes_reduce_in_one_order() -> None:
     """What is folded where is the same for all: so are the bits of sums of floats."""
     for processes in (*range(2, 20), 33):
-        made = collective(
-            Kind.ALL_REDUCE,
-            [(4,)],
-            [(4,)],
-            groups=(tuple(range(processes)),),
-            reduction=Reduction.SUM,
-        )
+        made = sum_over(processes, [(4,)])
         leaves = [Leaf(1, 16, 16, 16)]
         owner = {i: i for i in range(processes)}
         wires = {p: plan(made, made.groups[0], leaves, owner, p) for p in owner}

@@ -139,44 +139,17 @@ def late(mesh: Mesh) -> None:
 
 def middling(mesh: Mesh, *, donated: bool, size: int = 1 << 15) -> None:
     """A sum of 128 KiB among processes of one host: in the thread of the caller, also where others are late,
-    and rank 0 gives it up. What is donated is there for the run that is made anew."""
-    n = len(mesh.devices)
-    rows = np.arange(n * size, dtype=np.float32).reshape(n, size)
-    spec = jax.sharding.PartitionSpec("x")
-    sharding = jax.sharding.NamedSharding(mesh, spec)
-
-    def place() -> jax.Array:
-        return jax.make_array_from_callback(rows.shape, sharding, rows.__getitem__)
-
-    whole = jax.shard_map(
-        lambda x: jax.lax.psum(x, "x") - x, mesh=mesh, in_specs=spec, out_specs=spec
+    and rank 0 gives it up."""
+    rows = np.arange(len(mesh.devices) * size, dtype=np.float32).reshape(-1, size)
+    check_late(
+        mesh, lambda x: jax.lax.psum(x, "x") - x, rows, rows.sum(0) - rows, 1, donated=donated
     )
-    compiled = jax.jit(whole, donate_argnums=0 if donated else ()).lower(place()).compile()
-    here = Region.run_here
-    compiled(place()).block_until_ready()
-    before = stretto.stats()
-    with patch.object(Region, "run_here", autospec=True, side_effect=here) as alone:
-        for late in (False, True, True):
-            placed = place()
-            settle()
-            got = before_the_others(compiled, placed) if late else compiled(placed)
-            assert placed.is_deleted() == donated
-            for shard in got.addressable_shards:
-                np.testing.assert_array_equal(shard.data, rows.sum(0) - rows[shard.index])
-    assert alone.call_count == (3 if jax.process_count() == n else 0)
-    assert stretto.stats().collectives - before.collectives == 3
 
 
 def looped(mesh: Mesh, trips: int, here: bool, *, donated: bool = False) -> None:
-    """A loop of few sums is run in the thread of the caller, which gives it up before the first alone. What
-    is donated is there for the run that is made anew."""
+    """A loop of few sums is run in the thread of the caller, which gives it up before the first alone."""
     n = len(mesh.devices)
-    spec = jax.sharding.PartitionSpec("x")
-    sharding = jax.sharding.NamedSharding(mesh, spec)
     rows = np.arange(n * 3, dtype=np.float32).reshape(n, 3)
-
-    def place() -> jax.Array:
-        return jax.make_array_from_callback(rows.shape, sharding, rows.__getitem__)
 
     def step(_: jax.Array, x: jax.Array) -> jax.Array:
         return x + jax.lax.psum(x, "x") / (2 * n) + jax.lax.ppermute(x, "x", cases.RING)
@@ -184,11 +157,51 @@ def looped(mesh: Mesh, trips: int, here: bool, *, donated: bool = False) -> None
     def f(x: jax.Array) -> jax.Array:
         return jax.lax.fori_loop(0, trips, step, x)
 
-    whole = jax.shard_map(f, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
-    compiled = jax.jit(whole, donate_argnums=0 if donated else ()).lower(place()).compile()
     want = rows
     for _ in range(trips):
         want = want + want.sum(0) / (2 * n) + np.roll(want, 1, 0)
+    check_late(mesh, f, rows, want, 2 * trips, here=here, donated=donated, rtol=1e-5)
+
+
+def beside_a_sum(mesh: Mesh, trips: int, here: bool) -> None:
+    """Sums before and behind a loop that communicates nothing: each is called once, however often the loop
+    goes round, and gives its results again where the run is made anew."""
+    n = len(mesh.devices)
+    rows = np.arange(n * 3, dtype=np.float32).reshape(n, 3)
+
+    def f(x: jax.Array) -> jax.Array:
+        total = jax.lax.psum(x, "x")
+        turned = jax.lax.fori_loop(0, trips, lambda i, a: a + i * x, total)
+        return jax.lax.psum(turned, "x")
+
+    want = n * rows.sum(0) + trips * (trips - 1) // 2 * rows.sum(0)
+    check_late(mesh, f, rows, np.tile(want, (n, 1)), 2, here=here)
+
+
+def check_late(
+    mesh: Mesh,
+    f: Callable[[jax.Array], jax.Array],
+    rows: np.ndarray,
+    want: np.ndarray,
+    collectives: int,
+    *,
+    here: bool = True,
+    donated: bool = False,
+    rtol: float = 0.0,
+) -> None:
+    """Four runs of ``f`` of each device's row, which calls so many collectives; in two the others are late.
+
+    ``here``: whether the caller's thread runs it, where each process has one device. What is donated is there
+    for a run that is made anew.
+    """
+    spec = jax.sharding.PartitionSpec("x")
+    sharding = jax.sharding.NamedSharding(mesh, spec)
+
+    def place() -> jax.Array:
+        return jax.make_array_from_callback(rows.shape, sharding, rows.__getitem__)
+
+    whole = jax.shard_map(f, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    compiled = jax.jit(whole, donate_argnums=0 if donated else ()).lower(place()).compile()
     compiled(place()).block_until_ready()
     before = stretto.stats()
     run_here = Region.run_here
@@ -199,39 +212,10 @@ def looped(mesh: Mesh, trips: int, here: bool, *, donated: bool = False) -> None
             got = before_the_others(compiled, placed) if late else compiled(placed)
             assert placed.is_deleted() == donated
             for shard in got.addressable_shards:
-                np.testing.assert_allclose(shard.data, want[shard.index], rtol=1e-5)
-    assert alone.call_count == (4 if here and jax.process_count() == n else 0)
-    assert stretto.stats().collectives - before.collectives == 4 * 2 * trips
-
-
-def beside_a_sum(mesh: Mesh, trips: int, here: bool) -> None:
-    """Sums before and behind a loop that communicates nothing: each is called once, however often the loop
-    goes round, and gives its results again where the run is made anew."""
-    n = len(mesh.devices)
-    spec = jax.sharding.PartitionSpec("x")
-    sharding = jax.sharding.NamedSharding(mesh, spec)
-    rows = np.arange(n * 3, dtype=np.float32).reshape(n, 3)
-    placed = jax.make_array_from_callback(rows.shape, sharding, rows.__getitem__)
-
-    def f(x: jax.Array) -> jax.Array:
-        total = jax.lax.psum(x, "x")
-        turned = jax.lax.fori_loop(0, trips, lambda i, a: a + i * x, total)
-        return jax.lax.psum(turned, "x")
-
-    whole = jax.shard_map(f, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
-    compiled = jax.jit(whole).lower(placed).compile()
-    want = n * rows.sum(0) + trips * (trips - 1) // 2 * rows.sum(0)
-    compiled(placed).block_until_ready()
-    before = stretto.stats()
-    run_here = Region.run_here
-    with patch.object(Region, "run_here", autospec=True, side_effect=run_here) as alone:
-        for late in (False, True, True, False):
-            settle()
-            got = before_the_others(compiled, placed) if late else compiled(placed)
-            for shard in got.addressable_shards:
-                np.testing.assert_array_equal(shard.data[0], want)
-    assert alone.call_count == (4 if here and jax.process_count() == n else 0)
-    assert stretto.stats().collectives - before.collectives == 4 * 2
+                np.testing.assert_allclose(shard.data, want[shard.index], rtol=rtol)
+    one_each = jax.process_count() == len(mesh.devices)
+    assert alone.call_count == (4 if here and one_each else 0)
+    assert stretto.stats().collectives - before.collectives == 4 * collectives
 
 
 def together(mesh: Mesh) -> None:

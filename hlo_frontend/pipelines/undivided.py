@@ -30,12 +30,13 @@ from ..graph import COLLECTIVES, Instruction
 from ..passes.valid.known import is_row_major, keeps_order
 from ..values import Node
 from . import indexed
+from .blocks import Block, blocks_of
 from .chains import Followed
 from .emit import Builder, needed_by
 from .members import summed
 from .refusal import Refusal
 from .rewrite import shaped, without_sign_of_zero
-from .rows import Block, blocks_of, of_length
+from .rows import of_length
 from .sameness import Class, Sameness
 from .weights import from_first
 

@@ -4,11 +4,17 @@ cdef struct mpi_t:
     mpi_message isend
     mpi_message irecv
     mpi_testall testall
+    mpi_iprobe iprobe
     uintptr_t byte
     int request_bytes
     int status_bytes
+    void* status  # of a probe; nobody reads it
 
 cdef const char* MPI_FAILED = b"MPI failed in a collective that compiled code called"
+cdef const char* NEAR_FAILED = (
+    b"memory of another process cannot be mapped in a collective that compiled code called; is the limit of open files "
+    b"or of memory reached? With STRETTO_SHARED_MEMORY=0 messages go over MPI"
+)
 cdef mpi_t mpi
 memset(&mpi, 0, sizeof(mpi))
 
@@ -20,15 +26,23 @@ cdef enum:
 cdef double PART = 0.1, LONGEST = 500e-6
 
 
-def use_mpi(uintptr_t isend, uintptr_t irecv, uintptr_t testall, uintptr_t byte, int request_bytes, int status_bytes) -> None:
+def use_mpi(
+    uintptr_t isend, uintptr_t irecv, uintptr_t testall, uintptr_t iprobe, uintptr_t byte, int request_bytes,
+    int status_bytes,
+) -> None:
     """Addresses of MPI's functions, its handle of a byte, and the sizes of its requests and statuses."""
     mpi.isend, mpi.irecv, mpi.testall = <mpi_message>isend, <mpi_message>irecv, <mpi_testall>testall
+    mpi.iprobe = <mpi_iprobe>iprobe
     mpi.byte, mpi.request_bytes, mpi.status_bytes = byte, request_bytes, status_bytes
+    free(mpi.status)
+    mpi.status = calloc(1, status_bytes)
 
 
 cdef inline char* at(place_t* place, group_t* group, wire_t* wire) noexcept nogil:
     if place.where == STAGE:
-        return wire.stage.bytes + place.offset
+        return wire.base + place.offset
+    if place.where == ARRIVED:
+        return place.message.found + place.offset
     if place.where == OPERAND:
         return <char*>group.operands[place.index] + place.offset
     return <char*>group.results[place.index] + place.offset
@@ -65,11 +79,22 @@ cdef int post(table_t* table, wire_t* wire) noexcept nogil:
         message = &round.message[k]
         call = mpi.irecv if k < round.receives else mpi.isend
         if call(
-            wire.stage.bytes + message.offset, <int>message.nbytes, mpi.byte, message.peer, wire.tag, table.comm,
+            wire.base + message.offset, <int>message.nbytes, mpi.byte, message.peer, wire.tag, table.comm,
             <char*>wire.requests + k * mpi.request_bytes,
         ) != 0:
             return -1
     return 0
+
+
+cdef int begin_wire(table_t* table, group_t* group) noexcept nogil:
+    """Pack what is sent, and post the first round; negative on failure."""
+    cdef wire_t* wire = group.wire
+    if wire.near != NULL:
+        wire.current = -1  # `poll` does, once what was sent before is read
+        return 0
+    wire.current, wire.base = 0, wire.stage.bytes
+    act(wire.first, wire.before, group, wire)
+    return post(table, wire)
 
 
 cdef int poll(table_t* table, group_t* group) noexcept nogil:
@@ -77,6 +102,8 @@ cdef int poll(table_t* table, group_t* group) noexcept nogil:
     cdef wire_t* wire = group.wire
     cdef round_t* round
     cdef int done = 0
+    if wire.near != NULL:
+        return poll_near(group)
     while wire.current < wire.rounds:
         round = &wire.round[wire.current]
         if round.messages > 0:
@@ -91,11 +118,24 @@ cdef int poll(table_t* table, group_t* group) noexcept nogil:
     return 1
 
 
+cdef const char* why(wire_t* wire) noexcept nogil:
+    return MPI_FAILED if wire.near == NULL else NEAR_FAILED
+
+
 cdef int wait_here(table_t* table, group_t* group) noexcept nogil:
+    """Wait for the messages of a group, as long as this thread may. The state as of `poll`, or `LATE`."""
+    global wait_left
+    cdef double left = wait_left, began = now() if left > 0.0 else 0.0
+    cdef int state = wait_until(table, group, began + left)
+    if left > 0.0:
+        wait_left = max(left - (now() - began), MOMENT)
+    return state
+
+
+cdef int wait_until(table_t* table, group_t* group, double until) noexcept nogil:
     cdef int k, state
-    cdef double until = until_then
     while True:
-        for k in range(POLLS):
+        for k in range(1 if group.wire.near != NULL else POLLS):  # a poll of MPI moves little of what has come
             state = poll(table, group)
             if state != 0:
                 return state
@@ -103,7 +143,12 @@ cdef int wait_here(table_t* table, group_t* group) noexcept nogil:
             return -1
         if until > 0.0 and now() > until:
             return LATE
-        relax(table, group.wire.began)
+        if group.wire.near == NULL:
+            relax(table, group.wire.began)
+            continue
+        state = rest(table, group, group.wire.began, until)
+        if state != 0:
+            return state
 
 
 cdef bint drive(table_t* table) noexcept nogil:
@@ -131,7 +176,7 @@ cdef bint drive(table_t* table) noexcept nogil:
         pthread_mutex_lock(&table.mutex)
         if table.failure != NULL or state < 0:
             if table.failure == NULL:
-                fail_all(table, MPI_FAILED)  # unlocks
+                fail_all(table, why(group.wire))  # unlocks
             else:
                 pthread_mutex_unlock(&table.mutex)
             return True
@@ -147,7 +192,7 @@ cdef bint drive(table_t* table) noexcept nogil:
         group.calls += 1
         pthread_mutex_unlock(&table.mutex)
         moved = True
-        act(group.wire.last, group.wire.after, group, group.wire)
+        conclude(table, group)
         table.seconds += now() - group.wire.began
         if table.rows != NULL:
             note(table, item.site, item.group, group.wire.began)
@@ -228,6 +273,8 @@ cdef void fail_all(table_t* table, const char* message) noexcept nogil:
     table.running += count
     pthread_cond_signal(&table.over)
     pthread_mutex_unlock(&table.mutex)
+    if table.near != NULL:
+        ring(head_of(table.near, table.near.me))
     for k in range(count):
         fail(table.api, waiting[k], kept)
     free(waiting)
@@ -238,24 +285,31 @@ cdef wire_t* new_wire(int tag, object planned, site_t* site, stage_t* stage) exc
     cdef round_t* round
     cdef int k, n, most = 0
     _, before, rounds, after = planned
+    cdef int sends = 0
     wire.tag, wire.stage = tag, stage
     wire.before, wire.rounds, wire.after = len(before), len(rounds), len(after)
-    wire.first, wire.last = new_actions(before, site), new_actions(after, site)
     wire.round = <round_t*>calloc(len(rounds) + 1, sizeof(round_t))
-    for n, (sends, receives, then) in enumerate(rounds):
+    for n, (outgoing, incoming, then, acknowledged) in enumerate(rounds):
         round = &wire.round[n]
-        round.receives, round.messages, round.actions = len(receives), len(receives) + len(sends), len(then)
-        round.action = new_actions(then, site)
+        round.receives, round.messages, round.actions = len(incoming), len(incoming) + len(outgoing), len(then)
+        round.acknowledged = acknowledged
         round.message = <message_t*>calloc(round.messages + 1, sizeof(message_t))
-        for k, (peer, offset, nbytes) in enumerate((*receives, *sends)):
+        for k, (peer, offset, nbytes, read) in enumerate((*incoming, *outgoing)):
             round.message[k].peer, round.message[k].offset, round.message[k].nbytes = peer, offset, nbytes
+            round.message[k].read, round.message[k].state = read, READ
+        round.action = new_actions(then, site, round.message)
         most = max(most, round.messages)
+        sends += len(outgoing)
+    wire.first = new_actions(before, site, NULL)
+    wire.last = new_actions(after, site, wire.round[len(rounds) - 1].message if rounds else NULL)
+    stage.capacity = max(stage.capacity, sends)
     wire.requests = calloc(most + 1, mpi.request_bytes)
     wire.statuses = calloc(most + 1, mpi.status_bytes)
     return wire
 
 
-cdef action_t* new_actions(object planned, site_t* site) except NULL:
+cdef action_t* new_actions(object planned, site_t* site, message_t* messages) except NULL:
+    """Actions that may read what these messages bring."""
     cdef action_t* actions = <action_t*>calloc(len(planned) + 1, sizeof(action_t))
     cdef action_t* action
     cdef int n
@@ -264,6 +318,8 @@ cdef action_t* new_actions(object planned, site_t* site) except NULL:
         action.what, action.nbytes, action.rows = what, nbytes, rows
         action.to.where, action.to.index, action.to.offset = to
         action.given.where, action.given.index, action.given.offset = given
+        if action.given.where == ARRIVED:
+            action.given.message = &messages[action.given.index]
         action.to_step, action.from_step = to_step, from_step
         action.item_bytes, action.fold = site.leaves[<int>leaf].item_bytes, site.leaves[<int>leaf].fold
     return actions

@@ -17,10 +17,13 @@ Invariants:
   used again only by members whose future is finished, so what the last member copied out of it holds.
 - ``running`` counts devices that neither wait nor have ended. When it drops to 0 while some wait and no
   message is under way, nobody will ever come: all that wait fail at once, with what each of them waits for.
-- A group that other processes are in has a `wire_t`, whose messages the last member that comes here posts. Where
+- A group that other processes are in has a `wire_t`, whose messages the last member that comes here posts, through
+  memory that processes of one host share (`_shared.pxi`), else over MPI. Where
   there is one device here, it waits for them where it is. Where there are more, they are left to the thread in
   `Table.wait`, which runs the members on when the messages have come: whoever comes in here still waits for nobody.
   So one thread at a time asks MPI for a wire's messages, and it needs no lock.
+- What came from a process of this host is read where that one put it, and acknowledged when no site gives its results
+  again: at once, or at the end of a run whose sites do (`wire_t.defers`).
 - A thread that must not block may run a device that is alone here, with a limit (`Table.begin`). Where messages are
   late then, the handler gives the run up, and another thread runs the code once more (`Table.resume`): sites that have
   given their results give them again, and the one that was given up waits on for the messages that it has posted. So
@@ -30,9 +33,14 @@ Invariants:
   fields used here in their order; sizes tell XLA which ones are known. A test compares them with jaxlib's header.
 """
 
+import os
+
+from .arena import Arena
+
 cimport cython
 from cpython.pycapsule cimport PyCapsule_New
 from cpython.ref cimport Py_DECREF, Py_INCREF, PyObject
+from libc.math cimport INFINITY
 from libc.stdint cimport int8_t, int16_t, int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t, uintptr_t
 from libc.stdio cimport snprintf
 from libc.stdlib cimport calloc, free
@@ -91,16 +99,18 @@ cdef extern from *:
     static void stretto_flush_as(uint64_t before) { (void)before; }
     #endif
 
-    /* Until when this thread may wait for other processes' messages, on the clock of `stretto_now`; 0: for ever. */
-    static __thread double stretto_until = 0.0;
+    /* For how many seconds this thread may still wait for other processes' messages; 0: for ever. */
+    static __thread double stretto_left = 0.0;
 
     /* MPI's functions, by their addresses. Handles are integers or pointers, which calls pass alike. */
     typedef int (*mpi_message)(void*, int, uintptr_t, int, int, uintptr_t, void*);
     typedef int (*mpi_testall)(int, void*, int*, void*);
+    typedef int (*mpi_iprobe)(int, int, uintptr_t, int*, void*);
     """
     ctypedef int (*mpi_message)(void*, int, uintptr_t, int, int, uintptr_t, void*) noexcept nogil
     ctypedef int (*mpi_testall)(int, void*, int*, void*) noexcept nogil
-    double until_then "stretto_until"
+    ctypedef int (*mpi_iprobe)(int, int, uintptr_t, int*, void*) noexcept nogil
+    double wait_left "stretto_left"
     uint64_t flush_denormals "stretto_flush"() noexcept nogil
     void flush_denormals_as "stretto_flush_as"(uint64_t before) noexcept nogil
     double now "stretto_now"() noexcept nogil
@@ -159,12 +169,26 @@ cdef enum:
     COPY, FOLD, ZERO
 
 cdef enum:
-    STAGE, OPERAND, RESULT
+    COPIED, BY_THEN, BY_AFTER
+
+cdef enum:
+    STAGE, OPERAND, RESULT, ARRIVED
+
+cdef struct message_t:
+    int peer
+    int64_t offset
+    int64_t nbytes
+    int read  # how: see `wires.COPIED`
+    # Of one between processes of this host:
+    uint32_t number
+    int state
+    char* found
 
 cdef struct place_t:
     int where
     int index
     int64_t offset
+    message_t* message  # of ARRIVED
 
 cdef struct action_t:
     int what
@@ -177,28 +201,47 @@ cdef struct action_t:
     int64_t item_bytes
     fold_t fold
 
-cdef struct message_t:
-    int peer
-    int64_t offset
-    int64_t nbytes
-
 cdef struct round_t:
     int receives
     int messages  # receives come first
     int actions
+    bint acknowledged
     message_t* message
     action_t* action
 
-# Memory that messages leave from and come to, of one wire or of several in turns.
+# A message that was sent from a stage, and the last one that has been read: see `_shared.pxi`.
+cdef struct outstanding_t:
+    uint32_t* acknowledged
+    uint32_t number
+
+# Memory that messages leave from and come to, of one wire or of several in turns. What other processes read there is
+# in memory that they see, twice if it is small: ``turn`` says which one is in use.
 cdef struct stage_t:
     char* bytes
     int64_t size
     stage_t* next
+    bint near
+    int chunk
+    int64_t offset
+    int64_t whole  # bytes of it, with all halves
+    int64_t half
+    int halves
+    int turn
+    int capacity  # messages sent in a collective, at most
+    int num_sent[2]  # from each half
+    outstanding_t* outstanding[2]
+
+cdef struct shared_t
 
 # Of a group that several processes are in: what is done here. See `wires.Wire`.
 cdef struct wire_t:
     stage_t* stage
+    char* base  # where in the stage it is this time
     int tag
+    shared_t* near  # NULL where MPI carries its messages
+    int sent  # messages of the round
+    bint defers  # messages that were read in place may be needed again
+    wire_t* next
     int before
     int rounds
     int after
@@ -263,6 +306,9 @@ cdef struct table_t:
     site_t* sites
     int num_sites
     stage_t* stages
+    shared_t* near  # processes of this host, or NULL
+    bint far  # MPI carries messages of some wires
+    wire_t* deferred  # see `wire_t.defers`
     char* failure  # NULL, or why all who come are turned away
     bint late  # the run was given up, to be resumed
     bint resumed
@@ -288,6 +334,8 @@ include "_folds.pxi"
 include "_moves.pxi"
 include "_futures.pxi"
 include "_turns.pxi"
+include "_giving_way.pxi"
+include "_shared.pxi"
 
 
 # The handler.
@@ -312,6 +360,8 @@ cdef void* _arrive(ffi_frame* frame) noexcept nogil:
         table.ended += 1
         if table.ended == table.devices:
             pthread_cond_signal(&table.over)
+            if not table.late:
+                acknowledge_deferred(table)
         settle(table)  # unlocks
         return NULL
     return meet(table, &table.sites[number], <int>number, position, frame)
@@ -319,7 +369,7 @@ cdef void* _arrive(ffi_frame* frame) noexcept nogil:
 
 cdef void* meet(table_t* table, site_t* site, int number, int position, ffi_frame* frame) noexcept nogil:
     # Arguments: the context, the chain that keeps sites in order, the operands. Results: the chain, the results.
-    global until_then
+    global wait_left
     cdef int which = site.group_of[position], k, index, size, other, state
     cdef double began
     cdef bint again
@@ -365,7 +415,7 @@ cdef void* meet(table_t* table, site_t* site, int number, int position, ffi_fram
         state = send_off(table, site, group)
         pthread_mutex_lock(&table.mutex)
         if state < 0 and table.failure == NULL:
-            fail_all(table, MPI_FAILED)  # unlocks
+            fail_all(table, why(group.wire))  # unlocks
             pthread_mutex_lock(&table.mutex)
         if table.failure != NULL:
             pthread_mutex_unlock(&table.mutex)
@@ -377,7 +427,7 @@ cdef void* meet(table_t* table, site_t* site, int number, int position, ffi_fram
         if state == 0:
             return leave(table, number, which, index, frame)  # unlocks
         if not table.replays:  # from here on the run cannot be given up, nor be one that was
-            until_then, table.resumed = 0.0, False
+            wait_left, table.resumed = 0.0, False
     if table.apart:
         error = wait_behind(frame, &own)
         if error != NULL:
@@ -404,7 +454,7 @@ cdef void* meet(table_t* table, site_t* site, int number, int position, ffi_fram
     if group.wire == NULL:
         perform(site, group)
     else:
-        act(group.wire.last, group.wire.after, group, group.wire)
+        conclude(table, group)
         began = group.wire.began
         if not again:
             table.seconds += now() - began
@@ -427,9 +477,7 @@ cdef int send_off(table_t* table, site_t* site, group_t* group) noexcept nogil:
         return 1
     if not table.resumed or group.came != POSTED:
         wire.began = now()
-        wire.current = 0
-        act(wire.first, wire.before, group, wire)
-        if post(table, wire) < 0:
+        if begin_wire(table, group) < 0:
             return -1
         group.came = POSTED
     if table.devices > 1:
@@ -454,11 +502,13 @@ cdef void* leave(table_t* table, int number, int which, int index, ffi_frame* fr
     table.num_pending += 1
     pthread_cond_signal(&table.over)
     pthread_mutex_unlock(&table.mutex)
+    if table.near != NULL:
+        ring(head_of(table.near, table.near.me))
     return NULL
 
 
-include "_giving_way.pxi"
 include "_messages.pxi"
+include "_nearby.pxi"
 
 
 def short_slices() -> None:
@@ -471,6 +521,7 @@ def handler() -> object:
     return PyCapsule_New(<void*>&_arrive, NULL, NULL)
 
 
+@cython.no_gc_clear
 cdef class Table:
     """The sites of one region of a program, and the devices of this process that meet there.
 
@@ -480,17 +531,25 @@ cdef class Table:
     seconds a wait for them keeps a core busy. ``resumed``: runs may be given up wherever they wait, and be
     resumed, for which each site keeps what it has sent and received. Else sites take turns with the memory for it
     (`stages`), and a run may be given up at its first wait alone. ``apart``: what they run calls back into Python,
-    and devices may wait there for each other.
+    and devices may wait there for each other. ``shared``: memory of processes of this host, for wires between
+    them.
     """
 
     cdef table_t table
+    cdef Shared _shared
     cdef list _names
     cdef dict _stages  # address of a `stage_t` by the local members of its wires, or by its wire's number
     cdef int _wires
+    cdef bint _unplaced  # stages that other processes read have no memory yet
 
-    def __cinit__(self, int devices, uintptr_t comm=0, double patience=0.0, bint resumed=False, bint apart=False):
+    def __cinit__(
+        self, int devices, uintptr_t comm=0, double patience=0.0, bint resumed=False, bint apart=False,
+        Shared shared=None,
+    ):
         self.table.devices, self.table.apart = devices, apart and devices > 1
         self.table.comm, self.table.patience = comm, patience
+        self._shared = shared
+        self.table.near = NULL if shared is None else &shared.shared
         self._stages = {}
         self.table.replays = resumed
         pthread_mutex_init(&self.table.mutex, NULL)
@@ -505,7 +564,8 @@ cdef class Table:
         ``kind``: a key of `KINDS`. ``leaves``: for each operand ``(outer, inner bytes, operand bytes, result
         bytes, item bytes, reduction and element type or None)``. ``groups``: positions of the members of each group,
         in order. ``pairs``: of a permute, (source, target) positions. ``name``: for messages. ``wires``: for
-        each group None, or its tag and its `wires.Wire`, whose messages name ranks of the communicator.
+        each group None, or its tag, its `wires.Wire`, and whether its messages go through the shared memory: they
+        name numbers of processes there, else ranks of the communicator.
         """
         cdef table_t* table = &self.table
         cdef site_t* sites = <site_t*>calloc(table.num_sites + 1, sizeof(site_t))
@@ -547,8 +607,10 @@ cdef class Table:
                 group.sources[m] = members.index(sources[position]) if position in sources else -1
                 site.group_of[position], site.index_of[position] = g, m
             if wires is not None and wires[g] is not None:
-                tag, planned = wires[g]
-                group.wire = new_wire(tag, planned, site, self._stage(members, planned[0]))
+                tag, planned, near = wires[g]
+                group.wire = new_wire(tag, planned, site, self._stage(members, planned[0], near))
+                group.wire.near = table.near if near else NULL
+                table.far |= not near
                 self._wires += 1
         free(table.pending)
         table.pending = <pending_t*>calloc(self._wires + 1, sizeof(pending_t))
@@ -556,20 +618,33 @@ cdef class Table:
         self._names.append(encoded)
         site.name = <char*>encoded
 
-    cdef stage_t* _stage(self, list members, int64_t size) except NULL:
+    cdef stage_t* _stage(self, list members, int64_t size, bint near) except NULL:
         """Memory for the next wire. A device is in one site at a time, and is let go of once its results are
         there: wires with the same local members are never under way at the same time."""
         cdef stage_t* stage
-        key = self._wires if self.table.replays else tuple(sorted(members))
+        key = self._wires if self.table.replays else (near, *sorted(members))
         if key not in self._stages:
             stage = <stage_t*>calloc(1, sizeof(stage_t))
             stage.next, self.table.stages = self.table.stages, stage
+            stage.near = near
+            self._unplaced |= near
             self._stages[key] = <uintptr_t>stage
         stage = <stage_t*><uintptr_t>self._stages[key]
-        if stage.bytes == NULL or stage.size < size:
+        if not near and (stage.bytes == NULL or stage.size < size):
             free(stage.bytes)
-            stage.bytes, stage.size = <char*>calloc(size + 1, 1), size
+            stage.bytes = <char*>calloc(size + 1, 1)
+        stage.size = max(stage.size, size)
         return stage
+
+    cdef int _place_stages(self) except -1:
+        """Find memory for the stages that other processes read: once, since all their wires are known."""
+        cdef stage_t* stage = self.table.stages
+        while stage != NULL:
+            if stage.near and stage.bytes == NULL:
+                self._shared.place(stage)
+            stage = stage.next
+        self._unplaced = False
+        return 0
 
     @property
     def stages(self) -> list:
@@ -587,12 +662,15 @@ cdef class Table:
         return <uintptr_t>&self.table
 
     @cython.binding(False)
-    def begin(self, bint watched=False, double until=0.0) -> None:
-        """All devices are about to run. ``watched``: rows are kept of what they do. ``until``: when this thread,
-        waiting for other processes, gives the run up (`late`), a time of ``perf_counter``; 0: never."""
-        global until_then
+    def begin(self, bint watched=False, double patience=INFINITY) -> None:
+        """All devices are about to run. ``watched``: rows are kept of what they do. ``patience``: after how many
+        seconds of waiting for other processes, in all, this thread gives the run up (`late`); at least a moment."""
+        global wait_left
         cdef table_t* table = &self.table
         cdef int s, g
+        if self._unplaced:
+            self._place_stages()
+        acknowledge_deferred(table)
         free(table.failure)
         table.failure = NULL
         table.running, table.ended = table.devices, 0
@@ -609,17 +687,22 @@ cdef class Table:
             table.sites[s].idle = 0
             for g in range(table.sites[s].num_groups):
                 table.sites[s].groups[g].calls = table.sites[s].groups[g].came = 0
-        if until > 0.0:
-            until_then = max(until, now() + MOMENT)
+        if patience < INFINITY:
+            wait_left = max(patience, MOMENT)
 
     @cython.binding(False)
     def completed(self) -> bool:
         """`stay`, and whether the run has ended well, with each site called once."""
-        global until_then
+        global wait_left
         cdef table_t* table = &self.table
-        until_then = 0.0
+        cdef bint ended
+        wait_left = 0.0
+        # A thread of the engine's that has counted the last end is still at it while it has the mutex.
+        pthread_mutex_lock(&table.mutex)
+        ended = table.ended == table.devices
+        pthread_mutex_unlock(&table.mutex)
         return (
-            table.ended == table.devices
+            ended
             and not table.late
             and table.failure == NULL
             and table.executed == table.num_sites
@@ -627,8 +710,8 @@ cdef class Table:
 
     def stay(self) -> None:
         """From now on this thread waits for other processes as long as it takes, after `begin` had it hurry."""
-        global until_then
-        until_then = 0.0
+        global wait_left
+        wait_left = 0.0
 
     @property
     def late(self) -> bool:
@@ -680,7 +763,10 @@ cdef class Table:
                 pthread_mutex_unlock(&table.mutex)
                 if since == 0.0:
                     since = now()
-                relax(table, since)
+                if table.near == NULL or table.far:
+                    relax(table, since)
+                elif rest(table, NULL, since, until):
+                    since = 0.0
             pthread_mutex_unlock(&table.mutex)
             flush_denormals_as(before)
         return over
@@ -748,10 +834,15 @@ cdef class Table:
         cdef table_t* table = &self.table
         cdef stage_t* stage
         cdef int s, g
+        if table.deferred != NULL and is_own(table.near):
+            acknowledge_deferred(table)
         while table.stages != NULL:
             stage, table.stages = table.stages, table.stages.next
-            free(stage.bytes)
-            free(stage)
+            if stage.near:
+                self._shared.leave(stage)
+            else:
+                free(stage.bytes)
+                free(stage)
         for s in range(table.num_sites):
             for g in range(table.sites[s].num_groups):
                 free(table.sites[s].groups[g].members)

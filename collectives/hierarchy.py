@@ -45,13 +45,14 @@ def create_communicator(
     stream: int,
     patience: float = math.inf,
     patience_of_code: float = math.inf,
+    memory: str = "",
 ) -> Communicator:
     """The communicator of stream number ``stream``. ``comm``: MPI's communicator of all processes, or
     None if there is one process. ``patience``: seconds after which waits sleep between polls (`waiting`),
-    ``patience_of_code`` those of compiled code, the same on all processes. Makes no MPI call that another
-    process must answer.
+    ``patience_of_code`` those of compiled code, the same on all processes. ``memory``: see `MpiWorld`. Makes
+    no MPI call that another process must answer.
     """
-    return Hierarchy(comm, stream, patience, patience_of_code)
+    return Hierarchy(comm, stream, patience, patience_of_code, memory)
 
 
 class Hierarchy:
@@ -63,13 +64,14 @@ class Hierarchy:
         stream: int,
         patience: float = math.inf,
         patience_of_code: float = math.inf,
+        memory: str = "",
     ) -> None:
         self.mpi: MpiWorld | None = None
         if comm is not None and comm.Get_size() > 1:
             from .mpi import MpiWorld
             from .waiting import Waiting
 
-            self.mpi = MpiWorld(comm, stream, Waiting(patience), patience_of_code)
+            self.mpi = MpiWorld(comm, stream, Waiting(patience), patience_of_code, memory)
         self.process = self.mpi.rank if self.mpi else 0
         self.num_processes = self.mpi.size if self.mpi else 1
         self.mailboxes = Mailboxes()

@@ -17,6 +17,7 @@ from mpi4py import MPI
 from ._native import use_mpi
 from .memory import as_bytes
 from .native import Peers
+from .nearby import Nearby, meet
 from .posted import Posted, swap
 from .team import FIRST_FREE_TAG, Team
 from .waiting import Requests, Waiting
@@ -37,7 +38,7 @@ def loaded_library() -> ctypes.CDLL:
 def _offer_functions() -> None:
     """Make MPI's functions known to compiled code."""
     library = loaded_library()
-    names = ("MPI_Isend", "MPI_Irecv", "MPI_Testall")
+    names = ("MPI_Isend", "MPI_Irecv", "MPI_Testall", "MPI_Iprobe")
     addresses = (ctypes.cast(getattr(library, n), ctypes.c_void_p).value for n in names)
     use_mpi(*addresses, MPI._handleof(MPI.BYTE), MPI._sizeof(MPI.Request), MPI._sizeof(MPI.Status))
 
@@ -51,31 +52,53 @@ class MpiWorld:
     """The processes of the job, for one stream. ``comm`` belongs to stretto alone.
 
     ``waiting`` is how its threads wait, and ``patience_of_code`` the seconds after which waits in compiled
-    code sleep between polls, the same on all processes.
+    code sleep between polls, the same on all processes. ``memory``: a name that is the same for processes
+    which can share memory, through which compiled code then sends (`nearby`); empty: this one does not.
     """
 
     def __init__(
-        self, comm: MPI.Intracomm, stream: int, waiting: Waiting, patience_of_code: float
+        self,
+        comm: MPI.Intracomm,
+        stream: int,
+        waiting: Waiting,
+        patience_of_code: float,
+        memory: str = "",
     ) -> None:
         self.comm = comm
+        self._memory = memory
         self.patience_of_code = patience_of_code
         self.waiting = waiting
         self.stream = stream
         self.rank = comm.Get_rank()
         self.size = comm.Get_size()
         self._teams: dict[tuple[int, ...], Team] = {}
+        self._nearby: dict[tuple[int, ...], Nearby | None] = {}
 
     def team(self, processes: Sequence[int]) -> Team:
         """The team of these processes. Making it waits for all of them, and for no other."""
         key = tuple(sorted(set(processes)))
         if key not in self._teams:
-            world = self.comm.Get_group()
-            group = world.Incl(key)
-            tag = zlib.crc32(repr((self.stream, key)).encode()) % (1 << 15)
-            self._teams[key] = Team(self.comm.Create_group(group, tag), key, self.waiting.apart())
-            group.Free()
-            world.Free()
+            self._teams[key] = Team(self._joined(key), key, self.waiting.apart())
         return self._teams[key]
+
+    def _joined(self, processes: tuple[int, ...]) -> MPI.Intracomm:
+        """A communicator of these processes. Waits for all of them, and for no other."""
+        world = self.comm.Get_group()
+        group = world.Incl(processes)
+        tag = zlib.crc32(repr((self.stream, processes)).encode()) % (1 << 15)
+        made = self.comm.Create_group(group, tag)
+        group.Free()
+        world.Free()
+        return made
+
+    def _met(self, team: Team) -> Nearby | None:
+        """The processes of this host in a team. Waits for all of it, the first time, on a communicator that
+        nobody has yet: others may be in the midst of a collective of the team."""
+        if team.processes not in self._nearby:
+            comm = self._joined(team.processes)
+            self._nearby[team.processes] = meet(comm, self._memory)
+            comm.Free()
+        return self._nearby[team.processes]
 
     @cached_property
     def _tag_bound(self) -> int:
@@ -90,6 +113,8 @@ class MpiWorld:
         """How compiled code reaches the processes of ``owner``. Waits for all of them, the first time."""
         team = self.team(tuple(owner.values()))
         _offer_functions()
+        met = self._met(team)
+        near = {} if met is None else met.numbers
         return Peers(
             self.rank,
             owner,
@@ -98,6 +123,8 @@ class MpiWorld:
             FIRST_FREE_TAG,
             tag_bound(team.comm),
             self.patience_of_code,
+            None if met is None else met.shared,
+            {team.processes[rank]: number for rank, number in near.items()},
         )
 
     def message_tag(self, channel: int, source: int, target: int, devices: int) -> int:
@@ -162,3 +189,4 @@ class MpiWorld:
         for team in self._teams.values():
             team.comm.Free()
         self._teams.clear()
+        self._nearby.clear()

@@ -2,7 +2,7 @@
 
 `refusal` says why one cannot. `table_of` describes them to the compiled handler (`_native`), whose address
 `handler` gives for an engine to register under `TARGET`. Groups of several processes have a wire (`wires`),
-which uses MPI's functions.
+whose messages go through memory where all of them are on one host (`nearby`), else by MPI's functions.
 """
 
 from __future__ import annotations
@@ -12,11 +12,21 @@ from dataclasses import replace
 from math import inf, prod
 from typing import NamedTuple
 
-from ._native import Table, can_reduce, handler, start_helpers, step_aside, step_back
+from ._native import (
+    SHARED_TAGS,
+    Shared,
+    Table,
+    can_reduce,
+    handler,
+    start_helpers,
+    step_aside,
+    step_back,
+)
+from .in_place import in_place
 from .nccl import is_supported
 from .ops import PROMPT, Collective, Kind
 from .types import TensorType
-from .wires import Leaf, Message, Round, Wire, plan
+from .wires import Leaf, Message, Wire, plan
 
 __all__ = [
     "ALONE",
@@ -41,13 +51,14 @@ __all__ = [
 TARGET = "stretto_collective"
 
 NEVER, ALWAYS = (1, 0), (0, (1 << 63) - 1)  # bounds of valid iterations
-# Bytes that processes of one host move in less time than two thread switches take.
-PROMPT_ON_HOST = 1 << 19
-# Calls of collectives that a caller's thread may make in loops before it is back: some 10 us each.
-_FEW_CALLS = 128
+# Bytes that compiled code moves sooner between processes of one host than a walk, with threads that hand
+# over: a `psum` of 1 MiB takes a third to a half, of 4 MiB as long, of 16 longer.
+PROMPT_ON_HOST = 1 << 21
+# Calls of collectives that a caller's thread may make in loops before it is back: some 2 to 10 us each.
+_FEW_CALLS = 512
 # Iterations of loops that it may make, perhaps twice: each takes a microsecond or two where it is cheap,
 # and XLA runs others on threads of its own.
-_FEW_ITERATIONS = 256
+_FEW_ITERATIONS = 512
 _HALVES = ("bf16", "f16")
 _SPLIT = (Kind.REDUCE_SCATTER, Kind.ALL_TO_ALL)
 
@@ -119,7 +130,8 @@ class Peers(NamedTuple):
     ``owner`` maps the logical ids of devices to processes, empty if there is one. ``ranks`` maps processes to
     ranks of the MPI communicator with the handle ``comm``, where tags from ``first_tag`` to ``last_tag`` are
     free.
-    ``patience``: seconds for which a wait keeps the core busy.
+    ``patience``: seconds for which a wait keeps the core busy. ``shared``: memory of processes of this host,
+    if they share any, and ``near`` maps those to their numbers there.
     """
 
     process: int = 0
@@ -129,6 +141,8 @@ class Peers(NamedTuple):
     first_tag: int = 0
     last_tag: int = 0
     patience: float = inf
+    shared: Shared | None = None
+    near: Mapping[int, int] = {}
 
 
 ALONE = Peers()
@@ -148,7 +162,7 @@ def table_of(
     runs may be given up and resumed. ``apart``: see `Table`. Raises ``ValueError`` for a collective that is
     refused or whose parts do not fit.
     """
-    table = Table(len(position), peers.comm, peers.patience, resumed, apart)
+    table = Table(len(position), peers.comm, peers.patience, resumed, apart, peers.shared)
     tag = peers.first_tag
     for collective in collectives:
         why = refusal(collective)
@@ -163,7 +177,7 @@ def table_of(
         leaves = [_leaf(sent, k) for k in range(len(sent.operands))]
         parts = [Leaf(*leaf[:4]) for leaf in leaves]
         local: list[list[int]] = []
-        wires: list[tuple[int, Wire] | None] = []
+        wires: list[tuple[int, Wire, bool] | None] = []
         for number, group in enumerate(groups):
             here = [position[i] for i in group if i in position]
             if not here:
@@ -173,7 +187,11 @@ def table_of(
                 wires.append(None)
                 continue
             wire = plan(sent, group, parts, peers.owner, peers.process)
-            wires.append((tag + number, _ranked(wire, peers.ranks)))
+            near = tag + number < SHARED_TAGS and all(peers.owner[i] in peers.near for i in group)
+            if near and not (resumed and _have_several(group, peers.owner)):
+                wire = in_place(wire)
+            named = _named(wire, peers.near if near else peers.ranks)
+            wires.append((tag + number, named, near))
         tag += len(groups)
         if tag > peers.last_tag + 1 and any(wires):
             raise ValueError(f"its groups need more message tags than MPI has, {peers.last_tag}")
@@ -191,13 +209,21 @@ def table_of(
     return table
 
 
-def _ranked(wire: Wire, ranks: Mapping[int, int]) -> Wire:
-    """The wire with ranks in the place of processes."""
+def _have_several(group: Sequence[int], owner: Mapping[int, int]) -> bool:
+    """Whether processes of a group have several devices, so that their sites take turns with the memory that
+    they send from. They wait then until what was sent before has been read, and a process whose runs may be
+    resumed, which would read it until its run has ended, has to copy it."""
+    processes = {owner[i] for i in group}
+    return sum(process in processes for process in owner.values()) > len(processes)
+
+
+def _named(wire: Wire, names: Mapping[int, int]) -> Wire:
+    """The wire with these numbers in the place of its processes'."""
 
     def renamed(messages: Sequence[Message]) -> tuple[Message, ...]:
-        return tuple(m._replace(process=ranks[m.process]) for m in messages)
+        return tuple(m._replace(process=names[m.process]) for m in messages)
 
-    rounds = (Round(renamed(r.sends), renamed(r.receives), r.then) for r in wire.rounds)
+    rounds = (r._replace(sends=renamed(r.sends), receives=renamed(r.receives)) for r in wire.rounds)
     return wire._replace(rounds=tuple(rounds))
 
 

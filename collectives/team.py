@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 from mpi4py import MPI
@@ -122,17 +123,22 @@ class Team:
         comm, waiting, in_place = self.comm, self.waiting, MPI.IN_PLACE
         call, start = comm.Allreduce, comm.Iallreduce
 
+        def placed(partial: np.ndarray, out: np.ndarray) -> list[Any]:
+            """The buffer of a reduction in place, as it must be on all processes or on none (MPI 4.1,
+            All-Reduce). Those with one device have the partial result elsewhere."""
+            if partial is not out:
+                np.copyto(out, partial)
+            return [out, count, datatype]
+
         def post(partial: np.ndarray, out: np.ndarray) -> Posted:
-            send = in_place if partial is out else [partial, count, datatype]
-            return Posted([start(send, [out, count, datatype], op)], waiting)
+            return Posted([start(in_place, placed(partial, out), op)], waiting)
 
         prompt = count * datatype.Get_size() <= PROMPT
         if prompt or not waiting.blocks:
             return Postable(post, prompt)
 
         def run(partial: np.ndarray, out: np.ndarray) -> None:
-            send = in_place if partial is out else [partial, count, datatype]
-            waiting.run(comm, call, start, send, [out, count, datatype], op)
+            waiting.run(comm, call, start, in_place, placed(partial, out), op)
 
         return run
 

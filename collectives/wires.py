@@ -8,6 +8,8 @@ round.
 
 Operands are reduced in one order on all processes: first those of each process, in the group's order, then
 those of the processes, in ascending order; with more than `FEW` processes pairwise, neighbours first.
+
+Where processes have memory in common, `in_place` makes of a wire one that moves less.
 """
 
 from __future__ import annotations
@@ -25,15 +27,18 @@ FEW = 8
 PARTED = 3 << 16
 
 COPY, FOLD, ZERO = 0, 1, 2
-STAGE, OPERAND, RESULT = 0, 1, 2
+STAGE, OPERAND, RESULT, ARRIVED = 0, 1, 2, 3
+# How what a message brings is read: from the stage, where it has been copied; or where its sender put it, by
+# what follows its round, or by what follows the last one.
+COPIED, BY_THEN, BY_AFTER = 0, 1, 2
 
 # Bytes to which what is reduced is aligned in a stage.
 _ALIGNED = 16
 
 
 class Place(NamedTuple):
-    """Bytes from ``offset`` on, of the stage, or of operand or result ``number`` of the local members: those
-    of the first member come first."""
+    """Bytes from ``offset`` on, of the stage, of operand or result ``number`` of the local members (those of
+    the first member come first), or of what the round's message ``number`` has brought (ARRIVED)."""
 
     where: int
     number: int
@@ -62,14 +67,19 @@ class Message(NamedTuple):
     process: int
     offset: int
     nbytes: int
+    read: int = COPIED
 
 
 class Round(NamedTuple):
-    """Messages under way at the same time, and what is done once all have arrived."""
+    """Messages under way at the same time, and what is done once all have arrived.
+
+    ``acknowledged``: what is sent must have been read by then, since something is written there.
+    """
 
     sends: tuple[Message, ...]
     receives: tuple[Message, ...]
     then: tuple[Action, ...] = ()
+    acknowledged: bool = True
 
 
 class Wire(NamedTuple):
@@ -184,38 +194,52 @@ def _all_reduce(group: _Group) -> Wire:
             for k, leaf in enumerate(group.leaves)
         )
 
-    done = 0
+    after = []
+    first, *further = group.here
     if parted:
-        rounds, stage = _parted(group, offsets, whole)
+        rounds, stage, pieces = _parted(group, offsets, whole)
+        for k, leaf in enumerate(group.leaves):
+            for begin, end, lies in pieces:
+                low, high = max(offsets[k], begin), min(offsets[k] + leaf.operand_bytes, end)
+                if low < high:
+                    to = group.result(first, k, low - offsets[k])
+                    given = Place(STAGE, 0, lies + low - begin)
+                    after.append(Action(COPY, to, given, high - low, leaf=k))
     elif few:
         slots = {p: n * whole for n, p in enumerate(group.processes)}
         others = group.others()
-        folds = [a for p in group.processes[1:] for a in fold(0, slots[p])]
         rounds = [
             Round(
                 tuple(Message(p, mine, whole) for p in others),
                 tuple(Message(p, slots[p], whole) for p in others),
-                tuple(folds),
             )
         ]
         stage = len(slots) * whole
+        for n, slot in enumerate(slots.values()):
+            for k, leaf in enumerate(group.leaves):
+                to, given = group.result(first, k), Place(STAGE, 0, slot + offsets[k])
+                after.append(Action(FOLD if n else COPY, to, given, leaf.operand_bytes, leaf=k))
     else:
         rounds, done = _doubling(group, whole, fold)
         stage = 2 * whole
-    after = [
-        Action(
-            COPY, group.result(position, k), Place(STAGE, 0, done + offsets[k]), leaf.operand_bytes
-        )
-        for position in group.here
+        for k, leaf in enumerate(group.leaves):
+            given = Place(STAGE, 0, done + offsets[k])
+            after.append(Action(COPY, group.result(first, k), given, leaf.operand_bytes))
+    after += [
+        Action(COPY, group.result(position, k), group.result(first, k), leaf.operand_bytes)
+        for position in further
         for k, leaf in enumerate(group.leaves)
     ]
     return Wire(stage, tuple(before), tuple(rounds), tuple(after))
 
 
-def _parted(group: _Group, offsets: Sequence[int], whole: int) -> tuple[list[Round], int]:
-    """Rounds of a reduction of what lies at 0, and the bytes of the stage: each process reduces a part, in
-    the order in which all of it would be reduced, and gives it to the others: a reduce-scatter and an
-    all-gather (R. Thakur, R. Rabenseifner, W. Gropp, as below), each in one round.
+def _parted(
+    group: _Group, offsets: Sequence[int], whole: int
+) -> tuple[list[Round], int, list[tuple[int, int, int]]]:
+    """Rounds of a reduction of what lies at 0, the bytes of the stage, and where the parts of the result lie
+    there in the end (begin, end, place): each process reduces a part, in the order in which all of it would
+    be reduced, and gives it to the others: a reduce-scatter and an all-gather (R. Thakur, R. Rabenseifner,
+    W. Gropp, as below), each in one round.
 
     ``offsets``: where the leaves begin.
     """
@@ -225,28 +249,31 @@ def _parted(group: _Group, offsets: Sequence[int], whole: int) -> tuple[list[Rou
     begin, own = begins[me], begins[me + 1] - begins[me]
     given = {p: whole + n * share for n, p in enumerate(others)} | {group.process: begin}
     parts = {p: (begins[n], begins[n + 1] - begins[n]) for n, p in enumerate(processes)}
-    total = given[processes[0]]
+    total = whole + len(others) * share
     then = []
-    for process in processes[1:]:
+    for n, process in enumerate(processes):
         for k, (leaf, offset) in enumerate(zip(group.leaves, offsets, strict=True)):
             low = max(offset, begin) - begin
             high = min(offset + leaf.operand_bytes, begin + own) - begin
             if low < high:
                 to, added = (Place(STAGE, 0, p + low) for p in (total, given[process]))
-                then.append(Action(FOLD, to, added, high - low, leaf=k))
-    if me > 0:
-        then.append(Action(COPY, Place(STAGE, 0, begin), Place(STAGE, 0, total), own))
-    return [
+                then.append(Action(FOLD if n else COPY, to, added, high - low, leaf=k))
+    rounds = [
         Round(
             tuple(Message(p, *parts[p]) for p in others),
             tuple(Message(p, given[p], own) for p in others),
             tuple(then),
         ),
         Round(
-            tuple(Message(p, begin, own) for p in others),
+            tuple(Message(p, total, own) for p in others),
             tuple(Message(p, *parts[p]) for p in others),
         ),
-    ], whole + len(others) * share
+    ]
+    pieces = [
+        (start, start + size, total if process == group.process else start)
+        for process, (start, size) in parts.items()
+    ]
+    return rounds, total + share, pieces
 
 
 def _doubling(
@@ -375,25 +402,19 @@ def _reduce_scatter(group: _Group) -> Wire:
                     before.append(
                         Action(what, to, given, leaf.inner, leaf.outer, leaf.inner, step, k)
                     )
-    folds = [
+    round_ = Round(
+        tuple(Message(p, outgoing[p], len(group.at[p]) * share) for p in group.others()),
+        tuple(Message(p, incoming[p], own) for p in group.others()),
+    )
+    after = [
         Action(
-            FOLD,
-            Place(STAGE, 0, n * share + within[k]),
+            FOLD if index else COPY,
+            group.result(position, k),
             Place(STAGE, 0, incoming[process] + n * share + within[k]),
             pieces[k],
             leaf=k,
         )
-        for process in group.processes[1:]
-        for n in range(len(group.here))
-        for k in range(len(group.leaves))
-    ]
-    round_ = Round(
-        tuple(Message(p, outgoing[p], len(group.at[p]) * share) for p in group.others()),
-        tuple(Message(p, incoming[p], own) for p in group.others()),
-        tuple(folds),
-    )
-    after = [
-        Action(COPY, group.result(position, k), Place(STAGE, 0, n * share + within[k]), pieces[k])
+        for index, process in enumerate(group.processes)
         for n, position in enumerate(group.here)
         for k in range(len(group.leaves))
     ]

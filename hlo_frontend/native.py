@@ -108,8 +108,9 @@ class NativePolicy:
     @classmethod
     def of(cls, devices: int, processes: int, nodes: int) -> NativePolicy:
         """For processes on ``nodes`` hosts. The walk takes 0.1 to 0.3 ms more for a collective
-        (benchmarks/loop_sizes.py), which is what 1 MiB takes in memory and 256 KiB through MPI on one host;
-        a network of 10 Gb/s moves 64 KiB in less. In steps of training on 4 x 2 devices it takes 1 ms more,
+        (benchmarks/loop_sizes.py), which is what 1 MiB takes in memory, and 256 KiB between processes of one
+        host that have several devices each; where each has one, 2 MiB through memory take no longer. A
+        network of 10 Gb/s moves 64 KiB in less. In steps of training on 4 x 2 devices it takes 1 ms more,
         where processes share cores. Where each process has one device, its caller's thread runs a small
         program.
 
@@ -121,8 +122,9 @@ class NativePolicy:
                 devices, 1 << 20, few=1, large=_LARGE, step_s=2e-4, array_s=2e-6, copied_s=1e-10
             )
         if nodes == 1:
-            prompt = PROMPT_ON_HOST if devices == 1 else 0
-            policy = cls(devices, 1 << 18, few=1, prompt=prompt, large=_LARGE)
+            alone = devices == 1
+            small, prompt = (PROMPT_ON_HOST, PROMPT_ON_HOST) if alone else (1 << 18, 0)
+            policy = cls(devices, small, few=1, prompt=prompt, large=_LARGE)
             return replace(policy, step_s=5e-4, array_s=2e-6, copied_s=5e-10, parted_s=2e-10)
         return cls(devices, 1 << 16, prompt=PROMPT if devices == 1 else 0)
 

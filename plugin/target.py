@@ -27,6 +27,7 @@ _ELSEWHERE = {
     "costs",
     "profile",
     "dump",
+    "shared_memory",
     "share_compiled",
 }
 _LAYERS = ("collectives", "runtime", "hlo_frontend", "plugin")

@@ -52,6 +52,8 @@ class Options:
     ``nccl``: whether collectives between GPUs stay on them, over NCCL (`docs/gpu.md`).
     ``cuda_mpi``: whether MPI is given GPUs' memory where collectives do not go over NCCL, one of `CUDA_MPI`;
     ``auto``: if its library says that it takes it (`docs/gpu.md`).
+    ``shared_memory``: whether compiled code sends to other processes of its host through memory, instead of
+    over MPI.
     ``share_compiled``: whether ranks of one host take over what another of them has compiled.
     ``profile``: whether the first runs of each program are measured, for the next job to plan by.
     ``skip_compute``: do not run segments on devices where nobody reads what they give.
@@ -94,6 +96,7 @@ class Options:
     native: bool = True
     nccl: bool = True
     cuda_mpi: str = "auto"
+    shared_memory: bool = True
     share_compiled: bool = True
     profile: bool = False
     dump: str = ""
@@ -158,6 +161,7 @@ VARIABLES: dict[str, tuple[str, Callable[[str], Any]]] = {
     "native": ("STRETTO_NATIVE", _switch),
     "nccl": ("STRETTO_NCCL", _switch),
     "cuda_mpi": ("STRETTO_CUDA_MPI", str),
+    "shared_memory": ("STRETTO_SHARED_MEMORY", _switch),
     "share_compiled": ("STRETTO_SHARE_COMPILED", _switch),
     "profile": ("STRETTO_PROFILE", _switch),
     "skip_compute": ("STRETTO_SKIP_COMPUTE", _switch),
@@ -193,6 +197,7 @@ _EXPECTED = {
     "native": "expected 0 or 1",
     "nccl": "expected 0 or 1",
     "cuda_mpi": f"expected one of {', '.join(CUDA_MPI)}",
+    "shared_memory": "expected 0 or 1",
     "share_compiled": "expected 0 or 1",
     "profile": "expected 0 or 1",
     "trace": "expected the name of a folder",
@@ -227,6 +232,7 @@ def _problem(name: str, value: Any) -> str:
         "native": lambda v: isinstance(v, bool),
         "nccl": lambda v: isinstance(v, bool),
         "cuda_mpi": lambda v: v in CUDA_MPI,
+        "shared_memory": lambda v: isinstance(v, bool),
         "share_compiled": lambda v: isinstance(v, bool),
         "profile": lambda v: isinstance(v, bool),
         "trace": lambda v: isinstance(v, str),

@@ -82,6 +82,7 @@ class MemoryWorld:
 
     comm = None
     patience = patience_of_code = math.inf
+    patience_of_callers = 1e-3
     engines = ""
 
     def __init__(self, transport: MemoryTransport, rank: int, options: Options) -> None:

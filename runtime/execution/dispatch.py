@@ -24,12 +24,6 @@ from ..recording.instrument import Instrument
 from . import called_back
 from .stream import Event, Stream
 
-# Seconds that a caller waits for other processes before it leaves a small collective to the dispatch thread.
-# Leaving it costs two thread switches here, and makes the other processes wait for as long: less patience
-# than that, and one late process makes all of them take turns at being late. Where other programs use the
-# cores too, a process is late by the slice of time that it lost: medians of a `psum` of 8 B beside a busy
-# process were 670 and 1,150 us with 300 us of patience, 317 and 562 us with 1,000, and no better with more.
-PATIENCE = 1e-3
 # Programs queued ahead of the dispatch thread. Enough to hide its latency; a caller that is further ahead
 # waits, or values of runs not begun would pile up without bound.
 MAX_QUEUED = 32
@@ -44,6 +38,7 @@ class Processes(Protocol):
     comm: Any
     patience: float
     patience_of_code: float
+    patience_of_callers: float
     options: Options
     engines: str
 
@@ -108,6 +103,7 @@ class Dispatcher:
 
     def __init__(self, world: Processes, instrument: Instrument | None) -> None:
         self.world = world
+        self.patience = world.patience_of_callers  # for runs that are about to end
         self.instrument = instrument
         self.observing = threading.Lock()
         self.stream = Stream("stretto-dispatch")
@@ -164,7 +160,7 @@ class Dispatcher:
         ahead = list(self._executions.values())
         if called_back.inside() or not all(execution.is_prompt for execution in ahead):
             return False
-        until = perf_counter() + PATIENCE
+        until = perf_counter() + self.patience
         for execution in ahead:
             if not execution.event.wait_for(until - perf_counter()):
                 return False
@@ -174,7 +170,7 @@ class Dispatcher:
         """Have the caller be the dispatch thread until it calls `end_turn`, if no run is under way."""
         if self._executions or self._ending or self.world.error is not None or called_back.inside():
             return False
-        return self.stream.try_turn(PATIENCE)
+        return self.stream.try_turn(self.patience)
 
     @property
     def _ending(self) -> bool:

@@ -30,6 +30,7 @@ from ..engines.engine import Engine, LoadedSegment, StreamedEngine
 from ..errors import InvalidProgramError, UnsupportedError
 from ..job import watchdog
 from ..job.exits import await_at_exit
+from ..job.rendezvous import memory_name
 from ..job.run_log import called
 from ..options import Options
 from ..program import Program
@@ -336,8 +337,9 @@ class Executor:
 def _hierarchies(world: Processes) -> Callable[[int], Communicator]:
     from stretto.collectives.hierarchy import create_communicator
 
+    memory = memory_name() if world.options.shared_memory else ""
     return lambda stream: create_communicator(
-        world.comm, stream, world.patience, world.patience_of_code
+        world.comm, stream, world.patience, world.patience_of_code, memory
     )
 
 

@@ -24,7 +24,7 @@ from ..program import CALLS
 from . import called_back
 from .backoff import Backoff
 from .compiled_segments import CompiledSegments
-from .dispatch import PATIENCE, Dispatcher
+from .dispatch import Dispatcher
 from .execution import Execution, FirstRuns, Issued
 from .frame import Frame, Hosted, named
 from .regions import Rest
@@ -33,8 +33,9 @@ from .stream import Event
 from .value import DeletedError, Landed, Part, Promise, Value
 from .walk import Walker
 
-# Seconds that a caller waits for compiled code on several devices, instead of `PATIENCE`: their threads take
-# turns on the cores, and beside other work what takes half a millisecond often takes more than one.
+# Seconds that a caller waits for compiled code on several devices, instead of `patience_of_callers`:
+# their threads take turns on the cores, and beside other work what takes half a millisecond often takes more
+# than one.
 MOMENT = 2e-3
 # The same where what an earlier run gave was waited for: this caller would wait in any case, and each thread
 # that stands between it and the engine takes its turn on the cores as well.
@@ -412,7 +413,7 @@ class LoadedProgram:
         try:
             if negotiation is not None:
                 negotiation.begin()
-            results = region.run_here(arrays, perf_counter() + PATIENCE)
+            results = region.run_here(arrays, perf_counter() + dispatcher.world.patience_of_callers)
             if type(results) is list:
                 dispatcher.end_turn()
                 return results
@@ -443,7 +444,9 @@ class LoadedProgram:
         rest: Callable[[], None] | None = None
         error: BaseException | None = None
         run, done = dispatcher.next_run(), 0
-        patience = (AWAITED if awaited else MOMENT) if self._at_once else PATIENCE
+        patience = dispatcher.world.patience_of_callers
+        if self._at_once:
+            patience = AWAITED if awaited else MOMENT
         until = perf_counter() + patience
         assert prompt is not None
         try:

@@ -16,6 +16,7 @@ then (`collectives.native.step_aside`): the functions of several may wait for ea
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -61,6 +62,8 @@ from .frame import Attempt, Frame, Hosted, Operation, named
 
 # Seconds between two looks at devices that may have failed.
 _LOOK = 0.05
+# Seconds of a byte that is moved where other processes have the core too.
+_BYTE_S = 3e-9
 # What is left to do of a run, with the frame that has its operands.
 Rest = Callable[[Frame], None]
 _log = logging.getLogger("stretto")
@@ -135,6 +138,10 @@ class Region:
         if self._resumable:
             self._run_alone = cast("LoadedAlone", self.loaded).run_alone
             (self.ordinal,) = context.ordinals
+        moved = sum(
+            max(n, 1) * c.nbytes for n, c in zip(segment.calls, self.collectives, strict=True)
+        )
+        self._moves_s = moved * _BYTE_S
         # What a run counts where each site is called once: collectives, messages, left out, bytes.
         messages, skipped, nbytes = (sum(p[k] for p in self.payload) for k in range(3))
         self._once = len(self.payload), messages, skipped, nbytes
@@ -230,7 +237,8 @@ class Region:
         return self.called.listened(lambda error: self.table.abort(str(error)))
 
     def run_here(self, arrays: list[Array], until: float) -> list[Array] | Rest:
-        """Run the only device in the thread that calls, by the time ``until`` (of ``perf_counter``).
+        """Run the only device in the thread that calls, which waits for others until ``until`` (of
+        ``perf_counter``), or in what it runs for as long, and as its messages take.
 
         Gives its results, or what is left to do with the frame that has the operands: it blocks, and may be
         called by another thread. Only for one that may be made anew.
@@ -238,7 +246,7 @@ class Region:
         table, lane, instrument = self.table, self.lane, self.context.instrument
         progress = lane.progress
         try:
-            self._begin(until)
+            self._begin(until - perf_counter() + self._moves_s)
             progress.watch(self._looked)
             lane.hand_over(table)
             results = self._run_alone(self.ordinal, [self.first[0], *arrays])
@@ -266,12 +274,12 @@ class Region:
         self._account((0,))
         return results
 
-    def _begin(self, until: float = 0.0) -> None:
-        """A run begins; with ``until`` it is not to wait longer."""
+    def _begin(self, patience: float = math.inf) -> None:
+        """A run begins, which is not to wait longer than ``patience`` seconds."""
         instrument = self.context.instrument
         if instrument is not None:
             self._began = perf_counter()
-        self.table.begin(instrument is not None, until)
+        self.table.begin(instrument is not None, patience)
 
     def _begin_all(self, frame: Frame, land: Callable[[list[Any], Slot], list[Any]]) -> None:
         """A run of all devices begins, each on a thread of the engine's; its operands are the engine's."""

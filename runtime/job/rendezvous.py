@@ -86,7 +86,7 @@ def call_roll(rendezvous: Rendezvous, problem: str, timeout: float) -> Roll:
     """
     store, rank, size = rendezvous.store, rendezvous.rank, rendezvous.size
     deadline = monotonic() + timeout
-    own = json.dumps(asdict(Present(socket.gethostname(), _memory(), problem)))
+    own = json.dumps(asdict(Present(socket.gethostname(), memory_name(), problem)))
     # What was said in an attempt that failed is still there.
     attempt = next(n for n in count() if store.put(f"{SPACE}/roll/{n}/here/{rank}", own))
     here, verdict = f"{SPACE}/roll/{attempt}/here", f"{SPACE}/roll/{attempt}/verdict"
@@ -140,7 +140,7 @@ def _nobody_came(rendezvous: Rendezvous, missing: Sequence[int], by: int, second
     )
 
 
-def _memory() -> str:
+def memory_name() -> str:
     """A name that is the same for processes which can share memory.
 
     That takes one kernel, one file system for shared memory, and process ids that mean the same:

@@ -10,13 +10,11 @@ from __future__ import annotations
 
 import math
 import os
-import platform
 import secrets
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +24,7 @@ from stretto.collectives.memory import pool
 from .. import cores, options
 from ..errors import RankFailed, StrettoError, WorldError
 from ..options import Options
-from . import clock, cost_tables, exits, joining, relay, shared_memory, wireup
+from . import clock, cost_tables, exits, facts, joining, mpi_library, relay, shared_memory, wireup
 from . import launcher as launchers
 from ._ends import note_status, speak_at_sigterm
 from .assembly import MpiAssembly
@@ -53,7 +51,7 @@ class World:
     what segments were measured to take by earlier jobs (with ``STRETTO_PROFILE``), both rank 0's.
     ``cores``: on how many cores this rank should compute. ``nodes``: sets of ranks that share memory.
     ``patience``: seconds for which a wait for another rank may keep a core busy, the same on all, and
-    ``patience_of_code`` those of compiled code (`cores`).
+    ``patience_of_code`` and ``patience_of_callers`` those of compiled code and of callers (`cores`).
     ``engines``: the engine of all ranks, or where they differ all of them, joined by ``+``. ``samples``: the
     first rank with each of them; what is measured there, the slowest counts, is taken for all ranks.
     ``clock_offset``: seconds to add to ``perf_counter()`` for rank 0's, measured only for traces; these call
@@ -83,6 +81,7 @@ class World:
         self.cores = cores.of_rank(places, self.rank)
         self.patience = cores.patience(places, nodes) if comm else math.inf
         self.patience_of_code = cores.patience_of_code(self.patience, nodes)
+        self.patience_of_callers = cores.patience_of_callers(places)
         self.comm = comm
         self.size: int = comm.Get_size() if comm else 1
         self.has_left = False  # a job of several processes
@@ -102,6 +101,7 @@ class World:
         self.calls_nccl = False
         self._progress: list[Progress] = []
         self._control: Control | None = None
+        self._forked: StrettoError | None = None
         self._before_leaving: list[Callable[[], None]] = []
         if comm is not None:
             self._control = connect(
@@ -135,10 +135,11 @@ class World:
     @property
     def error(self) -> StrettoError | None:
         """Why the job cannot go on, or None while all is well."""
-        return self._control.error if self._control else None
+        return self._control.error if self._control else self._forked
 
     def check(self) -> None:
-        """Raise `RankFailed` or `CollectiveTimeout` if the job has failed."""
+        """Raise the error of a job that has failed (`RankFailed`, `CollectiveTimeout`), or of a process that
+        was forked from a rank (`WorldError`)."""
         error = self.error
         if error is not None:
             raise type(error)(str(error))
@@ -211,7 +212,7 @@ class World:
                 exits.end_process(code)
             self._control.close()
         self.has_left = self.size > 1
-        finalize_mpi()
+        mpi_library.finalize()
 
     def forget(self) -> None:
         """In a forked child: the job is the parent's."""
@@ -219,6 +220,10 @@ class World:
             self._control.close_inherited()
             self._control = None
             self._before_leaving = []
+            self._forked = WorldError(
+                f"this process was forked from rank {self.rank}, and is not in the job: it cannot run "
+                "programs of the devices. Start it anew (multiprocessing's spawn), or have it use NumPy"
+            )
 
 
 _world: World | None = None
@@ -285,7 +290,7 @@ def _make(chosen: Options | None, rendezvous: Rendezvous | None) -> World:
     if rendezvous and _without_mpiexec(launcher, chosen):
         launcher = Launcher(rendezvous.name, rendezvous.rank, rendezvous.size)
         if rendezvous.size > 1:
-            problem = problem or _no_wireup(launcher)
+            problem = problem or mpi_library.no_wireup(launcher)
             roll = call_roll(rendezvous, str(problem or ""), chosen.timeout)
     elif chosen.launcher == "jax":
         raise WorldError(
@@ -298,16 +303,16 @@ def _make(chosen: Options | None, rendezvous: Rendezvous | None) -> World:
             raise problem
         return World(chosen, launcher=launcher)
     if not (rendezvous and roll):
-        _check_reach(launcher)
+        mpi_library.check_reach(launcher)
     with joining.watched(launcher.rank if launcher else 0, chosen.timeout):
         if rendezvous and roll:
             with wireup.answering(rendezvous, roll, chosen.timeout):
-                mpi = _begin_mpi(launcher, answered_here=True)
+                mpi = mpi_library.begin(launcher, answered_here=True)
         else:
-            mpi = _begin_mpi(launcher)
+            mpi = mpi_library.begin(launcher)
             launchers.mark()
         exits.at_exit(_leave)
-        _check_launcher(mpi, launcher)
+        mpi_library.check_launcher(mpi, launcher)
         if mpi.COMM_WORLD.Get_size() == 1:
             if problem:
                 raise problem
@@ -316,11 +321,11 @@ def _make(chosen: Options | None, rendezvous: Rendezvous | None) -> World:
         place = (comm.Get_rank(), comm.Get_size())
         if rendezvous and place != _place(rendezvous):
             problem = problem or WorldError(_elsewhere(launcher, place, rendezvous))
-        facts = _facts(chosen, str(problem) if problem else "")
+        own = facts.of_rank(chosen, str(problem) if problem else "")
         if place[0] == 0:
-            facts["service"] = _reserve(chosen.control_host)
-        gathered: list[dict[str, Any]] = comm.allgather(facts)
-        _check_facts(gathered)
+            own["service"] = _reserve(chosen.control_host)
+        gathered: list[dict[str, Any]] = comm.allgather(own)
+        facts.check(gathered)
         peers = [Peer(rank, f["pid"], f["host"]) for rank, f in enumerate(gathered)]
         places = [cores.Place(f["host"], frozenset(f["cores"])) for f in gathered]
         engines = "+".join(sorted({f["engine"] for f in gathered}))
@@ -405,23 +410,6 @@ def _common_costs(
     return costs, measured
 
 
-def _check_reach(launcher: Launcher | None) -> None:
-    """Raise `WorldError` in a process that inherited a rank's variables, and that MPI would end."""
-    parent = launchers.parent_rank()
-    if parent is not None:
-        raise WorldError(
-            f"STRETTO_LAUNCHER=mpi asks for MPI, but rank process {parent} started this process, not a "
-            "launcher: set STRETTO_LAUNCHER=none for it, or start its ranks with mpiexec"
-        )
-    if launcher is not None and launchers.is_cut_off():
-        raise WorldError(
-            f"{launcher.name} started rank {launcher.rank} of {launcher.size}, and that started this process "
-            "without the connection to the launcher (PMI_FD is not open here). If this process is to be "
-            "the rank, let what starts it pass its descriptors on (subprocess: close_fds=False); if it is "
-            "to be alone, set STRETTO_LAUNCHER=none for it"
-        )
-
-
 def _without_mpiexec(launcher: Launcher | None, chosen: Options) -> bool:
     """Whether the ranks are to find each other by a rendezvous, if there is one."""
     match chosen.launcher:
@@ -432,189 +420,8 @@ def _without_mpiexec(launcher: Launcher | None, chosen: Options) -> bool:
     return launcher is None or launcher.size == 1
 
 
-def _import_mpi(launcher: Launcher | None) -> Any:
-    """``mpi4py.MPI``, not initialized. Raises `WorldError` if there is none."""
-    asked = (
-        f"{launcher.name} started this process as rank {launcher.rank}"
-        + (f" of {launcher.size}" if launcher.size else "")
-        if launcher
-        else "STRETTO_LAUNCHER=mpi asks for MPI"
-    )
-    try:
-        import mpi4py
-
-        # MPI is begun by `joining` and ended by `World.leave`, so that a rank never waits unwatched.
-        mpi4py.rc.initialize = False
-        mpi4py.rc.finalize = False
-        mpi4py.rc.thread_level = "multiple"
-        from mpi4py import MPI
-    except (ImportError, RuntimeError, OSError) as error:
-        raise WorldError(
-            f"{asked}, but MPI cannot be used from Python: {error}. Install mpi4py for the MPI that "
-            "starts the ranks (pip install --no-binary mpi4py mpi4py), or a complete MPI of its own "
-            "(pip install 'stretto[mpi]', and use its mpiexec). To run every process alone, set "
-            "STRETTO_LAUNCHER=none"
-        ) from error
-    return MPI
-
-
-def _begin_mpi(launcher: Launcher | None, answered_here: bool = False) -> Any:
-    """``mpi4py.MPI``, initialized for calls from several threads."""
-    mpi = _import_mpi(launcher)
-    if not mpi.Is_initialized():
-        joining.initialize(mpi, answered_here)
-    if mpi.Query_thread() < mpi.THREAD_MULTIPLE:
-        raise WorldError(
-            f"{library(mpi)} runs without MPI_THREAD_MULTIPLE, which stretto needs to overlap "
-            "communication with compute. Initialize MPI with it (mpi4py.rc.thread_level = "
-            "'multiple', its default) or use an MPI built with it"
-        )
-    return mpi
-
-
-def _no_wireup(launcher: Launcher) -> StrettoError | None:
-    """Why MPI cannot be brought up here without a launcher of its own, if so."""
-    try:
-        mpi = _import_mpi(launcher)
-    except WorldError as error:
-        return error
-    if mpi.Is_initialized():
-        return WorldError(
-            f"{launcher.name} started the processes, and this one has initialized MPI before JAX made its "
-            "devices, so that MPI knows no other process. Import mpi4py.MPI later, or set "
-            "mpi4py.rc.initialize = False before"
-        )
-    if mpi.get_vendor()[0] == "Open MPI":
-        return WorldError(
-            f"{launcher.name} started the processes, and {library(mpi)} finds its ranks only if its own "
-            "launcher starts them. Start the program with mpirun, or install an MPI that can be "
-            "told (pip install 'stretto[mpi]' brings MPICH)"
-        )
-    return None
-
-
-def _check_launcher(mpi: Any, launcher: Launcher | None) -> None:
-    """A launcher of one MPI with the library of another gives ranks that are all alone."""
-    size = mpi.COMM_WORLD.Get_size()
-    if launcher and launcher.size > 1 and size == 1:
-        raise WorldError(
-            f"{launcher.name} started {launcher.size} ranks, but {library(mpi)}, which mpi4py uses, "
-            "sees only one: launcher and library do not belong together. Start the ranks with the "
-            "mpiexec of that library (`stretto doctor` tells which one is found), or install mpi4py "
-            "for the launcher's MPI"
-        )
-
-
-def library(mpi: Any) -> str:
-    """Name and version of the MPI library, such as ``MPICH 5.0.2``."""
-    name, numbers = mpi.get_vendor()
-    return f"{name} {'.'.join(map(str, numbers))}"
-
-
-# What must be equal on all ranks: key of `_facts`, how it is called in the message.
-_EQUAL = {
-    "local_devices": "number of local devices (STRETTO_LOCAL_DEVICES)",
-    "pseudo_tokens": "handling of pseudo-tokens (STRETTO_PSEUDO_TOKENS)",
-    "trust_valid_iterations": "trust in valid iterations (STRETTO_TRUST_VALID_ITERATIONS)",
-    "interleave": "interleaving of pipelines (STRETTO_INTERLEAVE)",
-    "schedule": "schedule of pipelines (STRETTO_SCHEDULE)",
-    "finite_padding": "trust in finite padding (STRETTO_FINITE_PADDING)",
-    "derive_valid_iterations": "finding of valid iterations (STRETTO_DERIVE_VALID_ITERATIONS)",
-    "rewrite": "rewriting of collectives (STRETTO_REWRITE)",
-    "split": "splitting of collectives (STRETTO_SPLIT)",
-    "poison_skipped": "handling of skipped buffers (STRETTO_POISON_SKIPPED)",
-    "overlap": "scheduling for overlap (STRETTO_OVERLAP)",
-    "nccl": "use of NCCL (STRETTO_NCCL)",
-    "cuda_mpi": "use of MPI on GPUs' memory (STRETTO_CUDA_MPI)",
-    "profile": "measuring of programs (STRETTO_PROFILE)",
-    "skip_compute": "skipping of compute (STRETTO_SKIP_COMPUTE)",
-    "trace": "whether there is a trace (STRETTO_TRACE)",
-    "pipeline_loops": "pipelining of loops (STRETTO_PIPELINE_LOOPS)",
-    "stretto": "version of stretto",
-    "jax": "version of jax",
-    "jaxlib": "version of jaxlib",
-    "python": "version of Python",
-}
-
-
-def _facts(chosen: Options, problem: str) -> dict[str, Any]:
-    return {
-        "problem": problem,
-        "pid": os.getpid(),
-        "token": secrets.token_hex(16),
-        "host": socket.gethostname(),
-        "cores": sorted(cores.usable()),
-        "local_devices": chosen.local_devices,
-        "engine": chosen.engine,
-        "pseudo_tokens": chosen.pseudo_tokens,
-        "trust_valid_iterations": chosen.trust_valid_iterations,
-        "interleave": chosen.interleave,
-        "schedule": chosen.schedule,
-        "finite_padding": chosen.finite_padding,
-        "derive_valid_iterations": chosen.derive_valid_iterations,
-        "rewrite": chosen.rewrite,
-        "split": chosen.split,
-        "poison_skipped": chosen.poison_skipped,
-        "overlap": chosen.overlap,
-        "nccl": chosen.nccl,
-        "gpus": gpus.offer(chosen.local_devices) if _calls_nccl(chosen) else None,
-        "cuda_mpi": chosen.cuda_mpi,
-        "profile": chosen.profile,
-        "skip_compute": chosen.skip_compute,
-        "trace": bool(chosen.trace),
-        "pipeline_loops": chosen.pipeline_loops,
-        "python": ".".join(platform.python_version_tuple()[:2]),
-        **{name: _version(name) for name in ("stretto", "jax", "jaxlib")},
-    }
-
-
-def _calls_nccl(chosen: Options) -> bool:
-    """Whether this process wants code on GPUs to call collectives. Engines for them have CUDA in their
-    names."""
-    return chosen.native and chosen.nccl and "cuda" in chosen.engine
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"
-
-
-def _check_facts(gathered: Sequence[dict[str, Any]]) -> None:
-    """Raise what is wrong; every rank has the same facts and so raises the same."""
-    problems = {rank: f["problem"] for rank, f in enumerate(gathered) if f["problem"]}
-    if problems:
-        rank, text = next(iter(problems.items()))
-        raise WorldError(f"rank {rank} cannot join: {text}")
-    for key, name in _EQUAL.items():
-        ranks_of: dict[Any, list[int]] = {}
-        for rank, facts in enumerate(gathered):
-            ranks_of.setdefault(facts[key], []).append(rank)
-        if len(ranks_of) > 1:
-            listed = "; ".join(f"{value} on {_ranks(r)}" for value, r in ranks_of.items())
-            raise WorldError(
-                f"the ranks differ in the {name}: {listed}. It must be the same on all"
-            )
-
-
-def _ranks(ranks: list[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8])) + (", …" if len(ranks) > 8 else "")
-    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
-
-
 def _leave() -> None:
     if _world is not None:
         _world.leave()
     else:
-        finalize_mpi()
-
-
-def finalize_mpi() -> None:
-    """End MPI, if it has begun and nobody has ended it."""
-    try:
-        from mpi4py import MPI
-    except (ImportError, RuntimeError):
-        return
-    if MPI.Is_initialized() and not MPI.Is_finalized():
-        joining.finalize(MPI)
+        mpi_library.finalize()

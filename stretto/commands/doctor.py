@@ -263,7 +263,7 @@ def mpi_library() -> tuple[str, str]:
     """
     return _asked(
         "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; "
-        "from stretto.runtime.job.world import library; print(library(MPI))"
+        "from stretto.runtime.job.mpi_library import library; print(library(MPI))"
     )
 
 

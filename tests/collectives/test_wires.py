@@ -14,10 +14,25 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from stretto.collectives.in_place import in_place
 from stretto.collectives.native import connected
 from stretto.collectives.ops import Collective, Kind, Reduction
 from stretto.collectives.types import TensorType
-from stretto.collectives.wires import COPY, FEW, FOLD, Action, Leaf, Wire, plan
+from stretto.collectives.wires import (
+    ARRIVED,
+    BY_AFTER,
+    BY_THEN,
+    COPIED,
+    COPY,
+    FEW,
+    FOLD,
+    RESULT,
+    Action,
+    Leaf,
+    Place,
+    Wire,
+    plan,
+)
 
 DTYPE = np.int32
 
@@ -25,18 +40,24 @@ DTYPE = np.int32
 class Process:
     """The memory of one process: a stage, and its members' operands and results."""
 
-    def __init__(self, wire: Wire, operands: list[np.ndarray], results: list[np.ndarray]) -> None:
-        self.wire = wire
+    def __init__(
+        self, number: int, wire: Wire, operands: list[np.ndarray], results: list[np.ndarray]
+    ) -> None:
+        self.number, self.wire = number, wire
         self.places = [np.zeros(wire.stage, np.uint8)], operands, results
-        self.round = 0
-        self.posted = False
+        self.rounds = deque(wire.rounds)
+        self.posted: list[Letter] | None = None
+        self.arrived: dict[int, Letter] = {}
+        self.act(wire.before)
+
+    def memory(self, place: Place) -> np.ndarray:
+        if place.where == ARRIVED:
+            return self.arrived[place.number].place
+        return self.places[place.where][place.number].view(np.uint8).reshape(-1)
 
     def act(self, actions: Sequence[Action]) -> None:
         for action in actions:
-            to, given = (
-                self.places[p.where][p.number].view(np.uint8).reshape(-1)
-                for p in (action.to, action.given)
-            )
+            to, given = self.memory(action.to), self.memory(action.given)
             for row in range(action.rows):
                 begin = action.to.offset + row * action.to_step
                 target = to[begin : begin + action.nbytes]
@@ -50,48 +71,121 @@ class Process:
                 else:
                     target[:] = 0
 
+    def step(self, mail: Mail, in_place: bool) -> bool:
+        """Do what can be done; whether there was anything."""
+        if not self.rounds:
+            return False
+        round_, stage = self.rounds[0], self.places[0][0]
+        moved = self.posted is None
+        if self.posted is None:
+            self.posted, self.arrived = [], {}
+            for message in round_.sends:
+                letter = Letter(stage[message.offset : message.offset + message.nbytes], in_place)
+                mail.setdefault((self.number, message.process), deque()).append(letter)
+                self.posted.append(letter)
+        for k, message in enumerate(round_.receives):
+            if k not in self.arrived and mail.get((message.process, self.number)):
+                moved = True
+                letter = self.arrived[k] = mail[message.process, self.number].popleft()
+                assert len(letter.place) == message.nbytes
+                if message.read == COPIED:
+                    stage[message.offset : message.offset + message.nbytes] = letter.take()
+        if len(self.arrived) < len(round_.receives):
+            return moved
+        if round_.acknowledged and not all(letter.taken for letter in self.posted):
+            return moved
+        self.act(round_.then)
+        self.rounds.popleft()
+        self.posted = None
+        if not self.rounds:
+            self.act(self.wire.after)
+        for k, message in enumerate(round_.receives):
+            if message.read != COPIED:
+                self.arrived[k].take()
+        return True
+
+
+class Letter:
+    """What one process gives to another: a place in its stage, which has the same bytes until it is read."""
+
+    def __init__(self, place: np.ndarray, in_place: bool) -> None:
+        self.place, self.sent = place if in_place else place.copy(), place.copy()
+        self.taken = not in_place
+
+    def take(self) -> np.ndarray:
+        np.testing.assert_array_equal(self.place, self.sent, "changed before it was read")
+        self.taken = True
+        return self.place
+
+
+Mail = dict[tuple[int, int], deque[Letter]]
+
 
 def follow(
-    wires: dict[int, Wire], memory: dict[int, tuple[list[np.ndarray], list[np.ndarray]]]
+    wires: dict[int, Wire],
+    memory: dict[int, tuple[list[np.ndarray], list[np.ndarray]]],
+    order: np.random.Generator | None = None,
 ) -> None:
-    """Follow the wires of all processes until all are through."""
-    processes = {p: Process(wire, *memory[p]) for p, wire in wires.items()}
-    mail: dict[tuple[int, int], deque[np.ndarray]] = {}
-    for process in processes.values():
-        process.act(process.wire.before)
+    """Follow the wires of all processes until all are through. ``order``: messages are read in place, and
+    processes go on in this order."""
+    processes = [Process(p, wire, *memory[p]) for p, wire in wires.items()]
+    mail: Mail = {}
     moved = True
     while moved:
-        moved = False
-        for number, process in processes.items():
-            if process.round == len(process.wire.rounds):
-                continue
-            stage = process.places[0][0]
-            sends, receives, then = process.wire.rounds[process.round]
-            if not process.posted:
-                for message in sends:
-                    content = stage[message.offset : message.offset + message.nbytes].copy()
-                    mail.setdefault((number, message.process), deque()).append(content)
-                process.posted = moved = True
-            if all(mail.get((message.process, number)) for message in receives):
-                for message in receives:
-                    content = mail[message.process, number].popleft()
-                    assert len(content) == message.nbytes
-                    stage[message.offset : message.offset + message.nbytes] = content
-                process.act(then)
-                process.round, process.posted, moved = process.round + 1, False, True
-    assert all(p.round == len(p.wire.rounds) for p in processes.values()), "somebody waits for ever"
+        if order is not None:
+            order.shuffle(processes)  # type: ignore[arg-type]
+        moved = any(process.step(mail, order is not None) for process in processes)
+    assert not any(process.rounds for process in processes), "somebody waits for ever"
     assert not any(mail.values()), "a message that nobody takes"
-    for process in processes.values():
-        process.act(process.wire.after)
 
 
 def outcome(
     collective: Collective, owner: Sequence[int], operands: list[list[np.ndarray]]
 ) -> list[list[np.ndarray]]:
-    """Results by device. Devices have the numbers 0, 1, …, ``owner`` their processes."""
+    """Results by device, the same whether messages are copied or read in place, by all processes or by some.
+    Devices have the numbers 0, 1, …, ``owner`` their processes."""
+    found = followed(collective, owner, operands)
+    for seed in range(4):
+        order = np.random.default_rng(seed)
+        again = followed(collective, owner, operands, order, mixed=seed > 1)
+        for some, others in zip(found, again, strict=True):
+            for one, other in zip(some, others, strict=True):
+                np.testing.assert_array_equal(one, other)
+    return found
+
+
+def followed(
+    collective: Collective,
+    owner: Sequence[int],
+    operands: list[list[np.ndarray]],
+    order: np.random.Generator | None = None,
+    *,
+    mixed: bool = False,
+) -> list[list[np.ndarray]]:
+    """``mixed``: some processes copy what comes, and what they send must have been read in each round."""
     results = [[np.full(t.shape, -7, DTYPE) for t in collective.results] for _ in owner]
     groups = connected(collective.pairs) if collective.pairs else collective.groups
     size = len(groups[0])
+    leaves = leaves_of(collective, size)
+    for group in groups:
+        here = {p: [i for i in group if owner[i] == p] for p in {owner[i] for i in group}}
+        if len(here) < 2:
+            continue
+        wires, memory = {}, {}
+        for process, members in here.items():
+            wire = plan(collective, group, leaves, dict(enumerate(owner)), process)
+            copies = order is None or (mixed and order.random() < 0.5)
+            wires[process] = wire if copies else in_place(wire)
+            memory[process] = (
+                [a for i in members for a in operands[i]],
+                [a for i in members for a in results[i]],
+            )
+        follow(wires, memory, order)
+    return results
+
+
+def leaves_of(collective: Collective, size: int) -> list[Leaf]:
+    """Its operands, in groups of so many members."""
     leaves = []
     for operand, result in zip(collective.operands, collective.results, strict=True):
         outer, inner = 1, operand.nbytes
@@ -100,19 +194,7 @@ def outcome(
             outer = int(np.prod(whole.shape[: collective.dimension]))
             inner = whole.nbytes // outer // size
         leaves.append(Leaf(outer, inner, operand.nbytes, result.nbytes))
-    for group in groups:
-        here = {p: [i for i in group if owner[i] == p] for p in {owner[i] for i in group}}
-        if len(here) < 2:
-            continue
-        wires, memory = {}, {}
-        for process, members in here.items():
-            wires[process] = plan(collective, group, leaves, dict(enumerate(owner)), process)
-            memory[process] = (
-                [a for i in members for a in operands[i]],
-                [a for i in members for a in results[i]],
-            )
-        follow(wires, memory)
-    return results
+    return leaves
 
 
 def layouts() -> list[list[int]]:
@@ -275,9 +357,13 @@ def expression(
     wires: dict[int, Wire], process: int, known: dict[tuple[int, int], dict[int, str]]
 ) -> str:
     """What lies in a process's results, as an expression of the operands."""
-    return contents(wires, process, len(wires[process].rounds), known)[
-        wires[process].after[0].given.offset
-    ]
+    held = contents(wires, process, len(wires[process].rounds), known)
+    result = ""
+    for action in wires[process].after:
+        assert action.to.where == RESULT
+        given = held[action.given.offset]
+        result = f"({result}+{given})" if action.what == FOLD else given
+    return result
 
 
 def contents(
@@ -290,7 +376,7 @@ def contents(
     if rounds == 0:
         return {wire.before[0].to.offset: f"x{process}"}
     held = dict(contents(wires, process, rounds - 1, known))
-    _, receives, then = wire.rounds[rounds - 1]
+    receives, then = wire.rounds[rounds - 1][1:3]
     for message in receives:
         # The n-th message of the one to the other, in whichever round it is sent.
         before = sum(
@@ -310,3 +396,44 @@ def contents(
         held[action.to.offset] = f"({held[action.to.offset]}+{held[action.given.offset]})"
     known[process, rounds] = held
     return held
+
+
+@pytest.mark.parametrize("kind", [Kind.ALL_REDUCE, Kind.ALL_GATHER, Kind.ALL_TO_ALL, Kind.PERMUTE])
+@pytest.mark.parametrize("processes", [2, 4, FEW])
+def test_few_processes_that_share_memory_copy_nothing_that_comes(
+    kind: Kind, processes: int
+) -> None:
+    """And wait for nobody to have read what they send."""
+    for round_ in in_place(wire_of(kind, processes)).rounds:
+        assert all(message.read != COPIED for message in round_.receives)
+        assert not round_.acknowledged
+
+
+def test_parts_of_large_arrays_are_not_copied_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stretto.collectives.wires.PARTED", 1)
+    first, second = in_place(wire_of(Kind.ALL_REDUCE, 4)).rounds
+    assert {m.read for m in first.receives} == {BY_THEN}
+    assert {m.read for m in second.receives} == {BY_AFTER}
+    assert not first.acknowledged
+    assert not second.acknowledged
+
+
+def test_what_is_sent_on_is_copied_and_what_is_changed_must_have_been_read() -> None:
+    many = FEW + 2
+    assert {
+        m.read for r in in_place(wire_of(Kind.ALL_GATHER, many)).rounds[:-1] for m in r.receives
+    } == {COPIED}
+    assert any(r.acknowledged for r in in_place(wire_of(Kind.ALL_REDUCE, many)).rounds)
+
+
+def wire_of(kind: Kind, processes: int) -> Wire:
+    """The wire of the last process, for a device in each."""
+    n = processes
+    if kind is Kind.ALL_REDUCE:
+        made = sum_over(n, [(4 * n,)])
+    elif kind is Kind.PERMUTE:
+        made = collective(kind, [(4,)], [(4,)], pairs=tuple((i, (i + 1) % n) for i in range(n)))
+    else:
+        given, result = ((4,), (4 * n,)) if kind is Kind.ALL_GATHER else ((4 * n,), (4 * n,))
+        made = collective(kind, [given], [result], groups=(tuple(range(n)),), dimension=0)
+    return plan(made, tuple(range(n)), leaves_of(made, n), {i: i for i in range(n)}, n - 1)

@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -51,17 +52,28 @@ def looped(rounds: int) -> jax.Array:
         )
 
 
+def a_row_each() -> jax.Array:
+    """A one on each device."""
+    mesh = Mesh(np.array(jax.devices()), ("x",))
+    ones = np.ones(len(jax.devices()), np.float32)
+    sharding = NamedSharding(mesh, PartitionSpec("x"))
+    return jax.make_array_from_callback(ones.shape, sharding, ones.__getitem__)
+
+
+def single(x: jax.Array) -> jax.Array:
+    return lax.psum(x, "x")
+
+
+def on_rows(f: Callable[[jax.Array], jax.Array], x: jax.Array) -> Callable[[jax.Array], jax.Array]:
+    """``f`` of each device's row, on the devices of ``x``, jitted."""
+    spec = PartitionSpec("x")
+    return jax.jit(jax.shard_map(f, mesh=x.sharding.mesh, in_specs=spec, out_specs=spec))
+
+
 def one() -> jax.Array:
     """One sum of few bytes, which all ranks have made before."""
-    mesh = Mesh(np.array(jax.devices()), ("x",))
-    spec = PartitionSpec("x")
-    ones = np.ones(len(jax.devices()), np.float32)
-    x = jax.make_array_from_callback(ones.shape, NamedSharding(mesh, spec), ones.__getitem__)
-
-    def single(x: jax.Array) -> jax.Array:
-        return lax.psum(x, "x")
-
-    whole = jax.jit(jax.shard_map(single, mesh=mesh, in_specs=spec, out_specs=PartitionSpec()))
+    x = a_row_each()
+    whole = on_rows(single, x)
     whole(x).block_until_ready()
     if jax.process_index() == 1:
         if sys.argv[1] == "dies before one":
@@ -70,13 +82,35 @@ def one() -> jax.Array:
     return whole(x)
 
 
+def unread() -> jax.Array:
+    """One sum, of which rank 0 cannot read what rank 1 sent. Of what the ranks ran before, rank 1 has its
+    memory for messages, and rank 0, which received nothing, has not mapped it."""
+    x = a_row_each()
+    whole = on_rows(single, x)
+    on_rows(lambda x: lax.ppermute(x, "x", [(0, len(jax.devices()) - 1)]), x)(x).block_until_ready()
+    if jax.process_index() == 1:
+        after_a_second(lambda: os.kill(os.getpid(), signal.SIGKILL))
+        without_its_files()
+        whole(x).block_until_ready()
+        threading.Event().wait(60)
+    return whole(x)
+
+
+def without_its_files() -> None:
+    """From here on others cannot map more of this process's memory, as when it has ended."""
+    for link in Path("/proc/self/fd").iterdir():
+        if link.is_symlink() and "memfd:stretto" in str(link.readlink()):
+            os.close(int(link.name))
+
+
 def after_a_second(action: object) -> None:
     threading.Timer(1.0, action).start()  # type: ignore[arg-type]
 
 
 def main() -> None:
     rank = jax.process_index()
-    looped(3).block_until_ready()
+    if sys.argv[1] != "dies unread":  # in which no rank may have mapped another's memory
+        looped(3).block_until_ready()
     match sys.argv[1]:
         case "dies":
             if rank == 1:
@@ -87,6 +121,8 @@ def main() -> None:
             if rank == 1:
                 raise ValueError("something else went wrong")
             running.block_until_ready()
+        case "dies unread":
+            unread().block_until_ready()
         case "dies before one" | "never comes to one":
             one().block_until_ready()
         case "diverges":

@@ -71,8 +71,8 @@ def chosen() -> dict[str, Callable[[], None]]:
         "few iterations": partial(looped, mesh, 5, True),
         "few iterations, donated": partial(looped, mesh, 5, True, donated=True),
         "a loop beside a sum": partial(beside_a_sum, mesh, 20, True),
-        "a long loop beside a sum": partial(beside_a_sum, mesh, 300, False),
-        "many iterations": partial(looped, mesh, 100, False),
+        "a long loop beside a sum": partial(beside_a_sum, mesh, 600, False),
+        "many iterations": partial(looped, mesh, 300, False),
         **({"together": partial(together, mesh)} if jax.local_device_count() > 1 else {}),
         "large": partial(large, mesh),
         "code of the user's": partial(users_code, mesh),
@@ -124,7 +124,8 @@ def late(mesh: Mesh) -> None:
     before = stretto.stats()
     here = Region.run_here
     with (
-        patch.object(dispatch, "PATIENCE", 30.0),  # for the thread that has ended the run before
+        # For the thread that has ended the run before.
+        patch.object(dispatcher(), "patience", 30.0),
         patch.object(Region, "run_here", autospec=True, side_effect=here) as alone,
     ):
         for _ in range(5):
@@ -233,8 +234,9 @@ def together(mesh: Mesh) -> None:
     compiled(placed).block_until_ready()
     enqueue = dispatch.Dispatcher.enqueue
     with (
-        patch.object(dispatch, "PATIENCE", 30.0),
+        patch.object(dispatcher(), "patience", 30.0),
         patch.object(loaded, "MOMENT", 30.0),
+        patch.object(loaded, "AWAITED", 30.0),
         patch.object(
             dispatch.Dispatcher, "enqueue", autospec=True, side_effect=enqueue
         ) as enqueued,
@@ -256,7 +258,7 @@ def large(mesh: Mesh) -> None:
             x = jax.lax.psum(x, "x") / n + 1
         return x
 
-    rows = np.ones((n, 1 << 15), np.float32)
+    rows = np.ones((n, 1 << 17), np.float32)
     spec = jax.sharding.PartitionSpec("x")
     placed = jax.make_array_from_callback(
         rows.shape, jax.sharding.NamedSharding(mesh, spec), rows.__getitem__
@@ -310,10 +312,13 @@ def users_code(mesh: Mesh) -> None:
 def settle() -> None:
     """Wait until the dispatch thread has no turn, as it may have for a moment after a run whose peers were
     late."""
-    (client,) = clients
-    dispatcher = client.executor.dispatcher
-    while not (dispatcher.idle and dispatcher.stream.idle):
+    while not (dispatcher().idle and dispatcher().stream.idle):
         time.sleep(1e-3)
+
+
+def dispatcher() -> dispatch.Dispatcher:
+    (client,) = clients
+    return client.executor.dispatcher
 
 
 def main() -> int:

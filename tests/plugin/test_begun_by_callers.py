@@ -17,8 +17,9 @@ import pytest
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from stretto.plugin.client import clients
 from stretto.runtime.engines.xla_cpu import XlaCpuTogether
-from stretto.runtime.execution import dispatch, loaded
+from stretto.runtime.execution import loaded
 from stretto.runtime.execution.backoff import MOST, Backoff
 from stretto.runtime.execution.regions import Region
 from stretto.runtime.execution.value import Promise
@@ -43,7 +44,9 @@ def begun(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def callers_of(owner: type, method: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Who calls a method, as it is called: the thread that asks here, or another."""
-    monkeypatch.setattr(dispatch, "PATIENCE", LONG)
+    jax.devices()
+    for client in clients:
+        monkeypatch.setattr(client.executor.dispatcher, "patience", LONG)
     monkeypatch.setattr(loaded, "MOMENT", LONG)
     monkeypatch.setattr(loaded, "AWAITED", LONG)
     calls: list[str] = []

@@ -149,8 +149,8 @@ counts, options = [], jax.profiler.ProfileOptions()
 options.python_tracer_level = 0  # JAX's own, which exchanges the hooks of all threads while they run
 try:
     for k in range(6):
-        done = len(results)
         with jax.profiler.trace(f"{folder}/trace{k}", profiler_options=options):
+            done = len(results)
             while len(results) < done + 10:
                 stop.wait(0.001)
                 assert all(thread.is_alive() for thread in threads)

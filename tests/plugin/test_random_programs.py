@@ -1,6 +1,7 @@
-"""Some programs drawn at random, on stretto as on JAX's CPU backend.
+"""Some programs drawn at random, on stretto as on JAX's CPU backend, and as NumPy has it.
 
-STRETTO_TEST_ROUNDS: how many times as many programs (1). `random_programs` runs as many as one likes.
+STRETTO_TEST_ROUNDS: how many times as many programs (1). `random_programs` and `random_subsets` run as many
+as one likes.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import pytest
 from support.mpi import run_ranks
 
 SCRIPT = Path(__file__).with_name("random_programs.py")
+SUBSETS = Path(__file__).with_name("random_subsets.py")
 ROUNDS = int(os.environ.get("STRETTO_TEST_ROUNDS", "1"))
 
 
@@ -72,5 +74,22 @@ def test_on_ranks(devices: int, first: int) -> None:
         [*command, "--devices", str(devices)],
         env=environment(devices, ranks),
         timeout=100 + 20 * count,
+    )
+    check(done, count, ranks)
+
+
+@pytest.mark.thorough
+@pytest.mark.mpi
+@pytest.mark.parametrize(
+    ("ranks", "local", "hosts", "first"),
+    [(2, 2, 1, 0), (3, 1, 1, 1000), (3, 2, 1, 2000), (4, 2, 2, 3000)],
+)
+def test_collectives_of_some_of_the_devices(ranks: int, local: int, hosts: int, first: int) -> None:
+    count = 100 * ROUNDS
+    done = run_ranks(
+        ranks,
+        [str(SUBSETS), f"--first={first}", f"--count={count}", f"--hosts={hosts}"],
+        env={"JAX_PLATFORMS": "stretto", "STRETTO_LOCAL_DEVICES": str(local)},
+        timeout=60 + count,
     )
     check(done, count, ranks)

@@ -14,6 +14,7 @@ from stretto.runtime.cores import (
     announced,
     of_rank,
     patience,
+    patience_of_callers,
     patience_of_code,
     share,
     usable,
@@ -66,6 +67,19 @@ def test_patience(places: list[Place], nodes: int, seconds: float) -> None:
 )
 def test_patience_of_code(others: float, nodes: int, seconds: float) -> None:
     assert patience_of_code(others, nodes) == seconds
+
+
+@pytest.mark.parametrize(
+    ("places", "seconds"),
+    [
+        ([place(*EIGHT)] * 2, 1e-3),
+        ([place(*TWO)] * 2, 1e-3),
+        ([place(*TWO)] * 8, 4e-3),
+        ([place(*EIGHT), place(0, host="b"), place(0, host="b")], 2e-3),
+    ],
+)
+def test_callers_wait_longer_where_ranks_share_cores(places: list[Place], seconds: float) -> None:
+    assert patience_of_callers(places) == seconds
 
 
 @pytest.mark.thorough

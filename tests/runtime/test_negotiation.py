@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+from collections.abc import Callable
 
 import pytest
 from support.handmade import F32, Rig, all_reduce, block, firsts, permute, program
@@ -54,6 +55,21 @@ def load(rig: Rig, made: Program, independent: bool = True) -> LoadedProgram:
         schedule=free(made) if independent else strict(made),
         with_order=with_order,
     )
+
+
+def mismatch(rig: Rig, loaded: LoadedProgram) -> str:
+    """What the first result of a run says, that the ranks do not agree on."""
+    ((bad, _),) = loaded.execute(rig.arguments(loaded, [1, 2]))
+    with pytest.raises(CollectiveMismatch) as caught:
+        bad.host_view()
+    return str(caught.value)
+
+
+def said_by_both(main: Callable[[MemoryWorld, MemoryTransport], str]) -> str:
+    """What ``main`` gives on two ranks, which is the same."""
+    left, right = run_processes(2, main)
+    assert left == right
+    return left
 
 
 def test_certificates_hold_order_and_streams_and_no_names() -> None:
@@ -150,14 +166,12 @@ def test_a_program_that_cannot_be_had_as_it_is_written_is_refused_everywhere() -
             loaded = load(rig, in_order(0, 1))
         else:
             loaded = load_rewritten(rig, in_order(0, 1), b"merged", fails=True)
-        ((bad, _),) = loaded.execute(rig.arguments(loaded, [1, 2]))
-        with pytest.raises(CollectiveMismatch) as caught:
-            bad.host_view()
-        return str(caught.value)
+        return mismatch(rig, loaded)
 
-    left, right = run_processes(2, main)
-    assert left == right
-    assert "rank 0 cannot compile it as it is written: UnsupportedError: no memory of it" in left
+    assert (
+        "rank 0 cannot compile it as it is written: UnsupportedError: no memory of it"
+        in said_by_both(main)
+    )
 
 
 def test_contradictory_orders_are_refused_and_the_job_goes_on() -> None:
@@ -166,10 +180,7 @@ def test_contradictory_orders_are_refused_and_the_job_goes_on() -> None:
         refused = load(rig, in_order(0, 1) if world.rank == 0 else in_order(1, 0), False)
         texts = []
         for _ in range(2):
-            ((bad, _),) = refused.execute(rig.arguments(refused, [1, 2]))
-            with pytest.raises(CollectiveMismatch) as caught:
-                bad.host_view()
-            texts.append(str(caught.value))
+            texts.append(mismatch(rig, refused))
         good = load(rig, in_order(0, 1))
         ((total, _), *_) = good.execute(rig.arguments(good, [1, 2]))
         assert world.error is None
@@ -198,14 +209,9 @@ def test_streams_that_do_not_fit_are_refused() -> None:
         loaded = rig.executor.load(
             made, range(2), schedule=strict(made), with_order=lambda order: made
         )
-        ((bad, _),) = loaded.execute(rig.arguments(loaded, [1, 2]))
-        with pytest.raises(CollectiveMismatch) as caught:
-            bad.host_view()
-        return str(caught.value)
+        return mismatch(rig, loaded)
 
-    left, right = run_processes(2, main)
-    assert left == right
-    assert "runs on streams [0] of rank 0 but on [1] of rank 1" in left
+    assert "runs on streams [0] of rank 0 but on [1] of rank 1" in said_by_both(main)
 
 
 def test_a_rank_that_cannot_follow_the_order_is_named() -> None:
@@ -213,28 +219,18 @@ def test_a_rank_that_cannot_follow_the_order_is_named() -> None:
         rig = Rig(world=world, transport=transport)
         made = in_order(0, 1) if world.rank == 0 else in_order(1, 0)
         loaded = rig.executor.load(made, range(2), schedule=free(made))
-        ((bad, _),) = loaded.execute(rig.arguments(loaded, [1, 2]))
-        with pytest.raises(CollectiveMismatch) as caught:
-            bad.host_view()
-        return str(caught.value)
+        return mismatch(rig, loaded)
 
-    left, right = run_processes(2, main)
-    assert left == right
-    assert "rank 1 cannot follow the common order: UnsupportedError" in left
+    assert "rank 1 cannot follow the common order: UnsupportedError" in said_by_both(main)
 
 
 def test_other_devices_are_named() -> None:
     def main(world: MemoryWorld, transport: MemoryTransport) -> str:
         rig = Rig(world=world, transport=transport)
         loaded = rig.load(in_order(0, 1), [0, 1] if world.rank == 0 else [1, 0])
-        ((bad, _),) = loaded.execute(rig.arguments(loaded, [1, 2]))
-        with pytest.raises(CollectiveMismatch) as caught:
-            bad.host_view()
-        return str(caught.value)
+        return mismatch(rig, loaded)
 
-    left, right = run_processes(2, main)
-    assert left == right
-    assert "for different devices: [0, 1] on rank 0, [1, 0] on rank 1" in left
+    assert "for different devices: [0, 1] on rank 0, [1, 0] on rank 1" in said_by_both(main)
 
 
 def test_other_runs_before_are_named_at_the_next_agreement() -> None:
@@ -266,10 +262,9 @@ def test_other_runs_before_are_named_at_the_next_agreement() -> None:
         last.execute(rig.arguments(last, [1, 2]))[0][0].host_view()
         return str(caught.value)
 
-    left, right = run_processes(2, main)
-    assert left == right
-    assert "run 3 of processes 0, 1 is\n  rank 0: alone" in left
-    assert "\n  rank 1: order_10" in left
+    said = said_by_both(main)
+    assert "run 3 of processes 0, 1 is\n  rank 0: alone" in said
+    assert "\n  rank 1: order_10" in said
 
 
 def test_loading_waits_for_nobody() -> None:
@@ -326,9 +321,7 @@ def test_a_send_without_a_receive_is_refused() -> None:
             bad.host_view()
         return str(caught.value)
 
-    left, right = run_processes(2, main)
-    assert left == right
-    assert "between devices 0 and 1" in left
+    assert "between devices 0 and 1" in said_by_both(main)
 
 
 def test_a_schedule_has_an_entry_for_each_collective() -> None:

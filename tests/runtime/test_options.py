@@ -39,6 +39,7 @@ def test_every_variable_sets_its_field() -> None:
         "interleave": ("3", 3),
         "schedule": ("1f1b", "1f1b"),
         "finite_padding": ("1", True),
+        "shared_memory": ("0", False),
         "share_compiled": ("0", False),
         "dump": ("stages", "stages"),
     }

@@ -21,8 +21,6 @@ from support.handmade import (
 from stretto.collectives.communicator import Communicator
 from stretto.collectives.hierarchy import create_communicator
 from stretto.runtime.errors import StrettoError
-from stretto.runtime.execution import dispatch as dispatch_module
-from stretto.runtime.execution import loaded as loaded_module
 from stretto.runtime.execution.executor import Executor
 from stretto.runtime.options import Options
 from stretto.runtime.program import Free, Program, Run, Start, Wait
@@ -164,7 +162,7 @@ def test_what_is_not_there_is_left_to_the_dispatch_thread_and_later_runs_queue_b
 
 def test_a_caller_that_has_fallen_behind_catches_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise each of many calls in a row would wait for the dispatch thread, which runs the one before."""
-    monkeypatch.setattr(dispatch_module, "PATIENCE", 30.0)
+    monkeypatch.setattr(MemoryWorld, "patience_of_callers", 30.0)
     posting = Posting()
     posting.comes = True
     made = rig(posting)
@@ -238,7 +236,7 @@ def test_an_observer_sees_the_same_events() -> None:
 
 
 def test_a_collective_within_the_process_needs_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loaded_module, "PATIENCE", 30.0)
+    monkeypatch.setattr(MemoryWorld, "patience_of_callers", 30.0)
     made = Rig.__new__(Rig)
     made.engine = NullEngine(2, compute=compute)
     made.world = MemoryWorld(MemoryTransport(1), 0, Options(local_devices=2))

@@ -31,6 +31,12 @@ def is_hydra() -> bool:
     return "HYDRA" in done.stdout
 
 
+def need_hydra(why: str) -> None:
+    """Skip the test where mpiexec is another MPI's than MPICH's; where there is none, `run_ranks` does."""
+    if find_mpiexec() is not None and not is_hydra():
+        pytest.skip(why)
+
+
 def patient() -> list[str]:
     """Arguments that make mpiexec wait for every rank to end by itself."""
     return ["-disable-auto-cleanup"] if is_hydra() else []

@@ -22,6 +22,7 @@ from .inline import all_take_part, inlined, opened
 from .masked import masked
 from .merged import Names, merged
 from .merged_verify import check as check_merged
+from .moved import moved
 from .nested import as_entry, loops_around, within
 from .numbered import Numbered, numbered
 from .outlined import outlined
@@ -76,11 +77,36 @@ def interleave(
     def found(given: bytes) -> tuple[bytes, tuple[Interleaved, ...]]:
         return _interleaved(given, num_replicas, num_partitions, chunks)
 
-    def whole(given: bytes) -> tuple[bytes, tuple[Interleaved, ...]]:
+    def rows(given: bytes) -> tuple[bytes, tuple[Interleaved, ...]]:
         return _with_rows(found, given, num_replicas, num_partitions)
+
+    def whole(given: bytes) -> tuple[bytes, tuple[Interleaved, ...]]:
+        return _with_moves(rows, given, num_replicas, num_partitions)
 
     # There is no promise of rounding here.
     return _also_within(whole, serialized, num_replicas, num_partitions, None)
+
+
+def _with_moves(
+    rewrite: Callable[[bytes], tuple[bytes, tuple[_Report, ...]]],
+    serialized: bytes,
+    num_replicas: int,
+    num_partitions: int,
+) -> tuple[bytes, tuple[_Report, ...]]:
+    """What ``rewrite`` makes of a module, of which stages hand on by one permute (see `moved`) if it refuses
+    fewer loops then. If it refuses all, this is no reason."""
+    made, reports = rewrite(serialized)
+    done = len([r for r in reports if not r.why])
+    if reports and done == len(reports):
+        return made, reports
+    other = moved(serialized, num_replicas, num_partitions)
+    if other is None:
+        return made, reports
+    after, others = rewrite(other)
+    done_then = len([r for r in others if not r.why])
+    if done_then > done and len(others) - done_then <= len(reports) - done:
+        return after, others
+    return made, others if others and not done and not done_then else reports
 
 
 def _with_rows(
@@ -315,8 +341,11 @@ def scheduled(
             r if r.why else replace(r, rounds=r.rounds or _BARRIERS) for r in others
         )
 
-    def whole(given: bytes) -> tuple[bytes, tuple[Scheduled, ...]]:
+    def rows(given: bytes) -> tuple[bytes, tuple[Scheduled, ...]]:
         return _with_rows(unbarred, given, num_replicas, num_partitions)
+
+    def whole(given: bytes) -> tuple[bytes, tuple[Scheduled, ...]]:
+        return _with_moves(rows, given, num_replicas, num_partitions)
 
     return _also_within(whole, serialized, num_replicas, num_partitions, rounding)
 

@@ -336,6 +336,8 @@ class _Body:
                 ):
                     own.discard(instruction)
         reads = self._pulled(own)
+        if not own.issuperset(self.gives):
+            return None
         own |= {
             u for i in own if i.shape.tuple_shapes for u in self.users[i]
             if u.opcode == "get-tuple-element"

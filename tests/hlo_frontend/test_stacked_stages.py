@@ -30,6 +30,9 @@ STEPS = {
     "data": Draw(
         axes="dx", microbatches=3, shift="roll", dtype="bfloat16", again="stage", travels="mask"
     ),
+    "pad": Draw(stages=4, microbatches=5, shift="pad", again="stage"),
+    "dynamic": Draw(axes="xd", shift="dynamic", collect="scan", dtype="bfloat16"),
+    "concatenate": Draw(stages=3, microbatches=2, shift="concatenate", again="layer"),
 }
 
 
@@ -133,8 +136,9 @@ def test_a_step_is_run_as_zb_h1():
 
 
 @pytest.mark.thorough
-def test_a_forward_pass_is_interleaved():
-    d = Draw(stages=3, microbatches=4, shift="roll", mask="where", layers=4)
+@pytest.mark.parametrize("shift", ["roll", "concatenate"])
+def test_a_forward_pass_is_interleaved(shift):
+    d = Draw(stages=3, microbatches=4, shift=shift, mask="where", layers=4)
     over = jax.sharding.Mesh(np.array(jax.devices("cpu")[:3]), ("x",))
     _, (parameters, _, wanted), _, _ = program(d)
     xs = np.random.default_rng(1).standard_normal((4, 4, 8)).astype(np.float32)

@@ -31,8 +31,8 @@ FINITE = ValidPolicy(dead_only=True, finite_padding=True)
 
 @dataclass(frozen=True)
 class Form:
-    """``shift``: how arrays are handed on, by a roll, or by `ppermute` within `shard_map`, where the first
-    stage gets zeros. ``head``: what is
+    """``shift``: how arrays are handed on, by a roll, or by `ppermute` within `shard_map`, a pad and a slice, or
+    a concatenation, where the first stage gets zeros. ``head``: what is
     done with the outputs: "gathered" has a head of all on each stage, and others of those that a stage holds,
     "focal" with a loss that is not linear in what it takes by number, "ignored" with one that counts; but
     "squares" are summed up as they lie. Of "classes" each stage has a part.
@@ -120,6 +120,14 @@ def written(form: Form, *, gradients: bool = True) -> WrittenStep:
     def handed(array: jax.Array, by: int) -> jax.Array:
         if form.shift == "roll":
             return jnp.roll(array, by, 0)
+        if form.shift == "pad":
+            low, high = max(by, 0), max(-by, 0)
+            wide = jnp.pad(array, ((low, high), *[(0, 0)] * (array.ndim - 1)))
+            return lax.slice_in_dim(wide, high, high + stages)
+        if form.shift == "concatenate":
+            zeros = jnp.zeros_like(array[:1])
+            ends = [zeros, array[:-1]] if by > 0 else [array[1:], zeros]
+            return jnp.concatenate(ends)
         pairs = [(s, (s + by) % stages) for s in range(stages)]
 
         def sent(own: jax.Array) -> jax.Array:
@@ -237,6 +245,8 @@ FORMS = {
     "its layers": Form(once=True, again="iteration", layers=2, head="ignored"),
     "layers and rows": Form(data=2, layers=2, again="stage", head="focal"),
     "layers and tensors": Form(data=2, layers=2, tensor=True),
+    "pads": Form(shift="pad", stages=4, microbatches=8),
+    "concatenations": Form(shift="concatenate", data=2, layers=2),
 }
 
 
@@ -283,6 +293,8 @@ UNMASKED = {
     "roll": Form(mask=False, once=True, again="iteration"),
     "wraps": Form(mask=False, stages=4, microbatches=8),
     "stage again": Form(mask=False, again="stage", layers=2),
+    "pads": replace(MAXTEXT, shift="pad"),
+    "concatenations": replace(MAXTEXT, shift="concatenate", stages=4, microbatches=8),
 }
 
 

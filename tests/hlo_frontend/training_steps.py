@@ -45,8 +45,9 @@ class Draw:
     ``stage``: what a stage does with its layers: one ``scan`` over them, or it has them ``unrolled``, one
     after the other, or in ``two`` scans, or a norm ``behind`` or ``before`` their scan, with a weight of its
     own.
-    ``shift``: how stages hand on where they are one array, under `vmap`, by ``roll`` or by a concatenation
-    and a ``where``; empty where the step is written for a device, with `ppermute`.
+    ``shift``: how stages hand on where they are one array, under `vmap`, by ``roll``, by a concatenation
+    and a ``where``, by a ``pad`` and a slice or a ``dynamic`` one, or by ``concatenate`` with what enters; empty
+    where the step is written for a device, with `ppermute`.
     """
 
     stages: int = 2
@@ -466,7 +467,14 @@ def stacked_outputs(
     def shifted(state, x):
         if d.shift == "roll":
             return jnp.roll(state, 1, axis=0).at[0].set(x)
-        rolled = jnp.concatenate([state[-1:], state[:-1]])
+        if d.shift == "concatenate":
+            return jnp.concatenate([x[None], state[:-1]])
+        if d.shift in ("pad", "dynamic"):
+            padded = jnp.pad(state, ((1, 0), *[(0, 0)] * (state.ndim - 1)))
+            cut = lax.dynamic_slice if d.shift == "dynamic" else lax.slice
+            rolled = cut(padded, (0,) * state.ndim, state.shape)
+        else:
+            rolled = jnp.concatenate([state[-1:], state[:-1]])
         first = lax.broadcasted_iota(jnp.int32, rolled.shape, 0) == 0
         return jnp.where(first, x, rolled)
 

@@ -10,11 +10,13 @@ STRETTO_INTERLEAVE=2 stretto runs `gpipe`, forward and backward, in a schedule l
 The last stage computes the head, whose weights are those of the embedding; all devices hold them. With
 ``--head sharded`` they are divided by vocabulary: each stage holds a quarter of them, and of their moments,
 and computes a quarter of the head, in the loop, beside its layers (`stretto.nn`; the loop is that of
-`stretto.pipelined`). This too runs on any platform.
+`stretto.pipelined`). With ``--head behind`` it does so behind the loop, for all microbatches; with
+STRETTO_SCHEDULE=1f1b stretto computes it a microbatch at a time then. Both run on any platform.
 
     JAX_PLATFORMS=stretto mpiexec -n 4 python examples/pipeline.py
     JAX_PLATFORMS=stretto STRETTO_LOCAL_DEVICES=4 python examples/pipeline.py
     JAX_PLATFORMS=stretto STRETTO_LOCAL_DEVICES=4 python examples/pipeline.py --head sharded
+    JAX_PLATFORMS=stretto STRETTO_LOCAL_DEVICES=4 STRETTO_SCHEDULE=1f1b python examples/pipeline.py --head behind
     JAX_PLATFORMS=cpu XLA_FLAGS=--xla_force_host_platform_device_count=4 python examples/pipeline.py
 
 Printed: loss, time of a step, messages sent a step beside those of the program as it is written, the share of
@@ -145,7 +147,7 @@ def loss_on_device(repeats: int, parameters: Params, tokens: jax.Array) -> jax.A
     return lax.psum(jnp.where(lax.axis_index("stage") == STAGES - 1, loss, 0), "stage")
 
 
-def sharded_loss_on_device(parameters: Params, tokens: jax.Array) -> jax.Array:
+def sharded_loss_on_device(head_on: str, parameters: Params, tokens: jax.Array) -> jax.Array:
     """The same loss as a GPipe pipeline with the embedding and the head divided over the devices."""
     import stretto
     from stretto import nn
@@ -160,7 +162,7 @@ def sharded_loss_on_device(parameters: Params, tokens: jax.Array) -> jax.Array:
         return jnp.mean(losses)
 
     losses = stretto.pipelined(
-        layer, layers, xs, "stage", head=head, head_params=table, targets=wanted, head_on="all"
+        layer, layers, xs, "stage", head=head, head_params=table, targets=wanted, head_on=head_on
     )
     return jnp.mean(losses)
 
@@ -193,14 +195,17 @@ def messages() -> np.ndarray | None:
 Step = Callable[[Params, jax.Array], tuple[Params, jax.Array]]
 
 
-def training(mesh: Mesh, repeats: int, sharded: bool = False) -> tuple[Step, Params]:
+def training(mesh: Mesh, repeats: int, head: str = "last") -> tuple[Step, Params]:
     """A jitted step, (state, tokens) -> (state, loss), which takes over its state, and the first state."""
+    sharded = head != "last"
     host = initial_parameters()
     host["layers"] = by_device(host["layers"], repeats)
     specs = {"layers": jax.tree.map(lambda _: P("stage"), host["layers"]),
              "embedding": P("stage") if sharded else P(), "positions": P()}  # fmt: skip
     local = jax.shard_map(
-        sharded_loss_on_device if sharded else partial(loss_on_device, repeats),
+        partial(sharded_loss_on_device, "all" if head == "sharded" else "behind")
+        if sharded
+        else partial(loss_on_device, repeats),
         mesh=mesh,
         in_specs=(specs, P()),
         out_specs=P(),
@@ -229,11 +234,11 @@ def batch(mesh: Mesh, data: np.ndarray, rng: np.random.Generator) -> jax.Array:
 
 
 def train(
-    mesh: Mesh, repeats: int, steps: int, data: np.ndarray, sharded: bool = False
+    mesh: Mesh, repeats: int, steps: int, data: np.ndarray, head: str = "last"
 ) -> dict[str, Any]:
     """Train from the start; gives losses and what a step cost."""
-    step, state = training(mesh, repeats, sharded)
-    head = [tree["embedding"].addressable_shards[0].data.nbytes for tree in state.values()]
+    step, state = training(mesh, repeats, head)
+    held = [tree["embedding"].addressable_shards[0].data.nbytes for tree in state.values()]
     rng = np.random.default_rng(1)
     losses: list[float] = []
     times: list[float] = []
@@ -254,7 +259,7 @@ def train(
         "step_ms": 1000 * float(np.median(times[1:] or times)),
         **_messages(sent),
         "bubble": 1 - slots / iterations,
-        "head_bytes": sum(head),
+        "head_bytes": sum(held),
     }
 
 
@@ -274,9 +279,9 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument(
         "--head",
-        choices=("last", "sharded"),
+        choices=("last", "sharded", "behind"),
         default="last",
-        help="who computes it: the last stage, or all",
+        help="who computes it: the last stage, or all, in the loop or behind it",
     )
     options = parser.parse_args()
     if len(jax.devices()) < STAGES:
@@ -288,9 +293,8 @@ def main() -> int:
     data = text()
     say: Callable[..., None] = print if jax.process_index() == 0 else lambda *_: None
     report: dict[str, Any] = {}
-    sharded = options.head == "sharded"
-    for name, repeats in (("gpipe", 1),) if sharded else (("gpipe", 1), ("circular", 2)):
-        report[name] = found = train(mesh, repeats, options.steps, data, sharded)
+    for name, repeats in (("gpipe", 1), ("circular", 2))[: 2 if options.head == "last" else 1]:
+        report[name] = found = train(mesh, repeats, options.steps, data, options.head)
         sent = ""
         if "messages" in found:
             sent = f"{found['messages']} of {found['messages_as_written']} messages a step, "

@@ -1,8 +1,8 @@
 """`pipelined`: layers that are divided over a mesh axis, run as a pipeline, as stretto's passes know it.
 
 It is the `lax.scan` that a GPipe pipeline is usually written as, in plain JAX: runs as it stands on any
-platform, and on stretto interleaved or as 1F1B where that is asked for, but for a head on all devices
-(docs/pipelines.md).
+platform, and on stretto interleaved or in a schedule, as 1F1B, where that is asked for, but for a head that
+all devices compute in the loop (docs/pipelines.md).
 """
 
 from __future__ import annotations
@@ -40,8 +40,7 @@ def pipelined(
     is a tree of arrays [microbatches, ...], the same on all devices, of which stage 0 takes slice after
     slice. Gives what the last layer makes of each, a tree like ``microbatches``, on all devices.
 
-    With a ``head``, ``head(head_params, y, target) -> results`` is applied to each microbatch within the
-    loop, ``target`` being a slice of ``targets``, a tree of arrays [microbatches, ...], the same on all
+    With a ``head``, ``head(head_params, y, target) -> results`` is applied to each microbatch, ``target`` being a slice of ``targets``, a tree of arrays [microbatches, ...], the same on all
     devices; ``results`` is a tree of arrays, losses mostly. Then their stacks [microbatches, ...] are
     given, the same on all devices, and not what the last layer makes. ``head_on`` says who computes it:
 
@@ -50,6 +49,9 @@ def pipelined(
       beside their stages. For heads that are divided over the axis, as
       `stretto.nn.vocab_parallel_cross_entropy` is: results must be the same on all devices. ``y`` is given
       to all by one sum over the axis.
+    - ``"behind"``: all devices, together, for all microbatches at once, behind the loop, under ``jax.vmap``.
+      For the same heads: 1F1B and ZB-H1, which refuse them in the loop, accept this, and compute it a
+      microbatch at a time.
 
     ``checkpoint`` keeps of a stage what it began with, for the backward pass, and computes the rest again.
 
@@ -62,8 +64,8 @@ def pipelined(
     """
     count = _leading(microbatches, "microbatches")
     _leading(params, "params")
-    if head_on not in ("last", "all"):
-        raise ValueError(f"head_on is {head_on!r}, neither 'last' nor 'all'")
+    if head_on not in ("last", "all", "behind"):
+        raise ValueError(f"head_on is {head_on!r}, neither 'last' nor 'all' nor 'behind'")
     if head is None and (targets is not None or head_params is not None):
         raise ValueError("head_params and targets are for a head, and there is none")
     if targets is not None and _leading(targets, "targets") != count:
@@ -122,7 +124,7 @@ def pipelined(
     def sent(y: Any) -> Any:
         return jax.tree.map(lambda a: lax.ppermute(a, axis_name, ring), y)
 
-    if head is None:
+    if head is None or head_on == "behind":
 
         def passing(carry: Any, i: jax.Array) -> Any:
             received, outputs = carry
@@ -132,7 +134,10 @@ def pipelined(
 
         begin = zeros(first), zeros(microbatches)
         (_, outputs), _ = lax.scan(passing, begin, jnp.arange(count + last))
-        return from_last(outputs)
+        outputs = from_last(outputs)
+        if head is None:
+            return outputs
+        return jax.vmap(lambda y, target: head(head_params, y, target))(outputs, targets)
 
     target = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), targets)
 

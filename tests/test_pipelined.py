@@ -77,8 +77,8 @@ def test_outputs_and_gradients(mesh: Mesh, checked: bool, checkpoint: bool) -> N
 
 @pytest.mark.thorough
 @CHECKED
-@pytest.mark.parametrize("where", ["last", "all"])
-def test_a_head_in_the_loop(mesh: Mesh, checked: bool, where: str) -> None:
+@pytest.mark.parametrize("where", ["last", "all", "behind"])
+def test_a_head(mesh: Mesh, checked: bool, where: str) -> None:
     def local(params, xs, head, labels):
         def on_last(head, y, label):
             scores = jax.nn.log_softmax(y @ head[:WORDS].T)
@@ -93,7 +93,7 @@ def test_a_head_in_the_loop(mesh: Mesh, checked: bool, where: str) -> None:
         given = {"head": chosen, "head_params": head, "targets": labels, "head_on": where}
         return stretto.pipelined(layer, params, xs, "stage", **given)
 
-    specs = (P("stage"), P(), P("stage") if where == "all" else P(), P())
+    specs = (P("stage"), P(), P() if where == "last" else P("stage"), P())
     f = over(mesh, local, specs, checked)
     weights = drawn(COUNT, seed=6)
 

@@ -52,8 +52,11 @@ def centered(ys: jax.Array, shard: jax.Array, labels: jax.Array) -> jax.Array:
     return by_hand(ys - ys.mean(0), shard, labels)
 
 
-def step_of(head: Head, *, stages: int = 2, data: int = 1, checked: bool = True) -> WrittenStep:
-    """``checked``: whether JAX knows what is the same on all stages (``check_vma``)."""
+def step_of(
+    head: Head, *, stages: int = 2, data: int = 1, checked: bool = True, given: bool = False
+) -> WrittenStep:
+    """``checked``: whether JAX knows what is the same on all stages (``check_vma``). ``given``: whether the
+    head is given to `pipelined`."""
     count = 2 * stages
     over = mesh(stages, data, names="xd")
     rng = np.random.default_rng(0)
@@ -69,8 +72,15 @@ def step_of(head: Head, *, stages: int = 2, data: int = 1, checked: bool = True)
 
     def loss(parameters: Any, words: jax.Array) -> jax.Array:
         xs = parameters["embedding"][words[0]]
-        ys = pipelined(layer, parameters["layers"], xs, "x")
-        return lax.pmean(head(ys, parameters["head"], words[1]).mean(), ("d", "x")[: 2 - checked])
+        if given:
+            losses = pipelined(
+                layer, parameters["layers"], xs, "x", head=lambda w, y, n: head(y, w, n),
+                head_params=parameters["head"], targets=words[1], head_on="behind",
+            )  # fmt: skip
+        else:
+            ys = pipelined(layer, parameters["layers"], xs, "x")
+            losses = head(ys, parameters["head"], words[1])
+        return lax.pmean(losses.mean(), ("d", "x")[: 2 - checked])
 
     mapped = jax.shard_map(
         loss, mesh=over, in_specs=(specs, batch), out_specs=P(), check_vma=checked
@@ -87,6 +97,7 @@ def step_of(head: Head, *, stages: int = 2, data: int = 1, checked: bool = True)
     ("head", "how", "meetings"),
     [
         (ready_made, {}, 3),
+        pytest.param(ready_made, {"given": True, "stages": 4}, 3, marks=pytest.mark.thorough),
         (by_hand, {"checked": False}, 6),
         pytest.param(by_hand, {"stages": 4}, 4, marks=pytest.mark.thorough),
         pytest.param(by_hand, {"data": 2}, 4, marks=pytest.mark.thorough),

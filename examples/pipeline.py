@@ -16,7 +16,8 @@ STRETTO_SCHEDULE=1f1b stretto computes it a microbatch at a time then. Both run 
     JAX_PLATFORMS=stretto mpiexec -n 4 python examples/pipeline.py
     JAX_PLATFORMS=stretto STRETTO_LOCAL_DEVICES=4 python examples/pipeline.py
     JAX_PLATFORMS=stretto STRETTO_LOCAL_DEVICES=4 python examples/pipeline.py --head sharded
-    JAX_PLATFORMS=stretto STRETTO_LOCAL_DEVICES=4 STRETTO_SCHEDULE=1f1b python examples/pipeline.py --head behind
+    JAX_PLATFORMS=stretto STRETTO_LOCAL_DEVICES=4 STRETTO_SCHEDULE=1f1b \\
+        python examples/pipeline.py --head behind
     JAX_PLATFORMS=cpu XLA_FLAGS=--xla_force_host_platform_device_count=4 python examples/pipeline.py
 
 Printed: loss, time of a step, messages sent a step beside those of the program as it is written, the share of

@@ -40,9 +40,10 @@ def pipelined(
     is a tree of arrays [microbatches, ...], the same on all devices, of which stage 0 takes slice after
     slice. Gives what the last layer makes of each, a tree like ``microbatches``, on all devices.
 
-    With a ``head``, ``head(head_params, y, target) -> results`` is applied to each microbatch, ``target`` being a slice of ``targets``, a tree of arrays [microbatches, ...], the same on all
-    devices; ``results`` is a tree of arrays, losses mostly. Then their stacks [microbatches, ...] are
-    given, the same on all devices, and not what the last layer makes. ``head_on`` says who computes it:
+    With a ``head``, ``head(head_params, y, target) -> results`` is applied to each microbatch, ``target``
+    being a slice of ``targets``, a tree of arrays [microbatches, ...], the same on all devices; ``results``
+    is a tree of arrays, losses mostly. Then their stacks [microbatches, ...] are given, the same on all
+    devices, and not what the last layer makes. ``head_on`` says who computes it:
 
     - ``"last"``: the last stage. The head must not communicate over the axis.
     - ``"all"``: all devices, together, for the microbatch that left the last stage an iteration before,

@@ -1,5 +1,5 @@
-"""`examples/pipeline.py`, on ranks and devices of one process: the losses of JAX's CPU backend, whoever computes
-the head."""
+"""`examples/pipeline.py`, on ranks and devices of one process: the losses of JAX's CPU backend, whoever
+computes the head."""
 
 from __future__ import annotations
 

@@ -29,6 +29,7 @@ from .outlined import outlined
 from .partitioned import Localized, Whys, localized
 from .parts import Part, Pipeline
 from .pieces import Pieces
+from .received import received
 from .refusal import NoLoop, Refusal, about
 from .rewrite import rewritten
 from .sameness import Sameness
@@ -61,6 +62,12 @@ _MAY_BE_FINITE = (
     "NaN nor infinite: its gradients are proved to be products with zeros there"
 )
 
+# What is said of a step whose backward pass sends again what was sent on the way there.
+_AGAIN = (
+    ". Put jax.checkpoint around the stage: around an iteration, it has what stages hand on computed again, "
+    "and sent again"
+)
+
 _Report = TypeVar("_Report", Interleaved, Scheduled)
 
 
@@ -77,11 +84,11 @@ def interleave(
     def found(given: bytes) -> tuple[bytes, tuple[Interleaved, ...]]:
         return _interleaved(given, num_replicas, num_partitions, chunks)
 
-    def rows(given: bytes) -> tuple[bytes, tuple[Interleaved, ...]]:
-        return _with_rows(found, given, num_replicas, num_partitions)
+    def once(given: bytes) -> tuple[bytes, tuple[Interleaved, ...]]:
+        return _with_moves(found, given, num_replicas, num_partitions)
 
     def whole(given: bytes) -> tuple[bytes, tuple[Interleaved, ...]]:
-        return _with_moves(rows, given, num_replicas, num_partitions)
+        return _with_rows(once, given, num_replicas, num_partitions)
 
     # There is no promise of rounding here.
     return _also_within(whole, serialized, num_replicas, num_partitions, None)
@@ -93,20 +100,27 @@ def _with_moves(
     num_replicas: int,
     num_partitions: int,
 ) -> tuple[bytes, tuple[_Report, ...]]:
-    """What ``rewrite`` makes of a module, of which stages hand on by one permute (see `moved`) if it refuses
-    fewer loops then. If it refuses all, this is no reason."""
+    """What ``rewrite`` makes of a module, of which stages hand on by one permute (see `moved`), and once (see
+    `received`), if it refuses fewer loops then. If it refuses all, this is no reason."""
     made, reports = rewrite(serialized)
     done = len([r for r in reports if not r.why])
     if reports and done == len(reports):
         return made, reports
-    other = moved(serialized, num_replicas, num_partitions)
+    moves = moved(serialized, num_replicas, num_partitions)
+    again = received(serialized if moves is None else moves)
+    other = moves if again is None else again
     if other is None:
         return made, reports
     after, others = rewrite(other)
     done_then = len([r for r in others if not r.why])
     if done_then > done and len(others) - done_then <= len(reports) - done:
         return after, others
-    return made, others if others and not done and not done_then else reports
+    if moves is not None and others and not done and not done_then:
+        reports = others
+    if again is not None:
+        first = next((r for r in reports if r.why), None)
+        reports = tuple(replace(r, why=r.why + _AGAIN) if r is first else r for r in reports)
+    return made, reports
 
 
 def _with_rows(
@@ -328,24 +342,24 @@ def scheduled(
     def rounding(report: Scheduled) -> Scheduled:
         return report if report.why else replace(report, rounds=report.rounds or _SUMMED)
 
+    def once(given: bytes) -> tuple[bytes, tuple[Scheduled, ...]]:
+        return _with_moves(found, given, num_replicas, num_partitions)
+
     def unbarred(given: bytes) -> tuple[bytes, tuple[Scheduled, ...]]:
-        made, reports = found(given)
+        made, reports = once(given)
         refused = len([r for r in reports if r.why])
         bare = without_barriers(given, num_replicas, num_partitions) if refused else None
         if bare is None:
             return made, reports
-        other, others = found(bare)
+        other, others = once(bare)
         if len([r for r in others if r.why]) >= refused:
             return made, reports
         return other, tuple(
             r if r.why else replace(r, rounds=r.rounds or _BARRIERS) for r in others
         )
 
-    def rows(given: bytes) -> tuple[bytes, tuple[Scheduled, ...]]:
-        return _with_rows(unbarred, given, num_replicas, num_partitions)
-
     def whole(given: bytes) -> tuple[bytes, tuple[Scheduled, ...]]:
-        return _with_moves(rows, given, num_replicas, num_partitions)
+        return _with_rows(unbarred, given, num_replicas, num_partitions)
 
     return _also_within(whole, serialized, num_replicas, num_partitions, rounding)
 

@@ -296,7 +296,7 @@ class Body:
                     "to be zeros"
                 )
         for n in positions:
-            if not _zero_constant(inits[n]):
+            if not zero_constant(inits[n]):
                 raise Refusal(f"what {reduced.describe()} is put away in does not begin with zeros")
             condition = self.loop.instruction.called[1]
             if any(i.opcode == "get-tuple-element" and i.proto.tuple_index == n
@@ -329,11 +329,12 @@ class Body:
         """Whether a value of the body is a constant of positive zeros."""
         value = behind(value)
         if value in constants.inits:
-            return _zero_constant(constants.inits[value])
-        return _zero_constant(value)
+            return zero_constant(constants.inits[value])
+        return zero_constant(value)
 
 
-def _zero_constant(value: Instruction) -> bool:
+def zero_constant(value: Instruction) -> bool:
+    """Whether a value is a constant of positive zeros."""
     while value.opcode in ("broadcast", "copy", "reshape", "bitcast"):
         value = value.operands[0]
     return value.opcode == "constant" and is_zero_literal(value.proto.literal)

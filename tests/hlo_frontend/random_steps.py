@@ -177,16 +177,17 @@ def main() -> int:
     parser.add_argument(
         "--stacked", action="store_true", help="steps whose stages are one array, under vmap"
     )
-    parser.add_argument(
-        "--shift", default="", help="of these: in the place of the shift that is drawn, see `Draw`"
-    )
+    for what in ("shift", "again"):
+        parser.add_argument(
+            f"--{what}", default="", help="of these: in the place of what is drawn, see `Draw`"
+        )
     options = parser.parse_args()
     counts: defaultdict[str, Counter[str]] = defaultdict(Counter)
     schedules = options.schedule.split(",")
     for seed in range(options.seed, options.seed + options.count):
         d = (draw_stacked if options.stacked else draw)(random.Random(seed))
-        if options.stacked and options.shift:
-            d = replace(d, shift=options.shift)
+        if options.stacked:
+            d = replace(d, shift=options.shift or d.shift, again=options.again or d.again)
         if INTERLEAVED in schedules:  # which divides the layers of a loop
             d = replace(d, layers=d.layers + d.layers % CHUNKS, stage="scan")
         step = Step(d)

@@ -61,8 +61,8 @@ def joined(by: int) -> Shift:
 
 
 class Looped:
-    """A loop that shifts an array ``[stages, *shape]``, sharded over ``on`` devices by stages and, if ``data``,
-    over 2 by rows; with minus zeros in it."""
+    """A loop that shifts an array ``[stages, *shape]``, sharded over ``on`` devices by stages and, if
+    ``data``, over 2 by rows; with minus zeros in it."""
 
     def __init__(
         self, shift: Shift, shape: tuple[int, ...] = (4, 6), *, dtype: str = "float32",

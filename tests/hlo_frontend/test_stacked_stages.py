@@ -30,6 +30,7 @@ STEPS = {
     "data": Draw(
         axes="dx", microbatches=3, shift="roll", dtype="bfloat16", again="stage", travels="mask"
     ),
+    "iteration": Draw(stages=3, shift="roll", again="iteration", dtype="bfloat16"),
     "pad": Draw(stages=4, microbatches=5, shift="pad", again="stage"),
     "dynamic": Draw(axes="xd", shift="dynamic", collect="scan", dtype="bfloat16"),
     "concatenate": Draw(stages=3, microbatches=2, shift="concatenate", again="layer"),
@@ -49,6 +50,23 @@ def test_a_step_is_run_as_1f1b(d):
         hops = 2 * d.microbatches * (d.stages - 1)
         sums = sum(found.ran.messages.values()) - hops
         assert 0 <= sums <= 4 * d.stages
+
+
+@pytest.mark.thorough
+def test_an_iteration_that_is_computed_again():
+    """Nothing is sent again. With barriers around what is computed again an engine may round."""
+    for again, shift in (("iteration", "pad"), ("barriers", "concatenate")):
+        d = Draw(stages=2, microbatches=3, shift=shift, again=again, mask="where", loss="squares")
+        found = compare(d, "1f1b")
+        assert (found.whys, found.differs) == ((), ())
+        assert found.ran is not None
+        hops = 2 * d.microbatches * (d.stages - 1)
+        assert 0 <= sum(found.ran.messages.values()) - hops <= 4 * d.stages
+
+
+def test_where_to_put_what_is_computed_again_is_said():
+    found = compare(Draw(shift="roll", again="iteration", stage="two", mask="where"), "1f1b")
+    assert "Put jax.checkpoint around the stage" in found.whys[0]
 
 
 STAGES = {

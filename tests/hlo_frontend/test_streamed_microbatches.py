@@ -31,8 +31,8 @@ FINITE = ValidPolicy(dead_only=True, finite_padding=True)
 
 @dataclass(frozen=True)
 class Form:
-    """``shift``: how arrays are handed on, by a roll, or by `ppermute` within `shard_map`, a pad and a slice, or
-    a concatenation, where the first stage gets zeros. ``head``: what is
+    """``shift``: how arrays are handed on, by a roll, or by `ppermute` within `shard_map`, a pad and a
+    slice, or a concatenation, where the first stage gets zeros. ``head``: what is
     done with the outputs: "gathered" has a head of all on each stage, and others of those that a stage holds,
     "focal" with a loss that is not linear in what it takes by number, "ignored" with one that counts; but
     "squares" are summed up as they lie. Of "classes" each stage has a part.

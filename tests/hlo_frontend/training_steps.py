@@ -24,8 +24,9 @@ class Draw:
     """``axes``: of the mesh; x is that of stages, d of data and y of tensors; each but x has two devices.
     ``mask``: ``cond`` runs nothing on padding, ``where`` runs zeros with zeros for weights, ``nothing`` runs
     what is there.
-    ``again``: what is under `jax.checkpoint`; ``products``: a stage, with a policy that keeps what products
-    give. ``collect``: ``put`` puts outputs away by microbatch, ``scan``
+    ``again``: what is under `jax.checkpoint`: a ``layer``, a ``stage``, or a whole ``iteration`` (of stages
+    that are one array; ``barriers``: with those that JAX puts there by default); ``products``: a stage, with
+    a policy that keeps what products give. ``collect``: ``put`` puts outputs away by microbatch, ``scan``
     cuts them from what the scan gives. ``inside``: whether the gradient is taken on each device.
     ``head``: where the loss is computed, ``behind`` the loop for all microbatches at once, or in it, on the
     last stage, under a ``cond``, or with its input masked by ``where``, or with a mask on the ``loss`` alone,
@@ -46,8 +47,8 @@ class Draw:
     after the other, or in ``two`` scans, or a norm ``behind`` or ``before`` their scan, with a weight of its
     own.
     ``shift``: how stages hand on where they are one array, under `vmap`, by ``roll``, by a concatenation
-    and a ``where``, by a ``pad`` and a slice or a ``dynamic`` one, or by ``concatenate`` with what enters; empty
-    where the step is written for a device, with `ppermute`.
+    and a ``where``, by a ``pad`` and a slice or a ``dynamic`` one, or by ``concatenate`` with what enters;
+    empty where the step is written for a device, with `ppermute`.
     """
 
     stages: int = 2
@@ -506,6 +507,8 @@ def stacked_outputs(
     rows = sharded(jnp.zeros((d.stages, d.rows), begun.dtype))
     start = start, rows, jnp.zeros_like(xs) if d.head == "behind" else jnp.zeros(d.microbatches)
     trips = d.microbatches + d.stages - 1
+    if d.again in ("iteration", "barriers"):
+        iteration = jax.checkpoint(iteration, prevent_cse=d.again == "barriers")
     (*_, outputs), given = lax.scan(iteration, start, jnp.arange(trips))
     return outputs if d.collect == "put" else given[d.stages - 1 :]
 

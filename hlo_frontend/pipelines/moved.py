@@ -78,10 +78,12 @@ class _Part(NamedTuple):
 
 
 class _Made(NamedTuple):
-    """``values`` of the body that differ in their shapes alone, and of which ``parts`` they are."""
+    """``values`` of the body that differ in their shapes alone, and of which ``parts`` they are. ``like``: a
+    collective that they come through, after which permutes in its place are named."""
 
     values: list[Instruction]
     parts: list[_Part]
+    like: Instruction
 
 
 @dataclass
@@ -111,6 +113,7 @@ class _Body:
         """The last value that is moved so, with all that are the same in other shapes."""
         found: list[Instruction] = []
         parts: list[_Part] = []
+        through: list[Instruction] = []
         for node in reversed(self.block.nodes):
             if node not in self.received or len(node.results) != 1:
                 continue
@@ -122,7 +125,8 @@ class _Body:
             own = self._parts(node, cone)
             if own and (not found or own == parts):
                 found, parts = [*found, node.instruction], own
-        return _Made(found, parts) if found else None
+                through += [n.instruction for n in cone.nodes if n.collective is not None]
+        return _Made(found, parts, through[0]) if found else None
 
     def _moves(self, node: Node) -> bool:
         own = node.instruction.computation is self.computation
@@ -251,7 +255,7 @@ def _written(module: Module, loop: Instruction, made: _Made, count: int) -> byte
     editor = Editor(module)
     body = loop.called[0]
     b = editor.within(body)
-    b.metadata = made.values[0].proto.metadata
+    b.metadata = made.like.proto.metadata
     shape = list(made.parts[0].source.shape.dimensions)
     whole: Any = None
     for part in made.parts:
@@ -259,6 +263,7 @@ def _written(module: Module, loop: Instruction, made: _Made, count: int) -> byte
         is_sent = any(source != target for source, target in part.pairs)
         if is_sent:
             value = permute(b, value, part.pairs)
+            value.name = editor.name(made.like.name)
         if whole is None and (is_sent or len(part.pairs) == count):
             whole = value  # zeros on others
         else:

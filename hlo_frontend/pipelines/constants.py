@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ..graph import Instruction
+from ..passes.pseudo_tokens import is_zero_literal
 from .emit import slice_of
 from .refusal import Refusal
 
@@ -65,3 +66,10 @@ def behind(instruction: Instruction) -> Instruction:
     while instruction.opcode == "copy":
         instruction = instruction.operands[0]
     return instruction
+
+
+def zero_constant(value: Instruction) -> bool:
+    """Whether a value is a constant of positive zeros."""
+    while value.opcode in ("broadcast", "copy", "reshape", "bitcast"):
+        value = value.operands[0]
+    return value.opcode == "constant" and is_zero_literal(value.proto.literal)

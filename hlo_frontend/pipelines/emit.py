@@ -213,6 +213,13 @@ class Builder(builder.Builder):
         fields = {"comparison_direction": "NE"}
         return self.add("compare", array_shape("pred"), [scalar, self.constant(0)], **fields)
 
+    def on_devices(self, devices: Sequence[int], count: int, array: Any, others: Any = None) -> Any:
+        """An array on these of ``count`` devices; on others ``others``, or zeros."""
+        table = np.zeros(count, np.int32)
+        table[list(devices)] = 1
+        own = self.is_one(self.lookup(table, [self.add("partition-id", array_shape("u32"))]))
+        return self.select(own, array, self.zeros(array.shape) if others is None else others)
+
     def conditional(
         self, predicate: Any, branches: Sequence[Builder], arguments: Sequence[Any], shape: Any,
         share: float | None = None,

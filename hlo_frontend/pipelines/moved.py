@@ -29,7 +29,6 @@ import numpy as np
 
 from stretto.collectives.ops import Kind
 
-from ..builder import array_shape
 from ..collectives import CollectiveReader
 from ..flatten import flatten
 from ..graph import Instruction, Module
@@ -267,7 +266,7 @@ def _written(module: Module, loop: Instruction, made: _Made, count: int) -> byte
         if whole is None and (is_sent or len(part.pairs) == count):
             whole = value  # zeros on others
         else:
-            whole = _on(b, [target for _, target in part.pairs], value, whole, count)
+            whole = b.on_devices([target for _, target in part.pairs], count, value, whole)
     stands = {v: _shaped(b, whole, list(v.shape.dimensions)) for v in made.values}
     editor.redirect(body, stands, body.instructions)
     if body.root in stands:
@@ -278,11 +277,3 @@ def _written(module: Module, loop: Instruction, made: _Made, count: int) -> byte
 
 def _shaped(b: Builder, value: Any, dimensions: Sequence[int]) -> Any:
     return value if list(value.shape.dimensions) == dimensions else b.reshape(value, dimensions)
-
-
-def _on(b: Builder, devices: Sequence[int], value: Any, others: Any, count: int) -> Any:
-    """A value on these devices; what ``others`` is, on others, or zeros."""
-    table = np.zeros(count, np.int32)
-    table[list(devices)] = 1
-    own = b.is_one(b.lookup(table, [b.add("partition-id", array_shape("u32"))]))
-    return b.select(own, value, b.zeros(value.shape) if others is None else others)

@@ -9,6 +9,7 @@ from typing import Any
 from ..builder import resized, tuple_shape
 from ..graph import Computation, Instruction
 from ..passes.valid.known import keeps_order
+from ..schema import TUPLE
 from .emit import Builder, Editor, fenced, needed_by
 from .rewrite import laid_out, shaped
 
@@ -19,6 +20,25 @@ MOVES = frozenset({"bitcast", "copy", "reshape"})
 def moves(value: Instruction) -> bool:
     """Whether a value is its operand's elements, in their order."""
     return value.opcode in MOVES and (value.opcode != "bitcast" or keeps_order(value))
+
+
+def moved_from(value: Instruction) -> Instruction:
+    """The value whose elements this one is, in their order, or itself."""
+    while moves(value):
+        value = value.operands[0]
+    return value
+
+
+def is_flat(loop: Instruction) -> bool:
+    """Whether it is a loop that carries a tuple of arrays, made where it begins and where its body ends."""
+    parts = loop.shape.tuple_shapes
+    return (
+        loop.opcode == "while"
+        and loop.called[0].root.opcode == "tuple"
+        and loop.operands[0].opcode == "tuple"
+        and all(p.element_type != TUPLE for p in parts)
+        and len(parts) > 0
+    )
 
 
 def after(body: Computation, seeds: Iterable[Instruction]) -> set[Instruction]:

@@ -28,7 +28,7 @@ from .chains import Execution, Followed, Origins
 from .constants import behind
 from .emit import Editor, carried_position, needed_by, slice_of
 from .inline import GROUPED, handed_on, inline, masked_behind, opened, past_barriers
-from .one_layer import MOVES, Stage, after, moves
+from .one_layer import MOVES, Stage, after, is_flat, moved_from, moves
 from .recognize import follow
 from .refusal import Refusal, about
 from .sameness import INTEGERS
@@ -54,7 +54,7 @@ def outlined(
     bodies: dict[Instruction, _Body] = {}
     for name in names:
         node = nodes[name]
-        if node in followed.origins and _is_flat(node.instruction):
+        if node in followed.origins and is_flat(node.instruction):
             bodies[node.instruction] = _Body(followed, node, bodies, name in apart)
     stages = [s for body in reversed(bodies.values()) if (s := body.stage()) is not None]
     if all(stage.is_loop for stage in stages):
@@ -84,16 +84,6 @@ def _check_within(loop: Instruction) -> None:
                 "where an array is split or joined along a dimension that a mesh axis divides (the q, k and "
                 "v of one product): split it along one that is whole"
             )
-
-
-def _is_flat(loop: Instruction) -> bool:
-    parts = loop.shape.tuple_shapes
-    return (
-        loop.called[0].root.opcode == "tuple"
-        and loop.operands[0].opcode == "tuple"
-        and all(p.element_type != TUPLE for p in parts)
-        and len(parts) > 0
-    )
 
 
 # Conditionals around a stage.
@@ -129,7 +119,7 @@ def _rests(caller: Instruction) -> bool:
 def _way(loop: Instruction) -> list[Instruction]:
     """What a body computes between what it receives and what it sends."""
     body = loop.called[0]
-    if not _is_flat(loop):
+    if not is_flat(loop):
         return []
     permutes = _permutes(body)
     received = [r for p in permutes for r in _received(body, p, _may_hand_on)]
@@ -174,14 +164,14 @@ def _may_hand_on(value: Instruction, _: Instruction) -> bool:
 
 def _sent(body: Computation, permute: Instruction) -> Instruction:
     """What a permute sends, be it of the iteration before, and be it masked there."""
-    value = carried = _moved(permute.operands[0])
+    value = carried = moved_from(permute.operands[0])
     while carried.opcode == "select":
-        others = [o for o in map(_moved, carried.operands[1:]) if not _is_fixed(body, o)]
+        others = [o for o in map(moved_from, carried.operands[1:]) if not _is_fixed(body, o)]
         if len(others) != 1:
             break
         (carried,) = others
     position = carried_position(carried)
-    return value if position is None else _moved(body.root.operands[position])
+    return value if position is None else moved_from(body.root.operands[position])
 
 
 def _is_fixed(body: Computation, value: Instruction) -> bool:
@@ -192,12 +182,6 @@ def _is_fixed(body: Computation, value: Instruction) -> bool:
     return value.opcode == "constant" or (
         value.opcode == "broadcast" and _is_fixed(body, value.operands[0])
     )
-
-
-def _moved(value: Instruction) -> Instruction:
-    while moves(value):
-        value = value.operands[0]
-    return value
 
 
 # Stages.

@@ -14,9 +14,9 @@ import numpy as np
 from stretto.collectives.ops import Collective, Kind, Reduction
 
 from ..passes.bytes.device_values import DeviceValues
-from ..passes.pseudo_tokens import is_zero_literal
 from ..passes.valid.known import FOLLOWED, is_reshape, starts_of
 from ..values import Node, NodeKind, Value, operand_shape, result_shape
+from .constants import zero_constant
 
 _MOVING = frozenset({Kind.PERMUTE, Kind.ALL_GATHER, Kind.ALL_TO_ALL})
 # Reductions of which zeros change nothing, of numbers without a minus zero.
@@ -197,14 +197,7 @@ def data(node: Node) -> list[Value]:
 def is_zero(value: Value) -> bool:
     """Whether it is a constant of positive zeros."""
     node = value.root.node
-    instruction = node.instruction if node is not None else None
-    while instruction is not None and instruction.opcode in ("broadcast", *SHAPES):
-        instruction = instruction.operands[0]
-    return (
-        instruction is not None
-        and instruction.opcode == "constant"
-        and is_zero_literal(instruction.proto.literal)
-    )
+    return node is not None and zero_constant(node.instruction)
 
 
 def kept_whole(node: Node) -> int:

@@ -13,11 +13,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ..graph import Computation, Instruction, Module
-from .constants import behind
+from .constants import behind, zero_constant
 from .emit import Editor, carried_position
 from .inline import before_barrier, handed_on
-from .one_layer import moves
-from .stacked_body import zero_constant
+from .one_layer import is_flat, moved_from, moves
 
 
 class _Kept(NamedTuple):
@@ -36,19 +35,11 @@ def received(serialized: bytes) -> bytes | None:
     found: bytes | None = None
     while True:
         module = Module.parse(serialized if found is None else found)
-        loops = [i for i in module.entry.instructions if _is_flat(i)]
+        loops = [i for i in module.entry.instructions if is_flat(i)]
         kept = next((k for loop in loops for k in map(_kept, _stacks(loop)) if k is not None), None)
         if kept is None:
             return found
         found = _written(module, kept)
-
-
-def _is_flat(loop: Instruction) -> bool:
-    return (
-        loop.opcode == "while"
-        and loop.called[0].root.opcode == "tuple"
-        and loop.operands[0].opcode == "tuple"
-    )
 
 
 class _Stack(NamedTuple):
@@ -79,7 +70,7 @@ def _kept(stack: _Stack) -> _Kept | None:
     """None where it is read for other things, or is not what another loop has put there."""
     again = _sent_again(stack)
     made = handed_on(stack.loop.operands[0].operands[stack.position])
-    if not again or made.opcode != "get-tuple-element" or not _is_flat(made.operands[0]):
+    if not again or made.opcode != "get-tuple-element" or not is_flat(made.operands[0]):
         return None
     there, position = made.operands[0], int(made.proto.tuple_index)
     body = there.called[0]
@@ -96,8 +87,8 @@ def _kept(stack: _Stack) -> _Kept | None:
         or not _goes_only_into(update, body.root)
     ):
         return None
-    put = _moved(update.operands[1])
-    sent = [i for i in body.instructions if _is_permute(i) and _moved(i.operands[0]) is put]
+    put = moved_from(update.operands[1])
+    sent = [i for i in body.instructions if _is_permute(i) and moved_from(i.operands[0]) is put]
     alike = [i for i in sent if all(_pairs(i) == _pairs(other) for other in again)]
     return _Kept(update, alike[0], again, stack.loop) if alike else None
 
@@ -150,12 +141,6 @@ def _is_permute(value: Instruction) -> bool:
 
 def _pairs(permute: Instruction) -> list[tuple[int, int]]:
     return sorted((p.source, p.target) for p in permute.proto.source_target_pairs)
-
-
-def _moved(value: Instruction) -> Instruction:
-    while moves(value):
-        value = value.operands[0]
-    return value
 
 
 def _goes_only_to(made: Instruction, stack: _Stack) -> bool:

@@ -8,20 +8,16 @@ from collections.abc import Iterable, Sequence
 from math import prod
 from typing import Any
 
-import numpy as np
-
 from stretto.collectives.ops import Kind
 
-from ..builder import array_shape
 from ..collectives import CollectiveReader
 from ..graph import Instruction, Module
-from ..passes.pseudo_tokens import is_zero_literal
 from ..passes.valid.known import is_reshape
 from ..passes.valid.trace import Forward, LoopTrace
 from ..values import BlockGraph, Node, Value
 from .chains import Execution, Origins
 from .connected import connected
-from .constants import Constants, behind
+from .constants import Constants, behind, zero_constant
 from .emit import Builder, Editor, carried_position
 from .refusal import Refusal
 from .sameness import Class, Sameness
@@ -189,10 +185,7 @@ class Body:
 
     def only_on(self, b: Builder, devices: Sequence[int], array: Any) -> Any:
         """An array on these devices, zeros on others."""
-        table = np.zeros(self.count, np.int32)
-        table[list(devices)] = 1
-        own = b.is_one(b.lookup(table, [b.add("partition-id", array_shape("u32"))]))
-        return b.select(own, array, b.zeros(array.shape))
+        return b.on_devices(devices, self.count, array)
 
     # All-reduces of what one device has.
 
@@ -331,10 +324,3 @@ class Body:
         if value in constants.inits:
             return zero_constant(constants.inits[value])
         return zero_constant(value)
-
-
-def zero_constant(value: Instruction) -> bool:
-    """Whether a value is a constant of positive zeros."""
-    while value.opcode in ("broadcast", "copy", "reshape", "bitcast"):
-        value = value.operands[0]
-    return value.opcode == "constant" and is_zero_literal(value.proto.literal)

@@ -255,6 +255,22 @@ class Builder(builder.Builder):
         self.proto.instructions.extend(self._later)
 
 
+def divided(b: Builder, reduced: Instruction, parts: Sequence[Sequence[int]]) -> list[Any]:
+    """The results of an all-reduce of several arrays, in whose place there is one for each of ``parts``,
+    positions of its arrays, and one for what is in none of them. ``b`` replaces it, and is ended."""
+    named = {n for part in parts for n in part}
+    others = [n for n in range(len(reduced.operands)) if n not in named]
+    results: dict[int, Any] = {}
+    for own in [*parts, *([others] if others else [])]:
+        made = b.copy(reduced, [reduced.operands[n].proto for n in own])
+        shapes = [reduced.operands[n].shape for n in own]
+        made.shape.CopyFrom(shapes[0] if len(own) == 1 else builder.tuple_shape(shapes))
+        results |= zip(own, [made] if len(own) == 1 else b.elements(made), strict=True)
+    whole = [results[n] for n in range(len(reduced.operands))]
+    b.stand_in(whole)
+    return whole
+
+
 def fenced(
     b: Builder, inner: Builder, k: Any, arguments: Sequence[Any], shapes: Sequence[Any]
 ) -> list[Any]:

@@ -9,16 +9,13 @@ computes can be left to one stage (`by_owner`), and the stages keep theirs.
 
 from __future__ import annotations
 
-from typing import Any
-
-from ..builder import tuple_shape
 from ..collectives import CollectiveReader
 from ..flatten import flatten
-from ..graph import Instruction, Module
+from ..graph import Module
 from ..passes.valid.trace import is_transfer
 from ..values import Node, NodeKind
 from .connected import connected, side_by_side
-from .emit import Builder, Editor
+from .emit import Editor, divided
 from .inline import all_take_part
 from .sameness import Class, Sameness
 
@@ -39,7 +36,8 @@ def apart(serialized: bytes, num_partitions: int) -> bytes:
             reduced = collective.instruction
             alike = [classes.get(o) is Class.SAME for o in reduced.operands]
             if reduced.opcode == "all-reduce" and len(set(alike)) == 2:
-                _divide(editor.replace(reduced), reduced, alike)
+                same = [n for n, is_alike in enumerate(alike) if is_alike]
+                divided(editor.replace(reduced), reduced, [same])
     return editor.finish()
 
 
@@ -48,15 +46,3 @@ def _loops(module: Module, reader: CollectiveReader) -> list[Node]:
         n for n in flatten(module.entry, reader).nodes
         if n.kind is NodeKind.LOOP and any(map(is_transfer, n.blocks[1].nodes))
     ]  # fmt: skip
-
-
-def _divide(b: Builder, reduced: Instruction, alike: list[bool]) -> None:
-    """Make two of an all-reduce of several arrays: that of those that are alike, and that of others."""
-    results: dict[int, Any] = {}
-    for which in (True, False):
-        own = [n for n, is_alike in enumerate(alike) if is_alike is which]
-        made = b.copy(reduced, [reduced.operands[n].proto for n in own])
-        shapes = [reduced.operands[n].shape for n in own]
-        made.shape.CopyFrom(shapes[0] if len(own) == 1 else tuple_shape(shapes))
-        results |= zip(own, [made] if len(own) == 1 else b.elements(made), strict=True)
-    b.stand_in([results[n] for n in range(len(alike))])

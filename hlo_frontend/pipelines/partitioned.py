@@ -11,7 +11,7 @@ each other but what a stage takes:
 - An all-reduce to which one member of each group gives something, and the others zeros, and whose result is
   only put away in an array that begins with zeros, or added to it, is made behind the loop, of the whole
   array. The member puts its own value away, the others zeros: each element is then, for it, the sum of the
-  same numbers in the same order.
+  same numbers in the same order. XLA combines all-reduces: each array of one may be summed up by itself.
   Where it is used for more, as by a loss in the loop, that is left to this member (`by_owner`), be it with
   what communicates in it taken apart first (`heads`).
 - A permute of values that are the same on all devices that it connects is not needed: its target takes its
@@ -107,7 +107,11 @@ def _once(given: Localized, count: int, *, leaves: bool, sums: bool = False) -> 
             if name in whys or node.collective is None:
                 continue
             try:
-                if _reduces(node):
+                if _reduces(node) and len(node.results) > 1:
+                    if alone := body.from_one(node):
+                        given.module = body.apart(node, alone)
+                        return True
+                elif _reduces(node):
                     given.module = body.behind_the_loop(node)
                     return True
                 if node.collective.kind is Kind.PERMUTE and body.is_local(node):
@@ -137,5 +141,4 @@ def _reduces(node: Node) -> bool:
         node.collective is not None
         and node.instruction.opcode == "all-reduce"
         and node.collective.reduction is Reduction.SUM
-        and len(node.results) == 1
     )

@@ -4,6 +4,7 @@ devices, and what becomes of its collectives (see `partitioned`).
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Sequence
 from math import prod
 from typing import Any
@@ -18,7 +19,7 @@ from ..values import BlockGraph, Node, Value
 from .chains import Execution, Origins
 from .connected import connected
 from .constants import Constants, behind, zero_constant
-from .emit import Builder, Editor, carried_position
+from .emit import Builder, Editor, carried_position, divided
 from .refusal import Refusal
 from .sameness import Class, Sameness
 
@@ -210,8 +211,32 @@ class Body:
                 b.stand_in(summed)
         return editor.finish()
 
-    def given(self, node: Node) -> tuple[Value, list[int]]:
-        """What one device of each group gives to an all-reduce, and these devices."""
+    def from_one(self, node: Node) -> list[int]:
+        """The arrays of an all-reduce of several to which one device of each group gives something."""
+        found = []
+        for n in range(len(node.results)):
+            with contextlib.suppress(Refusal):
+                self.given(node, n)
+                found.append(n)
+        return found
+
+    def apart(self, node: Node, alone: Sequence[int]) -> bytes:
+        """The module with an all-reduce of several arrays as one for each of ``alone``, and one for the
+        others. XLA combines them."""
+        editor, reduced = Editor(self.module), node.instruction
+        results = divided(editor.replace(reduced), reduced, [[n] for n in alone])
+        read = [
+            i
+            for i in self.computation.instructions
+            if i.opcode == "get-tuple-element" and i.operands[0] is reduced
+        ]
+        stands = {i: results[i.proto.tuple_index] for i in read}
+        editor.redirect(self.computation, stands, self.computation.instructions)
+        editor.sweep(self.computation)
+        return editor.finish()
+
+    def given(self, node: Node, n: int = 0) -> tuple[Value, list[int]]:
+        """What one device of each group gives to an all-reduce, as its array ``n``, and these devices."""
         assert node.collective is not None
         what = f"what {node.instruction.describe()} sums up"
         found: set[Value] = set()
@@ -220,7 +245,7 @@ class Body:
             if len({self.pipeline_of[d] for d in group}) > 1:
                 raise Refusal(f"{what} is of devices that no permute connects")
             own = {
-                d: s for d in group if (s := self._source(node.operands[0], d, until_same=False))
+                d: s for d in group if (s := self._source(node.operands[n], d, until_same=False))
             }
             if len(own) != 1:
                 raise Refusal(f"{what} is given by {len(own)} devices of a group, not by one alone")
@@ -232,7 +257,7 @@ class Body:
         if len(found) != 1:
             raise Refusal(f"{what} is not one value of the loop's body")
         (value,) = found
-        type = node.results[0].type
+        type = node.results[n].type
         if (
             type is None or value.type is None or value.type.dtype != type.dtype
             or prod(value.type.shape) != prod(type.shape)

@@ -15,7 +15,7 @@ from gpipe import inputs, layer, weights
 from interpreter import Interpreter
 from jax import lax
 from jax.sharding import NamedSharding
-from random_steps import Step, compare, compiled
+from random_steps import Step, WrittenStep, compare, compiled
 from training_steps import Draw, program, stacked_outputs
 
 from stretto.collectives.types import TensorType
@@ -65,7 +65,7 @@ def test_an_iteration_that_is_computed_again():
 
 
 def test_where_to_put_what_is_computed_again_is_said():
-    found = compare(Draw(shift="roll", again="iteration", stage="two", mask="where"), "1f1b")
+    found = compare(Draw(shift="roll", again="iteration", head="cond", mask="where"), "1f1b")
     assert "Put jax.checkpoint around the stage" in found.whys[0]
 
 
@@ -285,6 +285,79 @@ def test_sums_that_stay_in_the_loop(given, start, why):
     assert count >= 1 and equal and why in found
     found, equal = interleaved(looped(3, 4, given, start))
     assert equal and "not only by permutes" in found and why in found
+
+
+def test_sums_that_are_one_are_taken_apart():
+    """What the last stage gives is put away behind the loop. What all give, in the same sum, stays."""
+
+    def given(stage, y):
+        mine, _ = lax.psum((jnp.where(stage == 2, y, 0), jnp.sin(y)), "x")
+        return mine
+
+    def both(stage, y):
+        mine, of_all = lax.psum((jnp.where(stage == 2, y, 0), jnp.sin(y)), "x")
+        return mine + of_all
+
+    for own, left in (given, []), (both, [1]):
+        written = compiled(looped(3, 4, own), GIVEN, 3, "gpipe")
+        made = localized(written.source.hlo, 1, 3).module
+        loops = [i for i in Module.parse(made).entry.instructions if i.opcode == "while"]
+        inside = [i for loop in loops for i in all_instructions(loop.called[0])]
+        assert [len(i.operands) for i in inside if i.opcode == "all-reduce"] == left
+        assert bits_of(compile_hlo(made, 1, 3)) == bits_of(written)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+def test_what_an_encoder_gave_goes_with_a_microbatch(schedule):
+    """Two arrays go from stage to stage, and the gradients of both come back, to what was before the loop."""
+    stages, microbatches, over = 2, 4, mesh(2)
+    numbers = jnp.arange(stages)
+
+    def step(layers, code, xs):
+        memory = jnp.tanh(xs @ code)
+
+        def iteration(carry, i):
+            taken = [jnp.roll(c, 1, 0) for c in carry[:2]]
+            entering = jnp.clip(i, 0, microbatches - 1)
+            taken = [t.at[0].set(a[entering]) for t, a in zip(taken, (xs, memory), strict=True)]
+
+            def one(w, x, read, working):
+                def layer(x, w):
+                    return x + jnp.tanh(x @ w["w1"] + read) @ w["w2"], None
+
+                w, x, read = jax.tree.map(lambda a: jnp.where(working, a, 0), (w, x, read))
+                return lax.scan(layer, x, w)[0], read
+
+            working = (i >= numbers) & (i - numbers < microbatches)
+            y, read = jax.vmap(one)(layers, *taken, working)
+            y, read = (lax.with_sharding_constraint(a, by_stage) for a in (y, read))
+            out = i - (stages - 1)
+            put = carry[2].at[jnp.clip(out, 0, microbatches - 1)].set(y[-1])
+            return (y, read, jnp.where(out >= 0, put, carry[2])), None
+
+        zeros = jnp.zeros((stages, *xs.shape[1:]), xs.dtype)
+        trips = jnp.arange(microbatches + stages - 1)
+        (_, _, outputs), _ = lax.scan(iteration, (zeros, zeros, jnp.zeros_like(xs)), trips)
+        return jnp.sum(outputs**2)
+
+    by_stage, all_of_it = NamedSharding(over, P("x")), NamedSharding(over, P())
+    rng = np.random.default_rng(0)
+    layers = {
+        k: (rng.standard_normal((stages, 2, 8, 8)) * 0.4).astype(np.float32) for k in ("w1", "w2")
+    }
+    code = rng.standard_normal((8, 8)).astype(np.float32)
+    given = layers, code, rng.standard_normal((microbatches, 4, 8)).astype(np.float32)
+    function = jax.jit(
+        jax.value_and_grad(step, argnums=(0, 1, 2)),
+        in_shardings=(by_stage, all_of_it, all_of_it),
+    )
+    found = WrittenStep(function, given, [P("x"), P("x"), P(), P()], over)
+    ran = found.judged(schedule).ran
+    found.check_written()
+    assert ran is not None
+    # All stages have what the encoder gave, which is not sent there. Two gradients are sent back.
+    assert ran.messages == {(0, 1): microbatches, (1, 0): 2 * microbatches}
 
 
 def test_what_stages_compute_together_is_not_left_to_one():

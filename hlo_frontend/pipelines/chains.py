@@ -71,7 +71,7 @@ class Origins:
                 at = Execution(at.iteration - 1, at.device)
                 value = self.block.results[self._index[root]]
                 continue
-            place = self._slot(root.node, at)
+            place = self.slot(root.node, at)
             if (
                 place is not None
                 and root.node.instruction.opcode == "dynamic-slice"
@@ -118,7 +118,7 @@ class Origins:
         is_zero = self.is_zero(zeros, at) and self.is_zero(test.operands[1], at)
         return other if is_zero else None
 
-    def _slot(self, node: Node, at: Execution) -> int | None:
+    def slot(self, node: Node, at: Execution) -> int | None:
         """The number of the slice along the first dimension that a node reads or writes, if it is known."""
         opcode = node.instruction.opcode
         if opcode == "dynamic-slice":

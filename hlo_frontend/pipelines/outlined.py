@@ -32,6 +32,7 @@ from .one_layer import MOVES, Stage, after, is_flat, moved_from, moves
 from .recognize import follow
 from .refusal import Refusal, about
 from .sameness import INTEGERS
+from .taken import as_taken
 
 _IDLE = MOVES | {"broadcast", "constant", "get-tuple-element", "iota", "parameter", "tuple"}
 
@@ -48,9 +49,11 @@ def outlined(
         whole = _unwrapped(module, name)
         apart |= {name} if whole is not module and not splits else set()
         module = masked_behind(past_barriers(opened(whole, name), name), name)
-    entry = flatten(module.entry, CollectiveReader(num_replicas, num_partitions))
-    followed = follow(entry, num_replicas, num_partitions)
-    nodes = {n.instruction.name: n for n in entry.nodes if n.instruction.name in names}
+    followed, nodes = _followed(module, names, num_replicas, num_partitions)
+    other = as_taken(module, list(nodes.values()), followed)
+    if other is not None:
+        module = other
+        followed, nodes = _followed(module, names, num_replicas, num_partitions)
     bodies: dict[Instruction, _Body] = {}
     for name in names:
         node = nodes[name]
@@ -69,6 +72,14 @@ def outlined(
             with about(name):
                 _check_within(nodes[name].instruction)
         raise
+
+
+def _followed(
+    module: Module, names: Sequence[str], num_replicas: int, num_partitions: int
+) -> tuple[Followed, dict[str, Node]]:
+    entry = flatten(module.entry, CollectiveReader(num_replicas, num_partitions))
+    nodes = {n.instruction.name: n for n in entry.nodes if n.instruction.name in names}
+    return follow(entry, num_replicas, num_partitions), nodes
 
 
 def _check_within(loop: Instruction) -> None:

@@ -12,21 +12,20 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ..graph import Computation, Instruction, Module
-from .constants import behind, zero_constant
-from .emit import Editor, carried_position
-from .inline import before_barrier, handed_on
+from ..graph import Instruction, Module
+from .constants import zero_constant
+from .emit import Editor
+from .inline import before_barrier
+from .kept_stacks import Stack, is_row, stacks, users_of
 from .one_layer import is_flat, moved_from, moves
 
 
 class _Kept(NamedTuple):
-    """``update`` puts a row of the stack there, of which the forward loop ``received`` what ``again``
-    receive, in the body of the loop ``back``."""
+    """Of a stack the forward loop ``received`` what ``again`` receive in the other one."""
 
-    update: Instruction
+    stack: Stack
     received: Instruction
     again: list[Instruction]
-    back: Instruction
 
 
 def received(serialized: bytes) -> bytes | None:
@@ -36,67 +35,28 @@ def received(serialized: bytes) -> bytes | None:
     while True:
         module = Module.parse(serialized if found is None else found)
         loops = [i for i in module.entry.instructions if is_flat(i)]
-        kept = next((k for loop in loops for k in map(_kept, _stacks(loop)) if k is not None), None)
+        kept = next((k for loop in loops for k in map(_kept, stacks(loop)) if k is not None), None)
         if kept is None:
             return found
         found = _written(module, kept)
 
 
-class _Stack(NamedTuple):
-    """An array that ``loop`` only reads, from its carry at ``position``."""
-
-    loop: Instruction
-    position: int
-
-
-def _stacks(loop: Instruction) -> list[_Stack]:
-    body = loop.called[0]
-    return [
-        _Stack(loop, n)
-        for n, result in enumerate(body.root.operands)
-        if carried_position(behind(result)) == n and not _reads(loop.called[1], n)
-    ]
-
-
-def _reads(computation: Computation, position: int) -> list[Instruction]:
-    return [i for i in computation.instructions if carried_position(i) == position]
-
-
-def _users(value: Instruction) -> list[Instruction]:
-    return [i for i in value.computation.instructions if value in i.operands]
-
-
-def _kept(stack: _Stack) -> _Kept | None:
-    """None where it is read for other things, or is not what another loop has put there."""
+def _kept(stack: Stack) -> _Kept | None:
+    """None where it is read for other things, or is not sent where it is put there."""
     again = _sent_again(stack)
-    made = handed_on(stack.loop.operands[0].operands[stack.position])
-    if not again or made.opcode != "get-tuple-element" or not is_flat(made.operands[0]):
+    if not again or not zero_constant(stack.begin):  # a row of them is received as it is sent
         return None
-    there, position = made.operands[0], int(made.proto.tuple_index)
-    body = there.called[0]
-    update = behind(body.root.operands[position])
-    begins = there.operands[0].operands[position]
-    if (
-        update.opcode != "dynamic-update-slice"
-        or carried_position(behind(update.operands[0])) != position
-        or not _is_row(update.operands[1], update)
-        or not zero_constant(begins)  # a row of them is received as it is sent
-        or _reads(there.called[1], position)
-        or not _goes_only_to(made, stack)
-        or not all(_goes_only_into(i, update) for i in _reads(body, position))
-        or not _goes_only_into(update, body.root)
-    ):
-        return None
-    put = moved_from(update.operands[1])
+    put = moved_from(stack.update.operands[1])
+    body = stack.there.called[0]
     sent = [i for i in body.instructions if _is_permute(i) and moved_from(i.operands[0]) is put]
     alike = [i for i in sent if all(_pairs(i) == _pairs(other) for other in again)]
-    return _Kept(update, alike[0], again, stack.loop) if alike else None
+    return _Kept(stack, alike[0], again) if alike else None
 
 
-def _sent_again(stack: _Stack) -> list[Instruction]:
+def _sent_again(stack: Stack) -> list[Instruction]:
     """The permutes of rows of a stack, if nothing else is done with them; otherwise none."""
-    body = stack.loop.called[0]
-    wholes = set(_reads(body, stack.position))
+    body = stack.back.called[0]
+    wholes = set(stack.reads())
     rows: set[Instruction] = set()
     permutes: list[Instruction] = []
     for value in body.instructions:
@@ -108,7 +68,7 @@ def _sent_again(stack: _Stack) -> list[Instruction]:
         elif value.opcode == "copy" and source in wholes:
             wholes.add(value)
         elif value.opcode == "dynamic-slice" and source in wholes:
-            if not _is_row(value, value.operands[0]):
+            if not is_row(value, value.operands[0]):
                 return []
             rows.add(value)
         elif source in rows and (moves(value) or before_barrier(value) is not None):
@@ -124,15 +84,11 @@ def _sent_again(stack: _Stack) -> list[Instruction]:
 
 def _is_for_barriers(value: Instruction) -> bool:
     """Whether a tuple goes only through barriers, from which its elements are taken."""
-    barriers = _users(value)
+    barriers = users_of(value)
     return value.opcode == "tuple" and all(
-        b.opcode == "opt-barrier" and all(u.opcode == "get-tuple-element" for u in _users(b))
+        b.opcode == "opt-barrier" and all(u.opcode == "get-tuple-element" for u in users_of(b))
         for b in barriers
     )
-
-
-def _is_row(part: Instruction, whole: Instruction) -> bool:
-    return list(part.shape.dimensions) == [1, *whole.shape.dimensions[1:]]
 
 
 def _is_permute(value: Instruction) -> bool:
@@ -143,42 +99,14 @@ def _pairs(permute: Instruction) -> list[tuple[int, int]]:
     return sorted((p.source, p.target) for p in permute.proto.source_target_pairs)
 
 
-def _goes_only_to(made: Instruction, stack: _Stack) -> bool:
-    """Whether a result of a loop goes only into a stack that another one reads."""
-    loop, index = made.operands[0], made.proto.tuple_index
-    todo = [
-        i for i in _users(loop) if i.opcode != "get-tuple-element" or i.proto.tuple_index == index
-    ]
-    while todo:
-        value = todo.pop()
-        for user in _users(value):
-            own = [n for n, o in enumerate(user.operands) if o is value]
-            if user.opcode == "copy":
-                todo.append(user)
-            elif user is not stack.loop.operands[0] or own != [stack.position]:
-                return False
-    return _users(stack.loop.operands[0]) == [stack.loop]
-
-
-def _goes_only_into(value: Instruction, last: Instruction) -> bool:
-    todo = [value]
-    while todo:
-        for user in _users(todo.pop()):
-            if user.opcode == "copy":
-                todo.append(user)
-            elif user is not last:
-                return False
-    return True
-
-
 def _written(module: Module, kept: _Kept) -> bytes:
     editor = Editor(module)
-    body = kept.update.computation
-    b = editor.within(body)
-    row = b.reshape(b.own(kept.received), list(kept.update.operands[1].shape.dimensions))
-    b.own(kept.update).operand_ids[1] = row.id
-    editor.sweep(body)
-    body = kept.back.called[0]
+    update = kept.stack.update
+    b = editor.within(update.computation)
+    row = b.reshape(b.own(kept.received), list(update.operands[1].shape.dimensions))
+    b.own(update).operand_ids[1] = row.id
+    editor.sweep(update.computation)
+    body = kept.stack.back.called[0]
     b = editor.within(body)
     stands = {p: b.reshape(b.own(p.operands[0]), list(p.shape.dimensions)) for p in kept.again}
     editor.redirect(body, stands, body.instructions)

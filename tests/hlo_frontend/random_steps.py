@@ -186,8 +186,9 @@ def main() -> int:
     schedules = options.schedule.split(",")
     for seed in range(options.seed, options.seed + options.count):
         d = (draw_stacked if options.stacked else draw)(random.Random(seed))
+        d = replace(d, again=options.again or d.again)
         if options.stacked:
-            d = replace(d, shift=options.shift or d.shift, again=options.again or d.again)
+            d = replace(d, shift=options.shift or d.shift)
         if INTERLEAVED in schedules:  # which divides the layers of a loop
             d = replace(d, layers=d.layers + d.layers % CHUNKS, stage="scan")
         step = Step(d)

@@ -24,8 +24,8 @@ class Draw:
     """``axes``: of the mesh; x is that of stages, d of data and y of tensors; each but x has two devices.
     ``mask``: ``cond`` runs nothing on padding, ``where`` runs zeros with zeros for weights, ``nothing`` runs
     what is there.
-    ``again``: what is under `jax.checkpoint`: a ``layer``, a ``stage``, or a whole ``iteration`` (of stages
-    that are one array; ``barriers``: with those that JAX puts there by default); ``products``: a stage, with
+    ``again``: what is under `jax.checkpoint`: a ``layer``, a ``stage``, or a whole ``iteration``
+    (``barriers``: with those that JAX puts there by default); ``products``: a stage, with
     a policy that keeps what products give. ``collect``: ``put`` puts outputs away by microbatch, ``scan``
     cuts them from what the scan gives. ``inside``: whether the gradient is taken on each device.
     ``head``: where the loss is computed, ``behind`` the loop for all microbatches at once, or in it, on the
@@ -241,6 +241,13 @@ def run_of(d: Draw, own_layer: Any, handed: Any, given: Any) -> Any:
     return lax.scan(own_layer, handed, given)
 
 
+def iteration_of(d: Draw, iteration: Any) -> Any:
+    """An iteration, be it computed again in the backward pass."""
+    if d.again not in ("iteration", "barriers"):
+        return iteration
+    return jax.checkpoint(iteration, prevent_cse=d.again == "barriers")
+
+
 def outputs_of(
     d: Draw, layers: Any, xs: jax.Array, head: jax.Array, wanted: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
@@ -344,7 +351,7 @@ def outputs_of(
     )
     trips = d.microbatches + d.stages - 1
     (*_, outputs, metric, count, total, labelled), given = lax.scan(
-        iteration, start, jnp.arange(trips)
+        iteration_of(d, iteration), start, jnp.arange(trips)
     )
     found = given[d.stages - 1 :] if d.collect == "scan" else outputs
     if d.shared == "psum":
@@ -507,9 +514,7 @@ def stacked_outputs(
     rows = sharded(jnp.zeros((d.stages, d.rows), begun.dtype))
     start = start, rows, jnp.zeros_like(xs) if d.head == "behind" else jnp.zeros(d.microbatches)
     trips = d.microbatches + d.stages - 1
-    if d.again in ("iteration", "barriers"):
-        iteration = jax.checkpoint(iteration, prevent_cse=d.again == "barriers")
-    (*_, outputs), given = lax.scan(iteration, start, jnp.arange(trips))
+    (*_, outputs), given = lax.scan(iteration_of(d, iteration), start, jnp.arange(trips))
     return outputs if d.collect == "put" else given[d.stages - 1 :]
 
 

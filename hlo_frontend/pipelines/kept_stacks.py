@@ -1,0 +1,106 @@
+"""Stacks that one loop of the entry computation fills, a row in each iteration, for another one to read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..graph import Computation, Instruction
+from .constants import behind
+from .emit import carried_position
+from .inline import handed_on
+from .one_layer import is_flat
+
+
+@dataclass(frozen=True, eq=False)
+class Stack:
+    """``update`` puts a row into an array that ``there`` carries, which ``back`` only reads, from its carry
+    at ``position``, and nothing else does."""
+
+    there: Instruction
+    update: Instruction
+    back: Instruction
+    position: int
+
+    @property
+    def begin(self) -> Instruction:
+        """What the array begins with."""
+        body = self.there.called[0]
+        index = next(n for n, r in enumerate(body.root.operands) if behind(r) is self.update)
+        return self.there.operands[0].operands[index]
+
+    def reads(self) -> list[Instruction]:
+        """The reads of the carry in the body of ``back``."""
+        return reads_of(self.back.called[0], self.position)
+
+
+def stacks(back: Instruction) -> list[Stack]:
+    """The stacks that a loop reads."""
+    found = (
+        _stack(back, n)
+        for n, result in enumerate(back.called[0].root.operands)
+        if carried_position(behind(result)) == n and not reads_of(back.called[1], n)
+    )
+    return [stack for stack in found if stack is not None]
+
+
+def _stack(back: Instruction, position: int) -> Stack | None:
+    made = handed_on(back.operands[0].operands[position])
+    if made.opcode != "get-tuple-element" or not is_flat(made.operands[0]):
+        return None
+    there, index = made.operands[0], int(made.proto.tuple_index)
+    body = there.called[0]
+    update = behind(body.root.operands[index])
+    if (
+        update.opcode != "dynamic-update-slice"
+        or carried_position(behind(update.operands[0])) != index
+        or not is_row(update.operands[1], update)
+        or reads_of(there.called[1], index)
+        or not all(_goes_only_into(i, update) for i in reads_of(body, index))
+        or not _goes_only_into(update, body.root)
+    ):
+        return None
+    stack = Stack(there, update, back, position)
+    return stack if _goes_only_to(made, stack) else None
+
+
+def is_row(part: Instruction, whole: Instruction) -> bool:
+    """Whether an array has the shape of one row of another one."""
+    return list(part.shape.dimensions) == [1, *whole.shape.dimensions[1:]]
+
+
+def reads_of(computation: Computation, position: int) -> list[Instruction]:
+    """The reads of what a loop carries at a position, in its body or condition."""
+    return [i for i in computation.instructions if carried_position(i) == position]
+
+
+def users_of(value: Instruction) -> list[Instruction]:
+    """What reads a value in its computation."""
+    return [i for i in value.computation.instructions if value in i.operands]
+
+
+def _goes_only_to(made: Instruction, stack: Stack) -> bool:
+    """Whether a result of a loop goes only into a stack that another one reads."""
+    loop, index = made.operands[0], made.proto.tuple_index
+    todo = [
+        i for i in users_of(loop) if i.opcode != "get-tuple-element" or i.proto.tuple_index == index
+    ]
+    while todo:
+        value = todo.pop()
+        for user in users_of(value):
+            own = [n for n, o in enumerate(user.operands) if o is value]
+            if user.opcode == "copy":
+                todo.append(user)
+            elif user is not stack.back.operands[0] or own != [stack.position]:
+                return False
+    return users_of(stack.back.operands[0]) == [stack.back]
+
+
+def _goes_only_into(value: Instruction, last: Instruction) -> bool:
+    todo = [value]
+    while todo:
+        for user in users_of(todo.pop()):
+            if user.opcode == "copy":
+                todo.append(user)
+            elif user is not last:
+                return False
+    return True

@@ -1,0 +1,154 @@
+"""What the backward pass would make again of what a stage received is kept as the stage took it, with the
+bits of the program as it is written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from frontend_support import P, mesh
+from interpreter import Interpreter
+from jax import lax
+from random_steps import Step, WrittenStep
+from training_steps import Draw
+
+from stretto.hlo_frontend.collectives import CollectiveReader
+from stretto.hlo_frontend.compile import compile_hlo
+from stretto.hlo_frontend.flatten import flatten
+from stretto.hlo_frontend.graph import Module
+from stretto.hlo_frontend.pipelines.one_layer import moved_from
+from stretto.hlo_frontend.pipelines.recognize import follow
+from stretto.hlo_frontend.pipelines.taken import as_taken
+
+STAGES, TRIPS = 2, 4
+
+# What a stage takes of what it received, and of microbatches: where(stage, i, received, own).
+Where = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
+
+
+def step(there: Where, back: Where) -> WrittenStep:
+    """A loop whose stages take ``there``, and its gradient, which computes them again with what is taken
+    ``back``."""
+
+    def local(weight, xs):
+        stage = lax.axis_index("x")
+
+        def run(weight, x):
+            return jnp.tanh(x @ weight)
+
+        @jax.custom_vjp
+        def given(received, xs, weight, stage, i):
+            return run(weight, there(stage, i, received, xs[i]))
+
+        def forward(*taken):
+            return given(*taken), taken
+
+        def backward(kept, dy):
+            received, xs, weight, stage, i = kept
+            _, pull = jax.vjp(run, weight, back(stage, i, received, xs[i]))
+            dw, dx = pull(dy)
+            return dx, jnp.zeros_like(xs), dw, None, None
+
+        given.defvjp(forward, backward)
+
+        def iteration(received, i):
+            return lax.ppermute(given(received, xs, weight, stage, i), "x", [(0, 1), (1, 0)]), None
+
+        last, _ = lax.scan(iteration, jnp.ones_like(xs[0]), jnp.arange(TRIPS))
+        return jnp.sum(last**2)[None]
+
+    over = mesh(STAGES)
+    mapped = jax.shard_map(
+        local, mesh=over, in_specs=(P("x"), P()), out_specs=P("x"), check_vma=False
+    )
+    rng = np.random.default_rng(0)
+    weight = rng.standard_normal((STAGES * 4, 4)).astype(np.float32)
+    xs = rng.standard_normal((TRIPS, 2, 4)).astype(np.float32)
+    function = jax.jit(jax.grad(lambda weight, xs: mapped(weight, xs).sum()))
+    return WrittenStep(function, (weight, xs), [P("x"), P()], over)
+
+
+def kept(module: Module) -> list[str]:
+    """The opcodes of what the loops put into stacks."""
+    loops = [i for i in module.entry.instructions if i.opcode == "while"]
+    rows = [
+        i.operands[1]
+        for loop in loops
+        for i in loop.called[0].instructions
+        if i.opcode == "dynamic-update-slice"
+    ]
+    return [moved_from(row).opcode for row in rows]
+
+
+def made(found: WrittenStep) -> tuple[Module, Module | None]:
+    """A step as it is written, and with what stages take in stacks."""
+    module = Module.parse(found.module.source.hlo)
+    entry = flatten(module.entry, CollectiveReader(1, STAGES))
+    loops = [n for n in entry.nodes if n.instruction.opcode == "while"]
+    return module, as_taken(module, loops, follow(entry, 1, STAGES))
+
+
+def first(stage, i, received, own):
+    return jnp.where(stage == 0, own, received)
+
+
+def zeros(stage, i, received, own):
+    return jnp.where(i >= stage, jnp.where(stage == 0, own, received), 0)
+
+
+@pytest.mark.parametrize("there", [first, zeros])
+def test_it_is_kept_as_it_was_taken(there: Where) -> None:
+    found = step(there, there)
+    written, module = made(found)
+    assert module is not None
+    assert kept(written).count("select") + 1 == kept(module).count("select")
+    hlo = module.proto.SerializeToString()
+    ran = Interpreter(compile_hlo(hlo, 1, STAGES).program).run(*found.given)
+    for one, other in zip(ran, found.written, strict=True):
+        np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
+    found.check_written()
+
+
+OTHERS = {
+    "another stage's": lambda stage, i, received, own: jnp.where(stage == 1, own, received),
+    "another iteration's": lambda stage, i, received, own: jnp.where(i == 1, own, received),
+    "zeros": lambda stage, i, received, own: jnp.where((stage == 0) | (i == 2), 0, received),
+    "as it was received": lambda stage, i, received, own: received,
+    "both": lambda stage, i, received, own: first(stage, i, received, own) + received,
+}
+
+
+@pytest.mark.parametrize("back", OTHERS.values(), ids=OTHERS)
+def test_what_is_taken_otherwise_stays(back: Where) -> None:
+    assert made(step(first, back))[1] is None
+
+
+ITERATION = Draw(mask="where", loss="squares", again="iteration")
+STEPS = {
+    "one layer": replace(ITERATION, stage="unrolled", layers=1, microbatches=3),
+    "conditional": replace(ITERATION, stage="two", mask="cond", stages=3),
+    "barriers": replace(ITERATION, stage="before", again="barriers", collect="scan"),
+    "one array": replace(ITERATION, stage="behind", shift="roll", travels="mask"),
+    "groups": replace(ITERATION, shift="where", axes="dx", travels="segments", dtype="bfloat16"),
+    "pad": replace(ITERATION, stage="unrolled", shift="pad", again="barriers", axes="xy"),
+}
+
+
+@pytest.mark.quick("one layer")
+@pytest.mark.parametrize("d", STEPS.values(), ids=STEPS)
+def test_an_iteration_that_is_computed_again(d: Draw) -> None:
+    """Nothing is sent again: of each array a microbatch makes a hop to each next stage, and of its gradient
+    as many back."""
+    written = Step(d)
+    found = written.judged("1f1b")
+    (report,) = found.module.interleaved
+    assert report.rows == min(d.stages, d.microbatches)
+    assert found.ran is not None
+    if d.axes == "x" and not d.travels:
+        hops = 2 * d.microbatches * (d.stages - 1)
+        assert 0 <= sum(found.ran.messages.values()) - hops <= 4 * d.stages
+    written.check_written()

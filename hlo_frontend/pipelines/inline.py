@@ -47,8 +47,8 @@ def all_take_part(module: Module, loop: str) -> Module:
 
 def opened(module: Module, loop: str) -> Module:
     """The module, with conditionals in the body of this loop inlined whose branches only move data, as where
-    outputs are put away under one, so that what is moved can be followed, and past what loops over layers are
-    given and hand on unchanged."""
+    outputs are put away under one, or only compute numbers, so that what is moved can be followed, and past
+    what loops over layers are given and hand on unchanged."""
     while True:
         body = next(i for i in module.entry.instructions if i.name == loop).called[0]
         found = next((i for i in body.instructions if _only_moves(i)), None)
@@ -170,7 +170,10 @@ def _only_moves(caller: Instruction) -> bool:
         and all(p.element_type not in (TUPLE, TOKEN) for p in _parts(caller.shape))
         and all(i.opcode in _MOVES or i.shape.element_type in INTEGERS for i in inner)
         and not any(i.has_side_effect or i.opcode in _NEVER_OPENED for i in inner)
-        and any(i.opcode in ("dynamic-slice", "dynamic-update-slice") for i in inner)
+        and (
+            any(i.opcode in ("dynamic-slice", "dynamic-update-slice") for i in inner)
+            or all(p.element_type in INTEGERS for p in _parts(caller.shape))
+        )
     )
 
 

@@ -103,12 +103,19 @@ def _check_within(loop: Instruction) -> None:
 def _unwrapped(module: Module, name: str) -> Module:
     """The module, with conditionals in the body of this loop inlined on the way from what is received to what
     is sent that choose by numbers, and of which a branch computes nothing: it stands for iterations in which
-    a stage rests."""
+    a stage rests. So are others that choose by the same number, as those of what is computed again."""
+    rests: set[str] = set()
     while True:
         loop = next(i for i in module.entry.instructions if i.name == name)
-        found = next((i for i in _way(loop) if _rests(i)), None)
+        way = _way(loop)
+        others = loop.called[0].instructions if rests else ()
+        found = next(
+            (i for i in (*way, *others) if _rests(i) and (i in way or i.operands[0].name in rests)),
+            None,
+        )
         if found is None:
             return module
+        rests.add(found.operands[0].name)
         editor = Editor(module)
         inline(editor.replace(found), found)
         module = Module.parse(editor.finish())

@@ -10,15 +10,25 @@ under `jax.checkpoint` itself.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from ..graph import Instruction, Module
-from ..values import Node
-from .chains import Execution, Followed, Origins
+from ..graph import LOGICAL_IDS, Instruction, Module
+from ..likeness import Likeness
+from ..values import Node, Value
+from .chains import Execution, Followed, Origins, Source
 from .emit import Editor, carried_position
 from .kept_stacks import Stack, is_row, stacks, users_of
 from .one_layer import moved_from, moves
+from .sameness import INTEGERS
+
+# What may be other numbers where it is run again.
+_NOT_ALIKE = frozenset({"custom-call", "rng", *LOGICAL_IDS})
+
+# The most operations in a row by which numbers are compared, as those of a division.
+MOST_OPS = 16
+
+_At = tuple[Node, Value, Execution]
 
 
 class _Kept(NamedTuple):
@@ -62,6 +72,8 @@ class _Pair:
 
     def __init__(self, followed: Followed, there: Node, back: Node) -> None:
         self.followed, self.there, self.back = followed, there, back
+        self.likeness = Likeness()
+        self._equals: dict[tuple[_At, _At], bool] = {}
         self.nodes = {n.instruction: n for loop in (there, back) for n in loop.blocks[1].nodes}
 
     def kept(self, stack: Stack) -> _Kept | None:
@@ -75,15 +87,15 @@ class _Pair:
             or len(rows) != 1
             or not is_row(rows[0], stack.update)
             or rows[0] not in self.nodes
+            or not all(_is_handed(u, v, stack.position) for v in sources for u in users_of(v))
         ):
-            return None
-        again = [v for v in _chosen(rows[0]) if _is_used(v)]
-        if not again or any(moved_from(v).opcode != "select" for v in again):
             return None
         when = self._when(stack, rows[0])
         for taken in reversed(_chosen(received)) if when else ():
-            if taken.opcode == "select" and all(self._same(taken, v, when) for v in again):
-                return _Kept(stack, taken, rows[0], again)
+            if taken.opcode == "select":
+                again = [v for v in _chosen(rows[0]) if self._same(taken, v, when)]
+                if again and not any(map(_is_used, _chosen(rows[0], again))):
+                    return _Kept(stack, taken, rows[0], again)
         return None
 
     def _when(self, stack: Stack, row: Instruction) -> dict[Execution, Execution]:
@@ -116,24 +128,51 @@ class _Pair:
             or again not in self.nodes
         ):
             return False
+        (one,), (other,) = self.nodes[taken].results, self.nodes[again].results
         return all(
-            (self._is_zero(self.there, taken, before) and self._is_zero(self.back, again, at))
-            or self._source(self.there, taken, before) == self._source(self.back, again, at)
+            self._equal((self.there, one, before), (self.back, other, at), MOST_OPS)
             for at, before in when.items()
         )
 
-    def _is_zero(self, loop: Node, instruction: Instruction, at: Execution) -> bool:
-        (value,) = self.nodes[instruction].results
-        return self.followed.origins[loop].is_zero(value, at)
+    def _equal(self, one: _At, other: _At, most: int) -> bool:
+        """Whether two values have the same bits: both are zeros, are from the same place, or whole numbers
+        that are computed in the same way of such values, by at most so many operations in a row."""
+        if (one, other) not in self._equals:
+            self._equals[one, other] = self._are_equal(one, other, most)
+        return self._equals[one, other]
 
-    def _source(self, loop: Node, instruction: Instruction, at: Execution) -> tuple[object, ...]:
-        """Where a value is from; equal ones have the same bits."""
-        (value,) = self.nodes[instruction].results
-        found = self.followed.of(loop, value, at)
-        made = found.made
-        if made.node is None:
-            return found.begin, at.device, made.slot, made.plus
-        return found.loop, made
+    def _are_equal(self, one: _At, other: _At, most: int) -> bool:
+        if all(self.followed.origins[loop].is_zero(value, at) for loop, value, at in (one, other)):
+            return True
+        a, b = self.followed.of(*one), self.followed.of(*other)
+        if a.made.node is None or b.made.node is None:
+            return _begin(a) == _begin(b)
+        if (a.loop, a.made) == (b.loop, b.made):
+            return True
+        (x, at), (y, there) = (a.made.node, a.made.at), (b.made.node, b.made.at)
+        return (
+            most > 0
+            and (a.made.slot, a.made.leaf, a.made.plus) == (b.made.slot, b.made.leaf, b.made.plus)
+            and all(map(_is_of_numbers, (x.instruction, y.instruction)))
+            and self.likeness.instruction(x.instruction) == self.likeness.instruction(y.instruction)
+            and len(x.operands) == len(y.operands)
+            and all(
+                self._equal((a.loop, v, at), (b.loop, w, there), most - 1)
+                for v, w in zip(x.operands, y.operands, strict=True)
+            )
+        )
+
+
+def _begin(source: Source) -> tuple[object, ...]:
+    made = source.made
+    return source.begin, made.node, made.at.device, made.slot, made.plus
+
+
+def _is_of_numbers(instruction: Instruction) -> bool:
+    """Whether an instruction computes whole numbers of its operands and nothing else."""
+    return instruction.shape.element_type in INTEGERS and not (
+        instruction.has_side_effect or instruction.called or instruction.opcode in _NOT_ALIKE
+    )
 
 
 def _is_received(value: Instruction) -> bool:
@@ -148,6 +187,13 @@ def _executions(origins: Origins, devices: int) -> Iterable[Execution]:
     return (Execution(t, d) for t in range(len(origins.iterations)) for d in range(devices))
 
 
+def _is_handed(user: Instruction, whole: Instruction, position: int) -> bool:
+    """Whether a stack is only cut, copied, or handed on to the next iteration."""
+    if user is user.computation.root:
+        return [n for n, o in enumerate(user.operands) if o is whole] == [position]
+    return user.opcode in ("copy", "dynamic-slice")
+
+
 def _copies(value: Instruction) -> Iterator[Instruction]:
     for user in users_of(value):
         if user.opcode == "copy":
@@ -155,12 +201,14 @@ def _copies(value: Instruction) -> Iterator[Instruction]:
             yield from _copies(user)
 
 
-def _chosen(value: Instruction) -> list[Instruction]:
-    """A value, and what it is handed on as, be that chosen there, in the order of its computation."""
+def _chosen(value: Instruction, but: Collection[Instruction] = ()) -> list[Instruction]:
+    """A value, and what it is handed on as, be that chosen there, in the order of its computation, without
+    what is handed on as one of ``but`` alone."""
     found = [value]
     for user in value.computation.instructions:
         data = user.operands[1:] if user.opcode == "select" else user.operands
-        if (user.opcode == "select" or moves(user)) and any(o in found for o in data):
+        is_handed = (user.opcode == "select" or moves(user)) and any(o in found for o in data)
+        if is_handed and user not in but:
             found.append(user)
     return found
 

@@ -122,6 +122,49 @@ OTHERS = {
 }
 
 
+def whole_numbers(divisor: int, otherwise: int) -> WrittenStep:
+    """Whole numbers go from stage to stage, of which the first one computes some of microbatches, in two
+    loops of which the second one takes what the first one received, and divides by another number. It reads
+    all that was received by an index of its own if ``otherwise``."""
+    over = mesh(STAGES)
+
+    def local(xs):
+        stage = lax.axis_index("x")
+
+        def taken(i, received, by):
+            return jnp.where(stage == 0, xs[i] // by, received)
+
+        def there(received, i):
+            given = taken(i, received, 3) + i * stage
+            return lax.ppermute(given, "x", [(0, 1), (1, 0)]), received
+
+        def back(total, i):
+            row = taken(i, kept[i], divisor)
+            more = jnp.sum(jnp.where(kept > i, kept, 0)) if otherwise else 0
+            return lax.ppermute(total + row * (i + 2) + more, "x", [(0, 1), (1, 0)]), None
+
+        last, kept = lax.scan(there, jnp.zeros_like(xs[0]), jnp.arange(TRIPS))
+        total, _ = lax.scan(back, last, jnp.arange(TRIPS - 1, -1, -1))
+        return total[None]
+
+    mapped = jax.shard_map(local, mesh=over, in_specs=P(), out_specs=P("x"), check_vma=False)
+    xs = np.random.default_rng(0).integers(-20, 20, (TRIPS, 4)).astype(np.int32)
+    return WrittenStep(jax.jit(mapped), (xs,), [P()], over)
+
+
+@pytest.mark.parametrize(("divisor", "otherwise"), [(3, 0), (2, 0), (3, 1)])
+def test_whole_numbers_are_computed_in_the_same_way(divisor: int, otherwise: int) -> None:
+    found = whole_numbers(divisor, otherwise)
+    _, module = made(found)
+    assert (module is not None) == (divisor == 3 and not otherwise)
+    if module is not None:
+        hlo = module.proto.SerializeToString()
+        ran = Interpreter(compile_hlo(hlo, 1, STAGES).program).run(*found.given)
+        for one, other in zip(ran, found.written, strict=True):
+            np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
+    found.check_written()
+
+
 @pytest.mark.parametrize("back", OTHERS.values(), ids=OTHERS)
 def test_what_is_taken_otherwise_stays(back: Where) -> None:
     assert made(step(first, back))[1] is None
@@ -133,6 +176,10 @@ STEPS = {
     "conditional": replace(ITERATION, stage="two", mask="cond", stages=3),
     "barriers": replace(ITERATION, stage="before", again="barriers", collect="scan"),
     "one array": replace(ITERATION, stage="behind", shift="roll", travels="mask"),
+    "numbers": replace(
+        ITERATION, stage="before", mask="cond", travels="segments", dropout="stack", layers=1
+    ),
+    "put away": replace(ITERATION, stage="behind", mask="cond", collect="cond", balance="sent"),
     "groups": replace(ITERATION, shift="where", axes="dx", travels="segments", dtype="bfloat16"),
     "pad": replace(ITERATION, stage="unrolled", shift="pad", again="barriers", axes="xy"),
 }

@@ -153,7 +153,8 @@ def _restricted_again(part: Part, node: Node, count: int) -> Needs:
             if _rows(masks, range(len(masks)), count).any():
                 raise Refusal(
                     f"what {node.instruction.describe()} computes again is read by others than the layers "
-                    "of its stage"
+                    "of its stage. If that is a head in the loop, put jax.checkpoint around the stage, not "
+                    "around the iteration"
                 )
         run = np.array([Execution(at.iteration or 0, d) in runs for d in range(count)])
         yield from _whole(node, others, run)

@@ -65,8 +65,12 @@ def test_an_iteration_that_is_computed_again():
 
 
 def test_where_to_put_what_is_computed_again_is_said():
-    found = compare(Draw(shift="roll", again="iteration", head="cond", mask="where"), "1f1b")
-    assert "Put jax.checkpoint around the stage" in found.whys[0]
+    for shift, why in (
+        ("roll", "Put jax.checkpoint around the stage"),
+        ("", "put jax.checkpoint around the stage, not around the iteration"),
+    ):
+        found = compare(Draw(shift=shift, again="iteration", head="cond", mask="where"), "1f1b")
+        assert why in found.whys[0]
 
 
 STAGES = {

@@ -60,6 +60,11 @@ class Origins:
         self.iterations = trace.iterations
         self._index = {p: i for i, p in enumerate(self.block.parameters)}
 
+    def executions(self) -> list[Execution]:
+        """All runs of the body, on all devices."""
+        devices = range(self.forward.num_devices)
+        return [Execution(t, d) for t in range(len(self.iterations)) for d in devices]
+
     def of(self, value: Value, at: Execution, slot: int | None = None) -> Made:
         """The origin of a value on a device in an iteration, or of slice ``slot`` of it."""
         plus = False
@@ -227,6 +232,13 @@ class Source:
     loop: Node
     made: Made
     begin: Value | None = None
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """Equal for equal origins, whatever loop a value of them is in."""
+        if self.begin is None:
+            return self.loop, self.made
+        return self.begin, self.made.at.device, self.made.slot, self.made.plus
 
 
 class Followed:

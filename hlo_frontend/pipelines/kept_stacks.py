@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..graph import Computation, Instruction
 from .constants import behind
-from .emit import carried_position
+from .emit import Editor, carried_position
 from .inline import handed_on
 from .one_layer import is_flat
 
@@ -31,6 +32,21 @@ class Stack:
     def reads(self) -> list[Instruction]:
         """The reads of the carry in the body of ``back``."""
         return reads_of(self.back.called[0], self.position)
+
+    def put(
+        self, editor: Editor, value: Instruction, rows: Mapping[Instruction, Instruction]
+    ) -> None:
+        """Have ``value`` put there instead. ``rows``: by value of the body of ``back`` that is it then, the
+        row as it is read there."""
+        b = editor.within(self.update.computation)
+        row = b.reshape(b.own(value), list(self.update.operands[1].shape.dimensions))
+        b.own(self.update).operand_ids[1] = row.id
+        editor.sweep(self.update.computation)
+        body = self.back.called[0]
+        b = editor.within(body)
+        stands = {v: b.reshape(b.own(read), list(v.shape.dimensions)) for v, read in rows.items()}
+        editor.redirect(body, stands, body.instructions)
+        editor.sweep(body)
 
 
 def stacks(back: Instruction) -> list[Stack]:

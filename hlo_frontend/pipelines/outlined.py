@@ -24,7 +24,7 @@ from ..flatten import flatten
 from ..graph import COLLECTIVES, LOGICAL_IDS, Computation, Instruction, Module
 from ..schema import TUPLE
 from ..values import Node
-from .chains import Execution, Followed, Origins
+from .chains import Followed, Origins
 from .constants import behind
 from .emit import Editor, carried_position, needed_by, slice_of
 from .inline import GROUPED, handed_on, inline, masked_behind, opened, past_barriers
@@ -108,9 +108,12 @@ def _unwrapped(module: Module, name: str) -> Module:
     while True:
         loop = next(i for i in module.entry.instructions if i.name == name)
         way = _way(loop)
-        others = loop.called[0].instructions if rests else ()
         found = next(
-            (i for i in (*way, *others) if _rests(i) and (i in way or i.operands[0].name in rests)),
+            (
+                i
+                for i in loop.called[0].instructions
+                if _rests(i) and (i in way or i.operands[0].name in rests)
+            ),
             None,
         )
         if found is None:
@@ -219,8 +222,7 @@ class _Body:
         self.origins: Origins = followed.origins[node]
         self.earlier, self.apart = dict(earlier), apart
         self.nodes = {n.instruction: n for n in node.blocks[1].nodes}
-        devices = range(followed.forward.num_devices)
-        self.every = [Execution(t, d) for t in range(len(self.origins.iterations)) for d in devices]
+        self.every = self.origins.executions()
         self.order = {i: n for n, i in enumerate(self.body.instructions)}
         self.users: dict[Instruction, list[Instruction]] = {i: [] for i in self.body.instructions}
         for instruction in self.body.instructions:

@@ -38,7 +38,9 @@ def received(serialized: bytes) -> bytes | None:
         kept = next((k for loop in loops for k in map(_kept, stacks(loop)) if k is not None), None)
         if kept is None:
             return found
-        found = _written(module, kept)
+        editor = Editor(module)
+        kept.stack.put(editor, kept.received, {p: p.operands[0] for p in kept.again})
+        found = editor.finish()
 
 
 def _kept(stack: Stack) -> _Kept | None:
@@ -97,18 +99,3 @@ def _is_permute(value: Instruction) -> bool:
 
 def _pairs(permute: Instruction) -> list[tuple[int, int]]:
     return sorted((p.source, p.target) for p in permute.proto.source_target_pairs)
-
-
-def _written(module: Module, kept: _Kept) -> bytes:
-    editor = Editor(module)
-    update = kept.stack.update
-    b = editor.within(update.computation)
-    row = b.reshape(b.own(kept.received), list(update.operands[1].shape.dimensions))
-    b.own(update).operand_ids[1] = row.id
-    editor.sweep(update.computation)
-    body = kept.stack.back.called[0]
-    b = editor.within(body)
-    stands = {p: b.reshape(b.own(p.operands[0]), list(p.shape.dimensions)) for p in kept.again}
-    editor.redirect(body, stands, body.instructions)
-    editor.sweep(body)
-    return editor.finish()

@@ -94,10 +94,7 @@ def _sources(
     """For each run, a key of the operand's origin, equal for equal origins."""
     found: Sources = {}
     for run in runs:
-        s = followed.of(part.loop, node.operands[operand], run)
-        at = s.made.at if s.begin is None else s.made.at.device
-        found[run] = (s.begin or s.loop, s.made.node, s.made.leaf * (s.begin is None), at, s.made.slot,
-                      s.made.plus)  # fmt: skip
+        found[run] = followed.of(part.loop, node.operands[operand], run).key
     return found
 
 

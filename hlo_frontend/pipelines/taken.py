@@ -10,13 +10,13 @@ under `jax.checkpoint` itself.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
 from ..graph import LOGICAL_IDS, Instruction, Module
 from ..likeness import Likeness
 from ..values import Node, Value
-from .chains import Execution, Followed, Origins, Source
+from .chains import Execution, Followed
 from .emit import Editor, carried_position
 from .kept_stacks import Stack, is_row, stacks, users_of
 from .one_layer import moved_from, moves
@@ -26,7 +26,7 @@ from .sameness import INTEGERS
 _NOT_ALIKE = frozenset({"custom-call", "rng", *LOGICAL_IDS})
 
 # The most operations in a row by which numbers are compared, as those of a division.
-MOST_OPS = 16
+_MOST_OPS = 16
 
 _At = tuple[Node, Value, Execution]
 
@@ -56,14 +56,7 @@ def as_taken(module: Module, nodes: Sequence[Node], followed: Followed) -> Modul
         return None
     editor = Editor(module)
     for stack, taken, row, again in kept:
-        b = editor.within(stack.update.computation)
-        put = b.reshape(b.own(taken), list(stack.update.operands[1].shape.dimensions))
-        b.own(stack.update).operand_ids[1] = put.id
-        b = editor.within(row.computation)
-        stands = {v: b.reshape(b.own(row), list(v.shape.dimensions)) for v in again}
-        editor.redirect(row.computation, stands, row.computation.instructions)
-    for computation in {c for k in kept for c in (k.stack.update.computation, k.row.computation)}:
-        editor.sweep(computation)
+        stack.put(editor, taken, dict.fromkeys(again, row))
     return Module.parse(editor.finish())
 
 
@@ -101,23 +94,20 @@ class _Pair:
     def _when(self, stack: Stack, row: Instruction) -> dict[Execution, Execution]:
         """By execution of the body of ``back`` the one that put the row there that it reads; empty where
         that is not known of all."""
+        there, back = (self.followed.origins[loop] for loop in (self.there, self.back))
         put: dict[tuple[int, int], Execution] = {}
-        for at in _executions(self.followed.origins[self.there], self._devices):
-            slot = self.followed.origins[self.there].slot(self.nodes[stack.update], at)
+        for at in there.executions():
+            slot = there.slot(self.nodes[stack.update], at)
             if slot is None or (slot, at.device) in put:
                 return {}
             put[slot, at.device] = at
         found = {}
-        for at in _executions(self.followed.origins[self.back], self._devices):
-            slot = self.followed.origins[self.back].slot(self.nodes[row], at)
+        for at in back.executions():
+            slot = back.slot(self.nodes[row], at)
             if slot is None or (slot, at.device) not in put:
                 return {}
             found[at] = put[slot, at.device]
         return found
-
-    @property
-    def _devices(self) -> int:
-        return self.followed.forward.num_devices
 
     def _same(
         self, taken: Instruction, again: Instruction, when: dict[Execution, Execution]
@@ -130,7 +120,7 @@ class _Pair:
             return False
         (one,), (other,) = self.nodes[taken].results, self.nodes[again].results
         return all(
-            self._equal((self.there, one, before), (self.back, other, at), MOST_OPS)
+            self._equal((self.there, one, before), (self.back, other, at), _MOST_OPS)
             for at, before in when.items()
         )
 
@@ -145,10 +135,10 @@ class _Pair:
         if all(self.followed.origins[loop].is_zero(value, at) for loop, value, at in (one, other)):
             return True
         a, b = self.followed.of(*one), self.followed.of(*other)
-        if a.made.node is None or b.made.node is None:
-            return _begin(a) == _begin(b)
-        if (a.loop, a.made) == (b.loop, b.made):
+        if a.key == b.key:
             return True
+        if a.made.node is None or b.made.node is None:
+            return False
         (x, at), (y, there) = (a.made.node, a.made.at), (b.made.node, b.made.at)
         return (
             most > 0
@@ -161,11 +151,6 @@ class _Pair:
                 for v, w in zip(x.operands, y.operands, strict=True)
             )
         )
-
-
-def _begin(source: Source) -> tuple[object, ...]:
-    made = source.made
-    return source.begin, made.node, made.at.device, made.slot, made.plus
 
 
 def _is_of_numbers(instruction: Instruction) -> bool:
@@ -181,10 +166,6 @@ def _is_received(value: Instruction) -> bool:
     if position is not None:
         value = moved_from(value.computation.root.operands[position])
     return value.opcode == "collective-permute"
-
-
-def _executions(origins: Origins, devices: int) -> Iterable[Execution]:
-    return (Execution(t, d) for t in range(len(origins.iterations)) for d in range(devices))
 
 
 def _is_handed(user: Instruction, whole: Instruction, position: int) -> bool:

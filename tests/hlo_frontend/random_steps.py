@@ -141,6 +141,12 @@ class WrittenStep:
                 )
         return found
 
+    def check_bits(self, hlo: bytes) -> None:
+        """A module gives the bits of the one that is written."""
+        ran = Interpreter(compile_hlo(hlo, 1, self.devices).program).run(*self.given)
+        for own, other in zip(ran, self.written, strict=True):
+            assert [bits(a).tolist() for a in own] == [bits(a).tolist() for a in other]
+
     def check_written(self) -> None:
         """What is written gives what JAX's CPU backend gives."""
         arrays = jax.tree.leaves(self.function(*self.arguments))
@@ -177,7 +183,7 @@ def main() -> int:
     parser.add_argument(
         "--stacked", action="store_true", help="steps whose stages are one array, under vmap"
     )
-    for what in ("shift", "again"):
+    for what in ("shift", "again", "head"):
         parser.add_argument(
             f"--{what}", default="", help="of these: in the place of what is drawn, see `Draw`"
         )
@@ -186,7 +192,7 @@ def main() -> int:
     schedules = options.schedule.split(",")
     for seed in range(options.seed, options.seed + options.count):
         d = (draw_stacked if options.stacked else draw)(random.Random(seed))
-        d = replace(d, again=options.again or d.again)
+        d = replace(d, again=options.again or d.again, head=options.head or d.head)
         if options.stacked:
             d = replace(d, shift=options.shift or d.shift)
         if INTERLEAVED in schedules:  # which divides the layers of a loop

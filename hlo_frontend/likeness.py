@@ -12,8 +12,10 @@ from __future__ import annotations
 from collections.abc import Container, Hashable, Mapping, Sequence
 from typing import Any
 
+from .builder import resized
 from .carve import SegmentPlan
 from .graph import Computation, Instruction
+from .ops import op_of
 from .schema import HloInstructionProto
 from .values import Barrier, Node, NodeKind, Value
 
@@ -68,10 +70,23 @@ def entering(
     }
 
 
-class Likeness:
-    """Keys of the plans of one module."""
+def _without_ones(shape: Any) -> Any:
+    """An array's shape without its dimensions of 1."""
+    return resized(shape, [n for n in shape.dimensions if n != 1])
 
-    def __init__(self) -> None:
+
+def is_loose(instruction: Instruction) -> bool:
+    """Whether it computes the same elements in whatever dimensions of 1, of the same operands."""
+    scalar = instruction.opcode == "broadcast" and not instruction.operands[0].shape.dimensions
+    return scalar or op_of(instruction.opcode).elementwise
+
+
+class Likeness:
+    """Keys of the plans of one module. ``loosely``: whether what computes the same elements in the same way
+    is alike, be it on another channel, or elementwise on arrays that have other dimensions of 1."""
+
+    def __init__(self, *, loosely: bool = False) -> None:
+        self._loosely = loosely
         self._instructions: dict[Hashable, int] = {}
         self._computations: dict[Computation, int] = {}
         self._numbers: dict[Hashable, int] = {}  # of what was seen
@@ -97,6 +112,11 @@ class Likeness:
             for field in _PLACE:
                 scratch.ClearField(field)
             drop_what_says_nothing(scratch, instruction.opcode)
+            if self._loosely:
+                scratch.channel_id = min(scratch.channel_id, 1)
+                if is_loose(instruction):
+                    scratch.shape.CopyFrom(_without_ones(instruction.shape))
+                    scratch.ClearField("dimensions")
             begin_at_zero(scratch, offsets)
             parts: list[Hashable] = [scratch.SerializeToString(deterministic=True)]
             parts += [self._computation(called) for called in instruction.called]

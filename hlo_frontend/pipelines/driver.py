@@ -18,6 +18,7 @@ from .between import prepared
 from .chains import Followed
 from .emit import Editor
 from .fission import fissioned
+from .given import as_given
 from .inline import all_take_part, inlined, opened
 from .masked import masked
 from .merged import Names, merged
@@ -56,16 +57,13 @@ _PADDING = "zeros that are computed on padding may have another sign"
 # And those of one around whose iterations there are barriers (see `barriers`).
 _BARRIERS = "barriers around what is computed again are left out"
 
+# And those of one that keeps what stages give for a head that computes it again (see `given`).
+_GIVEN = "what stages give is kept for a head, and not computed again"
+
 # What is said of a step that is refused for want of such masks alone.
 _MAY_BE_FINITE = (
     ". Or set STRETTO_FINITE_PADDING=1 (stretto_finite_padding) if what it computes on padding is neither "
     "NaN nor infinite: its gradients are proved to be products with zeros there"
-)
-
-# What is said of a step whose backward pass sends again what was sent on the way there.
-_AGAIN = (
-    ". Put jax.checkpoint around the stage: around an iteration, it has what stages hand on computed again, "
-    "and sent again"
 )
 
 _Report = TypeVar("_Report", Interleaved, Scheduled)
@@ -115,12 +113,7 @@ def _with_moves(
     done_then = len([r for r in others if not r.why])
     if done_then > done and len(others) - done_then <= len(reports) - done:
         return after, others
-    if moves is not None and others and not done and not done_then:
-        reports = others
-    if again is not None:
-        first = next((r for r in reports if r.why), None)
-        reports = tuple(replace(r, why=r.why + _AGAIN) if r is first else r for r in reports)
-    return made, reports
+    return made, others if others and not done and not done_then else reports
 
 
 def _with_rows(
@@ -431,8 +424,28 @@ def _any_step(
     module: Module, names: list[str], pair: list[str], num_replicas: int, num_partitions: int,
     schedule: str, chunks: int,
 ) -> tuple[bytes, Scheduled]:  # fmt: skip
-    """A step of loops of these names, as `_step` makes it; ``pair`` gets its loops. Where stages are no loops
-    over layers, each of them may be put into one. Raises as `_step` does."""
+    """A step of loops of these names, as `_step` makes it; ``pair`` gets its loops. Where a head in the loop
+    is computed again with what its stage gives, that is kept instead (see `given`). Raises as `_step`."""
+    counts = num_replicas, num_partitions
+    try:
+        return _any_stage(module, names, pair, *counts, schedule, chunks)
+    except Refusal as refusal:
+        first, at_first = refusal, pair[:]
+    try:
+        kept = as_given(module, names, *counts)
+        if kept is not None:
+            made, report = _any_stage(kept, names, pair, *counts, schedule, chunks)
+            return made, replace(report, rounds=report.rounds or _GIVEN)
+    except (Refusal, GaveUpError):
+        pair[:] = at_first
+    raise first
+
+
+def _any_stage(
+    module: Module, names: list[str], pair: list[str], num_replicas: int, num_partitions: int,
+    schedule: str, chunks: int,
+) -> tuple[bytes, Scheduled]:  # fmt: skip
+    """The same. Where stages are no loops over layers, each of them may be put into one."""
     counts = num_replicas, num_partitions
 
     def step(module: Module) -> tuple[bytes, Scheduled]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from ..builder import resized
 from ..graph import Computation, Instruction
 from .constants import behind
-from .emit import Editor, carried_position
+from .emit import Builder, Editor, carried_position
 from .inline import handed_on
 from .one_layer import is_flat
 
@@ -33,6 +35,14 @@ class Stack:
         """The reads of the carry in the body of ``back``."""
         return reads_of(self.back.called[0], self.position)
 
+    def wholes(self) -> list[Instruction]:
+        """The array in the body of ``back``, and its copies."""
+        return [v for read in self.reads() for v in (read, *_copies(read))]
+
+    def rows(self) -> list[Instruction]:
+        """What is cut out of it there."""
+        return [u for v in self.wholes() for u in users_of(v) if u.opcode == "dynamic-slice"]
+
     def put(
         self, editor: Editor, value: Instruction, rows: Mapping[Instruction, Instruction]
     ) -> None:
@@ -47,6 +57,66 @@ class Stack:
         stands = {v: b.reshape(b.own(read), list(v.shape.dimensions)) for v, read in rows.items()}
         editor.redirect(body, stands, body.instructions)
         editor.sweep(body)
+
+
+def beside(
+    editor: Editor,
+    stack: Stack,
+    row: Instruction,
+    kept: Mapping[Instruction, Sequence[Instruction]],
+) -> None:
+    """Have the loops of a stack keep other values too, in stacks of the same length. ``row``: as it is read.
+    ``kept``: by value of the body of ``there`` those of the body of ``back`` that it is, in the iterations
+    that put a row and read it; it is read in their place."""
+    entry = editor.within(stack.there.computation)
+    count = stack.update.shape.dimensions[0]
+    empty = [entry.zeros(resized(v.shape, [count, *v.shape.dimensions])) for v in kept]
+    filled, b = _carrying(editor, entry, stack.there, empty)
+    root, start = b.own(stack.update.computation.root), b.own(stack.update.operands[2])
+    for value, whole in zip(kept, _last(b, stack.there, len(kept)), strict=True):
+        part = b.reshape(b.own(value), [1, *value.shape.dimensions])
+        starts = [start, *[b.convert(b.constant(0), start.shape)] * len(value.shape.dimensions)]
+        root.operand_ids.append(b.update(whole, part, starts).id)
+    b.finish(root)
+    editor.sweep(stack.update.computation)
+    _, b = _carrying(editor, entry, stack.back, filled)
+    root, start = b.own(row.computation.root), b.own(row.operands[1])
+    stands: dict[Instruction, Any] = {}
+    for (value, again), whole in zip(kept.items(), _last(b, stack.back, len(kept)), strict=True):
+        starts = [start, *[b.convert(b.constant(0), start.shape)] * len(value.shape.dimensions)]
+        part = b.dynamic_slice(whole, starts, [1, *value.shape.dimensions])
+        stands |= dict.fromkeys(again, b.reshape(part, value.shape.dimensions))
+        root.operand_ids.append(whole.id)
+    editor.redirect(row.computation, stands, row.computation.instructions)
+    b.finish(root)
+    editor.sweep(row.computation)
+    editor.sweep(stack.there.computation)
+
+
+def _carrying(
+    editor: Editor, entry: Builder, loop: Instruction, more: Sequence[Any]
+) -> tuple[list[Any], Builder]:
+    """What a loop gives of arrays that it carries too, and what adds to its body, which is to give them."""
+    init = [*(o.proto for o in loop.operands[0].operands), *more]
+    proto = editor.carry(entry, loop, init)
+    b = editor.within(loop.called[0])
+    for end in (loop.called[0].parameters[0], loop.called[0].root):
+        b.own(end).shape.CopyFrom(proto.shape)
+    return [entry.element(proto, n) for n in range(len(init) - len(more), len(init))], b
+
+
+def _last(b: Builder, loop: Instruction, count: int) -> list[Any]:
+    """The last arrays that the body of a loop is given, beside those of the module."""
+    first = len(loop.called[0].root.operands)
+    parameter = b.own(loop.called[0].parameters[0])
+    return [b.element(parameter, n) for n in range(first, first + count)]
+
+
+def _copies(value: Instruction) -> Iterator[Instruction]:
+    for user in users_of(value):
+        if user.opcode == "copy":
+            yield user
+            yield from _copies(user)
 
 
 def stacks(back: Instruction) -> list[Stack]:

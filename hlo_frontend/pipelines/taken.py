@@ -10,12 +10,13 @@ under `jax.checkpoint` itself.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from ..graph import LOGICAL_IDS, Instruction, Module
 from ..likeness import Likeness
 from ..values import Node, Value
+from .alike import rows_read
 from .chains import Execution, Followed
 from .emit import Editor, carried_position
 from .kept_stacks import Stack, is_row, stacks, users_of
@@ -73,41 +74,23 @@ class _Pair:
         """None where rows are read for other things, or are not what a stage received, or it takes nothing
         else."""
         received = moved_from(stack.update.operands[1])
-        sources = [v for read in stack.reads() for v in (read, *_copies(read))]
-        rows = [u for v in sources for u in users_of(v) if u.opcode == "dynamic-slice"]
+        wholes, rows = stack.wholes(), stack.rows()
         if (
             not _is_received(received)
             or len(rows) != 1
             or not is_row(rows[0], stack.update)
             or rows[0] not in self.nodes
-            or not all(_is_handed(u, v, stack.position) for v in sources for u in users_of(v))
+            or not all(_is_handed(u, v, stack.position) for v in wholes for u in users_of(v))
         ):
             return None
-        when = self._when(stack, rows[0])
+        loops = self.there, self.back
+        when = rows_read(self.followed, loops, self.nodes[stack.update], self.nodes[rows[0]])
         for taken in reversed(_chosen(received)) if when else ():
             if taken.opcode == "select":
                 again = [v for v in _chosen(rows[0]) if self._same(taken, v, when)]
                 if again and not any(map(_is_used, _chosen(rows[0], again))):
                     return _Kept(stack, taken, rows[0], again)
         return None
-
-    def _when(self, stack: Stack, row: Instruction) -> dict[Execution, Execution]:
-        """By execution of the body of ``back`` the one that put the row there that it reads; empty where
-        that is not known of all."""
-        there, back = (self.followed.origins[loop] for loop in (self.there, self.back))
-        put: dict[tuple[int, int], Execution] = {}
-        for at in there.executions():
-            slot = there.slot(self.nodes[stack.update], at)
-            if slot is None or (slot, at.device) in put:
-                return {}
-            put[slot, at.device] = at
-        found = {}
-        for at in back.executions():
-            slot = back.slot(self.nodes[row], at)
-            if slot is None or (slot, at.device) not in put:
-                return {}
-            found[at] = put[slot, at.device]
-        return found
 
     def _same(
         self, taken: Instruction, again: Instruction, when: dict[Execution, Execution]
@@ -173,13 +156,6 @@ def _is_handed(user: Instruction, whole: Instruction, position: int) -> bool:
     if user is user.computation.root:
         return [n for n, o in enumerate(user.operands) if o is whole] == [position]
     return user.opcode in ("copy", "dynamic-slice")
-
-
-def _copies(value: Instruction) -> Iterator[Instruction]:
-    for user in users_of(value):
-        if user.opcode == "copy":
-            yield user
-            yield from _copies(user)
 
 
 def _chosen(value: Instruction, but: Collection[Instruction] = ()) -> list[Instruction]:

@@ -29,6 +29,11 @@ def moved_from(value: Instruction) -> Instruction:
     return value
 
 
+def pairs_of(permute: Instruction) -> list[tuple[int, int]]:
+    """The sources and targets of a permute, in order."""
+    return sorted((p.source, p.target) for p in permute.proto.source_target_pairs)
+
+
 def is_flat(loop: Instruction) -> bool:
     """Whether it is a loop that carries a tuple of arrays, made where it begins and where its body ends."""
     parts = loop.shape.tuple_shapes

@@ -28,7 +28,7 @@ from .chains import Followed, Origins
 from .constants import behind
 from .emit import Editor, carried_position, needed_by, slice_of
 from .inline import GROUPED, handed_on, inline, masked_behind, opened, past_barriers
-from .one_layer import MOVES, Stage, after, is_flat, moved_from, moves
+from .one_layer import MOVES, Stage, after, is_flat, moved_from, moves, pairs_of
 from .recognize import follow
 from .refusal import Refusal, about
 from .sameness import INTEGERS
@@ -84,10 +84,16 @@ def _followed(
 
 def _check_within(loop: Instruction) -> None:
     """Raises `Refusal` if a permute of the body moves on what another one has brought in the same iteration,
-    and a third one what this one brings: it moves something within a stage."""
+    along the same way, or if a third one moves on what this one brings: it moves something within a stage."""
     permutes = _permutes(loop.called[0])
     behind_each = {p: after(loop.called[0], [p]) for p in permutes}
     for permute in permutes:
+        for other in behind_each[permute].intersection(permutes):
+            if pairs_of(permute) == pairs_of(other):
+                raise Refusal(
+                    f"an iteration sends on by {other.describe()} what {permute.describe()} has brought in "
+                    "the same iteration, as where lax.scan is unrolled: leave unroll at 1"
+                )
         before = any(permute in found for found in behind_each.values())
         if before and not behind_each[permute].isdisjoint(permutes):
             raise Refusal(

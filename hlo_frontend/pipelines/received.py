@@ -17,7 +17,7 @@ from .constants import zero_constant
 from .emit import Editor
 from .inline import before_barrier
 from .kept_stacks import Stack, is_row, stacks, users_of
-from .one_layer import is_flat, moved_from, moves
+from .one_layer import is_flat, moved_from, moves, pairs_of
 
 
 class _Kept(NamedTuple):
@@ -51,7 +51,7 @@ def _kept(stack: Stack) -> _Kept | None:
     put = moved_from(stack.update.operands[1])
     body = stack.there.called[0]
     sent = [i for i in body.instructions if _is_permute(i) and moved_from(i.operands[0]) is put]
-    alike = [i for i in sent if all(_pairs(i) == _pairs(other) for other in again)]
+    alike = [i for i in sent if all(pairs_of(i) == pairs_of(other) for other in again)]
     return _Kept(stack, alike[0], again) if alike else None
 
 
@@ -95,7 +95,3 @@ def _is_for_barriers(value: Instruction) -> bool:
 
 def _is_permute(value: Instruction) -> bool:
     return value.opcode == "collective-permute" and not value.shape.tuple_shapes
-
-
-def _pairs(permute: Instruction) -> list[tuple[int, int]]:
-    return sorted((p.source, p.target) for p in permute.proto.source_target_pairs)

@@ -100,6 +100,17 @@ def test_a_job_in_a_schedule_has_programs_that_are_no_pipelines():
             assert len(found.interleaved) == reports
 
 
+def test_a_scan_over_iterations_that_is_unrolled(monkeypatch):
+    def unrolled(function, begin, given, scan=lax.scan, **how):
+        over_iterations = isinstance(given, jax.Array) and given.ndim == 1
+        return scan(function, begin, given, unroll=2 if over_iterations else 1, **how)
+
+    monkeypatch.setattr(lax, "scan", unrolled)
+    assert "as where lax.scan is unrolled: leave unroll at 1" in refused(Draw())
+    why = refused(Draw(layers=4), "interleaved_1f1b", interleave=2)
+    assert "Do not unroll the scan over iterations" in why
+
+
 ON_PADDING = (
     "Run a stage under lax.cond(working, run, jnp.zeros_like, x), or mask its input and its weights"
 )

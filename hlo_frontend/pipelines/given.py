@@ -19,7 +19,7 @@ from ..ops import op_of
 from ..passes.valid.trace import is_transfer
 from ..values import Node, Value
 from .alike import Again, rows_read
-from .chains import Followed
+from .chains import Followed, Origins
 from .emit import Editor
 from .kept_stacks import Stack, beside, is_row, stacks, users_of
 from .one_layer import MOVES
@@ -64,7 +64,7 @@ def _kept(
     again = Again(followed, there, back, when)
     kept: dict[Instruction, list[Instruction]] = {}
     for sent in filter(is_transfer, there.blocks[1].nodes):
-        for given in _given(there, sent):
+        for given in _given(followed.origins[there], sent):
             alike = [
                 i
                 for node in back.blocks[1].nodes
@@ -79,10 +79,10 @@ def _kept(
     return (row, kept) if kept else None
 
 
-def _given(loop: Node, sent: Node) -> Iterator[Value]:
-    """What a stage may have given of what a loop sends: what that is handed on from, or chosen of, and is
-    computed in floats."""
-    block = loop.blocks[1]
+def _given(origins: Origins, sent: Node) -> Iterator[Value]:
+    """What a stage may have given of what a loop sends: what that is handed on from, or chosen from by
+    numbers that are known, and is computed in floats."""
+    block = origins.block
     position = {p: n for n, p in enumerate(block.parameters)}
     root = sent.operands[0].root
     if root in position:  # it is sent in the next iteration
@@ -93,8 +93,12 @@ def _given(loop: Node, sent: Node) -> Iterator[Value]:
         if value in seen or value.node is None:
             continue
         seen.add(value)
-        made = value.node.instruction
-        if made.opcode == "select" or made.opcode in MOVES:
-            todo += [o.root for o in value.node.operands[int(made.opcode == "select") :]]
+        made, operands = value.node.instruction, value.node.operands
+        if made.opcode == "select" and all(
+            origins.row(operands[0], at) is not None for at in origins.executions()
+        ):
+            todo += [o.root for o in operands[1:]]
+        elif made.opcode in MOVES:
+            todo.append(operands[0].root)
         elif not is_transfer(value.node) and (made.called or op_of(made.opcode).arithmetic):
             yield from [value] * (instructions_of(value)[0].shape.element_type not in INTEGERS)

@@ -16,7 +16,7 @@ from .builder import resized
 from .carve import SegmentPlan
 from .graph import Computation, Instruction
 from .ops import op_of
-from .schema import HloInstructionProto
+from .schema import HloInstructionProto, LiteralProto
 from .values import Barrier, Node, NodeKind, Value
 
 # Ops whose backend_config is part of what they compute.
@@ -83,7 +83,7 @@ def is_loose(instruction: Instruction) -> bool:
 
 class Likeness:
     """Keys of the plans of one module. ``loosely``: whether what computes the same elements in the same way
-    is alike, be it on another channel, or elementwise on arrays that have other dimensions of 1."""
+    is alike, be it on another channel, or constants and elementwise ops with other dimensions of 1."""
 
     def __init__(self, *, loosely: bool = False) -> None:
         self._loosely = loosely
@@ -117,6 +117,11 @@ class Likeness:
                 if is_loose(instruction):
                     scratch.shape.CopyFrom(_without_ones(instruction.shape))
                     scratch.ClearField("dimensions")
+                elif instruction.opcode == "constant":
+                    scratch.shape.CopyFrom(_without_ones(instruction.shape))
+                    literal = LiteralProto.FromString(scratch.literal)
+                    literal.shape.CopyFrom(_without_ones(literal.shape))
+                    scratch.literal = literal.SerializeToString(deterministic=True)
             begin_at_zero(scratch, offsets)
             parts: list[Hashable] = [scratch.SerializeToString(deterministic=True)]
             parts += [self._computation(called) for called in instruction.called]

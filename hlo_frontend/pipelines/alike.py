@@ -9,10 +9,11 @@ left out of it.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from itertools import accumulate
 
 import numpy as np
 
-from ..graph import COLLECTIVES, Computation, Instruction, leaf_count
+from ..graph import COLLECTIVES, Instruction, leaf_count
 from ..likeness import Likeness, is_loose
 from ..passes.valid.known import spread
 from ..schema import TUPLE
@@ -36,11 +37,9 @@ _NEVER_ALIKE = (NEVER_SAME - COLLECTIVES) | {
 # How many instructions in a row are looked at that stand before a loop or change in no iteration.
 _MOST = 64
 
-# Of what an instruction gives and reads: positions among arrays, or what is made of constants, anywhere.
-_Position = int | Instruction
-_Positions = set[tuple[_Position, _Position]]  # of the one and of the other
-_Side = Value | Instruction
-_Pair = tuple[_Side, _Side]
+# Of what an instruction gives and reads: positions among arrays, of the one and of the other.
+_Positions = set[tuple[int, int]]
+_Pair = tuple[Value, Value]
 _Made = tuple[tuple[Node, int], tuple[Node, int]]  # results of nodes
 
 
@@ -78,6 +77,8 @@ class Again:
         self._alike = _Alike()
         self._before: dict[Value, int | None] = {}
         self._numbers: dict[Hashable, int] = {}
+        # By number of what vectors are joined to, by bounds there the numbers of these.
+        self._joined: dict[int, dict[tuple[int, int, int], int]] = {}
         self.when = when
 
     def is_same(self, one: Value, other: Value) -> bool:
@@ -96,12 +97,8 @@ class Again:
             todo += needs
         return True
 
-    def _needed(self, one: _Side, other: _Side) -> list[_Pair] | None:
+    def _needed(self, one: Value, other: Value) -> list[_Pair] | None:
         """What must be the same for these to be; None where they are not known to be, whatever is."""
-        if isinstance(one, Instruction) or isinstance(other, Instruction):
-            there, back = self._loops
-            made = self._made_before(there, one)
-            return [] if made is not None and made == self._made_before(back, other) else None
         left = [at for at in self.when if not self._is_known(one, other, at)]
         if not left:
             return []
@@ -126,11 +123,9 @@ class Again:
             and np.array_equal(numbers[0], numbers[1])
         )
 
-    def _made_before(self, loop: Node, value: _Side, most: int = _MOST) -> int | None:
+    def _made_before(self, loop: Node, value: Value, most: int = _MOST) -> int | None:
         """A number for what a value of a body is made of that no iteration changes, and how; None for others.
         It may be computed in one loop and before another one."""
-        if isinstance(value, Instruction):
-            return self._of_constants(value)
         if value not in self._before:
             node = value.node
             if node is None:
@@ -167,16 +162,23 @@ class Again:
             operands.append(number)
         return self._number_of(node.instruction, operands) if len(node.results) == 1 else None
 
-    def _of_constants(self, value: Instruction) -> int:
-        return self._number_of(value, [self._of_constants(o) for o in value.operands])
-
     def _number_of(self, instruction: Instruction, operands: Sequence[int]) -> int:
         if moves(instruction):
             return operands[0]
         shapes = [
             tuple(o.shape.dimensions) for o in instruction.operands if not is_loose(instruction)
         ]
-        return self._number((self._alike.key(instruction), *shapes, *operands))
+        if instruction.opcode == "slice" and len(shapes[0]) == 1:
+            (cut,) = instruction.proto.slice_dimensions
+            part = self._joined.get(operands[0], {}).get((cut.start, cut.limit, cut.stride))
+            if part is not None:
+                return part
+        found = self._number((self._alike.key(instruction), *shapes, *operands))
+        if instruction.opcode == "concatenate" and len(shapes[0]) == 1:
+            ends = list(accumulate(n for (n,) in shapes))
+            bounds = zip([0, *ends], ends, operands, strict=False)
+            self._joined[found] = {(start, end, 1): n for start, end, n in bounds}
+        return found
 
     def _number(self, what: Hashable) -> int:
         return self._numbers.setdefault(what, len(self._numbers))
@@ -202,7 +204,7 @@ class Again:
             positions = self._alike.needs(x.instruction, i, y.instruction, j)
             if positions is None:
                 return None
-            found += [(_taken(x, p), _taken(y, q)) for p, q in positions]
+            found += [(x.operands[p].root, y.operands[q].root) for p, q in positions]
         return found
 
     def _known(self, origins: Origins, value: Value, at: Execution) -> np.ndarray | None:
@@ -219,10 +221,6 @@ def _made(one: Value, other: Value) -> set[_Made] | None:
     if one.node is None or other.node is None:
         return None
     return {((one.node, one.index), (other.node, other.index))}
-
-
-def _taken(node: Node, position: _Position) -> _Side:
-    return node.operands[position].root if isinstance(position, int) else position
 
 
 class _Alike:
@@ -268,14 +266,14 @@ class _Alike:
         found = self._reads([(test.root, test_again.root)])
         if found is None:
             return None
-        todo: list[tuple[_Position, _Position]] = [(i, j), *found]
+        todo = [(i, j), *found]
         found = set()
         while todo:
             p, q = todo.pop()
             if (p, q) in found:
                 continue
             found.add((p, q))
-            reads = self._reads([(_given(body, p), _given(again, q))])
+            reads = self._reads([(body.root.operands[p], again.root.operands[q])])
             if reads is None:
                 return None
             todo += reads
@@ -293,7 +291,7 @@ class _Alike:
             reads = self._reads([(root, root_again)])
             if reads is None:
                 return None
-            found |= {(_behind(first, p), _behind(first_again, q)) for p, q in reads}
+            found |= {(first + p, first_again + q) for p, q in reads}
             first += leaf_count(one.operands[n].shape)
             first_again += leaf_count(other.operands[n].shape)
         return found
@@ -348,11 +346,8 @@ def _has_shape_of(one: Instruction, other: Instruction) -> bool:
     return list(one.shape.dimensions) == list(other.shape.dimensions)
 
 
-def _position(value: Instruction) -> _Position | None:
-    """Which array of the parameters of its computation a value is; a value itself that is made of constants
-    alone."""
-    if _is_constant(value):
-        return value
+def _position(value: Instruction) -> int | None:
+    """Which array of the parameters of its computation a value is."""
     if value.opcode == "parameter" and value.shape.element_type != TUPLE:
         return 0 if len(value.computation.parameters) == 1 else None
     return carried_position(value)
@@ -365,25 +360,9 @@ def _leaf(root: Instruction, n: int) -> Instruction | None:
     return root.operands[n] if root.opcode == "tuple" else None
 
 
-def _is_constant(value: Instruction) -> bool:
-    """Whether a value is made of constants alone."""
-    made = value.opcode in ("broadcast", "constant", "convert", "iota") or moves(value)
-    return made and all(map(_is_constant, value.operands))
-
-
-def _given(body: Computation, position: _Position) -> Instruction:
-    return body.root.operands[position] if isinstance(position, int) else position
-
-
-def _behind(first: int, position: _Position) -> _Position:
-    return first + position if isinstance(position, int) else position
-
-
-def _operand(instruction: Instruction, position: _Position) -> Instruction | None:
+def _operand(instruction: Instruction, position: int) -> Instruction | None:
     """The array at a position among all that an instruction takes, if it is there by itself or in a tuple
     that is made there."""
-    if not isinstance(position, int):
-        return position
     for operand in instruction.operands:
         count = leaf_count(operand.shape)
         if position < count:

@@ -26,6 +26,7 @@ from .one_layer import MOVES
 from .pieces import instructions_of
 from .recognize import follow
 from .sameness import INTEGERS
+from .sunk import with_constants
 
 
 def as_given(
@@ -33,6 +34,8 @@ def as_given(
 ) -> Module | None:
     """The module with what stages of these loops give in stacks, where it is computed again; None if none
     is. Raises `GaveUpError`."""
+    for name in names:
+        module = with_constants(module, name)
     entry = flatten(module.entry, CollectiveReader(num_replicas, num_partitions))
     followed = follow(entry, num_replicas, num_partitions)
     loops = {n.instruction: n for n in followed.origins if n.instruction.name in names}

@@ -164,6 +164,8 @@ STEPS = {
     "sent on": replace(ITERATION, mask="cond", travels="segments", balance="sent"),
     "labels": replace(ITERATION, stage="behind", travels="labels", loss="cross"),
     "groups": replace(ITERATION, shift="where", axes="dx", dtype="bfloat16", head="where"),
+    "random numbers": replace(ITERATION, stage="unrolled", dropout="carry"),
+    "random numbers in loops": replace(ITERATION, stage="two", layers=4, dropout="stack"),
     "tensors": replace(ITERATION, axes="xy", stage="two", balance="stack", head="where"),
 }
 

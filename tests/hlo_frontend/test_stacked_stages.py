@@ -66,7 +66,7 @@ def test_an_iteration_that_is_computed_again():
 
 def test_where_to_put_what_is_computed_again_is_said():
     """What draws random numbers may be simplified otherwise where it is computed again."""
-    found = compare(Draw(again="iteration", head="cond", mask="where", dropout="carry"), "1f1b")
+    found = compare(Draw(again="iteration", head="cond", mask="where", dropout="shared"), "1f1b")
     assert "put jax.checkpoint around the stage, not around the iteration" in found.whys[0]
 
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from ..graph import COLLECTIVES, Instruction, leaf_count
 from ..likeness import Likeness, is_loose
+from ..ops import op_of
 from ..passes.valid.known import spread
 from ..schema import TUPLE
 from ..values import Node, Value
@@ -99,10 +100,15 @@ class Again:
 
     def _needed(self, one: Value, other: Value) -> list[_Pair] | None:
         """What must be the same for these to be; None where they are not known to be, whatever is."""
+        made = _made(one, other)
+        if made is not None and _is_computed(one) and _is_computed(other):
+            needs = self._needs(made)  # what is computed is not followed through all iterations
+            if needs is not None:
+                return needs
         left = [at for at in self.when if not self._is_known(one, other, at)]
         if not left:
             return []
-        results = self._handed_on(one, other, left) or _made(one, other)
+        results = self._handed_on(one, other, left) or made
         return None if results is None else self._needs(results)
 
     def _is_known(self, one: Value, other: Value, at: Execution) -> bool:
@@ -215,6 +221,15 @@ class Again:
 def _is_unchanged(loop: Node, n: int) -> bool:
     """Whether a loop carries a value that no iteration changes."""
     return loop.blocks[1].results[n].root is loop.blocks[1].parameters[n]
+
+
+def _is_computed(value: Value) -> bool:
+    """Whether a value is floats that a node computes, and does not only choose or move."""
+    node = value.node
+    if node is None or value.type is None or value.type.dtype[0] in "psu":
+        return False
+    opcode = node.instruction.opcode
+    return opcode != "select" and (bool(node.instruction.called) or op_of(opcode).arithmetic)
 
 
 def _made(one: Value, other: Value) -> set[_Made] | None:

@@ -134,7 +134,7 @@ def test_it_is_kept(run: Run) -> None:
 OTHERS: dict[str, tuple[Run, Run]] = {
     "other layers": (unrolled, lambda weights, i, x: unrolled(weights[::-1], i, x)),
     "another input": (unrolled, lambda weights, i, x: unrolled(weights, i, x + 1)),
-    "another iteration": (unrolled, lambda weights, i, x: unrolled(weights, i, x) * (i + 1)),
+    "another iteration": (unrolled, lambda weights, i, x: unrolled(weights, i, x * (i + 1))),
     "a constant": (scanned, partial(scanned, scale=2.5)),
     "a length": (often, partial(often, count=2)),
     "a predicate": (under_cond, partial(under_cond, first=2)),

@@ -78,7 +78,7 @@ class Again:
         self._alike = _Alike()
         self._before: dict[Value, int | None] = {}
         self._numbers: dict[Hashable, int] = {}
-        # By number of what vectors are joined to, by bounds there the numbers of these.
+        # By number of a concatenation of vectors: that of each, by its start, limit and stride there.
         self._joined: dict[int, dict[tuple[int, int, int], int]] = {}
         self.when = when
 
@@ -101,7 +101,7 @@ class Again:
     def _needed(self, one: Value, other: Value) -> list[_Pair] | None:
         """What must be the same for these to be; None where they are not known to be, whatever is."""
         made = _made(one, other)
-        if made is not None and _is_computed(one) and _is_computed(other):
+        if made is not None and all(is_computed(v) and not _is_chosen(v) for v in (one, other)):
             needs = self._needs(made)  # what is computed is not followed through all iterations
             if needs is not None:
                 return needs
@@ -223,13 +223,16 @@ def _is_unchanged(loop: Node, n: int) -> bool:
     return loop.blocks[1].results[n].root is loop.blocks[1].parameters[n]
 
 
-def _is_computed(value: Value) -> bool:
-    """Whether a value is floats that a node computes, and does not only choose or move."""
+def is_computed(value: Value) -> bool:
+    """Whether a value is floats that a node computes, and does not only move."""
     node = value.node
     if node is None or value.type is None or value.type.dtype[0] in "psu":
         return False
-    opcode = node.instruction.opcode
-    return opcode != "select" and (bool(node.instruction.called) or op_of(opcode).arithmetic)
+    return bool(node.instruction.called) or op_of(node.instruction.opcode).arithmetic
+
+
+def _is_chosen(value: Value) -> bool:
+    return value.node is not None and value.node.instruction.opcode == "select"
 
 
 def _made(one: Value, other: Value) -> set[_Made] | None:

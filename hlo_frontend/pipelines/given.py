@@ -15,17 +15,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from ..collectives import CollectiveReader
 from ..flatten import flatten
 from ..graph import Instruction, Module
-from ..ops import op_of
 from ..passes.valid.trace import is_transfer
 from ..values import Node, Value
-from .alike import Again, rows_read
+from .alike import Again, is_computed, rows_read
 from .chains import Followed, Origins
 from .emit import Editor
 from .kept_stacks import Stack, beside, is_row, stacks, users_of
 from .one_layer import MOVES
 from .pieces import instructions_of
 from .recognize import follow
-from .sameness import INTEGERS
 from .sunk import with_constants
 
 
@@ -103,5 +101,5 @@ def _given(origins: Origins, sent: Node) -> Iterator[Value]:
             todo += [o.root for o in operands[1:]]
         elif made.opcode in MOVES:
             todo.append(operands[0].root)
-        elif not is_transfer(value.node) and (made.called or op_of(made.opcode).arithmetic):
-            yield from [value] * (instructions_of(value)[0].shape.element_type not in INTEGERS)
+        elif not is_transfer(value.node) and is_computed(value):
+            yield value

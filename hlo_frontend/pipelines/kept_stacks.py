@@ -75,16 +75,14 @@ def beside(
     root, start = b.own(stack.update.computation.root), b.own(stack.update.operands[2])
     for value, whole in zip(kept, _last(b, stack.there, len(kept)), strict=True):
         part = b.reshape(b.own(value), [1, *value.shape.dimensions])
-        starts = [start, *[b.convert(b.constant(0), start.shape)] * len(value.shape.dimensions)]
-        root.operand_ids.append(b.update(whole, part, starts).id)
+        root.operand_ids.append(b.update(whole, part, _first(b, start, value)).id)
     b.finish(root)
     editor.sweep(stack.update.computation)
     _, b = _carrying(editor, entry, stack.back, filled)
     root, start = b.own(row.computation.root), b.own(row.operands[1])
     stands: dict[Instruction, Any] = {}
     for (value, again), whole in zip(kept.items(), _last(b, stack.back, len(kept)), strict=True):
-        starts = [start, *[b.convert(b.constant(0), start.shape)] * len(value.shape.dimensions)]
-        part = b.dynamic_slice(whole, starts, [1, *value.shape.dimensions])
+        part = b.dynamic_slice(whole, _first(b, start, value), [1, *value.shape.dimensions])
         stands |= dict.fromkeys(again, b.reshape(part, value.shape.dimensions))
         root.operand_ids.append(whole.id)
     editor.redirect(row.computation, stands, row.computation.instructions)
@@ -110,6 +108,11 @@ def _last(b: Builder, loop: Instruction, count: int) -> list[Any]:
     first = len(loop.called[0].root.operands)
     parameter = b.own(loop.called[0].parameters[0])
     return [b.element(parameter, n) for n in range(first, first + count)]
+
+
+def _first(b: Builder, start: Any, value: Instruction) -> list[Any]:
+    """Where the row of a value begins, of which ``start`` is the number, in all dimensions."""
+    return [start, *[b.convert(b.constant(0), start.shape)] * len(value.shape.dimensions)]
 
 
 def _copies(value: Instruction) -> Iterator[Instruction]:

@@ -83,8 +83,9 @@ def _followed(
 
 
 def _check_within(loop: Instruction) -> None:
-    """Raises `Refusal` if a permute of the body moves on what another one has brought in the same iteration,
-    along the same way, or if a third one moves on what this one brings: it moves something within a stage."""
+    """Raises `Refusal` if a permute of the body sends on what another one has brought in the same iteration,
+    and both have the same pairs: there are several iterations in one; or if a third one sends on what this
+    one brings: it moves something within a stage."""
     permutes = _permutes(loop.called[0])
     behind_each = {p: after(loop.called[0], [p]) for p in permutes}
     for permute in permutes:

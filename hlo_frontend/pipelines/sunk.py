@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ..graph import Instruction, Module
+from ..graph import Instruction, Module, all_instructions
 from ..schema import LiteralProto
 from .constants import zero_constant
 from .emit import Editor, carried_position
@@ -46,12 +46,7 @@ def _replaced(module: Module, name: str, which: Callable[[Instruction], _Stands]
 
 def _loops(loop: Instruction) -> list[Instruction]:
     """A loop, and those in its body, whatever calls them, the outer ones first."""
-    found = [loop] if is_flat(loop) else []
-    for called in loop.called:
-        for inner in called.instructions:
-            if inner.opcode in ("while", "conditional", "call"):
-                found += _loops(inner)
-    return found
+    return [i for i in (loop, *all_instructions(loop.called[0])) if is_flat(i)]
 
 
 def _carried(loop: Instruction) -> _Stands:

@@ -24,7 +24,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from frontend_support import same, shards
+from frontend_support import P, mesh, same, shards
 from interpreter import Interpreter
 from training_steps import Draw, draw, draw_stacked, program
 
@@ -78,6 +78,14 @@ class Found:
         if any(getattr(report, "rounds", "") for report in self.module.interleaved):
             return "rounds" if self.differs else "may round"
         return "differs" if self.differs else "equal"
+
+
+def check_hops(found: Found, d: Draw) -> None:
+    """Nothing is sent twice: of one array a microbatch makes a hop to each next stage, and of its gradient as
+    many back. Sums behind the loops make up to four messages a stage more."""
+    assert found.ran is not None
+    hops = 2 * d.microbatches * (d.stages - 1)
+    assert 0 <= sum(found.ran.messages.values()) - hops <= 4 * d.stages
 
 
 class WrittenStep:
@@ -155,6 +163,20 @@ class WrittenStep:
             if len(by_device) == self.devices:
                 for n, device in enumerate(self.over.devices.flat):
                     same(result[n], by_device[device])
+
+
+def gradient_step(
+    local: Any, stages: int, weights: Sequence[int], xs: Sequence[int]
+) -> WrittenStep:
+    """The gradient in the weights of the sum of what ``local(weights, xs)`` gives on each device.
+    ``weights``: the shape of those of all stages, which are divided by its first dimension; ``xs``: of
+    microbatches, which all stages have. Both are f32."""
+    over, specs = mesh(stages), (P("x"), P())
+    mapped = jax.shard_map(local, mesh=over, in_specs=specs, out_specs=P("x"), check_vma=False)
+    rng = np.random.default_rng(0)
+    given = tuple(rng.standard_normal(shape).astype(np.float32) for shape in (weights, xs))
+    function = jax.jit(jax.grad(lambda weights, xs: mapped(weights, xs).sum()))
+    return WrittenStep(function, given, list(specs), over)
 
 
 class Step(WrittenStep):

@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 from support import pjrt
 from support.mpi import run_ranks
+from support.scripts import conforming
 
 from stretto.collectives.types import TensorType
 from stretto.plugin import abi
 from stretto.runtime.engines import pjrt as engines
 from stretto.runtime.engines.engine import create_engine
 from stretto.runtime.errors import StrettoError
-from stretto.testing import check_engine
 
 HERE = Path(__file__).parent
 EXAMPLES = HERE.parents[1] / "examples"
@@ -49,8 +49,7 @@ def test_places_in_the_table() -> None:
 @pytest.mark.thorough
 def test_the_protocol(library: Path) -> None:
     """Its arrays are in another process, computed late."""
-    plugin = pjrt.engine(library, 2).removeprefix("pjrt:")
-    names = check_engine(lambda devices: engines.create(devices, plugin))
+    names = conforming(pjrt.engine(library, 2))
     assert {"transfers", "donation", "runs", "compile_errors", "run_errors", "threads"} <= set(
         names
     )

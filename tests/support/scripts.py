@@ -28,6 +28,25 @@ def run(
     return finished([sys.executable, "-c", textwrap.dedent(script)], env)
 
 
+def conforming(engine: str) -> list[str]:
+    """Check the engine ``engine`` of the entry points; gives the checks made.
+
+    In a process of its own: where large tests have run, what small arrays take of the memory that these gave
+    back looks like a leak for long.
+    """
+    done = run(
+        f"""
+        from stretto.engine_check import check_engine
+        from stretto.runtime.engines.engine import create_engine
+
+        print(*check_engine(lambda devices: create_engine({engine!r}, devices)))
+        """,
+        platforms="cpu",
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
 def passes(script: str, platforms: str | None = "stretto", devices: int = 4) -> str:
     """The output of a script that must exit with 0."""
     done = run(script, platforms, devices)

@@ -208,6 +208,20 @@ def _is_of_groups(caller: Instruction) -> bool:
     )
 
 
+# What a branch that computes nothing has.
+_IDLE = frozenset(
+    {
+        "bitcast",
+        "broadcast",
+        "constant",
+        "copy",
+        "get-tuple-element",
+        "iota",
+        "parameter",
+        "reshape",
+        "tuple",
+    }
+)
 _NEVER_OPENED = NEVER_SAME | LOGICAL_IDS.keys() | {"while", "conditional", "call"}
 _MOVES = MOVES | {"constant", "convert", "dynamic-update-slice", "iota", "parameter"}
 
@@ -270,6 +284,42 @@ def inline(builder: Builder, caller: Instruction) -> None:
         chosen = [builder.select(predicate, a, b)
                   for a, b in zip(results[index], chosen, strict=True)]  # fmt: skip
     builder.stand_in(chosen if is_tuple else chosen[0])
+
+
+def rest_of(caller: Instruction) -> int | None:
+    """The first branch of a conditional that computes nothing; None if there is none."""
+    return next(
+        (n for n, c in enumerate(caller.called) if all(i.opcode in _IDLE for i in c.instructions)),
+        None,
+    )
+
+
+def put_apart(builder: Builder, caller: Instruction, branch: int) -> None:
+    """Put a select between what a branch gives and a conditional of the others, of which there are two at
+    least, in the place of a conditional. ``builder``: one that replaces it."""
+    builder.metadata = caller.proto.metadata
+    selector, last = caller.operands[0].proto, len(caller.called) - 1
+    pred, is_tuple = array_shape("pred"), caller.shape.element_type == TUPLE
+
+    def compared(direction: str, number: int) -> Any:
+        operands = [selector, builder.constant(number)]
+        return builder.add("compare", pred, operands, comparison_direction=direction)
+
+    index = selector
+    if branch < last:
+        chosen = compared("EQ", branch)
+        behind = builder.convert(compared("GT", branch), selector.shape)
+        index = builder.add("subtract", selector.shape, [selector, behind])
+    else:  # as is every number that is none of a branch
+        chosen = builder.add("or", pred, [compared("LT", 0), compared("GE", last)])
+    others = [n for n in range(last + 1) if n != branch]
+    operands = [index, *(caller.operands[1 + n].proto for n in others)]
+    called = [caller.called[n].proto.id for n in others]
+    made = builder.add("conditional", caller.shape, operands, called_computation_ids=called)
+    rest = _results(builder, caller.called[branch], [caller.operands[1 + branch]], is_tuple)
+    parts = builder.elements(made) if is_tuple else [made]
+    values = [builder.select(chosen, a, b) for a, b in zip(rest, parts, strict=True)]
+    builder.stand_in(values if is_tuple else values[0])
 
 
 def _results(

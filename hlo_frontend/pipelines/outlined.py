@@ -27,14 +27,21 @@ from ..values import Node
 from .chains import Followed, Origins
 from .constants import behind
 from .emit import Editor, carried_position, needed_by, slice_of
-from .inline import GROUPED, handed_on, inline, masked_behind, opened, past_barriers
-from .one_layer import MOVES, Stage, after, is_flat, moved_from, moves, pairs_of
+from .inline import (
+    GROUPED,
+    handed_on,
+    inline,
+    masked_behind,
+    opened,
+    past_barriers,
+    put_apart,
+    rest_of,
+)
+from .one_layer import Stage, after, is_flat, moved_from, moves, pairs_of
 from .recognize import follow
 from .refusal import Refusal, about
 from .sameness import INTEGERS
 from .taken import as_taken
-
-_IDLE = MOVES | {"broadcast", "constant", "get-tuple-element", "iota", "parameter", "tuple"}
 
 
 def outlined(
@@ -110,7 +117,8 @@ def _check_within(loop: Instruction) -> None:
 def _unwrapped(module: Module, name: str) -> Module:
     """The module, with conditionals in the body of this loop inlined on the way from what is received to what
     is sent that choose by numbers, and of which a branch computes nothing: it stands for iterations in which
-    a stage rests. So are others that choose by the same number, as those of what is computed again."""
+    a stage rests. Of more than two branches the others stay a conditional. So are others that choose by the
+    same number, as those of what is computed again."""
     rests: set[str] = set()
     while True:
         loop = next(i for i in module.entry.instructions if i.name == name)
@@ -127,7 +135,11 @@ def _unwrapped(module: Module, name: str) -> Module:
             return module
         rests.add(found.operands[0].name)
         editor = Editor(module)
-        inline(editor.replace(found), found)
+        rest = rest_of(found)
+        if len(found.called) > 2 and rest is not None:
+            put_apart(editor.replace(found), found, rest)
+        else:
+            inline(editor.replace(found), found)
         module = Module.parse(editor.finish())
 
 
@@ -136,7 +148,7 @@ def _rests(caller: Instruction) -> bool:
     return (
         caller.opcode == "conditional"
         and all(p.element_type != TUPLE for p in parts)
-        and any(all(i.opcode in _IDLE for i in c.instructions) for c in caller.called)
+        and rest_of(caller) is not None
         and all(
             i.shape.element_type in INTEGERS or i.opcode == "parameter"
             for i in slice_of([caller.operands[0]], set())

@@ -8,7 +8,9 @@ the mesh divides.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
+
+from stretto.collectives.ops import Collective, Kind
 
 from ..graph import Instruction, all_instructions
 from ..groups import connected_components
@@ -41,8 +43,15 @@ def groups_of(node: Node) -> list[tuple[Node, tuple[int, ...]]]:
     every = [node, *(n for block in node.blocks for n in all_nodes(block))]
     return [
         (n, tuple(group))
-        for n in every if n.collective is not None for group in n.collective.groups
+        for n in every if n.collective is not None for group in _groups(n.collective)
     ]  # fmt: skip
+
+
+def _groups(collective: Collective) -> Iterable[Sequence[int]]:
+    """Its groups; of a permute, the devices that its pairs connect."""
+    if collective.kind is not Kind.PERMUTE:
+        return collective.groups
+    return map(sorted, connected_components(collective.pairs))
 
 
 def members(nodes: Iterable[Node]) -> dict[Node, dict[int, frozenset[int]]]:

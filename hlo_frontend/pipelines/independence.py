@@ -17,6 +17,7 @@ from ..passes.valid.liveness import Liveness, Mask, Needs
 from ..passes.valid.trace import Forward, Trace
 from ..values import BlockGraph, Node, all_nodes
 from .chains import Execution
+from .connected import groups_of
 from .constants import Constant
 from .gradients import sum_node
 from .parts import Part
@@ -49,8 +50,7 @@ def find_live(entry: BlockGraph, parts: Sequence[Part], forward: Forward, trace:
         others = [i for i in range(len(stage.results))
                   if i not in layers.passed and i not in layers.stacked]  # fmt: skip
 
-        groups = [list(g) for block in stage.blocks for n in all_nodes(block)
-                  if n.collective is not None for g in n.collective.groups]  # fmt: skip
+        groups = [list(group) for _, group in groups_of(stage)]
 
         def record(at: Trace, masks: Sequence[Mask]) -> rules.Needs:
             assert at.iteration is not None

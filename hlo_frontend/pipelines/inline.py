@@ -230,7 +230,7 @@ GROUPED = frozenset({"all-reduce", "all-gather", "reduce-scatter", "all-to-all"}
 
 
 def _stands_alone(computation: Computation) -> bool:
-    """Whether it communicates outside of loops, or by collectives other than `GROUPED`."""
+    """Whether it communicates outside of loops, or otherwise than layers may (`other_communication`)."""
     return any(
         i.opcode in COLLECTIVES
         or any(
@@ -241,9 +241,9 @@ def _stands_alone(computation: Computation) -> bool:
 
 
 def other_communication(computation: Computation) -> Instruction | None:
-    """An instruction in it, or in a computation that it calls, that reads the device's id or is a collective
-    other than `GROUPED`."""
-    refused = (COLLECTIVES | LOGICAL_IDS.keys()) - GROUPED
+    """An instruction in a loop, or in what it calls, that reads the device's id or is a collective other than
+    a permute and `GROUPED`."""
+    refused = (COLLECTIVES | LOGICAL_IDS.keys()) - GROUPED - {"collective-permute"}
     return next((i for i in all_instructions(computation) if i.opcode in refused), None)
 
 

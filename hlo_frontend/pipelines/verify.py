@@ -16,8 +16,9 @@ from ..collectives import CollectiveReader
 from ..flatten import flatten
 from ..graph import Module
 from ..passes.valid.trace import Forward, LoopTrace
-from ..values import Node, Value, all_nodes
+from ..values import Node, Value
 from .chains import Execution, Followed
+from .connected import groups_of
 from .parts import Pipeline
 from .refusal import Refusal, about
 from .rewrite import Rewritten
@@ -142,11 +143,10 @@ class _Checker:
 
     def together(self) -> None:
         """Check that devices whose layers communicate run the same chunk of a microbatch at the same time."""
-        for node in (n for block in self.runs.blocks for n in all_nodes(block)):
-            for group in () if node.collective is None else node.collective.groups:
-                for t in range(self.iterations):
-                    if len({self.runs_by.get(Execution(t, d)) for d in group}) > 1:
-                        raise self._wrong("devices that communicate run different layers at a time")
+        for _, group in groups_of(self.runs):
+            for t in range(self.iterations):
+                if len({self.runs_by.get(Execution(t, d)) for d in group}) > 1:
+                    raise self._wrong("devices that communicate run different layers at a time")
 
     def kept(self, leaf: int, device: int) -> dict[tuple[int, int], Run]:
         """For each row and first slice, the run whose values a device has there after the loop.

@@ -331,10 +331,12 @@ def test_groups_of_several_stages():
 
 def test_layers_that_send():
     def sent(layer, x, layers):
-        return lax.scan(lambda x, w: (lax.ppermute(layer(x, w)[0], "x", [(0, 0), (1, 1)]), None),
+        return lax.scan(lambda x, w: (lax.ppermute(layer(x, w)[0], "x", [(0, 1), (1, 0)]), None),
                         x, layers)  # fmt: skip
 
-    assert "communicates by collective-permute" in variant(scan=sent, mask="nothing")
+    why = variant(scan=sent, mask="nothing")
+    assert "communicate by collective-permute" in why
+    assert "among devices [0, 1], of which some are stages" in why
 
 
 def test_bounds_of_its_own():

@@ -9,6 +9,7 @@ from ..graph import Instruction
 from ..passes.pseudo_tokens import is_zero_literal
 from .emit import slice_of
 from .refusal import Refusal
+from .sameness import INTEGERS
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +47,7 @@ class Constants:
         """The instructions of the body that compute the value. Raises `Refusal` if it may change."""
         inner = slice_of([wanted], set(self.inits))
         for instruction in inner:
-            if instruction in self.reads or instruction.opcode in ("collective-permute", "while"):
+            if instruction in self.reads or _is_work(instruction):
                 raise Refusal(
                     f"{wanted.describe()}, which its layers take, changes from iteration to iteration"
                 )
@@ -59,6 +60,14 @@ class Constants:
         except Refusal:
             return False
         return True
+
+
+def _is_work(instruction: Instruction) -> bool:
+    """Whether it is a permute, or a loop over anything but numbers, as one over layers is."""
+    if instruction.opcode != "while":
+        return instruction.opcode == "collective-permute"
+    parts = instruction.shape.tuple_shapes
+    return instruction.has_side_effect or not all(p.element_type in INTEGERS for p in parts)
 
 
 def behind(instruction: Instruction) -> Instruction:

@@ -7,7 +7,7 @@ from math import prod
 
 from ..graph import Instruction
 from ..values import Node
-from .chains import Execution, Followed, Source
+from .chains import Execution, Followed, Made, Source
 from .constants import Constant
 from .parts import Kept, Own, Part, Recomputed
 from .refusal import Refusal
@@ -50,6 +50,10 @@ def operand(
         order = _order(part, owner, sources, given.describe())
         return Kept(owner.name, made.leaf, order)
     here = all(s.made.at == run for s, run in zip(sources, part.live, strict=True))
+    home = next((p for p in parts if p.loop is first.loop), None)
+    constant = None if home is None else _constant(home, made)
+    if constant is not None and _fits(constant.value, given):
+        return constant
     if made.node.instruction.opcode == "while" and first.loop is part.loop and here:
         return Recomputed(made.leaf, made.node)
     if made.node.instruction.opcode == "while":
@@ -57,14 +61,22 @@ def operand(
             f"{given.describe()}, which its layers take, is kept by {made.node.instruction.describe()} "
             f"in the loop %{first.loop.instruction.name}, which is not interleaved"
         )
-    home = next((p for p in parts if p.loop is first.loop), None)
-    inside = (
-        home is not None and made.node.instruction.computation is home.loop.instruction.called[0]
-    )
-    if home is None or not inside or not home.constants.has(made.node.instruction):
-        return own
-    constant = Constant(made.node.instruction, home.loop.instruction)
-    return constant if _fits(constant.value, given) else own
+    return own
+
+
+def _constant(part: Part, made: Made) -> Constant | None:
+    """What is made in the body of a part's loop, if it does not change."""
+    assert made.node is not None
+    value, body = made.node.instruction, part.loop.instruction.called[0]
+    if value.computation is not body:
+        return None
+    if value.shape.tuple_shapes:
+        value = next(
+            (i for i in body.instructions if i.opcode == "get-tuple-element"
+             and i.operands[0] is value and i.proto.tuple_index == made.leaf),
+            value,
+        )  # fmt: skip
+    return Constant(value, part.loop.instruction) if part.constants.has(value) else None
 
 
 def _fits(made: Instruction, given: Instruction) -> bool:

@@ -11,13 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import IntEnum
+from functools import cached_property
 from typing import Any
 
 from ..collectives import CollectiveReader
+from ..flatten import flatten
 from ..graph import COLLECTIVES, LOGICAL_IDS, Instruction, Module, all_instructions
 from ..groups import replica_groups
-from ..schema import LiteralProto
+from ..passes.bytes.device_values import DeviceValues
 from ..shardings import parts
+from ..values import BlockGraph, Node, all_nodes
 
 MOVES = frozenset(
     {
@@ -39,7 +42,6 @@ MOVES = frozenset(
     }
 )
 INTEGERS = frozenset({1, 2, 3, 4, 5, 6, 7, 8, 9})  # PrimitiveType: pred, s8 … u64
-_NUMBERS = frozenset({4, 5, 8, 9})  # s32, s64, u32, u64
 NEVER_SAME = COLLECTIVES | {
     "custom-call",
     "infeed",
@@ -118,8 +120,6 @@ class Sameness:
         opcode = instruction.opcode
         if opcode == "partition-id":
             return Class.BY_ID
-        if opcode == "dynamic-slice" and self._looks_up_alike(instruction):
-            return Class.SAME
         if opcode in ("all-gather", "all-reduce") and self._gives_all(instruction):
             return Class.SAME
         if opcode in _SIDE_BY_SIDE and all(operands[o] is Class.SAME for o in instruction.operands):
@@ -148,6 +148,8 @@ class Sameness:
         found = max((operands[o] for o in instruction.operands), default=Class.SAME)
         if any(draws(c) for c in instruction.called):
             return Class.ANY
+        if found is Class.BY_ID and self._is_known_alike(instruction):
+            return Class.SAME
         if found is Class.BY_ID and not (
             opcode in MOVES or instruction.shape.element_type in INTEGERS
         ):
@@ -166,23 +168,37 @@ class Sameness:
                 return False
         return True
 
-    def _looks_up_alike(self, instruction: Instruction) -> bool:
-        """Whether it reads a number from a constant by the device's id, the same one on all devices of a
-        group: as XLA finds a device's place on an axis that is not the groups'."""
+    def _is_known_alike(self, instruction: Instruction) -> bool:
+        """Whether it is known to be the same number on all devices of a group: as a device's place on an axis
+        that is not the groups', and masks that are made of it."""
+        node = self._nodes.get(instruction)
+        if node is None or len(node.results) != 1:
+            return False
+        found = self._known.of(node.results[0])
+        if found is None:
+            return False
+        rows = [row.tobytes() for row in found]
+        return len(rows) == 1 or all(len({rows[d] for d in group}) == 1 for group in self.groups)
+
+    @cached_property
+    def _graph(self) -> BlockGraph | None:
         # Devices of several replicas may have the same id.
         if self.reader is None or self.reader.num_replicas > 1:
-            return False
-        table, *starts = instruction.operands
-        if table.opcode != "constant" or len(starts) != 1 or table.shape.dimensions[0] < 2:
-            return False
-        if _undone(starts[0]).opcode != "partition-id" or instruction.shape.dimensions[0] != 1:
-            return False
-        fields = LiteralProto.FromString(table.proto.literal).ListFields()
-        values = [list(values) for field, values in fields if field.name != "shape"]
-        if [len(row) for row in values] != [table.shape.dimensions[0]]:
-            return False
-        (row,) = values
-        return all(len({row[min(d, len(row) - 1)] for d in group}) == 1 for group in self.groups)
+            return None
+        return flatten(self._entry, self.reader)
+
+    @cached_property
+    def _nodes(self) -> dict[Instruction, Node | None]:
+        """None for an instruction of what is called several times."""
+        found: dict[Instruction, Node | None] = {}
+        for node in () if self._graph is None else all_nodes(self._graph):
+            found[node.instruction] = None if node.instruction in found else node
+        return found
+
+    @cached_property
+    def _known(self) -> DeviceValues:
+        assert self._graph is not None and self.reader is not None
+        return DeviceValues(self._graph, 1, self.reader.num_partitions)
 
     @staticmethod
     def is_function_of_id(instruction: Instruction) -> bool:
@@ -278,15 +294,6 @@ class Sameness:
         ):
             return Class.ANY
         return carried[position]
-
-
-def _undone(value: Instruction) -> Instruction:
-    """What a device's number is, in whatever shape and type that holds it."""
-    while (
-        value.opcode in ("bitcast", "convert", "reshape") and value.shape.element_type in _NUMBERS
-    ):
-        value = value.operands[0]
-    return value
 
 
 def draws(computation: Any) -> bool:

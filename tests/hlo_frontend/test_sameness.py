@@ -70,6 +70,52 @@ def test_what_a_device_looks_up_may_be_the_same_on_all_stages(table, number, rep
 
 
 @pytest.mark.parametrize(
+    ("opcode", "replicas", "same"),
+    [("remainder", 1, True), ("divide", 1, False), ("remainder", 2, False)],
+)
+def test_masks_that_are_made_of_a_known_number(opcode, replicas, same):
+    """Of the device's place on an axis, for stages that are devices 0 and 2, 1 and 3."""
+    text = f"""HloModule m
+        ENTRY e {{
+          id = u32[] partition-id()
+          two = u32[] constant(2)
+          place = u32[] {opcode}(id, two)
+          every = u32[3] broadcast(place), dimensions={{}}
+          rows = u32[3] iota(), iota_dimension=0
+          ROOT mask = pred[3] compare(every, rows), direction=GE
+        }}"""
+    module = Module.parse(_hlo.hlo_module_from_text(text).as_serialized_hlo_module_proto())
+    found = Sameness(module, [(0, 2), (1, 3)], CollectiveReader(replicas, 4 // replicas))
+    assert (found.of(module.entry.root) is Class.SAME) == same
+
+
+def test_what_is_called_twice_has_no_number():
+    """Both branches call the same computation, with other numbers."""
+    text = """HloModule m
+        named {
+          given = u32[] parameter(0)
+          all = u32[2] broadcast(given), dimensions={}
+          id = u32[] partition-id()
+          every = u32[2] broadcast(id), dimensions={}
+          ROOT sum = u32[2] add(all, every)
+        }
+        ENTRY e {
+          id = u32[] partition-id()
+          two = u32[] constant(2)
+          own = u32[] divide(id, two)
+          none = u32[] constant(0)
+          which = s32[] parameter(0)
+          ROOT made = u32[2] conditional(which, own, none), branch_computations={named, named}
+        }"""
+    module = Module.parse(_hlo.hlo_module_from_text(text).as_serialized_hlo_module_proto())
+    found = Sameness(module, [(0, 2), (1, 3)], CollectiveReader(1, 4))
+    (broadcast,) = [
+        i for c in module.entry.root.called[:1] for i in c.instructions if i.name == "all"
+    ]
+    assert not found._is_known_alike(broadcast)
+
+
+@pytest.mark.parametrize(
     ("collective", "groups", "others", "with_sums"),
     [
         ("all-gather", "{0,1,2},{3,4,5}", True, True),

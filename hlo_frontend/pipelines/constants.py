@@ -63,11 +63,12 @@ class Constants:
 
 
 def _is_work(instruction: Instruction) -> bool:
-    """Whether it is a permute, or a loop over anything but numbers, as one over layers is."""
+    """Whether it is a permute, or a loop that a device does not do by itself over numbers alone, as one over
+    layers."""
     if instruction.opcode != "while":
         return instruction.opcode == "collective-permute"
-    parts = instruction.shape.tuple_shapes
-    return instruction.has_side_effect or not all(p.element_type in INTEGERS for p in parts)
+    own = instruction.has_side_effect or any(c.needs_runtime for c in instruction.called)
+    return own or any(p.element_type not in INTEGERS for p in instruction.shape.tuple_shapes)
 
 
 def behind(instruction: Instruction) -> Instruction:

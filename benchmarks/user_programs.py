@@ -128,6 +128,8 @@ def main() -> None:
                     rows |= compare(ranks, module, program, args.quick)
                 except RuntimeError as e:
                     console.print(f"{program}, {ranks} ranks: {e}", markup=False)
+        if not rows:
+            continue
         where = f"{DEVICES} devices of one process" if ranks == 1 else f"{ranks} ranks, gloo"
         goals = dict.fromkeys(rows, "stretto ≤ 1.1x" if ranks == 1 else "gloo ≥ 2x")
         target = args.json and args.json.with_stem(f"{args.json.stem}_{ranks}")

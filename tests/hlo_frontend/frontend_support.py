@@ -61,7 +61,8 @@ def payload(module: CompiledModule, kind: Kind) -> int:
 def shards(array: np.ndarray, over: jax.sharding.Mesh, spec: PartitionSpec) -> list[np.ndarray]:
     """The array's piece on each logical device."""
     indices = NamedSharding(over, spec).devices_indices_map(array.shape)
-    return [np.ascontiguousarray(array[indices[d]]) for d in over.devices.flat]
+    pieces = [array[indices[d]] for d in over.devices.flat]
+    return [np.ascontiguousarray(p).reshape(np.shape(p)) for p in pieces]
 
 
 def judge(function, over, in_specs, *arguments, exact: bool = False, **kwargs) -> Interpreter:

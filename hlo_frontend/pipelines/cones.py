@@ -19,6 +19,8 @@ from ..passes.bytes.copies import Copies
 from ..passes.valid.known import is_row_major
 from ..values import BlockGraph, Node, Value
 from .emit import Builder, Editor
+from .kept_stacks import users_of
+from .pieces import instructions_of
 from .places import Places, data, is_zero, kept_whole
 from .weights import permute
 
@@ -185,20 +187,16 @@ class Moving:
 
     def _read(self, source: Value) -> Instruction | None:
         """An instruction of the computation that is this value."""
-        node, parameters = source.node, self.computation.parameters
-        index = self.block.parameters.index(source) if node is None else source.index
-        if node is None and not any(p.shape.tuple_shapes for p in parameters):
+        if source.node is not None:
+            made = instructions_of(source)
+            return made[0] if made and made[0].computation is self.computation else None
+        parameters, index = self.computation.parameters, self.block.parameters.index(source)
+        if not any(p.shape.tuple_shapes for p in parameters):
             return parameters[index]
-        if node is None and len(parameters) > 1:
+        if len(parameters) > 1:
             return None
-        whole = parameters[0] if node is None else node.instruction
-        if node is not None and len(node.results) == 1:
-            return whole if whole.computation is self.computation else None
-        return next(
-            (i for i in self.computation.instructions if i.opcode == "get-tuple-element"
-             and i.operands[0] is whole and i.proto.tuple_index == index),
-            None,
-        )  # fmt: skip
+        reads = [i for i in users_of(parameters[0]) if i.opcode == "get-tuple-element"]
+        return next((i for i in reads if i.proto.tuple_index == index), None)
 
 
 def written(module: Module, body: Computation, made: Made, count: int) -> bytes:

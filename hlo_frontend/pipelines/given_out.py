@@ -17,11 +17,12 @@ from collections.abc import Sequence
 
 from stretto.collectives.ops import Kind, Reduction
 
-from ..graph import Instruction, Module
+from ..graph import Module
 from ..passes.bytes.copies import Copies
 from ..shardings import shardings_of
 from ..values import BlockGraph, Node
 from .cones import Made, Moving, Share, written
+from .kept_stacks import users_of
 from .places import Places
 
 
@@ -68,7 +69,7 @@ def _summed(moving: Moving, reduced: Node) -> Made | None:
         if node is None or node not in moving.received or len(node.results) != 1:
             continue
         cone = moving.cone(node)
-        if cone is None or _readers(node.instruction) != [reduced.instruction]:
+        if cone is None or users_of(node.instruction) != [reduced.instruction]:
             continue
         parts = moving.parts(node, cone) or []
         if len(parts) == 1 and _by_others(parts[0], collective.groups):
@@ -86,7 +87,3 @@ def _by_others(part: Share, groups: Sequence[Sequence[int]]) -> bool:
         if len(giving) > 1 or any(source_of.pop(device) not in group for device in giving):
             return False
     return not source_of and all(source != target for source, target in part.pairs)
-
-
-def _readers(value: Instruction) -> list[Instruction]:
-    return [i for i in value.computation.instructions if value in i.operands]

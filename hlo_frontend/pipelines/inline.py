@@ -208,20 +208,6 @@ def _is_of_groups(caller: Instruction) -> bool:
     )
 
 
-# What a branch that computes nothing has.
-_IDLE = frozenset(
-    {
-        "bitcast",
-        "broadcast",
-        "constant",
-        "copy",
-        "get-tuple-element",
-        "iota",
-        "parameter",
-        "reshape",
-        "tuple",
-    }
-)
 _NEVER_OPENED = NEVER_SAME | LOGICAL_IDS.keys() | {"while", "conditional", "call"}
 _MOVES = MOVES | {"constant", "convert", "dynamic-update-slice", "iota", "parameter"}
 
@@ -284,14 +270,6 @@ def inline(builder: Builder, caller: Instruction) -> None:
         chosen = [builder.select(predicate, a, b)
                   for a, b in zip(results[index], chosen, strict=True)]  # fmt: skip
     builder.stand_in(chosen if is_tuple else chosen[0])
-
-
-def rest_of(caller: Instruction) -> int | None:
-    """The first branch of a conditional that computes nothing; None if there is none."""
-    return next(
-        (n for n, c in enumerate(caller.called) if all(i.opcode in _IDLE for i in c.instructions)),
-        None,
-    )
 
 
 def put_apart(builder: Builder, caller: Instruction, branch: int) -> None:

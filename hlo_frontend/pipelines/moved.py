@@ -47,16 +47,14 @@ def _once(serialized: bytes, num_partitions: int) -> bytes | None:
     """The module with one more value made by permutes."""
     module = Module.parse(serialized)
     entry = flatten(module.entry, CollectiveReader(1, num_partitions))
-    places: Places | None = None
+    places = Places(DeviceValues(entry, 1, num_partitions), num_partitions)
     for loop in entry.nodes:
         if loop.kind is not NodeKind.LOOP or not any(map(moves_between, loop.blocks[1].nodes)):
             continue
-        places = places or Places(DeviceValues(entry, 1, num_partitions), num_partitions)
         body = loop.instruction.called[0]
         made = _find(Moving(loop.blocks[1], body, places))
         if made is not None:
             return written(module, body, made, num_partitions)
-    places = places or Places(DeviceValues(entry, 1, num_partitions), num_partitions)
     return given_out(module, entry, places)
 
 

@@ -10,6 +10,7 @@ from ..values import Node
 from .chains import Execution, Followed, Made, Source
 from .constants import Constant
 from .parts import Kept, Own, Part, Recomputed
+from .pieces import instructions_of
 from .refusal import Refusal
 
 
@@ -67,15 +68,10 @@ def operand(
 def _constant(part: Part, made: Made) -> Constant | None:
     """What is made in the body of a part's loop, if it does not change."""
     assert made.node is not None
-    value, body = made.node.instruction, part.loop.instruction.called[0]
-    if value.computation is not body:
+    found = instructions_of(made.node.results[made.leaf])
+    if not found or found[0].computation is not part.loop.instruction.called[0]:
         return None
-    if value.shape.tuple_shapes:
-        value = next(
-            (i for i in body.instructions if i.opcode == "get-tuple-element"
-             and i.operands[0] is value and i.proto.tuple_index == made.leaf),
-            value,
-        )  # fmt: skip
+    value = found[0]
     return Constant(value, part.loop.instruction) if part.constants.has(value) else None
 
 

@@ -27,21 +27,14 @@ from ..values import Node
 from .chains import Followed, Origins
 from .constants import behind
 from .emit import Editor, carried_position, needed_by, slice_of
-from .inline import (
-    GROUPED,
-    handed_on,
-    inline,
-    masked_behind,
-    opened,
-    past_barriers,
-    put_apart,
-    rest_of,
-)
-from .one_layer import Stage, after, is_flat, moved_from, moves, pairs_of
+from .inline import GROUPED, handed_on, inline, masked_behind, opened, past_barriers, put_apart
+from .one_layer import MOVES, Stage, after, is_flat, moved_from, moves, pairs_of
 from .recognize import follow
 from .refusal import Refusal, about
 from .sameness import INTEGERS
 from .taken import as_taken
+
+_IDLE = MOVES | {"broadcast", "constant", "get-tuple-element", "iota", "parameter", "tuple"}
 
 
 def outlined(
@@ -135,7 +128,7 @@ def _unwrapped(module: Module, name: str) -> Module:
             return module
         rests.add(found.operands[0].name)
         editor = Editor(module)
-        rest = rest_of(found)
+        rest = _rest(found)
         if len(found.called) > 2 and rest is not None:
             put_apart(editor.replace(found), found, rest)
         else:
@@ -148,11 +141,19 @@ def _rests(caller: Instruction) -> bool:
     return (
         caller.opcode == "conditional"
         and all(p.element_type != TUPLE for p in parts)
-        and rest_of(caller) is not None
+        and _rest(caller) is not None
         and all(
             i.shape.element_type in INTEGERS or i.opcode == "parameter"
             for i in slice_of([caller.operands[0]], set())
         )
+    )
+
+
+def _rest(caller: Instruction) -> int | None:
+    """The first branch of a conditional that computes nothing; None if there is none."""
+    return next(
+        (n for n, c in enumerate(caller.called) if all(i.opcode in _IDLE for i in c.instructions)),
+        None,
     )
 
 

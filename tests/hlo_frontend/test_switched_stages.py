@@ -71,9 +71,8 @@ def step_of(kind: Switched) -> WrittenStep:
 
         def iteration(x: jax.Array, i: jax.Array) -> tuple[jax.Array, jax.Array]:
             number = jnp.clip(i - stage, 0, MICROBATCHES - 1)
-            entered = parameters["embedding"][given[number]]
             if not kind.embeds:
-                x = jnp.where(stage == 0, entered, x)
+                x = jnp.where(stage == 0, parameters["embedding"][given[number]], x)
 
             # Stages of different kinds, two of them without a loop over layers.
             def first(x: jax.Array) -> tuple[jax.Array, jax.Array]:
